@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.xla_flags import quick_to_compile
+
 MIB = 1 << 20
 PARALLAX = "parallax"
 """The package of google-parallax, which these benchmarks do not require."""
@@ -50,12 +52,6 @@ MEGATRON = {
 """Which dim of a variable the model axis splits, by name; the first that matches counts. For kernels of heads whose
 heads lead, as Gemma's (heads, width, size), see `by_name`. Of convolutions in a row, the first is split by its output
 channels and the second by its input channels."""
-XLA_FLAGS = (
-    "--xla_cpu_collective_call_terminate_timeout_seconds=3600 --xla_backend_optimization_level=0 "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
-"""On a busy machine simulated devices wait for each other for longer than XLA's 40 s. Machine code is not optimised:
-nothing is timed, and collectives are decided before it is generated."""
 
 
 def decoders() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -271,7 +267,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+    # On a busy machine simulated devices wait for each other for longer than XLA's 40 s. Machine code is not optimised:
+    # nothing is timed, and collectives are decided before it is generated.
+    os.environ.setdefault("XLA_FLAGS", quick_to_compile(wait_s=3600))
 
     import jax
 

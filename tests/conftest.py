@@ -9,6 +9,10 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).parent.parent)]
+
+from benchmarks.xla_flags import quick_to_compile  # noqa: E402
+
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -18,10 +22,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Tests wait for XLA to compile far longer than for what it compiled. Without optimisation that takes two thirds, and
 # without the fusion emitters and with one module of LLVM instead of many a third of that. Where other programs keep the
 # cores busy, simulated devices wait for each other for longer than the 40 s after which XLA aborts.
-os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-)
+os.environ["XLA_FLAGS"] = quick_to_compile(wait_s=600)
 # keras-hub imports TensorFlow where it finds it; nothing here needs it, and it costs 4 s and 600 MB.
 SUPPORT = Path(__file__).parent / "support"
 """Helpers and the scripts that tests start as processes of their own, which find each other through the environment."""

@@ -62,7 +62,7 @@ def plan_text(plan: LayoutPlan, *, ascii_only: bool = False) -> str:
     lines = [f"{plan.model} on {plan.mesh}, {kind}, inputs {plan.inputs}", *_memory(plan, "#" if ascii_only else "█")]
     lines += [*_exchanges(plan), *_layouts(plan)]
     rates = ", ".join(f"{name} {value:g}" for name, value in plan.constants.items() if isinstance(value, float | int))
-    return "\n".join([*lines, f"cost constants: {rates}", *plan.notes, *_checks(plan)])
+    return "\n".join([*lines, f"cost constants: {rates}", *(f"note: {note}" for note in plan.notes), *_checks(plan)])
 
 
 def _checks(plan: LayoutPlan) -> Iterator[str]:

@@ -43,7 +43,8 @@ RULES: dict[str, Rule] = {
         contractions.reduce,
     ),
     **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter_add", "scatter_max", "scatter_min", "scatter_mul", "scatter-mul"),
+        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "scatter_add",
+         "scatter_max", "scatter_min", "scatter_mul"),
         contractions.scatter,
     ),
     "broadcast_in_dim": shapes.broadcast_in_dim,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -74,7 +74,7 @@ def _enter(program: Program, inner: Any, operands: Sequence[Value]) -> list[Valu
 def _scan(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
     """Enter the body once; the dims of the carry are the same before and after, that of the steps is whole."""
     params = eqn.params
-    n_consts, n_carry, length = params["num_consts"], params["num_carry"], params["length"]
+    (n_consts, n_carry), length = _counts_of_scan(params), params["length"]
     consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
     # Iterations run one after the other and each needs its step on every device.
     for x in xs:
@@ -91,6 +91,14 @@ def _scan(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
         stacked.append(fresh(program, var, [None, *made.dims]))
         program.store(stacked[-1])
     return [*results[:n_carry], *stacked]
+
+
+def _counts_of_scan(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many operands are constants and how many are the carry: JAX 0.11 groups them in a tree instead."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def _while(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:

@@ -14,10 +14,12 @@ Rule = Callable[[Program, Any, Sequence[Value]], list[Value]]
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
 clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
-ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
-mul_add_fused name nand ne neg nextafter nor not optimization_barrier or polygamma population_count pow pvary
-real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-shift_right_logical sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
+from_edtype ge gt igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p
+log2 logistic lt lt_to max min mul mul_add_fused mulhi name nand ne neg nextafter nor not one_minus_square
+optimization_barrier or polygamma polynomial population_count pow pvary real reduce_precision reduced_vary_cast
+regularized_incomplete_beta rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 to_edtype
+with_memory_space_constraint xor zeta
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 VIEWS = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient"})

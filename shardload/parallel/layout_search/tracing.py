@@ -71,9 +71,14 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
     def spec(tensor: Any) -> jax.ShapeDtypeStruct:
         first, *rest = tensor.shape
         open_dims = [length if n is None else n for n in rest]
-        return jax.ShapeDtypeStruct((first or batch, *open_dims), tensor.dtype)
+        return _spec((first or batch, *open_dims), tensor.dtype)
 
     return jax.tree.map(spec, inputs, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+
+
+def _spec(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Return a shape and a dtype as JAX would hold it: from 0.12 on, it warns of 64 bits unless x64 is enabled."""
+    return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def rows_of(inputs: Any) -> set[int]:
@@ -140,7 +145,7 @@ def as_specs(inputs: Any) -> Any:
         # A flag or a number is not traced: the call gets it unchanged.
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             return leaf
-        return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
+        return _spec(leaf.shape, leaf.dtype)
 
     return jax.tree.map(spec, inputs)
 
@@ -187,7 +192,7 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
     """
     trainable, other = list(model.trainable_variables), list(model.non_trainable_variables)
     # Shapes in the place of values: a model of any size traces in seconds, without memory.
-    state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in group] for group in (trainable, other))
+    state = tuple([_spec(v.shape, v.dtype) for v in group] for group in (trainable, other))
     _check_arguments(model, arguments or {})
     specs = as_specs((inputs, dict(arguments or {})))
     leaves, structure = jax.tree.flatten(specs)
