@@ -35,7 +35,7 @@ def rewrite(step, change):
     body = json.loads(path.read_text())
     del body["self"]
     change(body)
-    own = xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")))
+    own = xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
     path.write_text(json.dumps(body | {"self": own}))
 
 
@@ -47,7 +47,7 @@ def test_a_step_as_saved_is_not_accused(step):
 def test_the_format_is_the_one_of_the_design_note(step):
     found = json.loads((step / "shardload" / "digests.json").read_text())
     own = found.pop("self")
-    assert own == xxhash.xxh3_64_hexdigest(json.dumps(found, sort_keys=True, separators=(",", ":")))
+    assert own == xxhash.xxh3_64_hexdigest(json.dumps(found, sort_keys=True, separators=(",", ":")).encode())
     content = (step / BIG).read_bytes()
     units = [xxhash.xxh3_64_hexdigest(content[at : at + MIB]) for at in range(0, len(content), MIB)]
     assert found["files"][BIG] == {"bytes": 2 * MIB + 5, "units": units}
