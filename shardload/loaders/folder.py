@@ -8,8 +8,59 @@ symbolic links is trusted: Hugging Face's cache, where a snapshot's files link t
 
 from __future__ import annotations
 
+import re
+from itertools import islice
+
 from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
 from shardload.stores.location import Location
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<ending>\.\w+)")
+"""Five digits are usual; DeepSeek's ``model-00001-of-000163.safetensors`` has both widths."""
+_SHOWN = 8
+"""Most missing files that an error lists."""
+
+
+def part_number(name: str) -> tuple[int, int] | None:
+    """Return 2 and 3 for ``model-00002-of-00003.safetensors``; ``None`` for a name that claims no other parts."""
+    found = _PART.fullmatch(name)
+    return (int(found["number"]), int(found["count"])) if found and int(found["count"]) > 1 else None
+
+
+def stem_of(name: str) -> str:
+    """Return a file's name without its ending and the number of its part."""
+    found = _PART.fullmatch(name)
+    return found["stem"] if found else name.rpartition(".")[0]
+
+
+def part_name(name: str, number: int) -> str:
+    """Return the name of another part of the checkpoint that a part belongs to; ``name`` itself if it is none."""
+    if (found := _PART.fullmatch(name)) is None:
+        return name
+    return f"{found['stem']}-{number:0{len(found['number'])}d}-of-{found['count']}{found['ending']}"
+
+
+def all_parts(path: Location) -> list[Location]:
+    """Return the files of all parts of the checkpoint that a file's name claims to be a part of, in order.
+
+    Raises:
+        SourceNotFoundError: When some are missing.
+        SourceError: When the number is not one of the parts'.
+        UnsafeSourceError: When one is a symbolic link that leaves the folder.
+    """
+    number, count = part_number(path.name) or (1, 1)
+    if not 1 <= number <= count:
+        raise SourceError(f"{path} is part {number} of {count} according to its name. Rename it")
+    present = set(path.parent.names())
+    # The name may be hostile: no list of a million names is made.
+    there = [name for name in (part_name(path.name, i + 1) for i in range(count)) if name in present]
+    if (lacking := count - len(there)) > 0:
+        missing = (part_name(path.name, i + 1) for i in range(count))
+        shown = list(islice((name for name in missing if name not in present), _SHOWN))
+        raise SourceNotFoundError(
+            f"{path} is one of {count} parts, but {path.parent} lacks {lacking} of them: "
+            f"{', '.join(shown)}{' …' if lacking > _SHOWN else ''}. Download them into that folder"
+        )
+    return [member(path.parent, name, named_by=str(path)) for name in there]
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:
@@ -36,6 +87,11 @@ def member(folder: Location, name: object, *, named_by: str) -> Location:
     if path.is_link():
         _refuse_escape(path, folder)
     return path
+
+
+def plain_name(name: str) -> str:
+    """Return a file name from an index without ``./`` in front, which some tools write."""
+    return re.sub(r"^(\./)+", "", name)
 
 
 def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:

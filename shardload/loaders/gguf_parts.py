@@ -10,22 +10,17 @@ all parts together) are in every part, so a missing or foreign part is found in 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
-from shardload.errors import SourceError, SourceNotFoundError
-from shardload.loaders.folder import member
+from shardload.errors import SourceError
+from shardload.loaders.folder import all_parts, part_name, part_number
 from shardload.loaders.gguf_header import GgufHeader, LongArray, read_header
 from shardload.stores.location import Location
-
-_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.IGNORECASE)
-_SHOWN = 8
-"""Most missing parts that an error lists."""
 
 
 def first_part(name: str) -> str:
     """Return the name of a model's first file, from the name of any of its files."""
-    return _part_name(found, 1) if (found := _NAME.fullmatch(name)) else name
+    return part_name(name, 1)
 
 
 def read_model(path: Location) -> tuple[Location, GgufHeader]:
@@ -43,6 +38,11 @@ def read_model(path: Location) -> tuple[Location, GgufHeader]:
     count = _number(header, "split.count", path, default=1)
     # llama.cpp, too, treats only counts above 1 as split.
     if count in (0, 1):
+        if (claimed := part_number(path.name)) is not None:
+            raise SourceError(
+                f"{path} is part {claimed[0]} of {claimed[1]} according to its name, but its header has no "
+                "split.count above 1. If it is a whole model, rename it; otherwise, split the model again"
+            )
         return path, header
     parts = _find_parts(path, _number(header, "split.no", path), count)
     headers = {part: header if part == path else read_header(part) for part in parts}
@@ -51,22 +51,13 @@ def read_model(path: Location) -> tuple[Location, GgufHeader]:
 
 
 def _find_parts(path: Location, number: int, count: int) -> list[Location]:
-    name = _NAME.fullmatch(path.name)
-    if name is None or (int(name["number"]), int(name["count"])) != (number + 1, count):
+    if part_number(path.name) != (number + 1, count):
         raise SourceError(
             f"{path} is part {number + 1} of {count} according to its header, expected a name that ends in "
             f"-{number + 1:05d}-of-{count:05d}.gguf, by which the other parts are found. Rename the parts, or join "
             "them: llama-gguf-split --merge FIRST OUT"
         )
-    # `count` equals the five digits in the name, so a hostile header cannot ask for billions of names.
-    names = [_part_name(name, i + 1) for i in range(count)]
-    present = set(path.parent.names())
-    if missing := [each for each in names if each not in present]:
-        raise SourceNotFoundError(
-            f"{path} is one of {count} parts, but {path.parent} lacks {len(missing)} of them: "
-            f"{', '.join(missing[:_SHOWN])}{' …' if len(missing) > _SHOWN else ''}. Download them into that folder"
-        )
-    return [member(path.parent, each, named_by=str(path)) for each in names]
+    return all_parts(path)
 
 
 def _check_places(headers: Mapping[Location, GgufHeader], count: int) -> None:
@@ -124,7 +115,3 @@ def _number(header: GgufHeader, key: str, path: Location, *, default: int | None
             f"{path}: {key!r} should be a whole number from 0, as in every part, but is {str(found)[:80]}"
         )
     return found
-
-
-def _part_name(name: re.Match[str], number: int) -> str:
-    return f"{name['stem']}-{number:05d}-of-{name['count']}{name['ending']}"

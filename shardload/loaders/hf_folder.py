@@ -4,13 +4,15 @@
     model.safetensors               or
     model.safetensors.index.json    {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors", …}}
 
+Without an index, all safetensors of a folder are one checkpoint, and so are all parts that a file's name claims.
+
 The index is untrusted: its file names may not leave the folder, and each tensor must be in the shard that the index
 names for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,7 @@ from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
 from shardload.loaders.contents import CONFIG, FileContent, FolderContent
 from shardload.loaders.extents import collect
-from shardload.loaders.folder import listing, member, shards_of
+from shardload.loaders.folder import all_parts, listing, member, part_name, part_number, plain_name, shards_of, stem_of
 from shardload.loaders.hub_preset import is_preset
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
@@ -66,7 +68,7 @@ def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[
                 "is not one of them; transformers would load the file, KerasHub the shards. Move one of them elsewhere"
             )
     else:
-        found = safetensors.open_file(member(folder, _only_file(folder, names), named_by=str(folder)))
+        found = _without_index(folder, names, is_described=CONFIG in names)
     return replace(found, location=folder, format=format, config=config or {})
 
 
@@ -98,7 +100,7 @@ def folder_of(file: Location) -> Location | None:
             return None
         names = file.parent.names()
         if INDEX not in names:
-            return file.parent if _only_file(file.parent, names) == file.name else None
+            return file.parent if file.name in _files(file.parent, names, is_described=True) else None
         return file.parent if file.name == INDEX or file.name in _weight_map(file.parent / INDEX).values() else None
     except (SourceError, SourceNotFoundError):
         # This only asks whether there is such a folder; opening a damaged one reports the damage.
@@ -112,7 +114,7 @@ def _weight_map(index: Location) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise SourceError(f"{index}: tensor {name!r} should map to a file name, but maps to {str(shard)[:200]}")
-    return weight_map
+    return {name: plain_name(shard) for name, shard in weight_map.items()}
 
 
 def _find(name: str, shard: str, stored: Mapping[str, Mapping[str, Tensor]], index: Location) -> Tensor:
@@ -139,17 +141,33 @@ def _unlisted(
     return (f"left out {what}: {index.name} does not assign {name[:200]!r} to {shard}{example}",)
 
 
-def _only_file(folder: Location, names: list[str]) -> str:
-    if SINGLE in names:
-        return SINGLE
-    found = [name for name in names if name.endswith(".safetensors")]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise SourceError(
-            f"{folder} contains {len(found)} safetensors files ({', '.join(found[:8])}), but no {INDEX} that says "
-            "which belong together. Download the index, or name one file"
-        )
+def _without_index(folder: Location, names: list[str], *, is_described: bool) -> Manifest:
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    if len(indexes) == 1 and SINGLE not in names:  # of a library that calls its files otherwise
+        return open_index(member(folder, indexes[0], named_by=str(folder)))
+    found = _files(folder, names, is_described=is_described)
+    for name in {part_name(name, 1): name for name in found}.values():
+        all_parts(member(folder, name, named_by=str(folder)))
+    return _joined(folder, [member(folder, name, named_by=str(folder)) for name in found])
+
+
+def _joined(location: Location, paths: Sequence[Location]) -> Manifest:
+    """Return the manifest of files that are one checkpoint together; a tensor in two of them is an error."""
+    headers = {path: safetensors.read_header(path) for path in paths}
+    sizes = {path: header.file_bytes for path, header in headers.items()}
+    tensors = [tensor for header in headers.values() for tensor in header.tensors]
+    metadata: dict[str, Any] = {}
+    for header in headers.values():
+        metadata |= header.metadata
+    return Manifest(location, "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata)
+
+
+def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
+    """Return the names of a folder's safetensors; of a model with a configuration, as transformers chooses them."""
+    if SINGLE in names and is_described:
+        return [SINGLE]
+    if found := sorted(name for name in names if name.endswith(".safetensors")):
+        return found
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
         raise UnsupportedError(
             f"{folder} contains only PyTorch pickles, which can run code when opened. "
@@ -171,7 +189,14 @@ def _is_single(content: FileContent) -> bool:
 def _open_file(path: Location) -> Manifest:
     with closing(path.open()) as file:
         is_single = _is_single(FileContent(path, file))
-    return safetensors.open_file(path) if is_single else open_index(path)
+    if not is_single:
+        return open_index(path)
+    # A part alone would be a checkpoint with some tensors only.
+    if part_number(path.name) is None:
+        return safetensors.open_file(path)
+    index = path.parent / f"{stem_of(path.name)}.safetensors.index.json"
+    is_listed = index.is_file() and path.name in _weight_map(index).values()
+    return open_index(index) if is_listed else _joined(path, all_parts(path))
 
 
 SPEC = FormatSpec(

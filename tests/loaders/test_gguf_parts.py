@@ -188,3 +188,10 @@ def test_the_root_lists_a_model_once(folder, monkeypatch):
     first = split(folder)[0]
     assert [name for name in candidates() if name.startswith("model")] == [first.stem]
     assert resolve(first.stem).path == str(first)
+
+
+def test_a_name_that_claims_parts_which_the_header_does_not_know_is_refused(folder):
+    path = folder / "m-00001-of-00002.gguf"
+    part(path, (0, 1, 1), ["a"])
+    with pytest.raises(SourceError, match=r"part 1 of 2 according to its name, but its header has no split\.count"):
+        shardload.inspect(path)

@@ -1,14 +1,19 @@
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 from checkpoints import assert_same, small_arrays
+from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
 
+import shardload
+from shardload.comparing import diff
 from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.resolve.opening import open_source
 from shardload.stores.local import located
+from shardload.verifying import verify
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -147,9 +152,74 @@ def test_pickles_are_refused(tmp_path):
         open_manifest(tmp_path / "pytorch_model.bin")
 
 
-def test_several_files_without_index(folder):
+@pytest.mark.parametrize("described", [True, False])
+def test_all_parts_without_an_index_are_one_checkpoint(described, folder):
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(SourceError, match="2 safetensors files"):
+    if not described:
+        (folder / "config.json").unlink()
+    for source in (folder, folder / A, folder / B):
+        manifest = open_manifest(source)
+        assert [path.name for path in manifest.files] == [A, B]
+        assert_same(manifest, small_arrays())
+
+
+@pytest.mark.parametrize("left", [A, B])
+@pytest.mark.parametrize("described", [True, False])
+def test_a_part_is_no_checkpoint(left, described, folder):
+    missing = A if left == B else B
+    for name in (missing, "model.safetensors.index.json", *(() if described else ("config.json",))):
+        (folder / name).unlink()
+    whole = partial(shardload.load_arrays, targets=PartitionSpec(), mesh="1x1")
+    for source in (folder, folder / left):
+        for call in (shardload.inspect, whole, lambda source: diff(source, source)):
+            with pytest.raises(SourceNotFoundError, match=f"is one of 2 parts, but .* lacks 1 of them: {missing}"):
+                call(source)
+        assert [found.verdict for found in verify(source)] == ["damaged"]
+
+
+def test_a_part_of_an_index_opens_what_it_lists(folder):
+    (folder / "config.json").unlink()
+    save_file({"other": np.zeros(2)}, folder / "other-00001-of-00001.safetensors")
+    assert_same(open_manifest(folder / B), small_arrays())
+    assert [*open_manifest(folder / "other-00001-of-00001.safetensors").tensors] == ["other"]
+    (folder / A).unlink()
+    with pytest.raises(SourceNotFoundError, match=rf"lists 2 shards, but .* lacks 1 of them: {A}"):
+        open_manifest(folder / B)
+
+
+def test_several_files_are_one_checkpoint(tmp_path):
+    arrays = small_arrays()
+    half = sorted(arrays)[::2]
+    save_file({name: arrays[name] for name in half}, tmp_path / "one.safetensors")
+    save_file({name: arrays[name] for name in arrays if name not in half}, tmp_path / "two.safetensors")
+    assert_same(open_manifest(tmp_path), arrays)
+    save_file({half[0]: arrays[half[0]]}, tmp_path / "two.safetensors")
+    with pytest.raises(SourceError, match=r"Two tensors are named .*one\.safetensors and .*two\.safetensors"):
+        open_manifest(tmp_path)
+
+
+def test_numbers_of_parts_may_differ_in_width(tmp_path):
+    save_file({"a": np.zeros(2)}, tmp_path / "model-00001-of-000002.safetensors")
+    with pytest.raises(SourceNotFoundError, match="lacks 1 of them: model-00002-of-000002"):
+        open_manifest(tmp_path)
+    save_file({"b": np.zeros(2)}, tmp_path / "model-00002-of-000002.safetensors")
+    assert {*open_manifest(tmp_path).tensors} == {"a", "b"}
+
+
+def test_an_impossible_number_of_a_part_is_refused(tmp_path):
+    save_file({"a": np.zeros(2)}, tmp_path / "model-00003-of-00002.safetensors")
+    with pytest.raises(SourceError, match="is part 3 of 2 according to its name"):
+        open_manifest(tmp_path)
+    (tmp_path / "model-00003-of-00002.safetensors").rename(tmp_path / "model-00001-of-999999.safetensors")
+    with pytest.raises(SourceNotFoundError, match=r"lacks 999998 of them: .* …"):
+        open_manifest(tmp_path)
+
+
+def test_a_dot_before_names_in_an_index_is_accepted(folder):
+    write_index(folder, {name: f"./{shard}" for name, shard in read_index(folder).items()})
+    assert_same(open_manifest(folder), small_arrays())
+    write_index(folder, {"a": "./../x.safetensors"})
+    with pytest.raises(UnsafeSourceError, match="not a plain name"):
         open_manifest(folder)
 
 

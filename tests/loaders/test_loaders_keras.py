@@ -127,6 +127,17 @@ def test_sharded_missing_shard(sharded):
         open_manifest(sharded)
 
 
+def test_a_dot_before_names_in_the_map_is_accepted(sharded):
+    before = open_manifest(sharded)
+    edit(
+        sharded,
+        lambda groups: groups.update(
+            {g: [f"./{n}" for n in (s if isinstance(s, list) else [s])] for g, s in groups.items()}
+        ),
+    )
+    assert open_manifest(sharded).tensors == before.tensors
+
+
 def test_sharded_map_that_lies(sharded):
     original = sharded.read_text()
     shards = sorted(file.name for file in open_manifest(sharded).files)
