@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -89,6 +90,7 @@ def generate(
     encoded = [found.encode(text) for text in texts]
     # Before anything is compiled: a prompt that is too long would fail only after that, or exhaust the memory.
     _check_context(model, max(map(len, encoded), default=0), max_new_tokens)
+    _say_compiling(model)
     added = generate_ids(model, encoded, max_new_tokens=max_new_tokens, stop_ids=found.stop_ids)
     continued = [_continuation(found, ids, new) for ids, new in zip(encoded, added, strict=True)]
     return continued[0] if isinstance(prompts, str) else continued
@@ -114,6 +116,12 @@ def generate_ids(
         rows = np.asarray(outputs["token_ids"])
     # Not strict: the rows that fill up the batch are dropped.
     return [_new_ids(row, len(ids), max_new_tokens, stop_ids) for row, ids in zip(rows, prompts, strict=False)]
+
+
+def _say_compiling(model: Any) -> None:
+    """Tell people at a terminal why the first call takes so long."""
+    if _CACHE not in vars(model) and sys.stderr is not None and sys.stderr.isatty():
+        print("Compiling for the first prompt; on a CPU, this can take a minute.", file=sys.stderr)  # noqa: T201
 
 
 def _check_characters(text: str) -> None:

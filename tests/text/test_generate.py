@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 
 import jax
 import keras
@@ -367,3 +368,13 @@ def test_fewer_prompts_than_the_batch_axis(mesh, gemma3):
         assert generate_ids(gemma3, PROMPTS[:1], max_new_tokens=4) == expected
     finally:
         unbind(gemma3)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_people_at_a_terminal_are_told_of_the_compilation(watched, capsys, monkeypatch):
+    with abstract():
+        model = models.causal_lm("gemma3")
+    monkeypatch.setattr("shardload.text.generation.generate_ids", lambda *args, **kwargs: [[1]])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: watched)
+    shardload.generate(model, "x", tokenizer=tokenizer.ByteIds(100))
+    assert capsys.readouterr().err.startswith("Compiling for the first prompt") == watched
