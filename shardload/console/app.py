@@ -18,7 +18,7 @@ app = typer.Typer(
     name="shardload",
     help="""Load any checkpoint straight into a sharded Keras model on JAX.
 
-    [dim]Examples[/dim]
+    Examples:
 
     $ shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
 
@@ -26,11 +26,11 @@ app = typer.Typer(
 
     $ shardload inspect model.safetensors
 
-    [dim]Exit codes[/dim]
+    Exit codes:
 
     0 done, 1 failed, 2 usage, 130 interrupted, 141 stdout closed early, 143 SIGTERM, 129 SIGHUP
     """,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     # Exceptions belong to `shardload.cli.main`, which reports them in one paragraph.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": HELP},

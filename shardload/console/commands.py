@@ -5,7 +5,6 @@ The docstring of a command is its help text: a description, then examples to cop
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
@@ -58,8 +57,7 @@ def load(
     With --num-processes, run the same command in each process, with its own --process-id. Each process reads what its
     devices need; process 0 reports for all.
 
-    [dim]Examples[/dim]
-
+    Examples:
     $ shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
 
     $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
@@ -139,22 +137,14 @@ def _nothing(_: str) -> None:
 
 
 def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_tokens: int, shown: bool) -> str:
-    """Continue the prompt, if there is one, and return the new text; if ``shown``, print it as it grows."""
+    """Continue the prompt, if there is one, and return the new text; if ``shown``, print both."""
     if prompt is None:
         return ""
+    text = "".join(lazy_api.generate(loaded, prompt, max_new_tokens=max_new_tokens))
     if shown:
-        # For people who wait; a log needs no explanation of a pause.
-        if sys.stderr is not None and sys.stderr.isatty():
-            streams.note("compiling for this prompt before the first word")
-        out.text(f"\n{'─' * 40 if out.unicode else '-' * 40}\n{printable(prompt, keep=_TEXT)}")
-    pieces = []
-    for piece in lazy_api.generate(loaded, prompt, max_new_tokens=max_new_tokens):
-        pieces.append(piece)
-        if shown:
-            out.text(printable(piece, keep=_TEXT))
-    if shown:
-        out.text("\n")
-    return "".join(pieces)
+        rule = ("─" if out.unicode else "-") * 40
+        out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n")
+    return text
 
 
 _TEXT = "\n\t"
@@ -175,8 +165,7 @@ def inspect(
 
     One line per tensor: name, shape, dtype, bytes, file, and position in the file.
 
-    [dim]Examples[/dim]
-
+    Examples:
     $ shardload inspect model.weights.h5
 
     $ shardload inspect gemma3_270m --match '*norm*' --json
@@ -189,7 +178,7 @@ def inspect(
         else:
             for note in manifest.notes:
                 streams.note(note)
-            out.text(listing.as_text(manifest, match=match))
+            out.text(listing.as_text(manifest, match=match, width=out.width))
 
 
 def synth(
@@ -237,8 +226,7 @@ def synth(
 
     The weights depend on the seed only, so you can try any size, repeatedly, without a hub.
 
-    [dim]Examples[/dim]
-
+    Examples:
     $ shardload synth gemma2_9b --scale 0.01
 
     $ shardload synth gemma2_7b && shardload load gemma2_7b --mesh 1x8
@@ -273,8 +261,7 @@ def sources(
 
     Checkpoints in the local root, weights installed by pip, aliases, and what `shardload synth` can write.
 
-    [dim]Examples[/dim]
-
+    Examples:
     $ shardload sources
 
     $ SHARDLOAD_HOME=/models shardload sources --json
@@ -285,4 +272,5 @@ def sources(
         if json:
             out.json({"sources": [asdict(source) for source in found]})
         else:
-            out.text(listing.aligned([("name", "kind", "what"), *(map(printable, astuple(s)) for s in found)]))
+            rows = [("name", "kind", "what"), *(tuple(map(printable, astuple(s))) for s in found)]
+            out.text(listing.aligned(rows, width=out.width))

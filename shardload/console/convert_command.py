@@ -32,7 +32,7 @@ HostMemory = Annotated[
 MaxShardSize = Annotated[
     int | None,
     typer.Option(
-        "--max-shard-size",
+        "--max-shard-bytes",
         metavar="SIZE",
         parser=options.size,
         help="Most bytes of tensors in one file, where there are several: 2GiB. 5 GB by default.",
@@ -61,18 +61,17 @@ def convert(
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
-    """Write a checkpoint in another format, bit for bit, in bounded memory.
+    """Write a checkpoint in another format, bit for bit.
 
     h5 is a KerasHub preset (or Keras' own files), safetensors a Hugging Face folder, orbax an Orbax checkpoint. TARGET
     appears when it is complete. After an interruption, the same command continues where it stopped.
 
-    [dim]Examples[/dim]
-
+    Examples:
     $ shardload convert gemma2_9b gemma2-hf --to safetensors
 
     $ shardload convert checkpoints/400 trained.weights.h5
 
-    $ shardload convert model.gguf gemma3.weights.json --max-shard-size 2GiB
+    $ shardload convert model.gguf gemma3.weights.json --max-shard-bytes 2GiB
 
     $ shardload convert checkpoints/400 tuned --to safetensors --merge-lora --base model.gguf
     """

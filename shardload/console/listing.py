@@ -1,5 +1,7 @@
 """Lists for people, `grep` and `cut`: one line per entry, nothing truncated, columns aligned.
 
+On a terminal that is too narrow for the columns, an entry takes several lines, broken between cells.
+
 name                        shape         dtype     bytes      file               storage
 model.embed_tokens.weight   262144x640    bfloat16  320.0 MiB  model.safetensors  offset 4096
 """
@@ -21,11 +23,11 @@ def selected(manifest: Manifest, match: str | None) -> list[Tensor]:
     return [t for t in manifest.tensors.values() if match is None or fnmatchcase(t.name, match)]
 
 
-def as_text(manifest: Manifest, *, match: str | None = None) -> str:
-    """Return a summary line, then one line per tensor."""
+def as_text(manifest: Manifest, *, match: str | None = None, width: int | None = None) -> str:
+    """Return a summary line, then one line per tensor; ``width`` as for `aligned`."""
     tensors = selected(manifest, match)
     rows = [("name", "shape", "dtype", "bytes", "file", "storage"), *map(_row, tensors)]
-    return f"{_summary(manifest, tensors)}\n\n" + aligned(rows)
+    return f"{_summary(manifest, tensors)}\n\n" + aligned(rows, width=width)
 
 
 def _summary(manifest: Manifest, tensors: Sequence[Tensor]) -> str:
@@ -60,13 +62,30 @@ def _row(tensor: Tensor) -> tuple[str, ...]:
     return printable(tensor.name), shape, str(tensor.dtype), format_bytes(tensor.nbytes), file, storage
 
 
-def aligned(table: Iterable[Iterable[str]]) -> str:
-    """Format rows as lines, with cells padded to the width of their column."""
-    # Nothing is truncated, not even for a narrow terminal: `cut` and `grep` need whole names.
+def aligned(table: Iterable[Iterable[str]], *, width: int | None = None) -> str:
+    """Format rows as lines, with cells padded to the width of their column.
+
+    Args:
+        table: Rows of equally many cells.
+        width: Columns of the terminal; ``None`` for lines of any length, which `cut` and `grep` need.
+    """
     rows = [tuple(row) for row in table]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if width is not None and max(map(len, lines), default=0) > width:
+        lines = [line for row in rows for line in _stacked(row, width)]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _stacked(row: tuple[str, ...], width: int) -> list[str]:
+    """Return a row as its first cell, and indented lines of as many of the other cells as fit."""
+    lines = [row[0]]
+    for cell in row[1:]:
+        if len(lines) > 1 and len(lines[-1]) + 2 + len(cell) <= width:
+            lines[-1] += f"  {cell}"
+        else:
+            lines.append(f"    {cell}")
+    return lines
 
 
 def of_processes(shares: Sequence[Any]) -> str:

@@ -37,7 +37,7 @@ def plan(
     json: options.Json = False,
     no_progress: options.NoProgress = False,
 ) -> None:
-    """Say what a load would do, or plan layouts for a step, without reading tensor data.
+    """Say what a load would do, or plan layouts, without reading tensors.
 
     No device is needed: the mesh may be larger than this machine. No weights are needed either: the name of an
     architecture (see `shardload sources`) or a config.json is enough.
@@ -47,8 +47,7 @@ def plan(
 
     With --device-memory the exit code is 1 when the weights, or the step, do not fit.
 
-    [dim]Examples[/dim]
-
+    Examples:
     $ shardload plan gemma2_27b --mesh 4x8 --device-memory 16GiB
 
     $ shardload plan gemma2_2b --mesh 2x4 --train adamw --batch 8 --sequence 512 --device-memory 16GiB

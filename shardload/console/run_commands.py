@@ -27,8 +27,7 @@ def steps(
     One line per step: number, epoch, metrics, size, age, whether it is the best, and damage visible without reading its
     data. `shardload verify` reads every byte.
 
-    [dim]Examples[/dim]
-
+    Examples:
     $ shardload steps checkpoints
 
     $ shardload steps checkpoints --json
@@ -46,7 +45,7 @@ def steps(
             )
         else:
             head = ("step", "epoch", "metrics", "size", "age", "best", "state")
-            out.text(listing.aligned([head, *map(_row, found)]))
+            out.text(listing.aligned([head, *map(_row, found)], width=out.width))
         # The oldest failure: later ones are mostly its consequences.
         if failures and not json:
             out.text(f"since then: {printable(failures[0]['cause'])}\n")
@@ -66,8 +65,7 @@ def verify(
     Steps saved by shardload are compared with the digests saved with them. Other checkpoints have no digests, so it
     checks only that everything is there and can be read. The exit code is 1 when something is damaged.
 
-    [dim]Examples[/dim]
-
+    Examples:
     $ shardload verify checkpoints
 
     $ shardload verify model.safetensors --json
@@ -96,8 +94,7 @@ def diff(
     Tensors are matched by name, or by the model's weights if the formats name them differently. They are compared bit
     for bit, or as numbers if their dtypes differ. The exit code is 1 when anything differs.
 
-    [dim]Examples[/dim]
-
+    Examples:
     $ shardload diff checkpoints/100 checkpoints/200
 
     $ shardload diff model.gguf ./gemma-preset --json
@@ -111,7 +108,7 @@ def diff(
         else:
             for note in found.notes:
                 streams.note(note)
-            out.text(_differences(found))
+            out.text(_differences(found, width=out.width))
     if found.differences:
         raise typer.Exit(1)
 
@@ -124,7 +121,7 @@ def _without_nan(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _differences(found: Any) -> str:
+def _differences(found: Any, *, width: int | None) -> str:
     by_weight = " (weights of the model: the formats name their tensors differently)" * (found.matched_by == "weight")
     summary = f"{plural(found.equal, found.matched_by)} equal, {len(found.differences)} not{by_weight}\n"
     if not found.differences:
@@ -134,7 +131,7 @@ def _differences(found: Any) -> str:
         (printable(d.name), d.what, d.first or "-", d.second or "-", f"{d.elements:,}", _largest(d.largest))
         for d in found.differences
     ]
-    return f"{summary}\n" + listing.aligned([head, *rows])
+    return f"{summary}\n" + listing.aligned([head, *rows], width=width)
 
 
 def _largest(value: float | None) -> str:

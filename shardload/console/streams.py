@@ -59,6 +59,11 @@ class Results:
         private_copies.remove_all()
 
     @property
+    def width(self) -> int | None:
+        """Columns of the terminal; ``None`` if the stream is none."""
+        return shutil.get_terminal_size().columns if self.stream.isatty() else None
+
+    @property
     def unicode(self) -> bool:
         """Whether the stream can write more than ASCII."""
         return (self.stream.encoding or "utf-8").lower().startswith("utf")

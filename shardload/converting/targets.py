@@ -101,7 +101,7 @@ def shard_bytes_for(path: Path, to: Target, wanted: int | str | None) -> int | N
     if to == "orbax" or path.name.endswith(ENDING):
         one_file = f"it is one file. For shards, name it {path.name.removesuffix(ENDING)}{INDEX_ENDING}"
         why = "Orbax has separate files for each tensor" if to == "orbax" else one_file
-        raise UsageError(f"Cannot use max_shard_bytes (--max-shard-size) for {path.name}: {why}")
+        raise UsageError(f"Cannot use max_shard_bytes (--max-shard-bytes) for {path.name}: {why}")
     try:
         return parse_bytes(wanted)
     except ValueError as error:

@@ -10,6 +10,8 @@ import pytest
 import warm_start
 from saved_steps import save_step
 
+from shardload.console import listing
+
 pytestmark = pytest.mark.slow
 
 
@@ -140,3 +142,15 @@ def test_steps_shows_what_ended_a_run_of_several_processes_after_its_last_step(r
     assert [found["cause"] for found in json.loads(run("steps", root, "--json").stdout)["failures"]] == [
         "Process 1 ended"
     ]
+
+
+@pytest.mark.parametrize("width", [None, 200])
+def test_rows_that_fit_are_lines(width):
+    table = [("name", "what"), ("a/kernel", "values"), ("b", "dtype")]
+    assert listing.aligned(table, width=width) == "name      what\na/kernel  values\nb         dtype\n"
+
+
+def test_rows_that_do_not_fit_are_broken_between_cells():
+    table = [("name", "what", "first"), ("a/long/kernel", "values", "float32"), ("b", "x" * 30, "y")]
+    found = listing.aligned(table, width=24).splitlines()
+    assert found == ["name", "    what  first", "a/long/kernel", "    values  float32", "b", f"    {'x' * 30}", "    y"]

@@ -82,7 +82,7 @@ def test_shards_are_a_source_and_a_tensor_may_be_larger_than_one(preset, tmp_pat
 
 @pytest.mark.slow
 def test_the_command_takes_a_shard_size(preset, tmp_path):
-    arguments = ["convert", preset, tmp_path / "m.weights.json", "--max-shard-size", "256KiB", "--json"]
+    arguments = ["convert", preset, tmp_path / "m.weights.json", "--max-shard-bytes", "256KiB", "--json"]
     done = warm_start.run(["-m", "shardload", *arguments], cwd=ROOT, check=True)
     assert json.loads(done.stdout)["format"] == "keras-sharded-h5"
     assert len(shards_of(tmp_path / "m.weights.json")) > 2
