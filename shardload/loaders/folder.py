@@ -1,9 +1,13 @@
 """Files of a checkpoint folder, found by names that may come from an untrusted index.
 
-A name must be plain (no separator, no ``..``) and resolve to a path inside the folder. One layout of
-symbolic links is trusted: Hugging Face's cache, where a snapshot's files link to blobs of the same repository::
+A name must be plain (no separator, no ``..``) and resolve to a path inside the folder. Symbolic links may leave it as
+people's folders do: in Hugging Face's cache, in link farms, and in stores that name files after their content::
 
-    models--org--name/snapshots/<revision>/model.safetensors -> ../../blobs/<digest>
+    models--org--name/snapshots/<revision>/tokenizer.json -> ../../blobs/<digest>     blobs of the same repository
+    farm/tokenizer.json -> /shared/gemma/tokenizer.json                               a file of the same name
+    farm/model.safetensors -> /store/ab/cdef0123                                      any file, for tensors
+
+Any other link could make a private file public: a conversion would copy ``tokenizer.json -> ~/.ssh/id_rsa``.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from shardload.stores.location import Location
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<ending>\.\w+)")
 """Five digits are usual; DeepSeek's ``model-00001-of-000163.safetensors`` has both widths."""
+_TENSOR_FILES = (".safetensors", ".gguf", ".h5")
 _SHOWN = 8
 """Most missing files that an error lists."""
 
@@ -139,9 +144,12 @@ def _refuse_escape(path: Location, folder: Location) -> None:
     blobs = _hub_blobs(home)
     if blobs is not None and target.parent == blobs:
         return
+    # Of a file of tensors, only tensors are read; a file that is none is refused by its header.
+    if target.is_file() and (target.name == path.name or path.name.lower().endswith(_TENSOR_FILES)):
+        return
     raise UnsafeSourceError(
-        f"{path} is a symbolic link that leaves its folder, to {target}. Copy the file into the folder, "
-        "or open the file it points to by its own path"
+        f"{path} is a symbolic link that leaves its folder, to {target}. Such links may only end in a file of the same "
+        "name, or, for files of tensors, in any file. Copy it into the folder, or open it by its own path"
     )
 
 

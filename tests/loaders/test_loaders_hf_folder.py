@@ -1,4 +1,5 @@
 import json
+import os
 from functools import partial
 
 import numpy as np
@@ -117,12 +118,35 @@ def test_index_without_weight_map(folder, weight_map):
         open_manifest(folder)
 
 
-def test_symbolic_link_out_of_the_folder(folder, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere") / "x.safetensors"
-    (folder / A).rename(elsewhere)
-    (folder / A).symlink_to(elsewhere)
+def test_a_link_farm_and_a_store_of_contents_are_folders_of_people(folder, tmp_path_factory):
+    shared = tmp_path_factory.mktemp("shared")
+    for file in list(folder.iterdir()):
+        target = shared / ("0123abcd" if file.name == A else file.name)
+        file.rename(target)
+        file.symlink_to(target)
+    assert_same(open_manifest(folder), small_arrays())
+    (shared / "0123abcd").write_text("root:x:0:0")
+    with pytest.raises(SourceError, match=A):  # not tensors
+        open_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_link_to_a_file_of_another_name_is_refused(name, folder, tmp_path_factory):
+    private = tmp_path_factory.mktemp("home") / "id_rsa"
+    (folder / name).rename(private)
+    (folder / name).symlink_to(private)
     with pytest.raises(UnsafeSourceError, match="symbolic link that leaves its folder"):
         open_manifest(folder)
+
+
+def test_a_link_to_what_is_no_file_is_refused(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / A
+    os.mkfifo(elsewhere)
+    for target in (elsewhere, elsewhere.parent):
+        (folder / A).unlink()
+        (folder / A).symlink_to(target)
+        with pytest.raises(UnsafeSourceError, match="symbolic link that leaves its folder"):
+            open_manifest(folder)
 
 
 def test_symbolic_link_loop(folder):
