@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardload.errors import UnsafeSourceError
 from shardload.hub.sidecar import config_beside
 from shardload.loaders import spec_of
+from shardload.loaders.folder import member
 from shardload.manifest import Manifest
 from shardload.stores.json_files import parse_object, read_object
+from shardload.stores.local import located
 from shardload.text.gguf_files import tokenizer_files
 
 KERAS, TRANSFORMERS = "keras", "transformers"
@@ -31,6 +34,16 @@ STATE = "state.json"
 """File in the Keras family with values of other variables (seeds), for formats that cannot store them."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 _OTHERS = (".gguf", ".msgpack", ".onnx", ".ckpt", ".keras", ".pkl")
+_OF_MODELS = frozenset(
+    {
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"),
+        *("generation_config.json", "preprocessor_config.json", "processor_config.json", "preprocessor.json"),
+        *("chat_template.jinja", "chat_template.json", "metadata.json", "task.json", "image_converter.json"),
+        *("README.md", "LICENSE", "LICENSE.txt", "NOTICE"),
+    }
+)
+"""Names that no private file has: of these, links of link farms are followed."""
 MAX_BYTES = 1 << 30
 """Most bytes of one file; larger files are assumed to be weights."""
 
@@ -101,11 +114,26 @@ def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]
         if parts[0] == skip or any(part.startswith(".") for part in parts) or not path.is_file():
             continue
         if not is_weights(name):
-            if name.endswith(_OTHERS) or path.stat().st_size > MAX_BYTES:
+            if path.is_symlink() and _may_be_private(path, folder, name):
+                left_out.append(f"{name} was left out: it is a link to a file outside the folder")
+            elif name.endswith(_OTHERS) or path.stat().st_size > MAX_BYTES:
                 left_out.append(f"{name} was left out: it seems to contain weights in another format")
             else:
                 found[name] = path
     return found, tuple(left_out)
+
+
+def _may_be_private(path: Path, folder: Path, name: str) -> bool:
+    """Whether a link could make a file public that is none of the checkpoint's, such as ``notes -> ~/.ssh/id_rsa``."""
+    target = path.resolve()
+    if target.is_relative_to(folder.resolve()):
+        return False
+    try:
+        member(located(path.parent), path.name, named_by=str(folder))
+    except UnsafeSourceError:
+        return True
+    # A link farm has links to files of the same name; id_rsa has that name, too.
+    return target.name == path.name and name != "config.json" and path.name not in _OF_MODELS
 
 
 def is_weights(name: str) -> bool:

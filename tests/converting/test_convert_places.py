@@ -7,6 +7,7 @@ from pathlib import Path
 
 import keras
 import pytest
+import small_folders
 from conversions import same
 
 import shardload
@@ -168,3 +169,21 @@ def test_models_of_your_own_have_no_names_at_hugging_face(tmp_path):
         shardload.convert(tmp_path / "model.keras", tmp_path / "out")
     with pytest.raises(shardload.errors.UnsupportedError, match=r"not a KerasHub model. Choose the format h5 or orbax"):
         shardload.convert(tmp_path / "model.keras", tmp_path / "out", to="safetensors")
+
+
+def test_a_link_that_could_make_a_private_file_public_is_left_out(tmp_path):
+    folder = small_folders.write(tmp_path / "hf", "gpt2")
+    (tmp_path / "home").mkdir()
+    private = {"notes.txt": "id_rsa", "id_rsa": "id_rsa", "sub/config.json": "config.json"}
+    for link, name in {**private, "generation_config.json": "generation_config.json"}.items():
+        (tmp_path / "home" / name).write_text("{}")
+        (folder / link).parent.mkdir(exist_ok=True)
+        (folder / link).symlink_to(tmp_path / "home" / name)
+    report = shardload.convert(folder, tmp_path / "out", to="preset")
+    copied = {
+        path.relative_to(tmp_path / "out" / "transformers").as_posix()
+        for path in tmp_path.glob("out/transformers/**/*")
+    }
+    assert "generation_config.json" in copied and not copied & {*private}
+    for name in private:
+        assert f"{name} was left out: it is a link to a file outside the folder" in report.notes
