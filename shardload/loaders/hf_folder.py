@@ -23,6 +23,7 @@ from shardload.loaders.contents import CONFIG, FileContent, FolderContent
 from shardload.loaders.extents import collect
 from shardload.loaders.folder import all_parts, listing, member, part_name, part_number, plain_name, shards_of, stem_of
 from shardload.loaders.hub_preset import is_preset
+from shardload.loaders.other_formats import refused_folder
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
@@ -173,7 +174,9 @@ def _files(folder: Location, names: list[str], *, is_described: bool) -> list[st
             f"{folder} contains only PyTorch pickles, which can run code when opened. "
             "Download the repository's safetensors, or convert them with safetensors.torch.save_file"
         )
-    raise SourceNotFoundError(f"{folder} contains neither {SINGLE} nor {INDEX}, but {listing(folder)}")
+    raise refused_folder(folder, names=names) or SourceNotFoundError(
+        f"{folder} contains neither {SINGLE} nor {INDEX}, but {listing(folder)}"
+    )
 
 
 def _is_bare(content: FolderContent) -> bool:

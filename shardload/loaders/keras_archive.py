@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders.extents import collect
+from shardload.loaders.other_formats import refused_zip
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores.headers import read_header
@@ -114,10 +115,8 @@ def _weights(path: Location, members: dict[str, zipfile.ZipInfo]) -> zipfile.Zip
             raise UnsupportedError(
                 f"{path} stores its weights as .npz; save it again: keras.saving.save_model(model, path)"
             )
-        if any(name.endswith("data.pkl") for name in members):
-            raise UnsupportedError(
-                f"{path} is a PyTorch checkpoint, a pickle that can run code; convert it to safetensors"
-            )
+        if refused := refused_zip(path, members=members):
+            raise refused
         listed = ", ".join(sorted(members)[:8])
         raise SourceError(
             f"{path} is a zip, but not a Keras archive: it should contain {WEIGHTS}, but contains {listed}"

@@ -8,6 +8,7 @@ from contextlib import closing
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders.contents import CONFIG, FileContent, FolderContent
 from shardload.loaders.folder import listing, member
+from shardload.loaders.other_formats import refused_file, refused_folder
 from shardload.loaders.registry import FormatSpec, spec_named, specs
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
@@ -135,7 +136,12 @@ def _unknown(path: Location, head: bytes, size: int) -> SourceError | Unsupporte
         return SourceError(f"{path} is a web page, not a checkpoint: the download was refused. Log in and repeat it")
     # The PROTO opcode with the protocols that Python 3 writes.
     if head[:1] == b"\x80" and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
-        return UnsupportedError(f"{path} is a Python pickle, which can run code when opened. Convert it to safetensors")
+        return UnsupportedError(
+            f"{path} is a Python pickle, which can run code when opened. If PyTorch wrote it, convert it to "
+            'safetensors: safetensors.torch.save_file(torch.load(path, weights_only=True), "new.safetensors")'
+        )
+    if refused := refused_file(path, name=path.name, head=head):
+        return refused
     promised = _promised(path)
     promise = f"has the ending of a {promised.name} file, but " if promised else ""
     reason = f"{promise}begins with {head[:16]!r} ({size} bytes), which matches no known format"
@@ -171,7 +177,8 @@ def _recognise_folder(folder: Location) -> FormatSpec:
     # 3. A folder that only its subfolders identify: a root of steps.
     if found := next((spec for spec in reversed(known) if spec.contains_some(content)), None):
         return found
-    raise UnsupportedError(
+    files = [name for name in content.names if (folder / name).is_file()]
+    raise refused_folder(folder, names=files) or UnsupportedError(
         f"{folder} contains no checkpoint; found: {listing(folder)}. Supported formats: {_supported()}"
     )
 

@@ -102,6 +102,9 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
     path = expanded(text)
     if text and _exists(path):
         return Resolved(str(path.absolute()), _synthetic_note(path))
+    # TensorFlow names a checkpoint by the prefix of its files; opening one of them says how to convert it.
+    if text and _exists(index := Path(f"{path}.index")):
+        return Resolved(str(index.absolute()), None)
     if not re.fullmatch(_NAME, text) or (text.endswith(endings()) and not _in_root(text)):
         raise SourceNotFoundError(_no_such_path(text, path))
     return _name(text, weights=weights)
