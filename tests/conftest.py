@@ -34,6 +34,8 @@ sys.modules.setdefault("tensorflow_text", None)  # type: ignore[arg-type]
 # A shell that runs something in the background may let it ignore Ctrl-C, and its children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
