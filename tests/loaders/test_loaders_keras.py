@@ -321,7 +321,7 @@ def never_written(file):
 
 
 def wide_bomb(file):
-    file.create_dataset("x", data=np.zeros((1 << 24), np.uint8), chunks=(1 << 24,), compression="gzip")
+    file.create_dataset("x", data=np.zeros(80 << 20, np.uint8), chunks=(80 << 20,), compression="gzip")
 
 
 UNSAFE = {
@@ -335,6 +335,25 @@ UNSAFE = {
     wide_bomb: "may expand at most",
     never_written: "stores none",
 }
+
+
+@pytest.mark.parametrize("options", [{}, {"fillvalue": 2.5}, {"chunks": (64, 8), "compression": "gzip"}])
+@pytest.mark.parametrize("written", [True, False])
+def test_zeros_are_weights_however_little_they_take(tmp_path, options, written):
+    with h5py.File(tmp_path / "w.h5", "w") as file:
+        made = file.create_dataset("x", (70_000, 8), "f4", **options)
+        if written:
+            made[...] = 0
+        expected = made[...]
+    found = read_tensor(open_manifest(tmp_path / "w.h5").tensors["x"])
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.slow
+def test_zeros_that_gzip_made_a_thousandth_of_are_read(tmp_path):
+    with h5py.File(tmp_path / "w.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((80, 1 << 20), np.uint8), chunks=(8, 1 << 20), compression=9)
+    assert not read_tensor(open_manifest(tmp_path / "w.h5").tensors["x"]).any()
 
 
 @pytest.mark.parametrize("build", UNSAFE, ids=lambda f: f.__name__)
