@@ -53,8 +53,8 @@ def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]
 
 
 def _local(*, announced: bool) -> Iterator[KnownSource]:
-    root = resolve.root()
-    for entry in sorted(root.iterdir()) if root.is_dir() else ():
+    root = resolve.root_if_any()
+    for entry in sorted(root.iterdir()) if root is not None and root.is_dir() else ():
         # Files count by their endings: anything else in the root is not a checkpoint. Folders are not looked into.
         stem = resolve.stem_of(entry.name, announced=announced)
         if not entry.name.startswith(".") and (stem != entry.name or entry.is_dir()):

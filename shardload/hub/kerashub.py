@@ -42,6 +42,7 @@ from shardload.hub.tensorflow import as_with_tensorflow, omit_preprocessor
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
+from shardload.stores.local import any_home
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def keras_hub() -> Any:
     Raises:
         MissingExtraError: When it is not installed.
     """
-    with _hub_extra():
+    with _hub_extra(), any_home():
         import keras_hub as package
     return package
 

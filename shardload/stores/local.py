@@ -6,10 +6,12 @@ Opening raises a `SourceError` for every failure (the checkpoint is bad); after 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, UsageError
@@ -27,6 +29,30 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def home() -> Path | None:
+    """Return the user's home folder; ``None`` without HOME for a user unknown to the system, as in many containers."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+@contextlib.contextmanager
+def any_home() -> Iterator[None]:
+    """Inside the block, HOME is set, for packages that cannot be imported without one (kagglehub).
+
+    Without a home folder, it is a path below which nothing can be read or written.
+    """
+    if home() is not None:
+        yield
+        return
+    os.environ["HOME"] = os.devnull
+    try:
+        yield
+    finally:
+        os.environ.pop("HOME", None)
 
 
 def local_target(path: str | os.PathLike[str]) -> Path:

@@ -296,7 +296,10 @@ def _as_write_errors(folder: Path) -> Iterator[None]:
             raise WriteError(
                 f"Cannot write to {folder}: the disk is full. The unfinished files were removed. Free some space"
             ) from error
-        raise WriteError(f"Cannot write to {folder}: {error.strerror or error}") from error
+        raise WriteError(
+            f"Cannot write to {folder}: {error.strerror or error}. Choose another folder: set SHARDLOAD_HOME, or pass "
+            "directory= (--directory)"
+        ) from error
 
 
 __all__ = ["FORMATS", "MAX_SEED", "ArchitectureSummary", "Format", "names", "synth"]

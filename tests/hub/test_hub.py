@@ -1,6 +1,7 @@
 """Models from configurations: the right class, dtype and inputs for each kind of checkpoint; no weights read."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -241,6 +242,17 @@ def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras_hub", None)
     with pytest.raises(MissingExtraError, match=r"shardload\[hub\]"):
         kerashub.build_model(described("/m", "hf-safetensors", LLAMA))
+
+
+def test_kerashub_is_imported_without_a_home(monkeypatch, tmp_path):
+    # A stand-in, because KerasHub is imported already: kagglehub, which it imports, asks for the home folder at once.
+    (tmp_path / "keras_hub.py").write_text("from pathlib import Path; HOME = Path.home()")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "keras_hub")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 30)
+    assert str(kerashub.keras_hub().HOME) == os.devnull
+    assert "HOME" not in os.environ
 
 
 def test_importing_the_module_imports_nothing_heavy():

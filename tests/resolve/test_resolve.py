@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardload.console.known_sources import Kind, known
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.hub import kerashub
 from shardload.resolve import PIP_PACKAGE, candidates, hubs, resolve, root
@@ -35,12 +36,52 @@ def folder(path, **config):
     return path
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
-    for name in ("SHARDLOAD_HOME", "XDG_CACHE_HOME", "HOME"):
+@pytest.fixture
+def homeless(monkeypatch):
+    """A user without a home folder, as in a container with an arbitrary user id."""
+    for name in ("SHARDLOAD_HOME", "XDG_CACHE_HOME", "HOME", "KAGGLEHUB_CACHE", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 1 << 30)
+    monkeypatch.setattr("kagglehub.config.DEFAULT_CACHE_FOLDER", f"{os.devnull}/kagglehub")
+
+
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_is_told_what_to_set():
     with pytest.raises(UsageError, match="Set SHARDLOAD_HOME to a folder, or HOME"):
         root()
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_names_are_looked_up_all_the_same():
+    assert "gemma2_7b" in candidates()
+    assert [source for source in known() if source.kind is Kind.SYNTHETIC]
+    assert resolve("gemma2_9b", weights=False).architecture == "gemma2_9b"
+    with pytest.raises(SourceNotFoundError, match=r"neither SHARDLOAD_HOME nor HOME.*Set KAGGLEHUB_CACHE"):
+        resolve("gemma2_9b")
+    with pytest.raises(SourceNotFoundError, match="neither SHARDLOAD_HOME nor HOME is set"):
+        resolve("nothing")
+
+
+@pytest.mark.usefixtures("homeless")
+@pytest.mark.parametrize(
+    ("handle", "variable"), [("hf://org/model", "HF_HOME"), ("kaggle://org/model/keras/v", "KAGGLEHUB_CACHE")]
+)
+def test_a_download_without_a_home_says_what_to_set(handle, variable):
+    with pytest.raises(SourceNotFoundError, match=rf"HOME is not set.* Set {variable}, or HOME"):
+        resolve(handle)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_installed_weights_need_a_place_only_if_they_are_loaded(monkeypatch, tmp_path):
+    package(monkeypatch, lambda path: path.write_bytes(b"GGUF") and path)
+    assert resolve("gemma3_270m", weights=False).architecture == "gemma3_270m"
+    with pytest.raises(UsageError, match="Set SHARDLOAD_HOME"):
+        resolve("gemma3_270m")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))  # nothing can be written there
+    assert resolve("gemma3_270m", weights=False).architecture == "gemma3_270m"
+    with pytest.raises(WriteError, match="SHARDLOAD_HOME"):
+        resolve("gemma3_270m")
 
 
 def test_a_path_wins_over_a_name(home):
