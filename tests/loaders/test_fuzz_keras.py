@@ -47,9 +47,10 @@ def check(path, *, factor):
     return check_here(path, factor=factor)
 
 
-def h5_bytes(libver):
+def h5_bytes(libver, *, noise=b""):
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=libver) as file:
+        file["noise"] = np.frombuffer(noise, np.uint8)
         for i in range(3):
             file[f"layers/dense_{i}/vars/0"] = np.ones((4, i + 1), np.float32)
         file.create_dataset("half", data=np.ones(4, ml_dtypes.bfloat16)).attrs["dtype"] = "bfloat16"
@@ -69,16 +70,20 @@ def test_damaged_h5(tmp_path, libver, data):
 ARCHIVE = {
     "metadata.json": b"{}",
     "config.json": b'{"class_name": "Sequential"}',
-    "model.weights.h5": h5_bytes("earliest"),
+    # With some bytes that do not compress, as in trained weights.
+    "model.weights.h5": h5_bytes("earliest", noise=np.random.default_rng(0).bytes(2000)),
 }
 
 
-@fuzz(data=st.data())
-def test_damaged_archive(tmp_path, data):
-    if not (seed := tmp_path / "seed.bin").exists():
+METHODS = [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+
+
+@fuzz(data=st.data(), weights=st.sampled_from(METHODS))
+def test_damaged_archive(tmp_path, data, weights):
+    if not (seed := tmp_path / f"seed{weights}.bin").exists():
         with zipfile.ZipFile(seed, "w") as file:
             for name, content in ARCHIVE.items():
-                method = zipfile.ZIP_DEFLATED if name == "metadata.json" else zipfile.ZIP_STORED
+                method = zipfile.ZIP_DEFLATED if name == "metadata.json" else weights
                 file.writestr(zipfile.ZipInfo(name), content, method)  # always of the same date
     raw = seed.read_bytes()
     path = tmp_path / "x.keras"

@@ -1,6 +1,11 @@
+import gc
 import json
 import struct
+import tracemalloc
 import zipfile
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import keras
@@ -9,9 +14,17 @@ import numpy as np
 import pytest
 from checkpoints import assert_same, read_tensor
 
-from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError, UnsupportedError
-from shardload.loaders import open_manifest
+from shardload.errors import (
+    SourceError,
+    SourceNotFoundError,
+    TransferError,
+    UnsafeSourceError,
+    UnsupportedError,
+    WriteError,
+)
+from shardload.loaders import open_manifest, zip_members
 from shardload.manifest import Decoded, Extent
+from shardload.stores import private_copies
 from shardload.stores.local import located
 
 # Keras 3.15's own variables: `Variable.__array__` takes no `copy` keyword.
@@ -460,9 +473,122 @@ def test_deflated_json_is_fine(tmp_path):
     assert_same(manifest, stored_arrays(tmp_path / "m.weights.h5"))
 
 
-def test_deflated_weights_say_the_way_out(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"compressed.*unzip the archive"):
-        open_manifest(archive(tmp_path / "m.keras", compress_type=zipfile.ZIP_DEFLATED))
+METHODS = [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+
+
+def zipped_again(path, method, *, weights=None):
+    """A `.keras` file with all members compressed, as a person's tools write it."""
+    model().save_weights(path.with_suffix(".weights.h5"))
+    raw = path.with_suffix(".weights.h5").read_bytes() if weights is None else weights
+    with zipfile.ZipFile(path, "w", method) as file:
+        file.writestr("assets/", b"")
+        file.writestr("config.json", '{"class_name": "Sequential"}')
+        file.writestr("model.weights.h5", raw)
+        file.writestr("metadata.json", '{"keras_version": "3"}')
+    return path
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_archive_zipped_again(tmp_path, method):
+    manifest = open_manifest(zipped_again(tmp_path / "m.keras", method))
+    assert (manifest.config, manifest.metadata) == ({"class_name": "Sequential"}, {"keras_version": "3"})
+    assert all(isinstance(tensor.storage, Extent) for tensor in manifest.tensors.values())
+    assert_same(manifest, stored_arrays(tmp_path / "m.weights.h5"))
+    (copy,) = manifest.files
+    assert str(copy) == f"{tmp_path / 'm.keras'}:model.weights.h5"
+    folder = copy.local_path().parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    del manifest, copy
+    gc.collect()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unpacking_takes_little_memory(tmp_path, method):
+    raw = (np.random.default_rng(0).bytes(1 << 14) + bytes(1 << 20)) * 24
+    path = zipped_again(tmp_path / "m.keras", method, weights=raw)
+    tracemalloc.start()
+    try:
+        with pytest.raises(SourceError, match=r"m\.keras:model\.weights\.h5 is damaged HDF5"):
+            open_manifest(path)
+        # The dictionary of LZMA takes 8 MiB, the content 24.
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_member_with_more_than_it_declares_is_not_unpacked(tmp_path, method):
+    path = zipped_again(tmp_path / "m.keras", method, weights=bytes(64 << 20))
+    # The directory declares 100 bytes.
+    raw, declared = path.read_bytes(), struct.pack("<I", 64 << 20)
+    assert declared in raw
+    path.write_bytes(raw.replace(declared, struct.pack("<I", 100)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(SourceError, match="does not match its checksum"):
+            open_manifest(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, method, monkeypatch):
+    monkeypatch.setattr(private_copies, "write", lambda *_, **__: pytest.fail("unpacked"))
+    path = zipped_again(tmp_path / "m.keras", method, weights=bytes(34 << 20))
+    with pytest.raises(UnsafeSourceError, match=r"declares 35651584 bytes.*expand at most 100 times"):
+        open_manifest(path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_damage_in_compressed_weights_is_found(tmp_path, method):
+    path = zipped_again(tmp_path / "m.keras", method)
+    raw = bytearray(path.read_bytes())
+    info = zipfile.ZipFile(path).getinfo("model.weights.h5")
+    raw[info.header_offset + 46 + info.compress_size // 2] ^= 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(SourceError, match=r"m\.keras is (a )?damaged"):
+        open_manifest(path)
+
+
+def test_no_room_for_compressed_weights(tmp_path, monkeypatch):
+    path = zipped_again(tmp_path / "m.keras", zipfile.ZIP_DEFLATED)
+    monkeypatch.setattr(private_copies.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(WriteError, match=r"Cannot unpack .*m\.keras:model\.weights\.h5: .* 10 bytes free.*TMPDIR"):
+        open_manifest(path)
+    monkeypatch.undo()
+    monkeypatch.setattr(private_copies.tempfile, "mkdtemp", lambda prefix: Path("/proc/x").mkdir())
+    with pytest.raises(WriteError, match=r"Cannot unpack .*TMPDIR"):
+        open_manifest(path)
+
+
+def test_a_huge_dictionary_of_lzma_is_refused(tmp_path):
+    path = zipped_again(tmp_path / "m.keras", zipfile.ZIP_LZMA, weights=bytes(1 << 20))
+    raw = bytearray(path.read_bytes())
+    info = zipfile.ZipFile(path).getinfo("model.weights.h5")
+    at = info.header_offset + 30 + len("model.weights.h5") + 5
+    raw[at : at + 4] = struct.pack("<I", 0xFFFFFFFF)
+    path.write_bytes(raw)
+    with pytest.raises(SourceError, match="damaged HDF5"):  # unpacked: the content is shorter than the dictionary
+        open_manifest(path)
+    with (
+        closing(located(path).open()) as file,
+        pytest.raises(UnsupportedError, match="dictionary has 4294967295 bytes"),
+    ):
+        info.file_size = 65 << 20
+        next(zip_members.blocks(located(path), file, info, start=at - 5))
+
+
+def test_an_unknown_compression(tmp_path):
+    path = zipped_again(tmp_path / "m.keras", zipfile.ZIP_DEFLATED)
+    for mark, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        raw, start = bytearray(path.read_bytes()), -1
+        while (start := raw.find(mark, start + 1)) >= 0:
+            raw[start + at : start + at + 2] = struct.pack("<H", 97)
+        path.write_bytes(raw)
+    with pytest.raises(UnsupportedError, match="compressed by method 97, expected deflate, bzip2, LZMA or none"):
+        open_manifest(path)
 
 
 def test_zip64_and_data_descriptor(tmp_path):

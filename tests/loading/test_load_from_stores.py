@@ -1,6 +1,7 @@
 """Every format loads from a store without a local file as it does from this machine, bit for bit."""
 
 import json
+import zipfile
 
 import gguf_pairs
 import h5py
@@ -63,12 +64,26 @@ def keras_archive(folder, model):
     return folder / "model.keras"
 
 
+def zipped_again(folder, model):
+    """An archive that was unzipped and zipped again, as a person's tools do; Keras reads it."""
+    path = folder / "again.keras"
+    with (
+        zipfile.ZipFile(keras_archive(folder, model)) as kept,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file,
+    ):
+        for name in reversed(kept.namelist()):
+            file.writestr(name, kept.read(name))
+    read = keras.saving.load_model(path)
+    assert all(np.array_equal(a.value, b.value) for a, b in zip(read.weights, model.weights, strict=True))
+    return path
+
+
 def npz(folder, model):
     npz_format.save(model, folder / "model.npz")
     return folder / "model.npz"
 
 
-KERAS = [safetensors_file, weights_h5, compressed_h5, sharded_h5, keras_archive, npz]
+KERAS = [safetensors_file, weights_h5, compressed_h5, sharded_h5, keras_archive, zipped_again, npz]
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def expect(error, url, *words, **options):
         shardload.restore(target, url, atomic=True, **options)
     text = str(caught.value)
     assert all(word in text for word in words), text
-    assert "shardload-remote-" not in text and "[http_response" not in text
+    assert "shardload-copy-" not in text and "[http_response" not in text
     assert all(np.array_equal(a, b) for a, b in zip(state(target), before, strict=True))
     causes = [caught.value, caught.value.__cause__]
     assert any(isinstance(cause, error) for cause in causes), causes
