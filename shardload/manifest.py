@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload.errors import UnsupportedError
 from shardload.stores.location import Location
 
 
@@ -99,6 +100,28 @@ class Decoded:
     """A tensor whose rows must be decoded: chunked HDF5, quantised GGUF, computed values."""
 
     reader: RowReader
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableRows:
+    """Rows of a tensor that is listed, but cannot be read."""
+
+    path: Location
+    """The file."""
+    stored_bytes: int
+    """Bytes in the file."""
+    why: str
+    """Ends the sentence ``Cannot read tensor 'x':``."""
+    row_alignment: int = 1
+
+    @property
+    def paths(self) -> tuple[Location, ...]:
+        """The file."""
+        return (self.path,)
+
+    def read_rows(self, start: int, stop: int) -> NDArray[Any]:
+        """Refuse to read; plans refuse such tensors before."""
+        raise UnsupportedError(f"Cannot read rows {start} to {stop} of a tensor in {self.path}: {self.why}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ def _is_bare(content: FolderContent) -> bool:
 
 def _is_single(content: FileContent) -> bool:
     # Check this before reading JSON: a header of 123 bytes makes a safetensors file begin with a brace.
-    is_named = content.path.name.lower().endswith(".safetensors") and content.head[8:9] == b"{"
+    is_named = content.path.name.lower().endswith(".safetensors") and safetensors.begins_object(content.head)
     return is_named or safetensors.looks_like(content.head, content.size)
 
 

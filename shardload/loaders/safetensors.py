@@ -22,9 +22,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
+from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError
 from shardload.loaders.extents import check_shape, collect
-from shardload.manifest import Extent, Manifest, Tensor
+from shardload.manifest import Decoded, Extent, Manifest, Tensor, UnreadableRows
 from shardload.stores.headers import read_header as read_bytes
 from shardload.stores.json_files import require_brace, unique_pairs
 from shardload.stores.location import Location
@@ -60,8 +60,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _scan_string: Callable[[str, int, bool], tuple[str, int]] = decoder.scanstring  # type: ignore[attr-defined]
 """The C scanner that `json` itself uses; it starts at the character after a string's opening quote."""
-SUB_BYTE = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
-"""Valid in the format, but unsupported here: several elements share a byte."""
+SUB_BYTE: dict[str, tuple[np.dtype[Any], int]] = {
+    "F4": (np.dtype(ml_dtypes.float4_e2m1fn), 4),
+    "F6_E2M3": (np.dtype(ml_dtypes.float6_e2m3fn), 6),
+    "F6_E3M2": (np.dtype(ml_dtypes.float6_e3m2fn), 6),
+}
+"""Dtype and bits of elements that share bytes. Tensors of them are listed, but cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,6 @@ def open_file(path: Location) -> Manifest:
 
     Raises:
         SourceError: When the header contradicts itself, its format or the file.
-        UnsupportedError: When a tensor's type packs several elements into a byte.
     """
     header = read_header(path)
     files = {path: header.file_bytes}
@@ -113,9 +116,14 @@ def read_header(path: Location) -> SafetensorsHeader:
     return _Parser(path, text, data_start=8 + length, file_bytes=size).parse()
 
 
+def begins_object(head: bytes) -> bool:
+    """Whether a JSON object begins after the length; the reference library accepts white space before it."""
+    return head[8:].lstrip(b" \t\r\n").startswith(b"{")
+
+
 def looks_like(head: bytes, size: int) -> bool:
     """Whether a file of ``size`` bytes that starts with ``head`` could be safetensors."""
-    return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= min(MAX_HEADER_BYTES, size)
+    return begins_object(head) and int.from_bytes(head[:8], "little") <= min(MAX_HEADER_BYTES, size)
 
 
 class _Parser:
@@ -127,20 +135,22 @@ class _Parser:
         self._data_start = data_start
         self._data_bytes = file_bytes - data_start
         self._metadata: dict[str, str] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
+        """First byte and end of each tensor in the file."""
 
     def parse(self) -> SafetensorsHeader:
         tensors: dict[str, Tensor] = {}
         try:
             end = self._object(0, tensors)
         except (ValueError, StopIteration, IndexError) as error:
-            # Both are a ValueError and say more than the message below.
-            if isinstance(error, SourceError | UnsupportedError):
+            # It is a ValueError and says more than the message below.
+            if isinstance(error, SourceError):
                 raise
             raise self._wrong(f"does not parse: {error}") from error
         if end != len(self._text):
             raise self._wrong(f"continues after its closing brace, at character {end}")
         # The header may list tensors in any order; the data may not have holes.
-        ordered = tuple(sorted(tensors.values(), key=_span))
+        ordered = tuple(sorted(tensors.values(), key=lambda tensor: self._spans[tensor.name]))
         self._refuse_holes(ordered)
         return SafetensorsHeader(ordered, self._metadata, self._data_start + self._data_bytes)
 
@@ -184,29 +194,32 @@ class _Parser:
         return entry, end
 
     def _tensor(self, name: str, entry: dict[str, Any]) -> Tensor:
-        dtype, (start, stop) = self._dtype(name, entry["dtype"]), self._offsets(name, entry["data_offsets"])
+        (dtype, bits), (start, stop) = self._dtype(name, entry["dtype"]), self._offsets(name, entry["data_offsets"])
         shape = entry["shape"]
         if not isinstance(shape, list) or any(type(n) is not int for n in shape):
             raise self._wrong(f"should give tensor {name!r} a list of integers as shape, but gives {str(shape)[:200]}")
         check_shape(tuple(shape), name=name, path=self._path)
-        expected = math.prod(shape) * dtype.itemsize
+        if (n_bits := math.prod(shape) * bits) % 8:
+            raise self._wrong(f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}: {n_bits} bits")
+        expected = n_bits // 8
         # Python's integers do not overflow, so a shape cannot wrap around to a plausible size.
         if expected != stop - start:
             raise self._wrong(
                 f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}, which is {expected} bytes, "
                 f"but data_offsets [{start}, {stop}], which is {stop - start} bytes"
             )
-        return Tensor(name, tuple(shape), dtype, Extent(self._path, self._data_start + start))
+        self._spans[name] = first, last = self._data_start + start, self._data_start + stop
+        if entry["dtype"] in SUB_BYTE:
+            why = f"its dtype {entry['dtype']} packs several elements into a byte"
+            return Tensor(name, tuple(shape), dtype, Decoded(UnreadableRows(self._path, last - first, why)))
+        return Tensor(name, tuple(shape), dtype, Extent(self._path, first))
 
-    def _dtype(self, name: str, text: object) -> np.dtype[Any]:
+    def _dtype(self, name: str, text: object) -> tuple[np.dtype[Any], int]:
         known = text if isinstance(text, str) else ""
         if known in DTYPES:
-            return DTYPES[known]
+            return DTYPES[known], 8 * DTYPES[known].itemsize
         if known in SUB_BYTE:
-            raise UnsupportedError(
-                f"{self._path}: tensor {name!r} has the dtype {text}, which packs several elements into a byte and "
-                "is not supported"
-            )
+            return SUB_BYTE[known]
         raise self._wrong(f"gives tensor {name!r} the dtype {str(text)[:100]!r}; supported dtypes: {', '.join(DTYPES)}")
 
     def _offsets(self, name: str, offsets: object) -> tuple[int, int]:
@@ -225,7 +238,7 @@ class _Parser:
     def _refuse_holes(self, ordered: tuple[Tensor, ...]) -> None:
         end, before = self._data_start, "the header"
         for tensor in ordered:
-            start, stop = _span(tensor)
+            start, stop = self._spans[tensor.name]
             if start != end:
                 kind = "overlaps" if start < end else "leaves a hole after"
                 raise self._wrong(
@@ -274,8 +287,3 @@ class _Members:
         if (found := self._peek()) != char:
             raise ValueError(f"expected {char!r} at character {self.position}, found {found or 'the end'!r}")
         self.position += 1
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    assert isinstance(tensor.storage, Extent)
-    return tensor.storage.offset, tensor.storage.offset + tensor.nbytes

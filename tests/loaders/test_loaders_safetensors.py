@@ -3,11 +3,15 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import assert_same, small_arrays, write_safetensors
+from checkpoints import assert_same, read_tensor, small_arrays, write_safetensors
+from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+import shardload
+from shardload.console.listing import as_text
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import open_manifest
+from shardload.verifying import verify
 
 
 def entry(start=0, stop=4, shape=(1,), dtype="F32", **more):
@@ -129,7 +133,36 @@ def test_header_beyond_the_cap(tmp_path):
         open_manifest(path, format="safetensors")
 
 
-def test_packed_dtypes_are_known_but_not_readable(tmp_path):
-    path = write_safetensors(tmp_path / "x.safetensors", {"a": entry(dtype="F4", shape=(8,))}, b"\0" * 4)
-    with pytest.raises(UnsupportedError, match="packs several elements"):
+@pytest.mark.parametrize(("dtype", "n_bytes"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
+def test_packed_dtypes_are_listed_and_refused_when_asked_for(dtype, n_bytes, tmp_path):
+    header = {
+        "a": entry(dtype=dtype, shape=(8,), start=0, stop=n_bytes),
+        "b": entry(dtype="U8", shape=(2,), start=n_bytes, stop=n_bytes + 2),
+    }
+    path = write_safetensors(tmp_path / "x.safetensors", header, bytes(n_bytes) + b"\1\2")
+    found = open_manifest(path)
+    assert {name: t.stored_bytes for name, t in found.tensors.items()} == {"a": n_bytes, "b": 2}
+    assert "a " in as_text(found)
+    whole = shardload.load_arrays(path, {"b": PartitionSpec()}, mesh="1x1", strict=False)
+    assert whole["b"].tolist() == [1, 2]
+    with pytest.raises(UnsupportedError, match=f"'a': tensor 'a' cannot be read, as its dtype {dtype} packs several"):
+        shardload.load_arrays(path, PartitionSpec(), mesh="1x1")
+    assert [each.verdict for each in verify(path)] == ["readable"]
+
+
+@pytest.mark.parametrize(("shape", "offsets"), [((8,), (0, 8)), ((7,), (0, 4))])
+def test_packed_dtypes_take_whole_bytes(shape, offsets, tmp_path):
+    path = write_safetensors(tmp_path / "x.safetensors", {"a": entry(*offsets, shape, "F4")}, bytes(offsets[1]))
+    with pytest.raises(SourceError, match=r"tensor 'a' the shape"):
         open_manifest(path)
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\t\r\n "])
+@pytest.mark.parametrize("name", ["x.safetensors", "x"])
+def test_white_space_before_the_header_is_read_as_the_library_does(space, name, tmp_path):
+    made = write_safetensors(tmp_path / "made", {"a": entry(0, 2, (2,), "U8")}, b"\1\2").read_bytes()
+    length = int.from_bytes(made[:8], "little")
+    header = space.encode() + made[8 : 8 + length]
+    (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header + made[8 + length :])
+    assert load_file(tmp_path / name)["a"].tolist() == [1, 2]
+    assert read_tensor(open_manifest(tmp_path / name).tensors["a"]).tolist() == [1, 2]

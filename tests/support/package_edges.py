@@ -9,7 +9,7 @@ EDGES = {
     "sharding": {"errors", "typing"},
     "stores": {"errors"},
     "units": {"errors"},
-    "manifest": {"stores"},
+    "manifest": {"errors", "stores"},
     "reports": {"sharding", "units"},
     "steps": {"errors", "stores"},
     "loaders": {"errors", "manifest", "stores"},
