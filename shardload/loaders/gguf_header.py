@@ -87,6 +87,7 @@ TYPES = {
         GgmlType(34, "TQ1_0", 256, 54),
         GgmlType(35, "TQ2_0", 256, 66),
         GgmlType(39, "MXFP4", 32, 17),
+        GgmlType(40, "NVFP4", 64, 36),
     )
 }
 

@@ -1,5 +1,6 @@
 import struct
 import sys
+from pathlib import Path
 
 import gguf
 import ml_dtypes
@@ -41,6 +42,19 @@ def test_our_type_table_is_the_package_s():
         block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.id)]
         assert (kind.block_elements, kind.block_bytes) == block
         assert gguf.GGMLQuantizationType(kind.id).name == kind.name
+    known = {kind.name for kind in TYPES.values()}
+    # For dot products only, and Q1_0, which the package cannot decode.
+    assert {kind.name for kind in gguf.GGMLQuantizationType} - known == {"Q8_1", "Q8_K", "Q1_0"}
+
+
+def test_the_page_lists_every_type():
+    rows = [
+        f"| `{kind.name}` | {kind.id} | {kind.block_elements} | {kind.block_bytes} | "
+        f"{PLAIN.get(kind.name, 'float32')} |"
+        for kind in TYPES.values()
+    ]
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
+    assert "\n".join(rows) + "\n" in page
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
