@@ -13,6 +13,7 @@ refused, as Keras refuses them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ CACHE_BYTES = 1 << 20
 FREE_HEADER_BYTES = 1 << 20
 """Longest object header that is always allowed; longer ones up to half of the file. libhdf5 allocates and reads the
 length that a header declares: a damaged length makes it parse tensor data as header messages."""
+_LEGACY_ATTRIBUTES = ("layer_names", "layer_names0", "model_config")
 LINK_INFO = 1 << 2
 """Bit of an object header with a link info message: a group in the HDF5 1.8 format."""
 MAX_DEPTH = 256
@@ -123,12 +125,93 @@ def read_tensors(region: FileRegion) -> tuple[Tensor, ...]:
     Raises:
         TruncatedSourceError: When the file is shorter than its header declares.
         UnsafeSourceError: When it refers to other files, lists an object twice, or declares far more than it stores.
-        UnsupportedError: When a dataset is not numeric or needs a missing filter, or the file is a legacy one.
+        UnsupportedError: When a dataset is not numeric or needs a missing filter, or Keras 2 wrote the file.
         SourceError: When libhdf5 cannot parse it.
     """
+    with reading(region) as reader:
+        if reader.is_legacy():
+            raise UnsupportedError(
+                f"Cannot read {region.path} as a part of another checkpoint: it is a file of Keras 2, whose weights "
+                "have no stable names. Load it by itself with shardload.load_weights, and save it again"
+            )
+        return tuple(reader.tensors())
+
+
+@contextmanager
+def reading(region: FileRegion) -> Iterator[Reader]:
+    """Open an HDF5 file; errors of libhdf5 in the block become a `SourceError`."""
     with _LOCK, _translated(region), _opened(region, limit=True) as (file, limit):
-        _refuse_legacy(file, region.path)
-        return tuple(_tensor(node, name, region) for name, node in _walk(file, limit, region.path))
+        yield Reader(file, limit, region)
+
+
+class Reader:
+    """Reads datasets' headers and lists of names; get one from `reading`."""
+
+    def __init__(self, file: Any, limit: _HeaderLimit, region: FileRegion) -> None:
+        self._file, self._limit, self._region = file, limit, region
+        self.groups: set[str] = set()
+        """Paths of all groups, once `tensors` has been exhausted."""
+
+    def is_legacy(self) -> bool:
+        """Whether Keras 2 wrote the file, or Keras 3 in that format."""
+        return any(map(self._file.attrs.__contains__, _LEGACY_ATTRIBUTES)) or "model_weights" in self._file
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every dataset; see `read_tensors`."""
+        for name, node in _walk(self._file, self._limit, self._region.path, self.groups):
+            yield _tensor(node, name, self._region)
+
+    def has_names(self, group: str, attribute: str) -> bool:
+        """Whether a group, one of `groups` or ``""``, has a list of names."""
+        return bool(h5py.h5a.exists(self._node(group), attribute.encode()))
+
+    def names(self, group: str, attribute: str) -> Iterator[str]:
+        """Yield the names that a group lists in an attribute, or in several if they are long; none if it has no list.
+
+        Raises:
+            UnsupportedError: When they are stored with variable length, or densely.
+        """
+        node = self._node(group)
+        if h5py.h5a.exists(node, attribute.encode()):
+            yield from self._texts(node, attribute)
+            return
+        for chunk in itertools.count():
+            if not h5py.h5a.exists(node, f"{attribute}{chunk}".encode()):
+                return
+            yield from self._texts(node, f"{attribute}{chunk}")
+
+    def _node(self, group: str) -> Any:
+        with self._limit.headers():
+            node = h5py.h5o.open(self._file.id, group.encode() or b"/")
+            info = h5py.h5o.get_info(node)
+        # As for links in `_members`: many or large attributes are in a heap.
+        if info.meta_size.attr.heap_size:
+            raise _unsafe_attributes(self._region.path, group, "many attributes, stored densely")
+        return node
+
+    def _texts(self, node: Any, attribute: str) -> Iterator[str]:
+        found = h5py.h5a.open(node, attribute.encode())
+        kind, shape = found.get_type(), found.shape
+        # h5py writes an empty list as numbers.
+        if shape == (0,):
+            return
+        # libhdf5 1.14 reads strings of variable length through a heap, and loops or crashes where it is damaged.
+        if kind.get_class() != h5py.h5t.STRING or kind.is_variable_str() or len(shape) != 1:
+            raise _unsafe_attributes(self._region.path, attribute, "no list of strings of fixed length")
+        if math.prod(shape) * kind.get_size() > self._region.nbytes:
+            raise TruncatedSourceError(f"{self._region.path} is truncated: attribute {attribute!r} is longer than it")
+        texts = np.empty(shape, f"S{kind.get_size()}")
+        found.read(texts)
+        for text in texts:
+            yield _decode(bytes(text), self._region.path)
+
+
+def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"Cannot read names from {path}: {where or 'the root'!r} has {found}, expected those of Keras 2; "
+        "libhdf5 can crash on a damaged file of that kind. If you trust the file, load and save it with keras: "
+        "model.load_weights(old); model.save_weights('new.weights.h5')"
+    )
 
 
 class _HeaderLimit:
@@ -187,16 +270,11 @@ def _translated(region: FileRegion) -> Iterator[None]:
         raise kind(f"{region.path} is damaged HDF5: {reason}. Download or save it again") from error
 
 
-def _refuse_legacy(file: Any, path: Location) -> None:
-    if "layer_names" in file.attrs or "model_config" in file.attrs or "model_weights" in file:
-        raise UnsupportedError(
-            f"{path} is a legacy Keras HDF5 file (Keras 2 or `save('x.h5')`), whose weights have no stable names. "
-            "Load it with keras and save it again: model.load_weights(old); model.save_weights('new.weights.h5')"
-        )
+def _walk(file: Any, limit: _HeaderLimit, path: Location, groups: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield names and datasets, depth first, and add the names of groups to ``groups``.
 
-
-def _walk(file: Any, limit: _HeaderLimit, path: Location) -> Iterator[tuple[str, Any]]:
-    """Yield names and datasets, depth first; only a group and its ancestors stay open, as each takes libhdf5 2 KB."""
+    Only a group and its ancestors stay open, as each takes libhdf5 2 KB.
+    """
     # The low-level API: each call reads the header of one object, so the limit can enclose it.
     seen = {_address(file.id, b".")}
     # An explicit stack: recursion as deep as a hostile file nests would exhaust Python's.
@@ -219,6 +297,7 @@ def _walk(file: Any, limit: _HeaderLimit, path: Location) -> Iterator[tuple[str,
                 raise UnsafeSourceError(
                     f"{path} nests groups more than {MAX_DEPTH} deep, deeper than the layers of any model"
                 )
+            groups.add(name)
             stack.append((name + "/", node, _members(node, name, path)))
         elif isinstance(node, h5py.h5d.DatasetID):
             yield name, node

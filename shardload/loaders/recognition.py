@@ -88,7 +88,7 @@ def _open_file(path: Location, format: str | None) -> Manifest:
     # The content decides. An ending that contradicts it is an error, as one of the two must be wrong.
     found = _recognise_file(path)
     promised = _promised(path)
-    if format is None and promised not in (None, found):
+    if format is None and promised is not None and promised.name not in (found.name, found.variant_of):
         raise SourceError(
             f"{path} ends like {promised.description}, but its content is {found.description}. "
             f"Rename it, or insist with format={found.name!r} (--format {found.name})"

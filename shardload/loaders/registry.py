@@ -28,6 +28,7 @@ _LOADERS = "shardload.loaders"
 # The order matters: later formats are asked first. See design note 0014.
 BUILT_IN = {
     "keras-h5": f"{_LOADERS}.keras_h5:SPEC",
+    "keras-legacy-h5": f"{_LOADERS}.keras_legacy:SPEC",
     "keras-sharded-h5": f"{_LOADERS}.keras_sharded:SPEC",
     "keras-archive": f"{_LOADERS}.keras_archive:SPEC",
     "keras-hub-preset": f"{_LOADERS}.hub_preset:SPEC",
@@ -66,6 +67,8 @@ class FormatSpec:
     """Reads the model's description from a folder that may lack its weights: a manifest without tensors."""
     first_part: Callable[[str], str] = str
     """From the name of any file of a model that is split over several: the name of the first."""
+    variant_of: str | None = None
+    """The format whose `endings` its files have, where only the content tells the two apart."""
     part_format: str | None = None
     """Format of the files that an index of this format lists."""
     folder_of: Callable[[Location], Location | None] | None = None
@@ -73,8 +76,9 @@ class FormatSpec:
     described_by: Literal["keras", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
     """Origin of ``Manifest.config``: Keras (``keras-sidecar``: from a file with the same stem), a KerasHub preset, or
     Hugging Face. ``None``: the format describes no model."""
-    tensor_names: Literal["keras", "hugging-face", "step", "own"] = "own"
-    """Source of the tensors' names: Keras' layers, `transformers`, a training step, or the user (variable paths)."""
+    tensor_names: Literal["keras", "order", "hugging-face", "step", "own"] = "own"
+    """Source of the tensors' names: Keras' layers, Keras 2 (only their order counts), `transformers`, a training step,
+    or the user (variable paths)."""
     model_dtype: str | None = None
     """Dtype of the model if it differs from the tensors': quantised blocks decode to more bits than they carry."""
     tokenizer: Literal["hugging-face", "keras-hub", "header"] | None = None

@@ -8,6 +8,7 @@ One mechanism for all sources: the layers' and converters' own loading code runs
     converters.py   Hugging Face and GGUF: KerasHub's converters
     stored_state.py training steps: the role of each leaf
     outside.py      unused tensors that the model does not need, and why
+    by_order.py     files of Keras 2: the order of layers and weights
     by_name.py      bare files of tensors: variable paths, structural keys, or a map
 """
 
@@ -20,6 +21,7 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping.archived_optimizer import archived_pairs, needs_roles, with_archived_state
 from shardload.mapping.by_name import map_by_name
+from shardload.mapping.by_order import map_by_order
 from shardload.mapping.converters import map_hub
 from shardload.mapping.optimizer_slots import slots_as_stored
 from shardload.mapping.outside import OutsideTensor, sort_unused, without_parts
@@ -36,6 +38,7 @@ __all__ = [
     "OutsideTensor",
     "VariableMap",
     "map_by_name",
+    "map_by_order",
     "map_hub",
     "map_keras",
     "map_state",
@@ -55,7 +58,7 @@ def map_weights(
     optimizer: bool = True,
     as_keras: bool = False,
 ) -> VariableMap:
-    """Call `map_keras`, `map_hub`, `map_state` or `map_by_name`, depending on the checkpoint's format.
+    """Call `map_keras`, `map_by_order`, `map_hub`, `map_state` or `map_by_name`, depending on the checkpoint's format.
 
     An explicit ``names`` map selects `map_by_name`, except that a training step uses it in `map_state`.
 
@@ -74,6 +77,8 @@ def map_weights(
             if paired is None or not needs_roles(paired, manifest, model.optimizer):
                 return map_keras(model, manifest, optimizer=optimizer)
             return with_archived_state(map_keras(model, manifest, optimizer=False), model, manifest, paired)
+        case "order" if names is None:
+            return map_by_order(model, manifest)
         case "hugging-face" if names is None:
             return map_hub(model, manifest)
     return map_by_name(model, manifest, names=names)

@@ -209,7 +209,8 @@ def described():
     """Every format as a row of the documentation's list."""
     rows = set()
     for spec in registry.specs():
-        endings = ", ".join(f"`{ending}`" for ending in spec.endings)
+        shown = registry.spec_named(spec.variant_of) if spec.variant_of else spec
+        endings = ", ".join(f"`{ending}`" for ending in shown.endings)
         rows.add((spec.name, spec.description, endings or "a folder"))
     return rows
 

@@ -144,9 +144,18 @@ def chain(file):
     file["/".join("a" * 200) + "/x"] = np.float32(0)
 
 
+def legacy(file):
+    names = [b"%x" % i for i in range(2000)]
+    for start in range(0, len(names), 1000):
+        file.attrs[f"layer_names{start // 1000}"] = np.asarray(names[start : start + 1000])
+    for name in names:
+        file[b"%s/%s" % (name, name)] = np.float32(0)
+        file[name].attrs["weight_names"] = np.asarray([name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
-@pytest.mark.parametrize("content", [groups, scalars, layers, chain])
+@pytest.mark.parametrize("content", [groups, scalars, layers, chain, legacy])
 def test_hdf5(content, libver, tmp_path):
     with h5py.File(tmp_path / "x.weights.h5", "w", libver=libver) as file:
         content(file)

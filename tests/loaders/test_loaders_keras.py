@@ -427,12 +427,6 @@ def test_no_attribute_value_is_read(h5, monkeypatch):
     assert h5.reopen().tensors["x"].dtype == ml_dtypes.bfloat16
 
 
-def test_legacy_file_says_the_way_out(h5):
-    h5.attrs["layer_names"] = [b"dense"]
-    with pytest.raises(UnsupportedError, match=r"legacy Keras HDF5.*save_weights"):
-        h5.reopen()
-
-
 def test_deep_groups(h5):
     h5["/".join("d" * 200) + "/x"] = np.ones(2)
     assert len(h5.reopen().tensors) == 1

@@ -1,0 +1,107 @@
+"""Keras 2's ``.h5`` files, of weights and of whole models; Keras 3 writes them, too, for names that end in ``.h5``.
+
+    /                     layer_names = [dense, dropout, dense_1]       in a whole model: /model_weights, next to
+    ├─ dense              weight_names = [dense/kernel:0, dense/bias:0]   /optimizer_weights and a `model_config`
+    │   └─ dense/kernel:0 …
+    └─ top_level_model_weights   weight_names = [ … ]
+
+Keras loads them by order: the n-th layer with weights gets those of the n-th group that has any. Names say nothing, as
+Keras makes them up. So the manifest has the order in its metadata, for `shardload.mapping`. The configuration is not
+read: it is a string of variable length, and a damaged heap of these makes libhdf5 1.14 loop or crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shardload.errors import ShardloadError, SourceError
+from shardload.loaders.contents import FileContent
+from shardload.loaders.extents import collect
+from shardload.loaders.keras_h5 import is_hdf5
+from shardload.loaders.registry import FormatSpec
+from shardload.manifest import Manifest, Tensor
+from shardload.stores.location import Location
+
+if TYPE_CHECKING:
+    from shardload.loaders.hdf5 import Reader
+
+LAYERS = "layers"
+"""Entry of the metadata: layer → names of its tensors, in Keras' order, without layers that have none."""
+TOP_LEVEL = "top_level_weights"
+"""Entry of the metadata: names of the tensors that belong to the model itself; not there in older files."""
+OPTIMIZER = "optimizer_weights/"
+"""Tensors below this belong to the optimizer."""
+_MODEL = "model_weights"
+_TOP_LEVEL_GROUP = "top_level_model_weights"
+
+
+def open_file(path: Location) -> Manifest:
+    """Return the manifest of one ``.h5`` file of Keras 2.
+
+    Raises:
+        SourceError: See `shardload.loaders.hdf5.read_tensors`; also when it lists weights that it does not contain.
+        UnsupportedError: When a dataset cannot be read as numbers, or names are stored in an unsafe way.
+    """
+    # Imported late: formats are listed without h5py.
+    from shardload.loaders import hdf5
+
+    region = hdf5.FileRegion.whole(path)
+    files = {path: region.nbytes}
+    with hdf5.reading(region) as reader:
+        tensors = collect(reader.tensors(), files=files)
+        metadata = _order(reader, tensors, path)
+    return Manifest(path, "keras-legacy-h5", tensors, files, metadata=metadata)
+
+
+def _order(reader: Reader, tensors: Mapping[str, Tensor], path: Location) -> dict[str, object]:
+    # As in Keras: the root, unless only the group of a whole model's weights is there.
+    is_whole = not reader.has_names("", "layer_names") and _MODEL in reader.groups
+    root = _MODEL if is_whole else ""
+    seen: set[str] = set()
+    layers: dict[str, list[str]] = {}
+    for layer in reader.names(root, "layer_names"):
+        if layer in layers:
+            raise SourceError(f"{path} lists the layer {layer!r} twice. Save it again with Keras")
+        layers[layer] = _weights(reader, f"{root}/{layer}".lstrip("/"), tensors, seen, path)
+    metadata: dict[str, object] = {LAYERS: {layer: found for layer, found in layers.items() if found}}
+    if (group := f"{root}/{_TOP_LEVEL_GROUP}".lstrip("/")) in reader.groups:
+        metadata[TOP_LEVEL] = _weights(reader, group, tensors, seen, path)
+    return metadata
+
+
+def _weights(reader: Reader, group: str, tensors: Mapping[str, Tensor], seen: set[str], path: Location) -> list[str]:
+    if group not in reader.groups:
+        raise SourceError(f"{path} lists the layer {group!r}, but has no such group. Download or save it again")
+    found = []
+    for name in reader.names(group, "weight_names"):
+        full = f"{group}/{name}"
+        if full not in tensors or full in seen:
+            problem = "twice" if full in seen else "but has no such dataset"
+            raise SourceError(f"{path} lists the weight {full[:200]!r} {problem}. Download or save it again")
+        seen.add(tensors[full].name)
+        found.append(tensors[full].name)
+    return found
+
+
+def _is_legacy(content: FileContent) -> bool:
+    if not is_hdf5(content):
+        return False
+    from shardload.loaders import hdf5
+
+    try:
+        with hdf5.reading(hdf5.FileRegion(content.path, 0, content.size)) as reader:
+            return reader.is_legacy()
+    except ShardloadError:
+        # What is damaged is reported by the general format.
+        return False
+
+
+SPEC = FormatSpec(
+    name="keras-legacy-h5",
+    description="a Keras 2 .h5 file",
+    variant_of="keras-h5",
+    is_file=_is_legacy,
+    open_file=open_file,
+    tensor_names="order",
+)
