@@ -1,7 +1,7 @@
 """Orbax checkpoints, read without Orbax: a step's folder, or the root that contains it.
 
     root/
-      7/                          a step; the newest of several is opened
+      7/                          a step (also 00000007 or prefix_7); the newest of several is opened
         _CHECKPOINT_METADATA
         pytree/                   an item (``default`` in Orbax v0, ``state`` from v1's ``save_pytree``)
           _METADATA               key path and kind of every leaf
@@ -15,6 +15,8 @@ A tensor's name is its key path joined by "/". Uncompressed arrays are read in p
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
@@ -31,6 +33,8 @@ MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 ITEMS = ("pytree", "default", "state")
 """Names of the item with the weights: Keras and Orbax v1, Orbax v0, v1's ``save_pytree``."""
 _MODEL_CONFIG = "model_config"
+# Bounded, because int() raises for thousands of digits.
+_NAME = re.compile(r"(?:[^/]*_)?([0-9]{1,19})")
 
 
 def open_orbax(folder: Location) -> Manifest:
@@ -55,7 +59,7 @@ def open_orbax(folder: Location) -> Manifest:
             names[leaf.name] = list(leaf.keys)
     metadata = _metadata(step, item, tree.leaves, names)
     tensors = collect(found, files=arrays.files)
-    return Manifest(step, "orbax", tensors, arrays.files, _config(step), metadata)
+    return Manifest(step, "orbax", tensors, arrays.files, _config(step), metadata, notes=_notes(tree.leaves))
 
 
 def is_checkpoint(folder: Location) -> bool:
@@ -70,18 +74,27 @@ def steps(folder: Location) -> list[str]:
     """Return the names of the steps in a root, oldest first, without empty and foreign folders."""
     found = [
         name
-        for name in folder.names()
-        if _is_number(name)
-        and (folder / name).is_folder()
-        and is_checkpoint(member(folder, name, named_by=str(folder)))
+        for name in numbered(folder.names())
+        if (folder / name).is_folder() and is_checkpoint(member(folder, name, named_by=str(folder)))
     ]
     # By number, not by text: 9 is older than 10.
-    return sorted(found, key=lambda name: (int(name), name))
+    return sorted(found, key=lambda name: (number_of(name), name))
 
 
-def _is_number(name: str) -> bool:
-    # Bounded, because int() raises for thousands of digits.
-    return name.isascii() and name.isdecimal() and len(name) < 20
+def numbered(names: Iterable[str]) -> list[str]:
+    """Return the names that steps can have: bare numbers, else those with one prefix that all have."""
+    found = [name for name in names if number_of(name) is not None]
+    if bare := [name for name in found if name.isdecimal()]:
+        # Zeros in front only where they make all names equally long.
+        is_fixed = len({len(name) for name in bare}) == 1
+        return bare if is_fixed else [name for name in bare if name == "0" or not name.startswith("0")]
+    return found if len({name.rpartition("_")[0] for name in found}) == 1 else []
+
+
+def number_of(name: str) -> int | None:
+    """Return the number of a step's folder: 7 for ``7``, ``00000007`` and ``ckpt_7``, as Orbax's managers name them."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def _step(folder: Location) -> Location:
@@ -130,7 +143,7 @@ def _metadata(
     digests = member(own, "digests.json", named_by=str(own))
     structure = member(own, "structure.json", named_by=str(own))
     return {
-        "step": int(step.name) if _is_number(step.name) else None,
+        "step": number_of(step.name),
         "item": str(item),
         "structure": read_object(structure) if structure.is_file() else None,
         "digests": str(digests) if digests.is_file() else None,
@@ -138,6 +151,14 @@ def _metadata(
         "strings": read_strings(item),
         "left_out": {leaf.name: leaf.kind for leaf in leaves if leaf.name not in tensors},
     }
+
+
+def _notes(leaves: Iterable[SavedLeaf]) -> tuple[str, ...]:
+    texts = [leaf.name for leaf in leaves if leaf.kind == "string"]
+    if not texts:
+        return ()
+    n = "1 leaf that is" if len(texts) == 1 else f"{len(texts)} leaves that are"
+    return (f"left out {n} text, no array: {', '.join(map(repr, texts[:4]))}{', …' if len(texts) > 4 else ''}",)
 
 
 def _config(step: Location) -> dict[str, Any]:

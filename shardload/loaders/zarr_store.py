@@ -13,6 +13,7 @@ from shardload.manifest import Extent, Tensor
 from shardload.stores.location import Location
 from shardload.stores.remote import COPY_FIRST
 
+_HEADERS = frozenset({zarr_metadata.ZARR2, zarr_metadata.ZARR3})
 MAX_EXPANSION = 40_000
 """Declared bytes per stored byte: zstd shrinks zeros, as in fresh optimizer slots, to 1/32 768."""
 EXPANSION_FLOOR_BYTES = 1 << 26
@@ -42,7 +43,8 @@ class Arrays:
             )
         values = ocdbt.read_values(folder) if is_ocdbt else _files(folder)
         self._total = sum(value.length for value in values.values())
-        self._headers = {key.rpartition("/")[0]: key for key in values if key.endswith(("/.zarray", "/zarr.json"))}
+        # An array named "" is the root of the store: a tree may have an empty text as key.
+        self._headers = {key.rpartition("/")[0]: key for key in values if key.rpartition("/")[2] in _HEADERS}
         self._values: dict[str, dict[str, OcdbtValue]] = {name: {} for name in self._headers}
         for key, value in values.items():
             self._file_away(key, value)
@@ -56,6 +58,8 @@ class Arrays:
             if name in self._headers:
                 self._values[name][key[len(name) + 1 :]] = value
                 return
+        if "" in self._headers:
+            self._values[""][key] = value
 
     @property
     def files(self) -> dict[Location, int]:
@@ -81,7 +85,7 @@ class Arrays:
         key = self._headers[stored_name]
         where = f"{self._folder}: {key}"
         values = self._values[stored_name]
-        header = values[key[len(stored_name) + 1 :]]
+        header = values[key.rpartition("/")[2]]
         metadata = header.read(zarr_metadata.MAX_METADATA_BYTES, what=key)
         array = zarr_metadata.parse(metadata, name=name, where=where)
         chunks = self._chunks(array, values, where)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNotFoundError, UsageError
+from shardload.loaders.orbax import number_of, numbered
 from shardload.steps.digest_list import name_damage
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
 from shardload.steps.file_tree import FileTree, scan
@@ -120,7 +121,8 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
         return list_remote(str(root))
     base = expanded(root)
     try:
-        names = [entry.name for entry in base.iterdir() if NAME.fullmatch(entry.name)]
+        # Of Orbax's other names, only those of its own steps are taken: ours are called by their bare number.
+        names = numbered(entry.name for entry in base.iterdir())
     except NotADirectoryError as error:
         raise SourceNotFoundError(
             f"Cannot find steps in {base}: it is a file, expected the folder of a training run. A model or weights "
@@ -132,8 +134,8 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
         ) from error
     except OSError as error:
         raise SourceError(f"Cannot list the steps in {base}: {error.strerror}") from error
-    found = [info for name in sorted(names, key=int) if (info := _look(base / name)) is not None]
-    return with_best(found)
+    found = [info for name in names if (info := _look(base / name)) is not None]
+    return with_best(sorted((i for i in found if not i.ours or NAME.fullmatch(i.path.name)), key=lambda i: i.step))
 
 
 def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
@@ -287,7 +289,7 @@ def _look(path: Path) -> StepInfo | None:
             problems.append(f"{STEP_FILE} cannot be read: {error}")
     problem = "; ".join(problems) or None
     return described(
-        int(path.name), path, record, ours=ours, n_bytes=tree.n_bytes, changed_s=changed_s, problems=problem
+        number_of(path.name) or 0, path, record, ours=ours, n_bytes=tree.n_bytes, changed_s=changed_s, problems=problem
     )
 
 

@@ -35,10 +35,44 @@ from shardload.loaders.extents import collect
 from shardload.loaders.ocdbt import OcdbtWalk, read_values
 from shardload.loaders.zarr_metadata import parse
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
+from shardload.steps.listing import find_step, list_steps
 from shardload.stores.local import located
 
 MESHES = {"1x8": (1, 8), "2x4": (2, 4), "1x1": (1, 1)}
 Saving = v1.options.ArrayOptions.Saving
+
+
+@pytest.mark.parametrize("options", [{"step_prefix": "ckpt"}, {"step_format_fixed_length": 6}])
+def test_steps_are_found_under_every_name_that_orbax_gives_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    with v0.CheckpointManager(tmp_path / "run", options=v0.CheckpointManagerOptions(**options)) as manager:
+        for step in (9, 10):
+            manager.save(step, args=v0.args.StandardSave({"w": jnp.full(4, step)}))
+    assert shardload.load_arrays(tmp_path / "run", PartitionSpec(), mesh="1x1")["w"].tolist() == [10] * 4
+    assert open_manifest(tmp_path / "run").metadata["step"] == 10
+    assert [info.step for info in list_steps(tmp_path / "run")] == [9, 10]
+    first = find_step(tmp_path / "run", 9)
+    assert shardload.load_arrays(first.path, PartitionSpec(), mesh="1x1")["w"].tolist() == [9] * 4
+    shutil.copytree(first.path, tmp_path / "run" / "other_11")
+    if "step_prefix" in options:  # two runs in one folder
+        with pytest.raises(UnsupportedError, match="contains no checkpoint"):
+            open_manifest(tmp_path / "run")
+
+
+@pytest.mark.parametrize("tree", [{"": 1}, {"a": {"": 1}}, {"": {"w": 1}, "b": 1}, {"a": {"": {"w": 1}}}])
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_an_empty_key_is_a_key(tmp_path: Path, tree: dict[str, Any], use_ocdbt: bool) -> None:
+    values = jax.tree.map(lambda _: jnp.arange(4.0) + 1, tree)
+    if not use_ocdbt and "" in tree:
+        pytest.skip("Orbax mixes such arrays with its own files")
+    v0.Checkpointer(v0.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)).save(tmp_path / "7", values)
+    found = shardload.load_arrays(tmp_path / "7", jax.tree.map(lambda _: PartitionSpec(), values), mesh="1x1")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, values))
+
+
+def test_text_in_a_tree_is_noted(tmp_path: Path) -> None:
+    v0.PyTreeCheckpointer().save(tmp_path / "7", {"a": jnp.ones(2), "name": "gemma", "n": {"x": "y"}})
+    found = open_manifest(tmp_path / "7")
+    assert set(found.tensors) == {"a"} and found.notes == ("left out 2 leaves that are text, no array: 'n/x', 'name'",)
 
 
 def placed(value: Any, mesh: str, *spec: str | None) -> jax.Array:
