@@ -39,10 +39,11 @@ def folder(path, **config):
 @pytest.fixture
 def homeless(monkeypatch):
     """A user without a home folder, as in a container with an arbitrary user id."""
+    # First, as importing the package needs a home.
+    monkeypatch.setattr("kagglehub.config.DEFAULT_CACHE_FOLDER", f"{os.devnull}/kagglehub")
     for name in ("SHARDLOAD_HOME", "XDG_CACHE_HOME", "HOME", "KAGGLEHUB_CACHE", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 1 << 30)
-    monkeypatch.setattr("kagglehub.config.DEFAULT_CACHE_FOLDER", f"{os.devnull}/kagglehub")
 
 
 @pytest.mark.usefixtures("homeless")
