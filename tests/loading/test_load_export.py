@@ -1,5 +1,6 @@
 """A model that was loaded onto a mesh can be exported, with a batch of any size."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +35,10 @@ def test_jax_exports_a_sharded_model_with_a_symbolic_batch(saved):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="TensorFlow 2.20 cannot read what JAX 0.12 exports")
 def test_keras_exports_a_sharded_model_as_a_saved_model(saved):
-    # A process of its own: the tests' processes do without TensorFlow.
-    done = subprocess.run(
-        [sys.executable, Path(export_child.__file__), saved], capture_output=True, text=True, timeout=300, check=False
-    )
+    # A process of its own: the tests' processes do without TensorFlow, whose XLA ends at flags that JAX's knows.
+    flags = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, Path(export_child.__file__), saved]
+    done = subprocess.run(command, env=flags, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

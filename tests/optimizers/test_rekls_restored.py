@@ -79,6 +79,8 @@ def test_saved_on_1x8_and_restored(saved, mesh):
 def test_the_next_step_is_that_of_the_mesh_it_was_saved_on(saved, after, mesh):
     """The same bits on any mesh of eight. One device runs another program: the step and W are rounded differently.
 
+    From JAX 0.11 on, XLA also fuses the last addition to W differently on another mesh.
+
     These gradients are unlike those of training, so steps are up to 100 learning rates long.
     """
     again = build(seed=5)
@@ -86,9 +88,10 @@ def test_the_next_step_is_that_of_the_mesh_it_was_saved_on(saved, after, mesh):
     before = [np.asarray(v.value) for v in again.trainable_variables]
     state, weights = next_step(again)
     assert same(state, after[0])
+    is_exact = mesh == "2x4" and jax.__version_info__ < (0, 11)
     for one, other, start in zip(weights, after[1], before, strict=True):
         ulps = np.spacing(np.abs(other).max()) + np.spacing(np.abs(other - start).max())
-        np.testing.assert_allclose(one, other, rtol=0, atol=0 if mesh == "2x4" else ulps)
+        np.testing.assert_allclose(one, other, rtol=0, atol=0 if is_exact else ulps)
 
 
 def test_training_on_two_meshes():

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import grain
+import jax
 import keras
 import numpy as np
 import pytest
@@ -192,6 +193,8 @@ def test_tutorial(here, monkeypatch, capsys):
 @pytest.mark.slow
 def test_planning_tutorial(here, capsys):
     fewer = [("(512, 1)", "(64, 1)"), ("epochs=3", "epochs=1")]
+    if jax.__version_info__ >= (0, 11):  # docs/reference/versions.md says how much more XLA allocates
+        fewer.append(("assert compiled.fits(limit)", "assert compiled.fits(int(1.1 * limit))"))
     found = run("docs/tutorials/plan-a-training-run.md", replace=fewer)
     said = capsys.readouterr().out
     assert "per device: 76.3 MiB\n" in said and "per device: 71.8 MiB of 72.0 MiB (100 %)" in said
