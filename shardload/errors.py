@@ -23,7 +23,7 @@
     ├── SaveError (OSError)                 a step could not be saved: step, location and cause
     │   └── ProcessLostError                another process of this run ended or stopped responding
     ├── StepExistsError (FileExistsError)   a step with this number already exists; nothing is overwritten
-    └── MissingExtraError (ImportError)     an optional dependency is not installed
+    └── MissingExtraError (ImportError)     a package is not installed, or not completely
 
 Each message has the tensor, file and offset, the expected and the received value, and the
 way out. Each class subclasses the builtin a caller would expect, so ``except ValueError`` keeps working.
@@ -33,9 +33,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import inspect
 import itertools
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -214,8 +216,27 @@ class StepExistsError(ShardloadError, FileExistsError):
     """A step with this number already exists; a published step is never overwritten."""
 
 
+_OWN = (
+    "jax",
+    "jaxlib",
+    "keras",
+    "orbax",
+    "numpy",
+    "ml_dtypes",
+    "scipy",
+    "h5py",
+    "tensorstore",
+    "xxhash",
+    "typer",
+    "rich",
+)
+_OF_HUB = ("keras_hub", "kagglehub", "huggingface_hub", "safetensors", "sentencepiece", "tokenizers")
+_EXTRAS = {**dict.fromkeys(_OWN, ""), **dict.fromkeys(_OF_HUB, "hub"), "gguf": "gguf", "grain": "data"}
+"""The extra of shardload that installs a module; empty if shardload always does."""
+
+
 class MissingExtraError(ShardloadError, ImportError):
-    """An optional dependency is not installed; the message names the extra."""
+    """A package is not installed, or not completely; the message names it, and the extra if it belongs to one."""
 
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
         super().__init__(
@@ -224,6 +245,50 @@ class MissingExtraError(ShardloadError, ImportError):
         )
         self.package = package
         self.extra = extra
+
+    @classmethod
+    def explaining(cls, error: ImportError, *, needed_for: str, extra: str | None = None) -> MissingExtraError:
+        """Return the error for any import that failed: of a missing module, or of one that lacks a part.
+
+        Args:
+            error: The failed import.
+            needed_for: What failed, as the message's subject.
+            extra: The extra that brings modules that are not known to belong to one.
+        """
+        if isinstance(error, cls):
+            return error
+        # A package that catches a failed import and raises its own loses the name.
+        while not error.name and isinstance(cause := error.__cause__ or error.__context__, ImportError):
+            error = cause
+        module = (error.name or "").partition(".")[0]
+        extra = _EXTRAS.get(module, extra)
+        package = module if extra is None else f"'shardload[{extra}]'" if extra else "shardload"
+        if module and not _is_installed(module):
+            found = f"needs the package {module.replace('_', '-')!r}, which is not installed"
+            advice = "the package that provides it" if extra is None else f"it with: pip install {package}"
+        else:  # a part of a package is missing, or the error comes without a name
+            found = f"failed to import a package: {str(error).strip().rstrip('.')}"
+            again = f": pip install --upgrade --force-reinstall {package}" if package else ""
+            advice = f"it again if it is incomplete, or in another version than expected{again}"
+        made = cls.__new__(cls)
+        super(MissingExtraError, made).__init__(f"{needed_for} {found}. Install {advice}")
+        made.package, made.extra = module, extra or ""
+        return made
+
+
+def _is_installed(module: str) -> bool:
+    # Asked first, because find_spec raises for entries without a spec; an entry of None refuses the import.
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return importlib.util.find_spec(module) is not None
+
+
+def import_failure(error: BaseException) -> ImportError | None:
+    """Return the failed import that caused an error; ``None`` if none did."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ImportError):
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return found
 
 
 def suggests_arguments(function: Callable[P, R]) -> Callable[P, R]:

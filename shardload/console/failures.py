@@ -21,7 +21,7 @@ from typing import TextIO
 from typer.exceptions import TyperException
 
 from shardload.console import streams
-from shardload.errors import ShardloadError, UsageError
+from shardload.errors import MissingExtraError, ShardloadError, UsageError
 from shardload.interrupts import message_of, number_of
 from shardload.reports.names import printable
 
@@ -90,6 +90,9 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
             return 2, str(error)
         case ShardloadError() | streams.OutputError():
             return 1, str(error)
+        # A module of shardload itself that is missing is a bug, or half an installation: see `_unexpected`.
+        case ImportError() if (error.name or "").partition(".")[0] != "shardload":
+            return 1, str(MissingExtraError.explaining(error, needed_for="This command"))
         case MemoryError():
             return 1, "The machine ran out of memory. " + _LESS_MEMORY
         case OSError():

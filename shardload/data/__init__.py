@@ -115,7 +115,7 @@ def _grain() -> Any:
     try:
         import grain
     except ImportError as error:
-        raise MissingExtraError("grain", extra="data", needed_for="shardload.data.resumable") from error
+        raise MissingExtraError.explaining(error, needed_for="shardload.data.resumable", extra="data") from error
     return grain
 
 

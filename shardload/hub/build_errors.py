@@ -6,7 +6,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardload.errors import MissingExtraError, SourceError, UninitialisedError, UnsupportedError
+from shardload.errors import (
+    MissingExtraError,
+    SourceError,
+    UninitialisedError,
+    UnsupportedError,
+    import_failure,
+)
 from shardload.hub.tensors import MAX_LAYERS
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
@@ -65,6 +71,7 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
     """Translate errors that a configuration causes in constructors into errors that name the checkpoint.
 
     Raises:
+        MissingExtraError: When it needs a package that cannot be imported.
         UnsupportedError: When a constructor fails; the message says what to do.
         SourceError: When the configuration lacks an entry.
     """
@@ -84,6 +91,11 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
             "shardload.load_weights(model, source, mesh=…)"
         ) from error
     except Exception as error:  # of any kind: JAX and NumPy have their own exception trees
+        # Keras wraps the errors of constructors in its own.
+        if (missing := import_failure(error)) is not None:
+            raise MissingExtraError.explaining(
+                missing, needed_for=f"Building the model of {manifest.source}"
+            ) from error
         raise UnsupportedError(
             f"Cannot build the model of {manifest.source} from its configuration: {_first(error)}. "
             f"{_advice(manifest, error)}"

@@ -397,5 +397,4 @@ def _hub_extra() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        package = {"keras_hub": "keras-hub"}.get(error.name or "", error.name or "keras-hub")
-        raise MissingExtraError(package, extra="hub", needed_for="Building this model") from error
+        raise MissingExtraError.explaining(error, needed_for="Building this model", extra="hub") from error

@@ -72,7 +72,7 @@ def _kaggle_folder(name: str) -> Path:
         with any_home():
             from kagglehub.config import get_cache_folder  # type: ignore[import-untyped]
     except ImportError as error:
-        raise MissingExtraError("kagglehub", extra="hub", needed_for=f"kaggle://{name}") from error
+        raise MissingExtraError.explaining(error, needed_for=f"kaggle://{name}", extra="hub") from error
     return Path(get_cache_folder()) / "models" / name
 
 
@@ -109,7 +109,7 @@ def _from_hugging_face(name: str, *, weights: bool) -> Path:
     try:
         from huggingface_hub import constants, snapshot_download
     except ImportError as error:
-        raise MissingExtraError("huggingface-hub", extra="hub", needed_for=f"hf://{name}") from error
+        raise MissingExtraError.explaining(error, needed_for=f"hf://{name}", extra="hub") from error
     # From the cache alone at first: huggingface_hub would ask the server for a newer revision, and needs a network.
     try:
         cached = Path(snapshot_download(name, allow_patterns=_HF_PATTERNS, local_files_only=True))

@@ -65,8 +65,7 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
     except (UnsupportedError, SourceError, MissingExtraError):
         raise
     except ImportError as error:
-        package = error.name or "tokenizers"
-        raise MissingExtraError(package, extra="hub", needed_for="Reading this tokenizer") from error
+        raise MissingExtraError.explaining(error, needed_for="Reading this tokenizer", extra="hub") from error
     except Exception as error:  # tokenizers raises plain Exception, sentencepiece RuntimeError and OSError
         raise SourceError(f"Cannot read the tokenizer of {manifest.source}: {error}. Load without a prompt") from error
     # `shardload synth` writes no vocabulary, and marks its configurations.

@@ -232,6 +232,17 @@ def failing(cli, monkeypatch):
     [
         (SourceNotFoundError("No such name: x. Try gemma3_270m."), "Error: No such name: x. Try gemma3_270m."),
         (MissingExtraError("gguf", extra="gguf", needed_for="Reading x"), "pip install 'shardload[gguf]'"),
+        (
+            ModuleNotFoundError("No module named 'grain'", name="no_grain"),
+            "'no-grain', which is not installed. Install",
+        ),
+        (
+            ImportError("cannot import name 'x' from 'keras_hub'", name="keras_hub"),
+            "--force-reinstall 'shardload[hub]'",
+        ),
+        (ModuleNotFoundError("No module named 'keras.x'", name="keras.x"), "--force-reinstall shardload"),
+        (ImportError("libcuda.so.1: cannot open shared object"), "to import a package: libcuda.so.1: cannot open"),
+        (ModuleNotFoundError("No module named", name="shardload.x"), "This is a bug in shardload"),
         (PermissionError(errno.EACCES, "no", "/models/x"), "Permission denied: /models/x. Check its owner"),
         (OSError(errno.ENOSPC, "full", "/models/x"), "No space left on the disk: /models/x. Free some"),
         (OSError(errno.EIO, "Input/output error", "/models/x"), "Input/output error: /models/x."),

@@ -244,6 +244,48 @@ def test_missing_package_names_the_extra(monkeypatch):
         kerashub.build_model(described("/m", "hf-safetensors", LLAMA))
 
 
+class NeedsAnother(keras.layers.Layer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        import no_such_module  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            {"module": None, "class_name": "NeedsAnother", "config": {}, "registered_name": "NeedsAnother"},
+            "'no-such-module', which is not installed. Install the package that provides it",
+        ),
+        (
+            {"module": "keras_nlp.models", "class_name": "Bert", "config": {}, "registered_name": None},
+            "'keras-nlp', which is not installed",
+        ),
+        (
+            {"module": "keras_hub.no_such_part", "class_name": "Bert", "config": {}, "registered_name": None},
+            r"No module named 'keras_hub\.no_such_part'.*--upgrade --force-reinstall 'shardload\[hub\]'",
+        ),
+    ],
+)
+def test_a_missing_module_is_named_instead_of_custom_objects(layer, message):
+    config = keras.saving.serialize_keras_object(keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]))
+    config["config"]["layers"][1] = layer
+    with pytest.raises(MissingExtraError, match=message) as caught:
+        kerashub.build_model(
+            described("/m.keras", "keras-archive", config), custom_objects={"NeedsAnother": NeedsAnother}
+        )
+    assert "custom_objects" not in str(caught.value)
+
+
+@pytest.mark.parametrize("then", ["raise", "raise ImportError('kagglehub failed to import')"])
+def test_a_part_of_the_extra_that_is_missing_is_named(then, monkeypatch, tmp_path):
+    (tmp_path / "keras_hub.py").write_text(f"try:\n import no_such_module\nexcept ImportError:\n {then}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "keras_hub")
+    with pytest.raises(MissingExtraError, match=r"'no-such-module', which is not installed.*'shardload\[hub\]'"):
+        kerashub.keras_hub()
+
+
 def test_kerashub_is_imported_without_a_home(monkeypatch, tmp_path):
     # A stand-in, because KerasHub is imported already: kagglehub, which it imports, asks for the home folder at once.
     (tmp_path / "keras_hub.py").write_text("from pathlib import Path; HOME = Path.home()")
