@@ -35,6 +35,7 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.loaders.extents import check_shape
+from shardload.loaders.hdf5_strings import Strings
 from shardload.manifest import Decoded, Extent, Storage, Tensor
 from shardload.stores.location import Location
 from shardload.stores.streams import FileStream
@@ -151,6 +152,7 @@ class Reader:
         self._file, self._limit, self._region = file, limit, region
         self.groups: set[str] = set()
         """Paths of all groups, once `tensors` has been exhausted."""
+        self._strings = Strings(self._read, n_bytes=region.nbytes, path=str(region.path))
 
     def is_legacy(self) -> bool:
         """Whether Keras 2 wrote the file, or Keras 3 in that format."""
@@ -195,15 +197,26 @@ class Reader:
         # h5py writes an empty list as numbers.
         if shape == (0,):
             return
-        # libhdf5 1.14 reads strings of variable length through a heap, and loops or crashes where it is damaged.
-        if kind.get_class() != h5py.h5t.STRING or kind.is_variable_str() or len(shape) != 1:
-            raise _unsafe_attributes(self._region.path, attribute, "no list of strings of fixed length")
+        if kind.get_class() != h5py.h5t.STRING or len(shape) != 1:
+            raise _unsafe_attributes(self._region.path, attribute, "no list of strings")
+        # h5py 3 writes variable length. libhdf5 1.14 reads it through a heap, and loops or crashes where it is damaged.
+        if kind.is_variable_str():
+            header = int(h5py.h5o.get_info(node).addr)
+            for text in self._strings.of_attribute(header, attribute, count=shape[0]):
+                yield _decode(text, self._region.path)
+            return
         if math.prod(shape) * kind.get_size() > self._region.nbytes:
             raise TruncatedSourceError(f"{self._region.path} is truncated: attribute {attribute!r} is longer than it")
         texts = np.empty(shape, f"S{kind.get_size()}")
         found.read(texts)
         for text in texts:
             yield _decode(bytes(text), self._region.path)
+
+    def _read(self, address: int, count: int) -> bytes:
+        region, start = self._region, self._file.userblock_size + address
+        if start + count > region.nbytes:
+            raise TruncatedSourceError(f"{region.path} is truncated: names should end at byte {start + count}")
+        return region.path.read_header(count, offset=region.start + start, what="the names of layers")
 
 
 def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedError:

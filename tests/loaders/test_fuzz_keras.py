@@ -75,21 +75,22 @@ ARCHIVE = {
 }
 
 
-def legacy_bytes():
+def legacy_bytes(*, fixed):
+    listed = np.asarray if fixed else list
     buffer = io.BytesIO()
     with h5py.File(buffer, "w") as file:
-        file.attrs["layer_names"] = np.asarray([b"dense_0", b"flat", b"dense_1", b"dense_2"])
+        file.attrs["layer_names"] = listed([b"dense_0", b"flat", b"dense_1", b"dense_2"])
         file.create_group("flat").attrs["weight_names"] = []
         for i in range(3):
             file[f"dense_{i}/dense_{i}/kernel:0"] = np.ones((4, i + 1), np.float32)
-            file[f"dense_{i}"].attrs["weight_names"] = np.asarray([f"dense_{i}/kernel:0".encode()])
+            file[f"dense_{i}"].attrs["weight_names"] = listed([f"dense_{i}/kernel:0".encode()])
     return buffer.getvalue()
 
 
-@fuzz(data=st.data())
-def test_damaged_legacy_h5(tmp_path, data):
-    if not (seed := tmp_path / "legacy.bin").exists():
-        seed.write_bytes(legacy_bytes())
+@fuzz(data=st.data(), fixed=st.booleans())
+def test_damaged_legacy_h5(tmp_path, data, fixed):
+    if not (seed := tmp_path / f"{fixed}.bin").exists():
+        seed.write_bytes(legacy_bytes(fixed=fixed))
     path = tmp_path / "x.h5"
     put(path, data.draw(damaged(seed.read_bytes())))
     return check(path, factor=Format.HDF5)

@@ -5,7 +5,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from legacy_h5 import write_model, write_weights
+from legacy_h5 import write_model, write_variable, write_weights
 
 import shardload
 from shardload.errors import MismatchError, UnsupportedError
@@ -79,7 +79,7 @@ def write_whole(path, saved):
         file["optimizer_weights/iteration"] = np.int64(3)
 
 
-@pytest.mark.parametrize("write", [write_weights, write_whole])
+@pytest.mark.parametrize("write", [write_weights, write_variable, write_whole])
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_keras(tmp_path, name, write):
     make, path = MODELS[name], tmp_path / "m.h5"

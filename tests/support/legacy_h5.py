@@ -1,16 +1,22 @@
-"""Files of Keras 2, by Keras' own code, with lists of names as h5py wrote them before version 3: of fixed length."""
+"""Files of Keras 2, by Keras' own code: lists of names of fixed length, as before h5py 3, or as h5py writes them."""
 
 import h5py
 import numpy as np
 from keras.src.legacy.saving import legacy_h5_format
 
 
-def write_weights(path, saved):
+def write_weights(path, saved, *, fixed=True):
     """As `save_weights` of Keras 2 for a name that ends in .h5."""
-    with h5py.File(path, "w") as file:
+    with h5py.File(path, "w", userblock_size=0 if fixed else 512) as file:
         legacy_h5_format.save_weights_to_hdf5_group(file, saved)
-        fix_lengths(file)
+        if fixed:
+            fix_lengths(file)
     return path
+
+
+def write_variable(path, saved):
+    """As `write_weights`, by today's h5py, which stores lists of names with variable length."""
+    return write_weights(path, saved, fixed=False)
 
 
 def write_model(path, saved):
