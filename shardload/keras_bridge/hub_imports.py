@@ -22,6 +22,14 @@ def backbone_of(model: Any) -> Any:
     return getattr(found, "backbone", model) if task is not None and isinstance(found, task) else model
 
 
+def held_backbone(model: Any) -> str | None:
+    """Return the name of the attribute that holds a backbone of KerasHub in a model which is no task of it."""
+    backbone = getattr(sys.modules.get(f"{HUB}.src.models.backbone"), "Backbone", None)
+    if backbone is None or backbone_of(model) is not model:
+        return None
+    return next((name for name, value in vars(model).items() if isinstance(value, backbone)), None)
+
+
 @contextmanager
 def hub_patched(patches: Patches) -> Iterator[None]:
     """Apply ``patches`` of KerasHub inside the block: at once, or as soon as it is imported."""

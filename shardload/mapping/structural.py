@@ -14,14 +14,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.hub_imports import backbone_of, held_backbone
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import own_layers, state_of
 from shardload.keras_bridge.recording import is_tracing_error, without_computing
@@ -61,7 +61,8 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
     # A preset of KerasHub stores a task's own layers in a second file, whose tensors the manifest prefixes.
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
-    backbone = backbone_of(model) if spec_of(manifest).described_by == "keras-hub" else model
+    is_preset = spec_of(manifest).described_by == "keras-hub"
+    backbone = backbone_of(model) if is_preset else model
     left_out = () if optimizer or getattr(model, "optimizer", None) is None else (model.optimizer,)
     walks = [Walk(backbone, own, skip=left_out)]
     if backbone is not model and head:
@@ -72,7 +73,11 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
             without_computing(walk.record)
     # Without ResourceWarnings: they are about files that other code, also in other threads, has left open.
     notes = [str(w.message) for w in caught if not issubclass(w.category, ResourceWarning)]
-    return _summarise(model, manifest, walks, tuple(dict.fromkeys(notes)))
+    found = _summarise(model, manifest, walks, tuple(dict.fromkeys(notes)))
+    if is_preset and (found.missing or found.unused) and (name := held_backbone(model)):
+        advice = f" The preset has the weights of a backbone, such as {name!r} of this model: pass model.{name}."
+        return replace(found, advice=advice)
+    return found
 
 
 @dataclass(slots=True, eq=False)

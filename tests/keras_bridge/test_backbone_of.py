@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import shardload
+from shardload.errors import MismatchError
 
 
 class Plain(keras.Model):
@@ -60,3 +61,22 @@ def test_its_description_goes_along(tmp_path):
     shardload.save(model, tmp_path / "steps", step=1)
     shardload.convert(tmp_path / "steps", tmp_path / "c.weights.h5")
     assert equal(shardload.load(tmp_path / "c.weights.h5"), model)
+
+
+def test_a_preset_for_a_model_that_holds_a_backbone_names_it(tmp_path):
+    import keras_hub
+
+    def backbone():
+        return keras_hub.models.BertBackbone(
+            vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=8, max_sequence_length=4
+        )
+
+    saved, held = backbone(), backbone()
+    saved.save_to_preset(tmp_path)
+    model = keras.Sequential([keras.layers.Dense(2, name="head")])
+    model.build((None, 8))
+    model.encoder = held
+    with pytest.raises(MismatchError, match=r"The preset has the weights of a backbone.*: pass model\.encoder\."):
+        shardload.load_weights(model, tmp_path)
+    shardload.load_weights(model.encoder, tmp_path)
+    assert equal(saved, held)
