@@ -110,6 +110,7 @@ def update(optimizer: REKLS, width: int, blocks: int) -> Callable[[], Any]:
 def twice(width: int, rounds: int, blocks: int) -> list[Row]:
     sides = {
         "dealt out, once": update(REKLS(), width, blocks),
+        "the same, rank_tolerance=0": update(REKLS(rank_tolerance=0), width, blocks),
         "on every device, once": update(REKLS(decompositions="repeated"), width, blocks),
         "on every device, twice": update(TwiceOnEveryDevice(decompositions="repeated"), width, blocks),
     }
