@@ -1,11 +1,10 @@
 """Layers of Keras and families of KerasHub meet no primitive of JAX without a rule, but for those in `GATHERED`."""
 
-import inspect
-
 import jax
-import jax.numpy as jnp
 import keras
+import keras_layers
 import pytest
+from keras_layers import LAYERS, OTHERS, SHAPES, applied, is_preprocessing
 
 import shardload
 from benchmarks import layouts
@@ -14,57 +13,11 @@ from shardload.parallel.layout_search.tracing import input_specs, record, trace
 
 GATHERED = {"fnet": {"fft"}}
 """Primitives whose operands are needed whole, which the notes of a plan say, by what uses them."""
-SHAPES = [(8, 16), (8, 12, 16), (8, 16, 16, 3), (8, 6, 8, 8, 4), (2, 3, 8, 8, 8, 4)]
-"""Batches of features, steps and pixels; a layer is given the first that it takes."""
-LAYERS = keras.layers
-ARGUMENTS = {
-    **{f"Adaptive{of}Pooling{d}D": [4] for d in (1, 2, 3) for of in ("Average", "Max")},
-    **{f"AveragePooling{d}D": [2] for d in (1, 2, 3)},
-    **{f"Conv{d}D{kind}": [8, 3] for d in (1, 2, 3) for kind in ("", "Transpose")},
-    **{f"ConvLSTM{d}D": [8, 3] for d in (1, 2, 3)},
-    **{f"DepthwiseConv{d}D": [3] for d in (1, 2)},
-    **{f"SeparableConv{d}D": [8, 3] for d in (1, 2)},
-    **{f"SpatialDropout{d}D": [0.5] for d in (1, 2, 3)},
-    **{f"{kind}Cell": [8] for kind in ("GRU", "LSTM", "SimpleRNN")},
-    **{key: [0.5] for key in ("AlphaDropout", "Dropout", "GaussianDropout", "GaussianNoise")},
-    **{key: [8] for key in ("Dense", "GRU", "LSTM", "SimpleRNN")},
-    **{key: [32, 8] for key in ("Embedding", "ReversibleEmbedding")},
-    "Activation": ["gelu"],
-    "EinsumDense": ["bi,io->bo", 8],
-    "GroupNormalization": [2],
-    "GroupQueryAttention": [4, 4, 2],
-    "Lambda": [jnp.tanh],
-    "MultiHeadAttention": [4, 4],
-    "Permute": [(2, 1)],
-    "RepeatVector": [3],
-    "Reshape": [(-1,)],
-    "Dot": [-1],
-}
-WITH_LAYERS = {
-    "Bidirectional": lambda: [LAYERS.LSTM(8)],
-    "RNN": lambda: [LAYERS.SimpleRNNCell(8)],
-    "SpectralNormalization": lambda: [LAYERS.Dense(8)],
-    "StackedRNNCells": lambda: [[LAYERS.GRUCell(8), LAYERS.LSTMCell(8)]],
-    "TimeDistributed": lambda: [LAYERS.Dense(8)],
-}
-SEVERAL = {"Add", "AdditiveAttention", "Attention", "Average", "Concatenate", "Dot", "Maximum", "Minimum", "Multiply",
-           "Subtract"}  # fmt: skip
-"""Layers that take a list."""
-QUERY_AND_VALUE = {"GroupQueryAttention", "MultiHeadAttention"}
-LEFT_OUT = {"FlaxLayer", "InputLayer", "JaxLayer", "Layer", "TFSMLayer", "TorchModuleWrapper", "Wrapper"}
-"""What has no program of its own, or another library's. Keras runs its preprocessing layers with TensorFlow."""
 
 
 def layer_names():
-    """Every class of `keras.layers` once, though some have several names, but for those of input pipelines."""
-    found = {c: n for n, c in reversed(vars(LAYERS).items()) if inspect.isclass(c) and issubclass(c, LAYERS.Layer)}
-    return sorted({n for c, n in found.items() if ".preprocessing." not in c.__module__} - LEFT_OUT)
-
-
-def layer_of(name):
-    arguments = WITH_LAYERS[name]() if name in WITH_LAYERS else ARGUMENTS.get(name, [])
-    layer = getattr(LAYERS, name)(*arguments)
-    return LAYERS.RNN(layer) if name.endswith(("Cell", "Cells")) else layer
+    """Every class of `keras.layers` with a program, but for those of input pipelines, which Keras runs elsewhere."""
+    return sorted(n for n, c in keras_layers.classes().items() if n not in OTHERS and not is_preprocessing(c))
 
 
 class Scaled(LAYERS.Layer):
@@ -84,9 +37,7 @@ def program_of(name):
         x = keras.Input(batch_shape=shape, dtype=dtype)
         y = Scaled()(x) if dtype == "float32" else x
         try:
-            layer = layer_of(name)
-            made = layer(y, y) if name in QUERY_AND_VALUE else layer([y, y] if name in SEVERAL else y)
-            model = keras.Model(x, made)
+            model = keras.Model(x, applied(name, y))
             recorded = record(model, jax.ShapeDtypeStruct(shape, dtype), training=True)
         except Exception as error:
             errors.append(f"{dtype}{list(shape)}: {type(error).__name__}: {str(error)[:200]}")
