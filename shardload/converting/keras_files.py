@@ -27,7 +27,7 @@ from shardload.converting.transformers import is_weight
 from shardload.errors import UnsupportedError
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
-from shardload.keras_bridge.saving import saved_layout
+from shardload.keras_bridge.saving import SavedLayout, saved_layout
 from shardload.keras_bridge.set_attributes import serialised_with_attributes
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
@@ -54,6 +54,8 @@ class Saved:
     """Group → name of the object saved there."""
     left: tuple[Any, ...]
     """Variables that Keras does not save: the states of seed generators."""
+    optimizers: tuple[str, ...]
+    """Paths of optimizers besides the compiled one, whose state is left out."""
 
     @property
     def tensors(self) -> list[Wanted]:
@@ -72,21 +74,30 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
         prefix: Put before the names of the tensors.
 
     Raises:
-        UnsupportedError: When a layer computes the values that it stores.
+        UnsupportedError: When a layer stores other values than its variables, or leaves weights out.
     """
     skipped = [] if skip is None else own_layers(skip)
     layout = saved_layout(root, skip=skipped)
+    _refuse_computing(layout)
     copies = tuple(whole(f"{prefix}{name}", source.values[id(v)], dtypes) for name, v in layout.variables.items())
-    # A weight that no layer stores unchanged: its layer computes what it saves.
     elsewhere = {id(v) for v in (*layout.variables.values(), *(() if skip is None else skip.variables))}
     left = [v for v in source.variables_of(root) if id(v) not in elsewhere]
     if weights := [v.path for v in left if is_weight(v)]:
         raise UnsupportedError(
-            f"Cannot write an HDF5 file: the layers of {plural(len(weights), 'variable')} ({weights[0]!r} …) save "
-            "computed values instead of their variables. Choose the format orbax, or call save_weights of the loaded "
-            "model"
+            f"Cannot write an HDF5 file: no layer saves {plural(len(weights), 'variable')} ({weights[0]!r} …) with its "
+            "save_own_variables. Choose the format orbax, which has all variables"
         )
-    return Saved(copies, layout.names, tuple(left))
+    return Saved(copies, layout.names, tuple(left), layout.optimizers)
+
+
+def _refuse_computing(layout: SavedLayout) -> None:
+    if layout.computing:
+        path, layer = layout.computing[0]
+        raise UnsupportedError(
+            f"Cannot write an HDF5 file: save_own_variables of {type(layer).__name__} at {path or 'the root'!r} saves "
+            "arrays or numbers, expected variables, which have names in every format. Choose the format orbax, which "
+            "has the variables themselves, or call Keras' save_weights of the model"
+        )
 
 
 def file(
@@ -104,6 +115,8 @@ def file(
         notes = ("the state of the optimizer was left out: only weights are saved, so Keras warns when it loads them",)
     elif optimizer is not None:  # Keras requires the few variables of an optimizer that was not built
         found = _with_optimizer(found, root, source)
+    if found.optimizers:
+        notes += (f"the state of the optimizer {', '.join(found.optimizers)} was left out: only weights are saved",)
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
     sidecars = {}
     try:

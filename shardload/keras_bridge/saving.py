@@ -172,6 +172,12 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
 
 def stored_by_hook(saveable: Any) -> dict[str, Variable]:
     """Return the variables that ``save_own_variables`` stores unchanged, by key. LoRA is left out, not merged."""
+    stored = _run_hook(saveable) or {}  # if it needs values, callers name its variables by attribute
+    return {key: value for key, value in stored.items() if isinstance(value, JaxVariable)}
+
+
+def _run_hook(saveable: Any) -> dict[str, Any] | None:
+    """Return what ``save_own_variables`` stores, computed values as tracers; ``None`` if it needs values."""
     hook = getattr(saveable, "save_own_variables", None)
     if hook is None:
         return {}
@@ -180,9 +186,8 @@ def stored_by_hook(saveable: Any) -> dict[str, Variable]:
         with hidden([saveable] if vars(saveable).get("lora_enabled", False) else []):
             without_computing(lambda: hook(store))
     except Exception:
-        # The hook needs values. Callers then name its variables by attribute.
-        return {}
-    return {key: value for key, value in store.items() if isinstance(value, JaxVariable)}
+        return None
+    return store
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,18 +198,30 @@ class SavedLayout:
     """Dataset (``layers/dense/vars/0``) → variable, in Keras' order; a shared variable under each layer that has it."""
     names: Mapping[str, str]
     """Group (``layers/dense/vars``) → name of the object saved there."""
+    computing: tuple[tuple[str, Any], ...]
+    """Path and object of each whose hook stores other values than variables, which ``variables`` lacks."""
+    optimizers: tuple[str, ...]
+    """Paths of optimizers besides the compiled one, whose state ``variables`` lacks."""
 
 
 def saved_layout(model: Model, *, skip: Iterable[Any] = ()) -> SavedLayout:
-    """Return what Keras would write for ``model``, without the objects in ``skip``."""
+    """Return what Keras would write for ``model``, without the objects in ``skip`` and the values of optimizers."""
     variables: dict[str, Variable] = {}
     names: dict[str, str] = {}
+    computing: list[tuple[str, Any]] = []
+    optimizers: list[str] = []
     for path, saveable in saved_objects(model, skip=skip):
         group = f"{path}/vars" if path else "vars"
         if hasattr(saveable, "save_own_variables") and isinstance(getattr(saveable, "name", None), str):
             names[group] = saveable.name
-        variables |= {f"{group}/{key}": variable for key, variable in stored_by_hook(saveable).items()}
-    return SavedLayout(variables, names)
+        stored = _run_hook(saveable)
+        if isinstance(saveable, keras.optimizers.Optimizer):
+            optimizers += [path] if saveable.built else []
+        elif stored is None or not all(isinstance(value, JaxVariable) for value in stored.values()):
+            computing.append((path, saveable))
+        else:
+            variables |= {f"{group}/{key}": variable for key, variable in stored.items()}
+    return SavedLayout(variables, names, tuple(computing), tuple(optimizers))
 
 
 def serialised_model(model: Model) -> str:
