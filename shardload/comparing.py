@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from shardload.errors import MismatchError, MissingExtraError, UnsupportedError
 from shardload.loaders import open_manifest, spec_of
 from shardload.manifest import Manifest
+from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.transfer.casts import is_float
 from shardload.transfer.read_tensor import read_rows, row_ranges
@@ -67,21 +68,29 @@ def diff(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
     *,
-    progress: Callable[[int], None] | None = None,
+    progress: ProgressLike = None,
 ) -> Comparison:
     """Compare two checkpoints of any formats.
 
     Args:
         first: Any source that `shardload.load` takes.
         second: Like ``first``.
-        progress: Called with the number of newly compared bytes of the first.
+        progress: As for `shardload.load`; counts the bytes of the first.
 
     Raises:
         SourceNotFoundError: When one of them does not exist.
         TransferError: When one of them cannot be read completely.
     """
+    shown = as_progress(progress)
+    shown.start(0, f"Comparing {first}")
+    try:
+        return _comparison(first, second, shown)
+    finally:
+        shown.stop()
+
+
+def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], shown: Progress) -> Comparison:
     one, two = (open_manifest(resolve(source).path) for source in (first, second))
-    progress = progress or (lambda _: None)
     notes: tuple[str, ...] = ()
     # Formats that share no name, such as GGUF and Keras' own, are compared by what they would load into a model.
     if one.tensors and two.tensors and one.tensors.keys().isdisjoint(two.tensors):
@@ -92,7 +101,7 @@ def diff(
         except (UnsupportedError, MismatchError, MissingExtraError) as error:
             notes = (f"they have no tensor name in common, and cannot be compared by their models' weights: {error}",)
         else:
-            return Comparison(one.source, two.source, *_compared(*by_weight, progress), "weight")
+            return Comparison(one.source, two.source, *_compared(*by_weight, shown), "weight")
     # Decoders yield more digits than the model has, so nearly every value would differ: round them as a load would.
     decoded = [spec_of(side).model_dtype is not None for side in (one, two)]
     sides = (
@@ -104,7 +113,7 @@ def diff(
         for side in sides
         if side.like is not None
     )
-    return Comparison(one.source, two.source, *_compared(*sides, progress), notes=notes)
+    return Comparison(one.source, two.source, *_compared(*sides, shown), notes=notes)
 
 
 class _Values(Protocol):
@@ -149,15 +158,17 @@ class _Tensors:
         return read_rows(self.manifest.tensors[key], start, stop).astype(self.dtype(key), copy=False)
 
 
-def _compared(one: _Values, two: _Values, progress: Callable[[int], None]) -> tuple[int, tuple[TensorDifference, ...]]:
+def _compared(one: _Values, two: _Values, shown: Progress) -> tuple[int, tuple[TensorDifference, ...]]:
     """Return how many values are equal, and the differences of the others."""
     others, equal, found = set(two.keys), 0, []
+    both = [key for key in one.keys if key in others and one.shape(key) == two.shape(key)]
+    shown.start(sum(_size(one, key) * one.dtype(key).itemsize for key in both), "Comparing")
     for key in one.keys:
         if key not in others:
             found.append(
                 TensorDifference(one.name(key), "only in the first", _title(one, key), "", _size(one, key), None)
             )
-        elif (difference := _compare(one, two, key, progress)) is not None:
+        elif (difference := _compare(one, two, key, shown)) is not None:
             found.append(difference)
         else:
             equal += 1
@@ -184,7 +195,7 @@ def _size(values: _Values, key: str) -> int:
     return math.prod(values.shape(key))
 
 
-def _compare(one: _Values, two: _Values, key: str, progress: Callable[[int], None]) -> TensorDifference | None:
+def _compare(one: _Values, two: _Values, key: str, shown: Progress) -> TensorDifference | None:
     name, titles = one.name(key), (_title(one, key), _title(two, key))
     if one.shape(key) != two.shape(key):
         return TensorDifference(name, "shape", *titles, max(_size(one, key), _size(two, key)), None)
@@ -195,7 +206,7 @@ def _compare(one: _Values, two: _Values, key: str, progress: Callable[[int], Non
             elements += differing
             by = _distance(a, b)
             largest = by if largest is None else max(largest, by)
-        progress(a.nbytes)
+        shown.advance(a.nbytes)
     if one.dtype(key) != two.dtype(key):
         return TensorDifference(name, "dtype", *titles, elements, largest)
     return TensorDifference(name, "values", *titles, elements, largest) if elements else None

@@ -82,7 +82,9 @@ def load(
         atomic: No effect here, as a new model is returned complete or not at all; see `load_weights`.
         format: Name of a format, to override a contradicting file ending, or to choose one of several in a
             folder.
-        progress: ``True`` or ``"bar"`` for a bar on stderr, or an object as `shardload.progress.Progress`.
+        progress: ``True`` for a bar on a terminal or in a notebook, and a line every ten seconds elsewhere; ``"bar"``,
+            ``"lines"`` or ``"json"`` (lines with a JSON object) for one of them; or an object as
+            `shardload.progress.Progress`.
         ignore_config: Fields of a Hugging Face ``config.json`` (or of a GGUF header, under the same names) that the
             model may differ from, such as ``("rope_scaling",)``. Otherwise a field that changes what the model
             computes, and that KerasHub's class cannot express, is refused. The report lists what was ignored.

@@ -1,24 +1,39 @@
 """Progress of a load.
 
 A load calls ``start`` once with all bytes it will read, ``advance`` as they arrive, ``stop`` at the end,
-also when it fails. Calls come from one thread. `TerminalProgress` draws a bar on stderr::
+also when it fails. Calls come from one thread. On a terminal, `TerminalProgress` draws a bar on stderr::
 
     Loading gemma3_270m ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━  291.5/511.4 MiB  1.1 GB/s  0:00:01
 
-`on_stderr` uses it only if stderr is a terminal; otherwise progress is `Silent`. In Python, ``progress=True`` draws it.
+In logs, `LineProgress` writes a line every ten seconds, or a JSON object with the same facts::
+
+    Loading gemma2_9b: 8.4 GiB of 17.2 GiB, 0.85 GB/s, 11.10 s left
+    {"progress": {"stage": "Loading gemma2_9b", "bytes": 9019431322, "total_bytes": 18468560240, …}}
+
+`on_stderr` chooses for the command, `as_progress` for callers in Python.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from shardload.errors import UsageError
+from shardload.reports.names import printable
+from shardload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    import rich.console
     import rich.progress
+
+INTERVAL_S = 10.0
+"""Seconds between two lines in a log; anything shorter than that writes none."""
 
 
 class Progress(Protocol):
@@ -37,8 +52,8 @@ class Progress(Protocol):
         ...
 
 
-ProgressLike: TypeAlias = Progress | bool | Literal["bar"] | None
-"""What callers may pass: ``True`` or ``"bar"`` for a bar on stderr, or an object of their own."""
+ProgressLike: TypeAlias = Progress | bool | Literal["bar", "lines", "json"] | None
+"""What callers may pass: ``True`` for what suits stderr, a name to insist on one, or an object of their own."""
 
 
 class Silent:
@@ -81,11 +96,119 @@ class TerminalProgress:
             bar.stop()
 
 
+@dataclass(frozen=True, slots=True)
+class ProgressLine:
+    """How far a stage is."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int | None
+    """``None`` if unknown."""
+    bytes_per_s: float
+    """Rate since the previous line."""
+    elapsed_s: float
+    """Seconds since the stage began."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left at this rate; ``None`` if they cannot be estimated."""
+        if self.total_bytes is None or not self.bytes_per_s:
+            return None
+        return max(0, self.total_bytes - self.done_bytes) / self.bytes_per_s
+
+    def __str__(self) -> str:
+        total = "" if self.total_bytes is None else f" of {format_bytes(self.total_bytes)}"
+        counted = [f"{format_bytes(self.done_bytes)}{total}"] if self.done_bytes or total else []
+        if not self.done_bytes:
+            rate = [f"{format_seconds(self.elapsed_s)} so far"]
+        else:
+            rate = [format_rate(self.bytes_per_s / 1e9)]
+            rate += [] if self.left_s is None else [f"{format_seconds(self.left_s)} left"]
+        return f"{printable(self.stage)}: {', '.join([*counted, *rate])}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return {
+            "stage": self.stage,
+            "bytes": self.done_bytes,
+            "total_bytes": self.total_bytes,
+            "bytes_per_s": round(self.bytes_per_s),
+            "left_s": None if self.left_s is None else round(self.left_s, 3),
+            "elapsed_s": round(self.elapsed_s, 3),
+        }
+
+
+class _Stage:
+    """Bytes of the current stage, counted by one thread and read by another."""
+
+    def __init__(self, description: str, total_bytes: int | None, now_s: float) -> None:
+        self.description, self.total_bytes, self.begun_s = description, total_bytes, now_s
+        self.done_bytes = 0
+        self._before = (0, now_s)
+
+    def line(self, now_s: float) -> ProgressLine:
+        done, (before, before_s) = self.done_bytes, self._before
+        self._before = (done, now_s)
+        rate = (done - before) / max(now_s - before_s, 1e-9)
+        return ProgressLine(self.description, done, self.total_bytes, rate, now_s - self.begun_s)
+
+
+class LineProgress:
+    """A line on stderr at regular intervals, from a thread of its own: a stage may run for minutes without a call.
+
+    Args:
+        as_json: Write JSON objects.
+        every_s: Seconds between lines, across stages.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self, *, as_json: bool = False, every_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._as_json, self._clock = as_json, clock
+        self._every_s = INTERVAL_S if every_s is None else every_s
+        self._stage: _Stage | None = None
+        self._ended: threading.Event | None = None
+
+    def start(self, total_bytes: int, description: str) -> None:
+        """Begin a stage; the first one begins the lines."""
+        self._stage = _Stage(description, total_bytes or None, self._clock())
+        if self._ended is None:
+            self._ended = threading.Event()
+            # A daemon: it must not keep a program from ending.
+            threading.Thread(target=self._run, args=(self._ended,), name="shardload-progress", daemon=True).start()
+
+    def advance(self, n_bytes: int) -> None:
+        """Count ``n_bytes``."""
+        if self._stage is not None:
+            self._stage.done_bytes += n_bytes
+
+    def stop(self) -> None:
+        """End the lines."""
+        self._stage, ended, self._ended = None, self._ended, None
+        if ended is not None:
+            ended.set()
+
+    def write(self) -> None:
+        """Write a line now, if there is a stage."""
+        if (stage := self._stage) is None or sys.stderr is None:
+            return
+        line = stage.line(self._clock())
+        text = json.dumps({"progress": line.to_json()}) if self._as_json else str(line)
+        # A load must not fail because its log cannot be written. One write: lines of threads must not mix.
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+    def _run(self, ended: threading.Event) -> None:
+        while not ended.wait(self._every_s):
+            self.write()
+
+
 def _bar() -> rich.progress.Progress:
     from rich import progress
-    from rich.console import Console
 
-    console = Console(stderr=True)
+    console = _console()
     return progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(bar_width=None),
@@ -93,12 +216,22 @@ def _bar() -> rich.progress.Progress:
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
         console=console,
-        disable=not (console.is_interactive or console.is_jupyter),  # a log would get blank lines
+        disable=not _can_draw(console),  # a log would get blank lines
         refresh_per_second=5,  # drawing competes with the loading threads for the interpreter
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
     )
+
+
+def _console() -> rich.console.Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _can_draw(console: rich.console.Console) -> bool:
+    return console.is_interactive or console.is_jupyter
 
 
 def as_progress(wanted: ProgressLike) -> Progress:
@@ -110,22 +243,35 @@ def as_progress(wanted: ProgressLike) -> Progress:
     # By identity, as 0 == False and 1 == True: numbers are refused below.
     if wanted is None or wanted is False:
         return Silent()
-    if wanted is True or wanted == "bar":
+    if wanted is True:
+        return TerminalProgress() if _can_draw(_console()) else LineProgress()
+    if not isinstance(wanted, str):
+        if all(callable(getattr(wanted, name, None)) for name in ("start", "advance", "stop")):
+            return wanted
+    elif wanted == "bar":
         return TerminalProgress()
-    if not isinstance(wanted, str) and all(callable(getattr(wanted, m, None)) for m in ("start", "advance", "stop")):
-        return wanted
+    elif wanted in ("lines", "json"):
+        return LineProgress(as_json=wanted == "json")
     raise UsageError(
-        f"Cannot use progress={wanted!r:.60}. Supported: True or 'bar' for a bar on stderr, or an object with the "
-        "methods start(total_bytes, description), advance(n_bytes) and stop()"
+        f"Cannot use progress={wanted!r:.60}. Supported: True for a bar on a terminal and a line every ten seconds "
+        "elsewhere; 'bar', 'lines' or 'json' for one of them; or an object with the methods start(total_bytes, "
+        "description), advance(n_bytes) and stop()"
     )
 
 
 @contextmanager
-def on_stderr(*, enabled: bool = True) -> Iterator[Progress]:
-    """Yield a bar if ``enabled`` and stderr is a terminal, else silent progress; stop it at the end."""
+def on_stderr(*, enabled: bool = True, as_json: bool = False) -> Iterator[Progress]:
+    """Yield what suits stderr, if ``enabled``, and stop it at the end.
+
+    Args:
+        enabled: Whether to show progress at all.
+        as_json: Write JSON objects, even on a terminal.
+    """
     # stderr is None under pythonw, or when it was closed before Python started.
-    watched = enabled and sys.stderr is not None and sys.stderr.isatty()
-    progress: Progress = TerminalProgress() if watched else Silent()
+    progress: Progress = Silent()
+    if enabled and sys.stderr is not None:
+        drawn = not as_json and sys.stderr.isatty()
+        progress = TerminalProgress() if drawn else LineProgress(as_json=as_json)
     try:
         yield progress
     finally:

@@ -8,7 +8,6 @@ any other checkpoint     headers checked, every tensor read to its end  readable
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 from shardload.errors import ShardloadError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Decoded, Tensor, UnreadableRows
+from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.steps import digests
 from shardload.steps.listing import StepInfo, is_ours, list_steps
@@ -54,51 +54,62 @@ class Verdict:
         return asdict(self)
 
 
-def verify(source: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> list[Verdict]:
+def verify(source: str | os.PathLike[str], *, progress: ProgressLike = None) -> list[Verdict]:
     """Read a checkpoint, or all steps of a run, to the end.
 
     Args:
         source: A step's folder, a folder of steps, or any source that `shardload.load` takes.
-        progress: Called with the number of newly read bytes.
+        progress: As for `shardload.load`.
 
     Raises:
         SourceNotFoundError: When the source does not exist.
         UnsupportedError: When its format is unknown.
     """
+    shown = as_progress(progress)
+    try:
+        return _verdicts(source, shown)
+    finally:
+        shown.stop()
+
+
+def _verdicts(source: str | os.PathLike[str], shown: Progress) -> list[Verdict]:
     if is_url(source):
         if not (steps := list_steps(source)):
             raise SourceNotFoundError(f"{source} contains no steps, and only steps can be read from remote stores")
-        return [_remote(info, progress) for info in steps]
+        return [_remote(info, shown) for info in steps]
     path = Path(resolve(source).path)
     if is_ours(path):
-        return [_with_digests(path, progress)]
+        return [_with_digests(path, shown)]
     if steps := list_steps(path) if path.is_dir() else []:
-        return [_step(info, progress) for info in steps]
-    return [_readable(path, progress)]
+        return [_step(info, shown) for info in steps]
+    return [_readable(path, shown)]
 
 
-def _step(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
-    return _with_digests(info.path, progress) if info.ours else _readable(info.path, progress)
+def _step(info: StepInfo, shown: Progress) -> Verdict:
+    return _with_digests(info.path, shown) if info.ours else _readable(info.path, shown)
 
 
-def _remote(info: StepInfo, progress: Callable[[int], None] | None) -> Verdict:
+def _remote(info: StepInfo, shown: Progress) -> Verdict:
     if not info.ours:
         raise foreign(info.where)
     if info.remote is None:
         return Verdict(info.where, "damaged", None, info.n_bytes, (str(info.problems),))
-    problems = tuple(str(found) for found in digests.verify(info.remote, progress=progress))
+    shown.start(info.n_bytes, f"Verifying {info.where}")
+    problems = tuple(str(found) for found in digests.verify(info.remote, progress=shown.advance))
     verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
     left_out = info.recorded.left_out
     return Verdict(info.where, verdict, None, info.n_bytes, _shortened(problems), left_out)
 
 
-def _with_digests(path: Path, progress: Callable[[int], None] | None) -> Verdict:
-    damage = digests.verify(path, progress=progress)
+def _with_digests(path: Path, shown: Progress) -> Verdict:
+    size = _size(path)
+    shown.start(size, f"Verifying {path}")
+    damage = digests.verify(path, progress=shown.advance)
     problems = tuple(str(found) for found in damage)
     verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
     has_record = not problems and (path / STEP_FILE).is_file()  # a converted step has none
     left_out = StepRecord.read(path).left_out if has_record else 0
-    return Verdict(str(path), verdict, None, _size(path), _shortened(problems), left_out)
+    return Verdict(str(path), verdict, None, size, _shortened(problems), left_out)
 
 
 def _size(path: Path) -> int:
@@ -107,32 +118,33 @@ def _size(path: Path) -> int:
     return sum(p.stat().st_size for p in files if p.is_file())
 
 
-def _readable(path: Path, progress: Callable[[int], None] | None) -> Verdict:
+def _readable(path: Path, shown: Progress) -> Verdict:
     try:
         manifest = open_manifest(str(path))
     except UnsupportedError:  # not a checkpoint at all, rather than a damaged one
         raise
     except ShardloadError as error:
         return Verdict(str(path), "damaged", None, _size(path), (str(error),))
+    size = sum(t.stored_bytes for t in manifest.tensors.values())
+    shown.start(size, f"Verifying {path}")
     # Go on after a damaged tensor: the user wants to know of all of them.
     problems = []
     for tensor in manifest.tensors.values():
         if isinstance(tensor.storage, Decoded) and isinstance(tensor.storage.reader, UnreadableRows):
             continue  # its size is right, as the header was checked
         try:
-            _read(tensor, progress or (lambda _: None))
+            _read(tensor, shown)
         except (ShardloadError, OSError) as error:
             problems.append(f"tensor {tensor.name!r}: {error}")
     verdict: Literal["readable", "damaged"] = "damaged" if problems else "readable"
-    size = sum(t.stored_bytes for t in manifest.tensors.values())
     return Verdict(str(path), verdict, len(manifest.tensors), size, _shortened(tuple(problems)))
 
 
-def _read(tensor: Tensor, progress: Callable[[int], None]) -> None:
+def _read(tensor: Tensor, shown: Progress) -> None:
     for start, stop in row_ranges(tensor, limit_bytes=READ_BYTES):
         read_rows(tensor, start, stop)
         # Stored bytes, in proportion to the rows: decoded rows have more bytes than the file.
-        progress(tensor.stored_bytes * stop // tensor.rows - tensor.stored_bytes * start // tensor.rows)
+        shown.advance(tensor.stored_bytes * stop // tensor.rows - tensor.stored_bytes * start // tensor.rows)
 
 
 def _shortened(problems: tuple[str, ...]) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ def load(
     ignore_config: options.IgnoreConfig = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
+    log_json: options.LogJson = False,
 ) -> None:
     """Load a checkpoint onto a mesh and report what went where.
 
@@ -83,7 +84,7 @@ def load(
             )
             if prompt is not None:
                 lazy_api.check_tokenizer(source, format=format and str(format))
-            with on_stderr(enabled=reports and not no_progress) as progress:
+            with on_stderr(enabled=reports and not no_progress, as_json=log_json) as progress:
                 # Keras is imported and the model built before the load knows its bytes.
                 progress.start(0, f"Preparing {source}")
                 loaded = lazy_api.load(
@@ -221,6 +222,7 @@ def synth(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing, different checkpoint.")] = False,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
+    log_json: options.LogJson = False,
 ) -> None:
     """Write a checkpoint of an exact architecture with random weights.
 
@@ -233,7 +235,7 @@ def synth(
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
-        with on_stderr(enabled=not no_progress) as progress:
+        with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             path = lazy_api.synth(
                 name,
                 format=str(format),

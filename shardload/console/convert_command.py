@@ -60,6 +60,7 @@ def convert(
     base: Base = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
+    log_json: options.LogJson = False,
 ) -> None:
     """Write a checkpoint in another format, bit for bit.
 
@@ -80,7 +81,8 @@ def convert(
         # Left out if not given: the default is that of `shardload.convert`.
         memory = {} if host_memory is None else {"host_memory_bytes": host_memory}
         chosen = to.value if to else None
-        with on_stderr(enabled=not no_progress) as progress:
+        with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
+            progress.start(0, f"Preparing {source}")
             report = lazy_api.convert(
                 source,
                 target,

@@ -104,21 +104,11 @@ def generate(loaded: Any, prompt: str, *, max_new_tokens: int) -> Iterable[str]:
     return [continue_text(loaded.model, prompt, max_new_tokens=max_new_tokens)]
 
 
-def synth(name: str, *, progress: Progress, scale: float, dtype: str, **options: Any) -> str:
+def synth(name: str, **options: Any) -> str:
     """Write a synthetic checkpoint; return its path."""
     from shardload.synth import synth as write
 
-    progress.start(_synthetic_bytes(name, scale=scale, dtype=dtype), f"Writing {name}")
-    return str(write(name, scale=scale, dtype=dtype, progress=progress.advance, **options))
-
-
-def _synthetic_bytes(name: str, *, scale: float, dtype: str) -> int:
-    """Return the bytes that will be written; 0 if only the writer knows."""
-    from shardload.synth import names
-
-    # Sizes are those in 16 bits; scaled architectures are rounded, and only the writer knows how.
-    sizes = {alias: a.nbytes for a in names() for alias in (a.name, *a.aliases)}
-    return sizes.get(name, 0) * (2 if dtype == "float32" else 1) if scale == 1 else 0
+    return str(write(name, **options))
 
 
 def steps(directory: str) -> list[Any]:
@@ -139,8 +129,8 @@ def verify(source: str, *, progress: Progress) -> list[Any]:
     """Read ``source`` completely; return a verdict for each checkpoint in it."""
     from shardload.verifying import verify as read_all
 
-    progress.start(0, "Verifying")
-    return read_all(source, progress=progress.advance)
+    progress.start(0, f"Preparing {source}")
+    return read_all(source, progress=progress)
 
 
 def convert(source: str, target: str, **options: Any) -> Any:
@@ -154,5 +144,4 @@ def diff(first: str, second: str, *, progress: Progress) -> Any:
     """Compare two checkpoints, tensor by tensor."""
     from shardload.comparing import diff as compare
 
-    progress.start(0, "Comparing")
-    return compare(first, second, progress=progress.advance)
+    return compare(first, second, progress=progress)

@@ -330,4 +330,9 @@ Ignore = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar, even on a terminal.")]
+NoProgress = Annotated[
+    bool, typer.Option("--no-progress", help="No progress: no bar on a terminal, no line every 10 s elsewhere.")
+]
+LogJson = Annotated[
+    bool, typer.Option("--log-json", help="Progress as one JSON object every 10 s on stderr, even on a terminal.")
+]

@@ -36,6 +36,7 @@ def plan(
     ignore_config: options.IgnoreConfig = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
+    log_json: options.LogJson = False,
 ) -> None:
     """Say what a load would do, or plan layouts, without reading tensors.
 
@@ -74,8 +75,9 @@ def plan(
             lazy_api.find(source, weights=False)
         with (
             exit_at_once(partial(out.interrupted, as_json=json)),
-            on_stderr(enabled=not no_progress) as progress,
+            on_stderr(enabled=not no_progress, as_json=log_json) as progress,
         ):
+            progress.start(0, f"Planning {source}")
             if searched:
                 found: Any = lazy_api.plan_layouts(source, mesh=spec, **step, **facts, progress=progress)
             else:

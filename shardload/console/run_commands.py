@@ -59,6 +59,7 @@ def verify(
     *,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
+    log_json: options.LogJson = False,
 ) -> None:
     """Read a checkpoint to its end and say whether it is whole.
 
@@ -72,7 +73,7 @@ def verify(
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
-        with on_stderr(enabled=not no_progress) as progress:
+        with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             verdicts = lazy_api.verify(source, progress=progress)
         if json:
             out.json({"source": source, "checkpoints": [v.to_json() for v in verdicts]})
@@ -88,6 +89,7 @@ def diff(
     *,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
+    log_json: options.LogJson = False,
 ) -> None:
     """Say which tensors of two checkpoints differ, and by how much.
 
@@ -101,7 +103,7 @@ def diff(
     """
     with streams.results() as out, raise_interrupt_safely():
         jax_setup.prepare(note=streams.note)
-        with on_stderr(enabled=not no_progress) as progress:
+        with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             found = lazy_api.diff(first, second, progress=progress)
         if json:
             out.json(_without_nan(found.to_json()))

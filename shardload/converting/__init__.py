@@ -254,8 +254,12 @@ def _check_digests(source: Source, progress: Progress) -> None:
     for manifest in source.manifests:
         path = Path(manifest.source)
         if spec_of(manifest).is_step and is_ours(path):
-            progress.start(sum(manifest.files.values()), "Verifying")
-            if damage := digests.verify(path, progress=progress.advance):
+            progress.start(sum(manifest.files.values()), f"Verifying {path}")
+            try:
+                damage = digests.verify(path, progress=progress.advance)
+            finally:
+                progress.stop()
+            if damage:
                 raise DamagedError(f"Cannot convert {path}: it is damaged: {damage[0]}. See: shardload verify {path}")
 
 

@@ -282,7 +282,8 @@ class _Watched:
         self._shown, self._joint = shown, joint
 
     def start(self, total_bytes: int, description: str) -> None:
-        self._shown.start(total_bytes, description)
+        # Each process counts its own bytes.
+        self._shown.start(total_bytes, f"{description} on process {processes.index()} of {processes.count()}")
 
     def advance(self, n_bytes: int) -> None:
         # Called between blocks: here a transfer notices that another process failed.

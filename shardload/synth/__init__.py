@@ -20,7 +20,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ import numpy as np
 
 from shardload.errors import UnsupportedError, UsageError, WriteError
 from shardload.hub.tensors import Spec, transformers_tensors
+from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import root
 from shardload.resolve.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
 from shardload.stores.json_files import read_optional
@@ -41,8 +42,6 @@ from shardload.writers import Wanted, safetensors
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
 MAX_SEED = (1 << 32) - 1
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def synth(
     dtype: str = "bfloat16",
     directory: str | os.PathLike[str] | None = None,
     shard_bytes: int = safetensors.SHARD_BYTES,
-    progress: Progress | None = None,
+    progress: ProgressLike = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a checkpoint of an architecture with random weights; return its path.
@@ -118,7 +117,7 @@ def synth(
         dtype: ``bfloat16``, ``float16`` or ``float32``.
         directory: Folder to write to; by default the checkpoint root, where ``shardload load NAME`` finds it.
         shard_bytes: Largest safetensors file.
-        progress: Called with the number of bytes written since the last call.
+        progress: As for `shardload.load`.
         overwrite: Replace a different checkpoint with the same name.
 
     Raises:
@@ -127,6 +126,7 @@ def synth(
         UsageError: When the scale or the seed is out of range, or ``directory`` is a URL.
         UnsupportedError: When format or dtype is not supported.
     """
+    shown = as_progress(progress)
     found, config = lookup(name)
     if format not in FORMATS:
         raise UnsupportedError(f"Cannot write the format {format!r}, expected one of {', '.join(FORMATS)}")
@@ -151,7 +151,11 @@ def synth(
     # Only safetensors are cut into shards.
     largest = min(job.nbytes, shard_bytes) if job.format == "safetensors" else job.nbytes
     with _as_write_errors(folder), _workspace(folder, stem, job.nbytes, largest_file=largest) as work:
-        _write(job, work, stem=stem, shard_bytes=shard_bytes, progress=progress or (lambda _: None))
+        shown.start(job.nbytes, f"Writing {stem}")
+        try:
+            _write(job, work, stem=stem, shard_bytes=shard_bytes, progress=shown)
+        finally:
+            shown.stop()
         _publish(work, target, job.format, stem)
     return target
 
@@ -193,7 +197,7 @@ def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress
         view = chunk.data.cast("B")
         while view:  # a raw write may be partial
             view = view[file.write(view) :]
-        progress(chunk.nbytes)
+        progress.advance(chunk.nbytes)
 
 
 def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) -> None:

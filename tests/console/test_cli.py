@@ -180,7 +180,7 @@ def test_options_arrive_as_typed(cli, monkeypatch):
     arguments = (*off, "--atomic", "--format", "gguf", "--ignore-config", "rope_scaling", "--step", "8", *IGNORE)
     cli(*LOAD, "--dtype", "bf16", "--host-memory", "2GiB", *arguments)
     assert str(seen.pop("mesh")) == "batch=1,model=2"
-    assert type(seen.pop("progress")).__name__ == "Silent"
+    assert type(seen.pop("progress")).__name__ == "LineProgress"
     assert seen == {
         "source": "somewhere",
         "layout": "auto",

@@ -16,6 +16,7 @@ from initial_values import zeros_for_random
 from keras_hub.src.utils.preset_utils import KerasPresetLoader
 from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
 from orbax.checkpoint import v1 as ocp
+from progress_calls import Counted
 from safetensors import safe_open
 
 import shardload
@@ -319,8 +320,10 @@ def test_a_flipped_bit_in_a_step_is_not_copied(made, presets, tmp_path):
     flipped = bytearray(chunk.read_bytes())
     flipped[100] ^= 4
     chunk.write_bytes(flipped)
+    counted = Counted()
     with pytest.raises(DamagedError, match="damaged"):
-        shardload.convert(tmp_path / "step", tmp_path / "out", to="h5")
+        shardload.convert(tmp_path / "step", tmp_path / "out", to="h5", progress=counted)
+    assert counted.ended
     assert not (tmp_path / "out").exists()
 
 

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 from process_runs import Run, told
+from progress_calls import Counted
 from safetensors.numpy import save_file
 from together_runs import Case, make_sources, outcomes
 
@@ -429,3 +430,12 @@ def test_seeds_are_drawn_alike_and_the_users_generators_go_on(fails):
                 raise ValueError("fails")
     assert inside[0] == inside[1]
     assert [*found, drawn()] == expected
+
+
+def test_progress_says_which_process_counts(monkeypatch):
+    monkeypatch.setattr(job_processes, "index", lambda: 2)
+    monkeypatch.setattr(job_processes, "count", lambda: 4)
+    counted = Counted()
+    load_distributed.JointLoad(SimpleNamespace(check=lambda: None)).watched(counted).start(8, "Loading x")
+    load_distributed.JointLoad(None).watched(counted).start(8, "Loading x")
+    assert [stage for stage, _, _ in counted.stages] == ["Loading x on process 2 of 4", "Loading x"]

@@ -60,8 +60,8 @@ def test_what_is_no_model_is_refused_first(model):
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("progress", "loud", "Supported: True or 'bar' for a bar on stderr, or an object with the methods start"),
-        ("progress", print, "Supported: True or 'bar'"),
+        ("progress", "loud", "'bar', 'lines' or 'json' for one of them; or an object with the methods start"),
+        ("progress", print, "Supported: True for a bar on a terminal"),
         ("strict", "no", "expected True or False"),
         ("task", None, "expected True or False"),
         ("devices", 8, r"expected a list of devices such as jax.devices\(\)\[:4\]"),

@@ -14,6 +14,7 @@ import pytest
 from keras_hub.src.utils.preset_utils import BUILTIN_PRESETS
 from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
 from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
+from progress_calls import Counted
 from safetensors import safe_open
 
 from shardload.errors import SourceNotFoundError, UnsupportedError, UsageError, WriteError
@@ -176,10 +177,11 @@ def test_alias_is_written_under_its_own_name(home):
 
 
 def test_progress_counts_every_byte():
-    counts = []
-    path = synth("gpt2", format="safetensors", progress=counts.append, **TINY)
+    counted = Counted()
+    path = synth("gpt2", format="safetensors", progress=counted, **TINY)
     config = json.loads((path / "config.json").read_text())
-    assert sum(counts) == 2 * sum(math.prod(s.shape) for s in transformers_tensors(config))
+    size = 2 * sum(math.prod(s.shape) for s in transformers_tensors(config))
+    assert counted.stages == [["Writing gpt2_base-x0.02", size, size]]
 
 
 def test_the_same_again_is_reused_and_another_needs_overwrite():
@@ -194,11 +196,12 @@ def test_the_same_again_is_reused_and_another_needs_overwrite():
 
 
 def test_a_failure_leaves_nothing_behind(home):
-    def stop(count):
-        raise KeyboardInterrupt
+    class Stopping(Counted):
+        def advance(self, n_bytes):
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        synth("gpt2", format="safetensors", progress=stop, **TINY)
+        synth("gpt2", format="safetensors", progress=Stopping(), **TINY)
     assert list(home.iterdir()) == []
 
 
