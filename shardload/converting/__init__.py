@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload.converting import adapters
+from shardload.converting import adapters, hugging_face_copy
 from shardload.converting.plans import ConversionPlan
 from shardload.converting.replace_target import check_description, check_free, check_shard
 from shardload.converting.source import Source, open_source
@@ -39,7 +39,7 @@ from shardload.errors import (
     WriteError,
     suggests_arguments,
 )
-from shardload.hub import kerashub
+from shardload.hub import fidelity, kerashub
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.lora import hidden, lora_layers
 from shardload.loaders import open_manifest, spec_of
@@ -122,6 +122,8 @@ def convert(
 ) -> ConvertReport:
     """Write a checkpoint in another format, tensor by tensor.
 
+    From Hugging Face to Hugging Face, it is a copy: all tensors and small files, whatever the model is.
+
     An interrupted conversion continues where it stopped when it is started again. The target appears under its
     name only when it is complete and flushed to disk.
 
@@ -139,7 +141,7 @@ def convert(
             5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is split only if this is given.
         overwrite: Replace an existing checkpoint at ``dst``.
         progress: As for `shardload.load`.
-        ignore: Tensors to leave out, as for `shardload.load`; of the base, if there is one.
+        ignore: Tensors to leave out, as for `shardload.load`; of the base, if there is one. Of a copy, any tensors.
         ignore_config: As for `shardload.load`.
         merge_lora: Merge the factors of LoRA into the kernels, which is arithmetic: in float32, rounded once to the
             dtype of the kernel. A source with LoRA is refused otherwise, unless ``to`` is ``"orbax"``.
@@ -149,7 +151,7 @@ def convert(
         UsageError: When an argument is invalid.
         SourceNotFoundError: When ``src`` does not exist.
         SourceError: When it contradicts itself or is damaged.
-        MismatchError: When its tensors do not match its model.
+        MismatchError: When its tensors do not match its model, which a copy does not build.
         UnsupportedError: When the target format cannot represent it.
         WriteError: When ``dst`` exists already, or cannot be written.
     """
@@ -164,12 +166,20 @@ def convert(
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     found = resolve(src)
-    source = _open(found.path, base, dtype=name, ignore=arguments.patterns(ignore), ignore_config=ignore_config)
+    opened = open_manifest(found.path)
+    adapters.check_base(opened, base)
+    patterns = arguments.patterns(ignore)
+    # Merging needs the model.
+    if hugging_face_copy.is_copy(opened, kind) and not merge_lora:
+        fidelity.check_names(ignore_config)
+        source = hugging_face_copy.source_of(opened, ignore=patterns)
+    else:
+        source = _open(found.path, base, dtype=name, ignore=patterns, ignore_config=ignore_config)
     for manifest in source.manifests:
         _refuse_itself(Path(manifest.source), target)
     # Recorded before the first value is read, and compared before the result is published.
     files = Fingerprint.of(source.files)
-    with_lora = lora_layers(source.model)
+    with_lora = [] if source.model is None else lora_layers(source.model)
     adapters.refuse_adapters(source, with_lora, kind, merge_lora=merge_lora)
     source = adapters.merged(source, with_lora) if merge_lora else source
     shown = as_progress(progress)
@@ -191,7 +201,6 @@ def _open(
     path: str, base: PathLike | None, *, dtype: str | None, ignore: Sequence[str], ignore_config: Sequence[str]
 ) -> Source:
     """Open the source; a partial step on top of its base."""
-    adapters.check_base(open_manifest(path), base)
     weights = path if base is None else resolve(base).path
     source = open_source(weights, dtype=dtype, ignore=ignore, ignore_config=ignore_config)
     return source if base is None else adapters.on_base(source, path)
@@ -293,7 +302,7 @@ def check_result(plan: ConversionPlan, staging: ConversionFolder) -> None:
         raise SourceError(
             f"Cannot read back {result}: tensor {name!r} is {written.get(name)}, expected {wanted.get(name)}"
         )
-    if is_file_name(staging.target):  # a file alone describes no model
+    if is_file_name(staging.target) or plan.is_copy:  # a file alone describes no model, and a copy needs none
         return
     with abstraction.abstract():
         model = kerashub.build_model(manifest)

@@ -38,6 +38,8 @@ class ConversionPlan:
     """Names of the shards, if the target is an index next to them."""
     shard_bytes: int | None = None
     """Requested limit on a file's bytes. With another limit, the same tensors go to other files."""
+    is_copy: bool = False
+    """Whether its tensors are those of the source, whatever model they belong to."""
 
     @property
     def tensors(self) -> dict[str, tuple[Copy, ...]]:

@@ -45,7 +45,7 @@ class Source:
 
     manifest: Manifest
     model: Any
-    """A task, a backbone, or any other Keras model; abstract."""
+    """A task, a backbone, or any other Keras model; abstract. ``None`` for a copy, which needs none."""
     values: dict[int, StoredValue]
     """``id`` of the variable → its value; for every weight and seed of the model."""
     companions: Companions
@@ -153,7 +153,7 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
-        problem = wrong[0] if wrong else f"no tensor for {_some(mapping.missing)}"
+        problem = wrong[0] if wrong else f"no tensor for {some(mapping.missing)}"
         raise MismatchError(f"Cannot convert {source}: its tensors do not match its model: {problem}")
     # As in a load, a head or a pooler that KerasHub's class lacks is left behind, and a note says so.
     found = sort_unused(mapping, manifest, model, ignore=ignore)
@@ -166,7 +166,7 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
     if unread:
         raise MismatchError(
             f"Cannot convert {source}: {len(unread)} tensors would be lost, because its model has no variable for "
-            f"them: {_some(unread)}. Correct its configuration, or leave them out: ignore=[{unread[0]!r}] (--ignore "
+            f"them: {some(unread)}. Correct its configuration, or leave them out: ignore=[{unread[0]!r}] (--ignore "
             f"{unread[0]})"
         )
     return tuple(notes)
@@ -176,7 +176,7 @@ def _left_out(outside: Sequence[OutsideTensor]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for each in outside:
         reasons.setdefault(each.reason, []).append(each.tensor)
-    return [f"{_some(names)} left out: {reason}" for reason, names in reasons.items()]
+    return [f"{some(names)} left out: {reason}" for reason, names in reasons.items()]
 
 
 def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
@@ -247,11 +247,12 @@ def _fresh(made: list[StoredValue]) -> tuple[str, ...]:
         return ()
     return (
         f"{len(made)} variables are not in the source and get their initial values: "
-        f"{_some([v.variable.path for v in made])}",
+        f"{some([v.variable.path for v in made])}",
     )
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """Return the first of some names, and how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
     return ", ".join(map(repr, listed[:SHOWN])) + more

@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from shardload.converting import keras_files, sidecar_files, transformers
+from shardload.converting import hugging_face_copy, keras_files, sidecar_files, transformers
 from shardload.converting.hub_tokenizers import tokenizer_files
+from shardload.converting.hugging_face_copy import in_dtype
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_of
 from shardload.converting.plans import ConversionPlan, Copy, whole
 from shardload.converting.sidecar_files import KERAS, STATE, TRANSFORMERS
@@ -121,6 +122,8 @@ def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, sha
     Raises:
         UnsupportedError: When the format cannot represent this model.
     """
+    if source.model is None:
+        return hugging_face_copy.plan_of(source, dtype=dtype, shard_bytes=shard_bytes)
     # Seeds, counters and quantised codes are integers: a dtype for weights does not apply to them.
     wanted = None if dtype is None else np.dtype(dtype)
     dtypes = {
@@ -208,15 +211,6 @@ def _layout(
     config = _transformers_config(source, dtypes, dtype)
     manifest = transformers.stand_in(config)
     return config, manifest.tensors, transformers.views_of(source.backbone, manifest, leave_out=source.merged)
-
-
-def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a configuration of Hugging Face with another dtype in every place that states one."""
-    found = dict(config)
-    if isinstance(part := config.get("text_config"), Mapping):
-        found["text_config"] = in_dtype(part, dtype)
-    names = {"torch_dtype", "dtype"} & found.keys()  # transformers 4 writes torch_dtype, 5 writes dtype
-    return {**found, **dict.fromkeys(names, dtype)}
 
 
 def _most(source: Source, dtypes: Mapping[int, Any]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardload
-from shardload.converting.targets import in_dtype
+from shardload.converting.hugging_face_copy import in_dtype
 from shardload.converting.transformers import covers, wanted
 from shardload.errors import UnsupportedError
 from shardload.manifest import Extent, Tensor, View

@@ -1,0 +1,169 @@
+"""From Hugging Face to Hugging Face: a copy, which needs no model.
+
+Every tensor keeps its name, shape, dtype and bits, whatever it is: a weight, a buffer, a second copy of the embedding,
+a quantisation code. Every small file keeps its bytes. So the copy works for families that KerasHub lacks, and differs
+from its source only where an argument asks for it: another dtype, tensors left out, shards of another size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardload.converting import sidecar_files
+from shardload.converting.computing import StoredValue
+from shardload.converting.plans import ConversionPlan, Copy
+from shardload.converting.preprocessing import Preprocessing
+from shardload.converting.sidecar_files import KERAS, Companions, companions_of
+from shardload.converting.source import Source, some
+from shardload.errors import UnsupportedError, UsageError
+from shardload.hub import quantised
+from shardload.keras_bridge.dtype_policies import with_dtype
+from shardload.loaders import open_manifest
+from shardload.loaders.folder import member
+from shardload.loaders.hf_folder import BARE
+from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
+from shardload.manifest import Decoded, Manifest, Tensor, View
+from shardload.stores.local import located
+from shardload.transfer.casts import is_float
+from shardload.writers import TensorPlace, Wanted, safetensors
+
+CONFIG = "config.json"
+_PARTS = re.compile(r"\d+_\w+/model\.safetensors|adapter_model\.safetensors")
+"""Weights outside of the checkpoint that belong to it: modules of sentence-transformers, and an adapter of PEFT."""
+
+
+def is_copy(manifest: Manifest, to: str) -> bool:
+    """Whether a conversion keeps the format, and is the format Hugging Face's."""
+    return manifest.format == HUGGING_FACE.name and to == "safetensors"
+
+
+def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
+    """Return a Hugging Face folder as a source without a model.
+
+    Args:
+        manifest: An opened folder.
+        ignore: Patterns of names of tensors to leave out.
+
+    Raises:
+        UsageError: When a pattern matches no tensor, or the patterns match all.
+        UnsupportedError: When a tensor cannot be read.
+    """
+    kept = _kept(manifest, ignore)
+    for tensor in kept.values():
+        if isinstance(tensor.storage, Decoded):  # safetensors has no other than `UnreadableRows`
+            raise UnsupportedError(
+                f"Cannot copy tensor {tensor.name!r} of {manifest.source}: several elements of {tensor.dtype} share a "
+                f"byte. Leave it out: ignore=[{tensor.name!r}] (--ignore {tensor.name})"
+            )
+    left_out = [name for name in manifest.tensors if name not in kept]
+    notes = (f"{some(left_out)} left out on request",) if left_out else ()
+    found = companions_of(manifest)
+    parts = _parts(Path(manifest.source))
+    companions = replace(found, transformers={**found.transformers, **parts})
+    notes = (*manifest.notes, *notes, *found.notes, *_other_weights(manifest, companions))
+    return Source(replace(manifest, tensors=kept), None, {}, companions, Preprocessing(), notes)
+
+
+def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
+    """Plan the copy of a source from `source_of`; ``dtype`` and ``shard_bytes`` as for `targets.plan_for`.
+
+    Raises:
+        UnsupportedError: When quantised weights are to be cast.
+    """
+    manifest, companions = source.manifest, source.companions
+    if dtype is not None:
+        _check_castable(manifest, dtype)
+    copies = tuple(_copy(tensor, dtype) for tensor in manifest.tensors.values())
+    rewritten = _rewritten(source, dtype)
+    metadata = {**safetensors.PYTORCH, **manifest.metadata}
+
+    def make(folder: Path) -> tuple[TensorPlace, ...]:
+        folder.mkdir()
+        sidecar_files.copy(companions.transformers, folder)
+        sidecar_files.copy(companions.keras, folder / KERAS)
+        sidecar_files.copy(rewritten, folder)
+        wanted = [copy.wanted for copy in copies]
+        limit = shard_bytes or safetensors.SHARD_BYTES
+        return safetensors.write_skeleton(folder, wanted, shard_bytes=limit, metadata=metadata)
+
+    uncast = [name for name in companions.transformers if _PARTS.fullmatch(name)] if dtype else []
+    notes = (f"{some(uncast)} copied in the dtype of the source",) if uncast else ()
+    return ConversionPlan(manifest.format, copies, make, {}, notes, shard_bytes=shard_bytes, is_copy=True)
+
+
+def _kept(manifest: Manifest, ignore: Sequence[str]) -> dict[str, Tensor]:
+    for pattern in ignore:
+        if not any(fnmatchcase(name, pattern) for name in manifest.tensors):
+            raise UsageError(f"ignore={pattern!r} matches no tensor of {manifest.source}. Remove or correct it")
+    tensors = manifest.tensors.items()
+    kept = {name: tensor for name, tensor in tensors if not any(fnmatchcase(name, pattern) for pattern in ignore)}
+    if not kept:
+        raise UsageError(f"ignore={list(ignore)} matches every tensor of {manifest.source}. Remove or correct it")
+    return kept
+
+
+def _parts(folder: Path) -> dict[str, Path]:
+    """Return the weights outside of the checkpoint that belong to it, by relative path."""
+    found = {}
+    for path in (*sorted(folder.glob("*/model.safetensors")), folder / "adapter_model.safetensors"):
+        name = path.relative_to(folder).as_posix()
+        if _PARTS.fullmatch(name) and path.is_file():
+            # A link may lead out of the folder only to tensors: a private file has no such header.
+            open_manifest(member(located(path.parent), path.name, named_by=str(folder)), format=BARE.name)
+            found[name] = path
+    return found
+
+
+def _other_weights(manifest: Manifest, companions: Companions) -> tuple[str, ...]:
+    """Note files that seem to have other weights: the same model's in another format, or those of other steps."""
+    folder = Path(manifest.source)
+    copied = {Path(str(path)) for path in manifest.files} | {folder / name for name in companions.transformers}
+    others = [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("*"))
+        if sidecar_files.is_weights(path.name) and path.is_file() and path not in copied
+    ]
+    shown = [name for name in others if not (name.startswith((".", f"{KERAS}/")) or name.endswith(".index.json"))]
+    return (f"{some(shown)} left out: weights outside of the checkpoint",) if shown else ()
+
+
+def _copy(tensor: Tensor, dtype: str | None) -> Copy:
+    view = View.whole(tensor)
+    wanted = np.dtype(dtype) if dtype is not None and is_float(tensor.dtype) else tensor.dtype
+    return Copy(Wanted(tensor.name, tensor.shape, wanted), StoredValue(None, tensor.dtype, tensor, view), view)
+
+
+def _rewritten(source: Source, dtype: str | None) -> dict[str, bytes]:
+    """Return the files that state a dtype, with another one."""
+    if dtype is None:
+        return {}
+    found = {CONFIG: in_dtype(source.manifest.config, dtype)}
+    for name in (CONFIG, "task.json"):
+        if (config := source.companions.config(KERAS, name)) is not None:
+            found[f"{KERAS}/{name}"] = with_dtype(config, dtype)
+    return {name: json.dumps(config, indent=2).encode() for name, config in found.items()}
+
+
+def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration of Hugging Face with another dtype in every place that states one."""
+    found = {key: in_dtype(value, dtype) if isinstance(value, Mapping) else value for key, value in config.items()}
+    names = {"torch_dtype", "dtype"} & found.keys()  # transformers 4 writes torch_dtype, 5 writes dtype
+    return {**found, **dict.fromkeys(names, dtype)}
+
+
+def _check_castable(manifest: Manifest, dtype: str) -> None:
+    try:
+        quantised.check(manifest, ignore=(quantised.ADAPTER,))
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"Cannot cast {manifest.source} to {dtype}: its tensors are quantised or those of an adapter, expected "
+            "plain weights. Omit dtype (--dtype) to copy them as they are"
+        ) from error
