@@ -6,12 +6,17 @@ STAMP := $(VENV)/.installed
 TORCH := .venv-torch
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+# One of each kind of work: layout search with every primitive, loads of every format, a conversion, saving and restoring.
+SAMPLE := tests/parallel/test_search_primitives.py \
+	'tests/parallel/test_search_collectives.py::test_a_compiled_program_has_the_planned_collectives_and_no_others[lstm-2x4-gradients]' \
+	tests/loading/test_load_from_stores.py tests/loading/test_load_formats.py tests/loading/test_load_arrays.py tests/converting/test_convert.py \
+	tests/callbacks/test_callbacks_orbax_checkpoint.py tests/restoring/test_restore.py
 CASES ?= 20000
 FOLDERS := .cache/transformers-cross
 LIBRARIES := .cache/libraries
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test test-full test-fast test-together oldest newest fuzz kills folders libraries nightly check lint types docs wheel bench clean
+.PHONY: demo help test test-full test-fast test-together oldest newest newest-sample fuzz kills folders libraries nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -35,8 +40,11 @@ test-together: $(STAMP)  ## every way in which a load by two, four and eight pro
 oldest: $(OLDEST)/.installed  ## all tests with the oldest dependencies that pyproject.toml allows
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
 
-newest: $(NEWEST)/.installed  ## all tests with the newest dependencies that pyproject.toml allows
+newest: $(NEWEST)/.installed  ## all tests with the newest Python and dependencies, without upper bounds
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
+
+newest-sample: $(NEWEST)/.installed  ## some of them: two minutes
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal $(SAMPLE)
 
 fuzz: $(STAMP)  ## damaged files of every format, CASES of each (20,000): hours
 	SHARDLOAD_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest -n 2 --dist worksteal tests/loaders/test_fuzz_*.py tests/loading/test_load_hostile_configs.py
@@ -95,9 +103,12 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST) --resolution lowest-direct -e ".[dev,gemma3-270m]"
 	touch $@
 
-$(NEWEST)/.installed: pyproject.toml
-	$(PYTHON) -m venv --clear $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gemma3-270m]"
+$(NEWEST)/.installed: pyproject.toml .ci/newest-python .ci/without-upper-bounds
+	"$$(.ci/newest-python || command -v $(PYTHON))" -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(NEWEST)/bin/python .ci/without-upper-bounds > $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/uv pip install --quiet --python $(NEWEST) -r $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/uv pip install --quiet --python $(NEWEST) --no-deps -e .
 	touch $@
 
 $(TORCH)/.installed: tests/transformers_cross/requirements.txt tests/transformers_cross/requirements-4.txt

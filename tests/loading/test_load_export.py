@@ -35,7 +35,7 @@ def test_jax_exports_a_sharded_model_with_a_symbolic_batch(saved):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="TensorFlow 2.20 cannot read what JAX 0.12 exports")
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="TensorFlow 2.21 cannot read what JAX 0.12 exports")
 def test_keras_exports_a_sharded_model_as_a_saved_model(saved):
     # A process of its own: the tests' processes do without TensorFlow, whose XLA ends at flags that JAX's knows.
     flags = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import shardload
 
@@ -94,3 +96,47 @@ def test_an_issue_form_asks_for_what_is_needed(form):
 def test_pre_commit_runs_the_tools_of_make_lint_and_make_types():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert [hook["entry"].split()[0] for hook in hooks] == [".venv/bin/ruff", ".venv/bin/ruff", ".venv/bin/mypy"]
+
+
+def program(path, *lines):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o755)
+
+
+def newest_python(tmp_path):
+    path = os.pathsep.join([str(tmp_path / "bin"), "/usr/bin", "/bin"])
+    return subprocess.run(
+        [ROOT / ".ci/newest-python"], env={"PATH": path}, capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+def test_the_newest_python_is_one_that_runs(tmp_path):
+    program(tmp_path / "bin/python3.13", "echo pyenv: command not found >&2", "exit 127")
+    program(tmp_path / "bin/python3.12", "echo 3.12")
+    assert newest_python(tmp_path) == "3.12"
+    program(tmp_path / "bin/python3.13", "echo 3.13")
+    assert newest_python(tmp_path) == "3.13"
+
+
+def test_the_newest_python_may_be_one_that_pyenv_has_not_selected(tmp_path):
+    program(tmp_path / "bin/pyenv", 'test "$1 $2" = "whence python3.13" && echo 3.13.0')
+    program(tmp_path / "bin/python3.13", 'test "$PYENV_VERSION" = 3.13.0 && echo 3.13')
+    program(tmp_path / "bin/python3.12", "echo 3.12")
+    assert newest_python(tmp_path) == "3.13"
+
+
+def test_the_newest_dependencies_are_all_there_is_without_upper_bounds():
+    command = [sys.executable, ROOT / ".ci/without-upper-bounds"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    extras = [line for name, lines in PROJECT["optional-dependencies"].items() if name != "docs" for line in lines]
+    required = {Requirement(line).name for line in [*PROJECT["dependencies"], *extras]} - {PROJECT["name"]}
+    assert {Requirement(line).name for line in shown} == required
+    assert {bound.operator for line in shown for bound in Requirement(line).specifier} == {">=", "=="}
+
+
+def test_the_sample_for_the_newest_dependencies_names_tests_that_exist():
+    sample = re.search(r"^SAMPLE := ((?:.*\\\n)*.*)$", MAKEFILE, re.MULTILINE)[1].replace("\\\n", " ")
+    for test in shlex.split(sample):
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(), test
