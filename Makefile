@@ -66,9 +66,10 @@ nightly: libraries kills fuzz folders test-full  ## what takes too long for ever
 
 check: lint types test  ## what CI runs (tests include the docs)
 
-lint: $(STAMP)  ## ruff: rules and format
+lint: $(STAMP)  ## ruff: rules and format; actionlint: GitHub's workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/actionlint .github/workflows/*.yml
 
 types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy

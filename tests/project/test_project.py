@@ -95,7 +95,9 @@ def test_an_issue_form_asks_for_what_is_needed(form):
 
 def test_pre_commit_runs_the_tools_of_make_lint_and_make_types():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    assert [hook["entry"].split()[0] for hook in hooks] == [".venv/bin/ruff", ".venv/bin/ruff", ".venv/bin/mypy"]
+    assert [hook["entry"].split()[0] for hook in hooks] == [
+        f".venv/bin/{tool}" for tool in ("ruff", "ruff", "actionlint", "mypy")
+    ]
 
 
 def program(path, *lines):
