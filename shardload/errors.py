@@ -19,6 +19,7 @@
     ├── DisagreementError (ValueError)      processes make different calls, or a sharded model computes something else
     ├── ProcessFailedError (RuntimeError)   a call failed on another process, with an error that is not from shardload
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
+    ├── LimitError (OSError)                a limit of the process was reached: open files, memory, threads
     ├── WriteError (OSError)                a file cannot be written: no space, no permission, something in the way
     ├── SaveError (OSError)                 a step could not be saved: step, location and cause
     │   └── ProcessLostError                another process of this run ended or stopped responding
@@ -32,14 +33,17 @@ way out. Each class subclasses the builtin a caller would expect, so ``except Va
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import importlib.util
 import inspect
 import itertools
 import os
+import re
+import resource
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -53,6 +57,7 @@ __all__ = [
     "DisagreementError",
     "DoesNotFitError",
     "LayoutError",
+    "LimitError",
     "LoadInterruptedError",
     "MeshError",
     "MismatchError",
@@ -195,6 +200,96 @@ class ProcessFailedError(ShardloadError, RuntimeError):
 
 class UninitialisedError(ShardloadError, ValueError):
     """A variable built without allocating was read before it had a value, or never got one."""
+
+
+_OS_CODE = re.compile(r"os_error_code='(\d+)'")
+_WORDS = {
+    "RESOURCE_EXHAUSTED": errno.ENOSPC,
+    "No space left on device": errno.ENOSPC,
+    "Disk quota exceeded": errno.EDQUOT,
+    "File too large": errno.EFBIG,
+    "PERMISSION_DENIED": errno.EACCES,
+    "Permission denied": errno.EACCES,
+    "Read-only file system": errno.EROFS,
+    "No ArrayMetadata found": errno.ENOENT,
+    "Too many open files in system": errno.ENFILE,
+    "Too many open files": errno.EMFILE,
+    "Cannot allocate memory": errno.ENOMEM,
+    "can't start new thread": errno.EAGAIN,
+}
+"""How libraries that have only text for it name an error of the operating system; the longer text first."""
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Return the operating system's error number, taken from the error, its causes, or their messages."""
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno:
+            return link.errno
+        # TensorStore's code is exact; the words after it are a guess for errors without one.
+        text = str(link)
+        if found := _OS_CODE.search(text):
+            return int(found.group(1))
+        for words, number in _WORDS.items():
+            if words in text:
+                return number
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and each exception in its chain of causes, once."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+WAYS_OUT = {
+    errno.EMFILE: "Raise the limit on open files: ulimit -n 4096",
+    errno.ENFILE: "Close other programs, or raise the machine's limit on open files: sysctl fs.file-max",
+    errno.ENOMEM: "Free some memory, or raise this process's limit: ulimit -v unlimited",
+    errno.EAGAIN: "Raise the limit on threads and processes, or that on memory: ulimit -u, ulimit -v",
+    errno.EFBIG: "Raise the limit on the size of a file (ulimit -f unlimited), or choose another file system",
+    errno.ENOSPC: "Free some space, or choose another disk",
+    errno.EDQUOT: "Free some space of this user's quota, or choose another disk",
+    errno.EROFS: "Choose a place that can be written",
+    errno.EACCES: "Check its owner and mode, or choose another place",
+    errno.EPERM: "Check its owner and mode, or choose another place",
+}
+"""What helps against an error of the operating system that says nothing about the file."""
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+
+
+_SYSTEM = frozenset({*_LIMITS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+
+
+def is_of_system(error: BaseException) -> bool:
+    """Whether a limit or the disk caused an error, so that nothing is wrong with what was read or written."""
+    return errno_of(error) in _SYSTEM
+
+
+class LimitError(ShardloadError, OSError):
+    """A limit of the process or the machine was reached, so the file may be whole; ``errno`` is set."""
+
+    @classmethod
+    def explaining(cls, error: BaseException, doing: str) -> LimitError | None:
+        """Return the error for one that such a limit caused, ``None`` for all others.
+
+        Args:
+            error: Any exception, also of a library that has only words for the cause.
+            doing: What failed: ``"open model.safetensors"``.
+        """
+        if isinstance(error, cls):
+            return error
+        if (number := errno_of(error)) not in _LIMITS or number is None:
+            return None
+        allowed = ""
+        if number == errno.EMFILE:
+            allowed = f" (at most {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in this process)"
+        made = cls(f"Cannot {doing}: {os.strerror(number)}{allowed}. {WAYS_OUT[number]}")
+        made.errno = number
+        return made
 
 
 class WriteError(ShardloadError, OSError):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload.errors import ShardloadError, SourceNotFoundError, UnsupportedError
+from shardload.errors import LimitError, MissingExtraError, ShardloadError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import open_manifest
 from shardload.manifest import Decoded, Tensor, UnreadableRows
 from shardload.progress import Progress, ProgressLike, as_progress
@@ -64,10 +64,17 @@ def verify(source: str | os.PathLike[str], *, progress: ProgressLike = None) -> 
     Raises:
         SourceNotFoundError: When the source does not exist.
         UnsupportedError: When its format is unknown.
+        LimitError: When a limit of this process keeps it from being read: it may be whole.
     """
     shown = as_progress(progress)
     try:
         return _verdicts(source, shown)
+    except LimitError:
+        raise
+    except OSError as error:
+        if limit := LimitError.explaining(error, f"verify {source}"):
+            raise limit from error
+        raise
     finally:
         shown.stop()
 
@@ -123,6 +130,9 @@ def _readable(path: Path, shown: Progress) -> Verdict:
         manifest = open_manifest(str(path))
     except UnsupportedError:  # not a checkpoint at all, rather than a damaged one
         raise
+    # A limit of this process, or a package that is missing: the checkpoint may be whole.
+    except (LimitError, MissingExtraError):
+        raise
     except ShardloadError as error:
         return Verdict(str(path), "damaged", None, _size(path), (str(error),))
     size = sum(t.stored_bytes for t in manifest.tensors.values())
@@ -134,7 +144,11 @@ def _readable(path: Path, shown: Progress) -> Verdict:
             continue  # its size is right, as the header was checked
         try:
             _read(tensor, shown)
+        except (LimitError, MissingExtraError):
+            raise
         except (ShardloadError, OSError) as error:
+            if limit := LimitError.explaining(error, f"read {path}"):
+                raise limit from error
             problems.append(f"tensor {tensor.name!r}: {error}")
     verdict: Literal["readable", "damaged"] = "damaged" if problems else "readable"
     return Verdict(str(path), verdict, len(manifest.tensors), size, _shortened(tuple(problems)))

@@ -21,7 +21,7 @@ from typing import TextIO
 from typer.exceptions import TyperException
 
 from shardload.console import streams
-from shardload.errors import MissingExtraError, ShardloadError, UsageError
+from shardload.errors import WAYS_OUT, LimitError, MissingExtraError, ShardloadError, UsageError, errno_of
 from shardload.interrupts import message_of, number_of
 from shardload.reports.names import printable
 
@@ -89,12 +89,15 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
         case UsageError():
             return 2, str(error)
         case ShardloadError() | streams.OutputError():
-            return 1, str(error)
+            return 1, _with_way_out(error)
+        # Also a module that cannot be opened, which is installed.
+        case _ if limit := LimitError.explaining(error, "run this command"):
+            return 1, str(limit)
         # A module of shardload itself that is missing is a bug, or half an installation: see `_unexpected`.
         case ImportError() if (error.name or "").partition(".")[0] != "shardload":
             return 1, str(MissingExtraError.explaining(error, needed_for="This command"))
         case MemoryError():
-            return 1, "The machine ran out of memory. " + _LESS_MEMORY
+            return 1, "The machine ran out of memory, or this process's limit (ulimit -v). " + _LESS_MEMORY
         case OSError():
             return 1, _os_error(error)
     # JAX has one class for all errors of XLA; the status is in the text.
@@ -119,16 +122,18 @@ def _usage(error: TyperException) -> str:
 
 def _os_error(error: OSError) -> str:
     where = f": {error.filename}" if error.filename is not None else ""
-    match error.errno:
-        case errno.EACCES | errno.EPERM:
-            return f"Permission denied{where}. Check its owner and mode, or choose another place."
-        case errno.ENOSPC | errno.EDQUOT:
-            return f"No space left on the disk{where}. Free some, or choose another disk (SHARDLOAD_HOME, --directory)."
-        case errno.EMFILE | errno.ENFILE:
-            return f"Too many open files{where}. Raise the limit with `ulimit -n 4096`."
-        case None:
-            return f"{type(error).__name__}: {_one_line(error)}"
-    return f"{error.strerror}{where}."
+    if error.errno is None:
+        return f"{type(error).__name__}: {_one_line(error)}"
+    advice = f" {WAYS_OUT[error.errno]}." if error.errno in WAYS_OUT else ""
+    return f"{error.strerror}{where}.{advice}"
+
+
+def _with_way_out(error: BaseException) -> str:
+    """Return the message of an error, with what helps against a limit of the system that caused it."""
+    # Not against refused permissions, about which errors of shardload say more.
+    number = errno_of(error)
+    advice = WAYS_OUT.get(number or 0, "") if number not in (errno.EACCES, errno.EPERM) else ""
+    return f"{str(error).rstrip('.')}. {advice}." if advice and advice not in str(error) else str(error)
 
 
 def _unexpected(error: BaseException) -> str:

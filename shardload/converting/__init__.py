@@ -30,6 +30,7 @@ from shardload.converting.staging import RESULT, ConversionFolder, home_of, stag
 from shardload.converting.targets import TARGETS, Target, is_file_name, plan_for, shard_bytes_for, target_of
 from shardload.converting.writing import write_all
 from shardload.errors import (
+    WAYS_OUT,
     DamagedError,
     ProcessLostError,
     SaveError,
@@ -37,6 +38,7 @@ from shardload.errors import (
     SourceError,
     UsageError,
     WriteError,
+    errno_of,
     suggests_arguments,
 )
 from shardload.hub import fidelity, kerashub
@@ -51,7 +53,6 @@ from shardload.reports.names import printable
 from shardload.resolve import resolve
 from shardload.steps import digests
 from shardload.steps.listing import is_ours
-from shardload.steps.save_errors import errno_of
 from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.local import local_target
 from shardload.typing import DTypeLike, PathLike
@@ -321,12 +322,14 @@ def explained(error: BaseException, target: Path) -> BaseException:
         return error
     number = errno_of(error) if isinstance(error, Exception) else None
     # A SaveError comes from Orbax's writer and names a step; the user asked for a conversion.
-    if isinstance(error, SaveError) or not isinstance(error, ShardloadError):
-        if number in (errno.ENOSPC, errno.EDQUOT):  # HDF5 mentions it in the text of a RuntimeError
-            return WriteError(f"Cannot write {target}: the disk is full. Free some space.")
-        if isinstance(error, OSError):
-            why = str(error.strerror or error) if number is None else os.strerror(number)
-            return WriteError(f"Cannot write {target}: {why}.")
+    if not isinstance(error, SaveError) and isinstance(error, ShardloadError):
+        return error
+    if number in WAYS_OUT:  # HDF5 mentions it in the text of a RuntimeError
+        why = "the disk is full" if number == errno.ENOSPC else os.strerror(number or 0)
+        return WriteError(f"Cannot write {target}: {why}. {WAYS_OUT[number or 0]}.")
+    if isinstance(error, OSError):
+        why = str(error.strerror or error) if number is None else os.strerror(number)
+        return WriteError(f"Cannot write {target}: {why}.")
     return error
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardload.converting.source import Source
+from shardload.errors import is_of_system
 from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata
 from shardload.loaders.hub_preset import SPEC as PRESET
@@ -61,6 +62,8 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
         found = _metadata(layer, _PATTERNS[type(source.backbone).__name__])
         return files_of(found, source.manifest.source, model_type), ()
     except Exception as error:  # its files may cause any error; its kind may be unknown
+        if is_of_system(error):
+            raise
         _log.info("No tokenizer of %s for Hugging Face: %s", source.manifest.source, error)
         known = "Gemma, Llama 3, Qwen, GPT-2 and BERT"
         return {}, (f"the tokenizer was not written for Hugging Face: only those of {known} can be converted",)

@@ -24,7 +24,7 @@ from shardload.converting.plans import ConversionPlan, Copy, whole
 from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
-from shardload.errors import UnsupportedError
+from shardload.errors import UnsupportedError, is_of_system
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import SavedLayout, saved_layout
@@ -125,7 +125,7 @@ def file(
             described[sidecar_files.ENTRY] = original
         sidecars[f"{stem}.json"] = json.dumps(described, indent=2).encode()
     except Exception as error:  # of any kind: a live model's own get_config, or none
-        if not source.is_live:
+        if not source.is_live or is_of_system(error):
             raise
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         notes += (f"{stem}.json was not written, because Keras cannot describe this model: {why}",)

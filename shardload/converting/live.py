@@ -13,7 +13,6 @@ sends values to another.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ from shardload.pipeline.consistency import Topic
 from shardload.pipeline.load_distributed import JointLoad, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.bounds import Bounds
-from shardload.stores.local import expanded, local_target
+from shardload.stores.local import expanded, local_target, temporary_folder
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import dtype_name
 from shardload.writers import TensorPlace
@@ -127,10 +126,10 @@ def save_as(
         )
     kernels = lora_kernels(with_lora)
     # The folder receives KerasHub's files of the model, which the source refers to until they are copied.
-    with _together(model, request) as call, tempfile.TemporaryDirectory() as folder, hidden(with_lora):
+    with _together(model, request) as call, temporary_folder() as folder, hidden(with_lora):
         # Describing this model builds others; their initialisers must not advance the user's random state.
         with seeded(0):
-            source = live_source(model, kernels, Path(folder), files=not is_file_name(request.target))
+            source = live_source(model, kernels, folder, files=not is_file_name(request.target))
             plan = plan_for(source, request.target, request.kind, dtype=request.dtype, shard_bytes=request.shard_bytes)
         call.require([Topic("the model", lambda: _facts(plan), "Build the same model on every process")])
         _write(plan, request, call, shown)

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from shardload.converting.sidecar_files import TRANSFORMERS, Companions, copy
-from shardload.errors import UnsupportedError
+from shardload.errors import UnsupportedError, WriteError, is_of_system
 from shardload.hub import kerashub, preset_files
 from shardload.hub.preprocessors import text_classes
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import parse_object, read_object
-from shardload.stores.local import located
+from shardload.stores.local import located, temporary_folder
 
 _log = logging.getLogger(__name__)
 _VOCABULARIES = ("tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
@@ -53,10 +53,14 @@ def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> 
         return Preprocessing()
     # A copy in a temporary folder, because files that KerasHub needs may have to be made (`_completed`).
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            copy(_completed(files), Path(folder))
+        with temporary_folder() as folder:
+            copy(_completed(files), folder)
             return Preprocessing(_made(model, replace(manifest, location=located(folder))))
+    except WriteError:  # of the temporary folder
+        raise
     except Exception as error:  # damaged, missing or unknown files may cause any error
+        if is_of_system(error):
+            raise
         kept = f"the preset has no tokenizer, only its files in {TRANSFORMERS}/"
         return Preprocessing(notes=(f"{kept}: KerasHub cannot read them: {error}",))
 
@@ -107,6 +111,8 @@ def _made(model: Any, manifest: Manifest) -> Any:
         try:
             return kerashub.make_preprocessor(preprocessor, manifest, usable=False)
         except Exception as error:  # it may need more than a tokenizer, such as an image converter
+            if is_of_system(error):
+                raise
             _log.info("No preprocessor for %s: %s", manifest.source, error)
     return kerashub.preset_tokenizer(manifest, tokenizer)
 
@@ -118,6 +124,8 @@ def _save(layer: Any, folder: Path) -> bool:
         try:
             layer.save_to_preset(made)
         except Exception as error:  # of any kind: NumPy's, SentencePiece's, KerasHub's
+            if is_of_system(error):
+                raise
             _log.info("%s is not saved: %s", type(layer).__name__, error)
             return False
         for each in Path(made).iterdir():  # not the folder itself, whose mode is private

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import UnsafeSourceError
+from shardload.errors import UnsafeSourceError, is_of_system
 from shardload.hub.sidecar import config_beside
 from shardload.loaders import spec_of
 from shardload.loaders.folder import member
@@ -99,6 +99,8 @@ def _of_header(manifest: Manifest) -> Companions:
     try:
         files = tokenizer_files(manifest)
     except Exception as error:  # of any kind, also from SentencePiece or tokenizers: the weights do not need them
+        if is_of_system(error):
+            raise
         return Companions(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
     return Companions({}, files, ("the tokenizer was rebuilt from the header of the GGUF file",))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from shardload.hub import kerashub
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.loaders.hub_preset import CONFIG, TASK
+from shardload.stores.local import temporary_folder
 
 
 def save_description(
@@ -46,9 +46,9 @@ def save_description(
 
 
 def _described(saver: Any, layer: Any) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         # The saver joins this path to its own folder, which an absolute path overrides.
-        path = Path(folder) / "layer.json"
+        path = folder / "layer.json"
         saver._save_serialized_object(layer, config_file=str(path))
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found

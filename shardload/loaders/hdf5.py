@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import (
+    LimitError,
     ShardloadError,
     SourceError,
     TransferError,
@@ -107,10 +108,12 @@ class H5Rows:
                 if dataset.shape != self.shape:
                     raise TransferError(f"{self._where()} had the shape {self.shape}, and now has {dataset.shape}")
                 found = dataset[start:stop] if self.shape else dataset[()]
-        except TransferError:
+        except (TransferError, LimitError):
             raise
         except Exception as error:
-            raise TransferError(f"{self._where()}: rows {start} to {stop} do not decode: {error}") from error
+            raise LimitError.explaining(error, f"read {self._where()}") or TransferError(
+                f"{self._where()}: rows {start} to {stop} do not decode: {error}"
+            ) from error
         # `ascontiguousarray` gives a scalar the shape (1,); the reshape takes that back.
         rows = np.ascontiguousarray(found).reshape(np.shape(found))
         # HDF5 has no bfloat16: h5py yields two opaque bytes.
@@ -277,6 +280,8 @@ def _translated(region: FileRegion) -> Iterator[None]:
     except ShardloadError:
         raise
     except Exception as error:
+        if limit := LimitError.explaining(error, f"open {region.path}"):
+            raise limit from error
         # libhdf5 has no error type for it, only the words "truncated file".
         kind = TruncatedSourceError if "truncated" in str(error) else SourceError
         reason = str(error) or type(error).__name__

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError
+from shardload.errors import LimitError, SourceError, TruncatedSourceError, UnsafeSourceError
 from shardload.loaders.folder import descendant
 from shardload.stores.location import Location
 
@@ -190,6 +190,8 @@ class OcdbtWalk:
             return ts.ocdbt.dump(base, location).result()
         # Which of these TensorStore raises depends on its status code.
         except (ValueError, RuntimeError, OSError) as error:
+            if limit := LimitError.explaining(error, f"open {path}"):
+                raise limit from error
             reason = said(error).replace(folder, f"{self.folder}/")
             raise SourceError(f"{path} is damaged: {reason}. Copy it again, or use another step") from error
 

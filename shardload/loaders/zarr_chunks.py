@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import SourceError, TransferError, UnsafeSourceError
+from shardload.errors import LimitError, SourceError, TransferError, UnsafeSourceError
 from shardload.loaders.ocdbt import MAX_KEYS, OcdbtValue, said
 from shardload.loaders.zarr_metadata import Array, Sharding, key_of, one_chunk
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Storage
@@ -261,7 +261,9 @@ class ZarrCodec:
         try:
             self._open(_context())
         except _FAILURES as error:
-            raise SourceError(f"{self.where} does not describe an array that can be decoded: {said(error)}") from error
+            raise LimitError.explaining(error, f"open {self.where}") or SourceError(
+                f"{self.where} does not describe an array that can be decoded: {said(error)}"
+            ) from error
 
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
         """Return the chunk's elements; see `shardload.manifest.Codec`.
@@ -277,7 +279,7 @@ class ZarrCodec:
             del stored  # TensorStore has its own copy now
             found = self._open(context).read().result()
         except _FAILURES as error:
-            raise TransferError(
+            raise LimitError.explaining(error, f"read {self.where}") or TransferError(
                 f"{self.where}: a chunk of shape {self.shape}, stored in {n_bytes} bytes, does not decode: "
                 f"{said(error)}. Copy the checkpoint again, or use another step"
             ) from error

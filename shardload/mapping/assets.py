@@ -6,8 +6,8 @@ training step     item "assets": a tree of arrays of bytes   ─┴► a tempora
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +17,7 @@ from shardload.loaders import spec_of
 from shardload.loaders.folder import descendant
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
-from shardload.stores.local import located
+from shardload.stores.local import located, temporary_folder
 from shardload.transfer.read_tensor import read_rows, row_ranges
 from shardload.transfer.verification import check_tensor
 from shardload.transfer.verifier import Verifier
@@ -40,12 +40,16 @@ def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None
         SourceError: When a layer cannot load its files.
         UnsafeSourceError: When a file's path leaves its directory, or its declared size far exceeds what is stored.
         DamagedError: When bytes do not match their digest.
+        WriteError: When it has such files, and no folder for temporary files can be written.
     """
     # To disk, because `load_assets` of a layer takes a folder.
-    with tempfile.TemporaryDirectory(prefix="shardload-assets-") as name:
-        folder = Path(name).resolve()
-        if not _write(manifest, folder, check):
-            return
+    files = _files(manifest, check)
+    # Only if there are any: most checkpoints have none, and a container may have no folder for temporary files.
+    if (first := next(files, None)) is None:
+        return
+    with temporary_folder("shardload-assets-") as made:
+        folder = made.resolve()
+        _write(itertools.chain([first], files), manifest, folder)
         for layer, error in load_keras_assets(model, folder):
             raise SourceError(
                 f"Cannot load the files that {layer!r} saved in {manifest.source}: {type(error).__name__}: {error}. "
@@ -54,17 +58,14 @@ def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None
             ) from error
 
 
-def _write(manifest: Manifest, folder: Path, check: Verifier | None) -> bool:
-    """Write the files below ``folder``; return whether there are any."""
-    found = False
-    for name, write in _files(manifest, check):
+def _write(files: Iterable[tuple[str, Any]], manifest: Manifest, folder: Path) -> None:
+    """Write the files below ``folder``."""
+    for name, write in files:
         path = descendant(located(folder), name, named_by=manifest.source).local_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         # x: two members with one name would overwrite each other.
         with path.open("xb") as file:
             write(file)
-        found = True
-    return found
 
 
 def _files(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, Any]]:

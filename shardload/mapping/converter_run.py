@@ -8,7 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardload.errors import MismatchError, ShardloadError, UnsupportedError
+from shardload.errors import (
+    LimitError,
+    MismatchError,
+    MissingExtraError,
+    ShardloadError,
+    UnsupportedError,
+    import_failure,
+)
 from shardload.hub.config_forms import read_config
 from shardload.hub.preset_path import preset_path
 from shardload.keras_bridge.keras_types import Variable
@@ -160,6 +167,8 @@ def record(run: Run) -> Recording:
 
     Raises:
         UnsupportedError: When it needs a tensor that is absent, or variables that no longer exist.
+        MissingExtraError: When a package that it imports is missing.
+        LimitError: When a limit of this process was reached.
         MismatchError: When it fails otherwise: a tensor to reshape does not have the size in the model's configuration.
     """
     try:
@@ -167,6 +176,10 @@ def record(run: Run) -> Recording:
     except ShardloadError:
         raise
     except Exception as error:
+        if failed := import_failure(error):
+            raise MissingExtraError.explaining(failed, needed_for=f"Converting {run.manifest.source}") from error
+        if limit := LimitError.explaining(error, f"convert {run.manifest.source}"):
+            raise limit from error
         name, target = run.function.__module__.rpartition(".")[2], type(run.target).__name__
         raise MismatchError(
             f"Cannot convert {run.manifest.source} to {target} with KerasHub's {name}: "

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from shardload.errors import ShardloadError, SourceNotFoundError, TransferError
+from shardload.errors import LimitError, ShardloadError, SourceNotFoundError, TransferError
 from shardload.steps.checker import Checker, VerifyingStore
 from shardload.steps.digest_list import (
     DIGESTS_FILE,
@@ -55,11 +55,14 @@ def verify(folder: str | os.PathLike[str] | Location, *, progress: Callable[[int
             damage = where.store.name_damage()
         else:
             damage = name_damage(digests, scan(where.local_path()), step)
-    except TransferError:  # a store that does not respond says nothing about the step
+    # A store that does not respond says nothing about the step, nor does a limit of this process.
+    except (TransferError, LimitError):
         raise
     except ShardloadError as error:
         return [Damage(DIGESTS_FILE, f"cannot be trusted: {error}", step=step)]
     except OSError as error:
+        if limit := LimitError.explaining(error, f"read {where}"):
+            raise limit from error
         return [Damage(str(error.filename), f"cannot be listed: {error.strerror}", step=step)]
     # A file of the wrong size would also fail its digests; one line for each file is enough.
     bad = {found.path for found in damage}
@@ -78,7 +81,11 @@ def verify(folder: str | os.PathLike[str] | Location, *, progress: Callable[[int
 def _piece_damage(folder: Location, piece: DigestTask, expected: FileDigest, step: str) -> list[Damage]:
     try:
         found = digest_piece(folder, piece, expected.n_bytes)
+    except LimitError:
+        raise
     except (ShardloadError, OSError) as error:
+        if limit := LimitError.explaining(error, f"read {folder / piece.path}"):
+            raise limit from error
         if isinstance(error, TransferError) and folder.store.is_checked:
             raise  # a store that does not respond says nothing about the step
         return [Damage(piece.path, f"cannot be read: {error}", piece.first * UNIT_BYTES, step)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from shardload.errors import DamagedError, ShardloadError, SourceError, SourceNotFoundError, UsageError
+from shardload.errors import DamagedError, LimitError, ShardloadError, SourceError, SourceNotFoundError, UsageError
 from shardload.loaders.orbax import number_of, numbered
 from shardload.steps.digest_list import name_damage
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
@@ -133,6 +133,8 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
             f"Cannot list the steps in {base}: there is no such folder. Check the path"
         ) from error
     except OSError as error:
+        if limit := LimitError.explaining(error, f"list the steps in {base}"):
+            raise limit from error
         raise SourceError(f"Cannot list the steps in {base}: {error.strerror}") from error
     found = [info for name in names if (info := _look(base / name)) is not None]
     return with_best(sorted((i for i in found if not i.ours or NAME.fullmatch(i.path.name)), key=lambda i: i.step))
@@ -270,6 +272,8 @@ def _look(path: Path) -> StepInfo | None:
     try:
         tree, changed_s = scan(path), path.stat().st_mtime
     except OSError as error:
+        if limit := LimitError.explaining(error, f"list {path}"):
+            raise limit from error
         problems.append(f"cannot be listed: {error.strerror}")
     if ours and not (path / DIGESTS_FILE).is_file():
         problems.append(f"{DIGESTS_FILE} is missing")
@@ -285,7 +289,11 @@ def _look(path: Path) -> StepInfo | None:
                         f"{found.path} {found.what}" for found in name_damage(checker.digests, tree, path.name)[:1]
                     ]
             record = StepRecord.read(path)
+        except LimitError:
+            raise
         except (ShardloadError, OSError) as error:
+            if limit := LimitError.explaining(error, f"read {path}"):
+                raise limit from error
             problems.append(f"{STEP_FILE} cannot be read: {error}")
     problem = "; ".join(problems) or None
     return described(

@@ -1,30 +1,19 @@
 """Turn a failed save into an error that names the operating system's reason, found in nested exceptions.
 
 TensorStore reports a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax reports a removed
-folder as `ValueError("No ArrayMetadata found …")`. Both give the reason as text only, hence the patterns.
+folder as `ValueError("No ArrayMetadata found …")`. Both give the reason as text only, which `errno_of` knows.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from shardload.errors import SaveError
+from shardload.errors import WAYS_OUT, SaveError, errno_of
 
-_OS_CODE = re.compile(r"os_error_code='(\d+)'")
-_WORDS = {
-    "RESOURCE_EXHAUSTED": errno.ENOSPC,
-    "No space left on device": errno.ENOSPC,
-    "Disk quota exceeded": errno.EDQUOT,
-    "PERMISSION_DENIED": errno.EACCES,
-    "Permission denied": errno.EACCES,
-    "Read-only file system": errno.EROFS,
-    "No ArrayMetadata found": errno.ENOENT,
-}
 _ADVICE = {
+    **WAYS_OUT,
     errno.ENOSPC: "Free some room, or keep fewer steps (max_to_keep)",
     errno.EDQUOT: "Free some room, or keep fewer steps (max_to_keep)",
     errno.EACCES: "Grant this user write access, or save elsewhere",
@@ -79,28 +68,3 @@ def describe(
     made = SaveError(f"Cannot save step {step} to {os.fspath(folder)}: {why}{fix}. {others}")
     made.errno = number
     return made
-
-
-def errno_of(error: BaseException) -> int | None:
-    """Return the operating system's error number, taken from the error, its causes, or their messages."""
-    for link in _chain(error):
-        if isinstance(link, OSError) and link.errno:
-            return link.errno
-        # TensorStore's code is exact; the words after it are a guess for errors without one.
-        text = str(link)
-        if found := _OS_CODE.search(text):
-            return int(found.group(1))
-        for words, number in _WORDS.items():
-            if words in text:
-                return number
-    return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and each exception in its chain of causes, once."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or link.__context__

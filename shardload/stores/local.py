@@ -11,10 +11,11 @@ import errno
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardload.errors import SourceError, SourceNotFoundError, TransferError, UsageError
+from shardload.errors import LimitError, SourceError, SourceNotFoundError, TransferError, UsageError, WriteError
 from shardload.stores.location import Location
 from shardload.stores.store import FileIdentity, Kind, Store
 
@@ -29,6 +30,23 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str = "shardload-") -> Iterator[Path]:
+    """Yield a private folder, which is removed afterwards.
+
+    Raises:
+        WriteError: When no folder for temporary files can be written, as in some containers; names what to set.
+    """
+    try:
+        made = tempfile.TemporaryDirectory(prefix=prefix)
+    except OSError as error:
+        raise WriteError(
+            f"Cannot write temporary files: {error.strerror or error}. Set TMPDIR to a folder that can be written to"
+        ) from error
+    with made as name:
+        yield Path(name)
 
 
 def home() -> Path | None:
@@ -106,6 +124,7 @@ def open_readonly(path: str | os.PathLike[str]) -> int:
     Raises:
         SourceNotFoundError: If there is no such file.
         SourceError: If it is a directory, a pipe or a device, or is not readable.
+        LimitError: If this process may open no more files.
     """
     try:
         # O_NONBLOCK: without it, opening a named pipe waits for a writer forever.
@@ -123,11 +142,13 @@ def open_readonly(path: str | os.PathLike[str]) -> int:
     return fd
 
 
-def _open_error(path: str | os.PathLike[str], error: OSError) -> SourceError | SourceNotFoundError:
+def _open_error(path: str | os.PathLike[str], error: OSError) -> LimitError | SourceError | SourceNotFoundError:
     name = os.fspath(path)
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         dangling = " (a symbolic link that points to nothing)" if Path(path).is_symlink() else ""
         return SourceNotFoundError(f"There is no file {name}{dangling}. Check the path, or download the file again")
+    if limit := LimitError.explaining(error, f"open {name}"):
+        return limit
     if error.errno in (errno.EACCES, errno.EPERM):
         return SourceError(f"{name} may not be read by this user: {error.strerror}. Try: chmod u+r {name!r}")
     return SourceError(f"{name} cannot be opened: {error.strerror}")
@@ -187,7 +208,9 @@ class LocalStore(Store):
         try:
             return sorted(os.listdir(key))  # noqa: PTH208
         except OSError as error:
-            raise SourceError(f"Cannot list the folder {key}: {error.strerror}") from error
+            raise LimitError.explaining(error, f"list the folder {key}") or SourceError(
+                f"Cannot list the folder {key}: {error.strerror}"
+            ) from error
 
     def open(self, key: str) -> LocalFile:
         """See `Store.open`."""

@@ -14,7 +14,6 @@ Memory stays at a few hundred MB for any size (the model is built without buffer
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardload.errors import UnsupportedError, UsageError, WriteError
+from shardload.errors import WAYS_OUT, UnsupportedError, UsageError, WriteError
 from shardload.hub.tensors import Spec, transformers_tensors
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import root
@@ -296,13 +295,10 @@ def _as_write_errors(folder: Path) -> Iterator[None]:
     except WriteError:
         raise
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise WriteError(
-                f"Cannot write to {folder}: the disk is full. The unfinished files were removed. Free some space"
-            ) from error
+        advice = f"{WAYS_OUT[error.errno]}. The" if error.errno in WAYS_OUT else "The"
         raise WriteError(
-            f"Cannot write to {folder}: {error.strerror or error}. Choose another folder: set SHARDLOAD_HOME, or pass "
-            "directory= (--directory)"
+            f"Cannot write to {folder}: {error.strerror or error}. {advice} unfinished files were removed. To choose "
+            "another folder, set SHARDLOAD_HOME, or pass directory= (--directory)"
         ) from error
 
 

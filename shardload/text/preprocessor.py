@@ -10,7 +10,6 @@ because KerasHub splits some texts differently (byte pairs of models other than 
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from shardload.loaders import spec_of
 from shardload.loaders.gguf import tokenizer_metadata
 from shardload.manifest import Manifest
 from shardload.stores.fingerprint import Fingerprint
-from shardload.stores.local import located
+from shardload.stores.local import located, temporary_folder
 from shardload.text.gguf_files import files_of
 from shardload.text.gguf_tokenizer import check_supported, of_metadata
 
@@ -169,9 +168,9 @@ def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
 
 def _of_files(cls: Any, manifest: Manifest, files: Mapping[str, bytes]) -> Any:
     # KerasHub reads files only.
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         for name, content in files.items():
-            (Path(folder) / name).write_bytes(content)
+            (folder / name).write_bytes(content)
         return kerashub.make_preprocessor(cls, replace(manifest, location=located(folder)))
 
 

@@ -225,7 +225,9 @@ def test_a_conversion_that_fills_the_disk_goes_on_once_there_is_room(disk, to):
         assert seen["first"]["code"] == 1, name
         kept = ".out.converting" in seen["first"]["names"]
         assert seen["first"]["names"] == [*([".out.converting"] if kept else []), "filler"]
-        said = r"\. Free some space\." + (r" The finished part is in .*again to continue.*" if kept else "")
+        said = r"\. Free some space, or choose another disk\." + (
+            r" The finished part is in .*again to continue.*" if kept else ""
+        )
         assert re.fullmatch(rf"Error: Cannot write .*/out: the disk is full{said}", paragraph)
         assert kept or " -1 " in name, "work that was lost"
         assert (seen["again"]["code"], seen["again"]["names"]) == (0, ["out"]), seen

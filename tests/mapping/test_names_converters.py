@@ -5,16 +5,19 @@ import tracemalloc
 from pathlib import Path
 
 import hub_folders
+import numpy as np
 import pytest
 from by_hand import check_same, fill, lay_out, mesh
 from fuzz_child import status
 from hub_folders import build
+from safetensors.numpy import save_file
 
 import shardload.keras_bridge.abstraction
-from shardload.errors import MismatchError, UnsupportedError
+from shardload.errors import LimitError, MismatchError, MissingExtraError, UnsupportedError
 from shardload.keras_bridge.variables import current_value
 from shardload.loaders import open_manifest
 from shardload.mapping import map_hub
+from shardload.mapping.converter_run import Run, record
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
@@ -143,3 +146,22 @@ def test_recording_takes_no_memory(tmp_path):
     assert huge.nbytes == 64 << 30
     assert traced < 16 << 20
     assert status("VmHWM") - before < 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "match"),
+    [
+        (ModuleNotFoundError("No module named 'gone'", name="gone"), MissingExtraError, "package 'gone', which is not"),
+        (ImportError("cannot import name 'x' from 'keras_hub'", name="keras_hub"), MissingExtraError, "reinstall"),
+        (OSError(24, "Too many open files"), LimitError, "ulimit -n 4096"),
+        (RuntimeError("odd"), MismatchError, "Cannot convert .*: odd"),
+    ],
+)
+def test_a_converter_that_cannot_run_here_says_nothing_about_the_model(raised, kind, match, tmp_path):
+    save_file({"a": np.zeros(1, "float32")}, tmp_path / "model.safetensors")
+
+    def convert(target, loader, config):
+        raise raised
+
+    with pytest.raises(kind, match=match):
+        record(Run(convert, object(), open_manifest(tmp_path / "model.safetensors"), None))
