@@ -46,11 +46,7 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
     config = copy.deepcopy(dict(manifest.config))
     # KerasHub reads the first entry unconditionally; GGUF and KerasHub's own exports have none.
     config["architectures"] = config.get("architectures") or [""]
-    # Before the defaults, which would fill in a key that the configuration only has under its other name.
-    for wanted, stored in _ALIASES.get(_kind(config), {}).items():
-        if wanted not in config and stored in config:
-            config[wanted] = config[stored]
-    config = completed(config)
+    config = completed(renamed(config))
     # Converters call get("rope_parameters", {}).get(…), which fails on null.
     if config.get("rope_parameters", {}) is None:
         del config["rope_parameters"]
@@ -68,6 +64,15 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
     if _kind(config) == "t5gemma2":
         _read_t5gemma_2(config)
     return config
+
+
+def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the names that converters read for keys that other versions renamed.
+
+    Before the defaults are filled in: they would fill in a key that it only has under its other name.
+    """
+    aliases = _ALIASES.get(_kind(config), {}).items()
+    return {wanted: config[stored] for wanted, stored in aliases if stored in config} | dict(config)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

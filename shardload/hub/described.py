@@ -1,6 +1,7 @@
 """List the tensors of a checkpoint without its weights, from its configuration alone.
 
-    Hugging Face   config.json              ─► the tensors that transformers saves for its model_type
+    Hugging Face   config.json              ─► the tensors that transformers saves for its model_type, if they are known
+                     otherwise ─► model ─┐
     KerasHub       config.json, task.json   ─► the variables of the model, built without allocating, as Keras saves them
 
 No file contains them, so ``Manifest.files`` is empty: such a checkpoint can be planned, but not loaded.
@@ -8,8 +9,10 @@ No file contains them, so ``Manifest.files`` is empty: such a checkpoint can be 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,8 @@ import numpy as np
 from shardload.errors import SourceError, UnsupportedError
 from shardload.hub import kerashub
 from shardload.hub.build_errors import describe_failure
-from shardload.hub.tensors import transformers_tensors
+from shardload.hub.preset_files import save_description
+from shardload.hub.tensors import are_listed, transformers_tensors
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
@@ -25,8 +29,9 @@ from shardload.keras_bridge.saving import saved_layout
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.loaders import spec_of
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
-from shardload.loaders.hub_preset import TASK_PREFIX
+from shardload.loaders.hub_preset import TASK_PREFIX, describe_folder
 from shardload.manifest import Extent, Manifest, Tensor
+from shardload.stores.local import located
 from shardload.stores.location import Location
 
 MAX_BYTES = 16 << 40
@@ -51,22 +56,24 @@ def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> 
     return Manifest(where, HUGGING_FACE.name, _placed(specs, where), {}, config)
 
 
-def with_tensors(described: Manifest) -> Manifest:
+def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> Manifest:
     """Return the manifest of a description with the tensors that the checkpoint has.
 
     Args:
         described: A manifest without tensors, from ``FormatSpec.describe_folder``.
+        ignore_config: As for `shardload.plan`.
 
     Raises:
-        UnsupportedError: When the configuration does not determine the tensors.
+        UnsupportedError: When KerasHub has no such model, or one whose layers compute what they save.
         SourceError: When it contradicts itself.
         MissingExtraError: When it needs KerasHub, which is not installed.
     """
     with describe_failure(described):
-        if spec_of(described).is_hugging_face:
+        if spec_of(described).is_hugging_face and are_listed(described.config):
             found = _of_hugging_face(described)
         else:
-            found = replace(described, tensors=_placed(_saved(described), described.location))
+            preset = _as_preset(described, ignore_config) if spec_of(described).is_hugging_face else described
+            found = replace(preset, tensors=_placed(_saved(preset), described.location))
     if found.nbytes > MAX_BYTES:
         raise SourceError(
             f"Cannot plan {described.source}: its configuration describes {found.nbytes >> 40:,} TiB of weights, "
@@ -87,12 +94,30 @@ def _of_hugging_face(described: Manifest) -> Manifest:
         raise SourceError(f"Cannot plan {described.source}, which has no weights: {error}") from error
 
 
+def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:
+    """Describe the model of a Hugging Face configuration as the preset that KerasHub would save of it."""
+    with abstract(), tempfile.TemporaryDirectory() as folder:
+        save_description(kerashub.build_model(described, ignore_config=ignore_config), Path(folder), extra={})
+        found = describe_folder(located(folder))
+    note = (
+        f"planned as a KerasHub preset of the same model: the tensors of model_type "
+        f"{described.config['model_type']!r:.60} are not known without its weights"
+    )
+    return replace(found, location=described.location, notes=(note,))
+
+
 def _saved(described: Manifest) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any]]]:
     """Yield the tensors that KerasHub saves for a preset: the backbone's, and the task's outside its backbone."""
     with abstract():
         model = kerashub.build_model(described)
         backbone = backbone_of(model)
-        found = dict(saved_layout(backbone).variables)
+        layout = saved_layout(backbone)
+        if layout.computing:  # of DINOv2, the position embeddings
+            raise UnsupportedError(
+                f"Cannot plan {described.source}, which has no weights: {type(layout.computing[0][1]).__name__} "
+                "computes the tensors that it saves, so they are not known. Download its weights to that folder"
+            )
+        found = dict(layout.variables)
         head = {} if backbone is model else saved_layout(model, skip=own_layers(backbone)).variables
         if head:  # KerasHub compiles every new task, and saves the optimizer with it
             slots = {f"optimizer/vars/{i}": variable for i, variable in enumerate(optimizer_variables_of(model))}

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardload.errors import SourceError, UnsupportedError
 from shardload.hub.config_defaults import completed
-from shardload.hub.config_forms import GENERATORS, architecture_of
+from shardload.hub.config_forms import GENERATORS, architecture_of, renamed
 
 Config = Mapping[str, Any]
 MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 1000, 1 << 24, 1 << 15
@@ -37,6 +37,12 @@ class Spec:
     """Whether its values are around one (the scale of a norm), not around zero."""
 
 
+def are_listed(config: Config) -> bool:
+    """Whether `transformers_tensors` knows the tensors of a configuration's ``model_type``."""
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind in _FAMILIES
+
+
 def transformers_tensors(config: Config) -> list[Spec]:
     """Return all tensors of a Hugging Face checkpoint with this configuration, in the order of the file.
 
@@ -45,13 +51,13 @@ def transformers_tensors(config: Config) -> list[Spec]:
         SourceError: When a size is not a positive number, or heads cannot share keys; the message is a clause.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
+    if not are_listed(config):
         raise UnsupportedError(
             f"the tensors of model_type {kind!r:.60} cannot be listed from a configuration, only those of "
             f"{', '.join(sorted(_FAMILIES))}"
         )
-    family, sizes = _FAMILIES[kind]
-    config = completed(config)
+    family, sizes = _FAMILIES[str(kind)]
+    config = completed(renamed(config))
     _check(config, sizes)
     return list(family(config))
 

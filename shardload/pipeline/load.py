@@ -53,8 +53,15 @@ def open_requested(request: LoadRequest) -> OpenedSource:
     """Open the source of a request, or the folder that describes the model to build; a plan needs no weights."""
     # A plan reads headers only, so there is nothing to verify, and a description without weights is enough.
     reads = request.function != "plan"
-    source, step = request.source, request.step
-    return open_source(source, request.format, described=request.builds, verify=reads, weights=reads, step=step)
+    return open_source(
+        request.source,
+        request.format,
+        described=request.builds,
+        verify=reads,
+        weights=reads,
+        step=request.step,
+        ignore_config=request.ignore_config,
+    )
 
 
 @walking_vocabularies_once()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def open_source(
     verify: bool = True,
     weights: bool = True,
     step: int | str = "latest",
+    ignore_config: Sequence[str] = (),
 ) -> OpenedSource:
     """Find and open a source.
 
@@ -56,6 +57,7 @@ def open_source(
         verify: Whether its tensors are about to be read.
         weights: Whether its weights are needed; otherwise an architecture or a configuration is enough.
         step: Of a folder of training steps, the step: a number, ``"latest"`` or ``"best"``.
+        ignore_config: As for `shardload.plan`, for a source without weights.
 
     Raises:
         UsageError: When the format is unknown, or ``step`` is of the wrong kind.
@@ -79,13 +81,13 @@ def open_source(
         return _noted(found, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
     # 3. A checkpoint on this machine, or in a hub; for a plan, a description of one is enough.
     found = _resolve(source, format, described=described, weights=weights)
-    if not weights and (without := _without_weights(found, format)) is not None:
+    if not weights and (without := _without_weights(found, format, ignore_config)) is not None:
         return without
     try:
         manifest = open_manifest(found.path, format=format)
     except SourceNotFoundError:
         named = not weights and Path(source).name == CONFIG  # other files in its folder do not matter
-        without = _without_weights(found, format, with_weights=True) if named else None
+        without = _without_weights(found, format, ignore_config, with_weights=True) if named else None
         if without is None:
             raise
         return without
@@ -121,7 +123,9 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
     return replace(found, path=str(folder), note="; ".join(filter(None, (found.note, note))))
 
 
-def _without_weights(found: Resolved, format: str | None, *, with_weights: bool = False) -> OpenedSource | None:
+def _without_weights(
+    found: Resolved, format: str | None, ignore_config: Sequence[str], *, with_weights: bool = False
+) -> OpenedSource | None:
     """Describe a source without weights; ``None`` if it has no configuration, or weights and not ``with_weights``."""
     from shardload.hub.described import with_tensors
 
@@ -144,7 +148,8 @@ def _without_weights(found: Resolved, format: str | None, *, with_weights: bool 
             f"Cannot plan {manifest.source} as {format}: it has no weights, and its configuration describes "
             f"{spec_of(manifest).description}. Leave out format (--format)"
         )
-    return OpenedSource(with_tensors(manifest), None, tuple(filter(None, (found.note, note))))
+    manifest = with_tensors(manifest, ignore_config=ignore_config)
+    return OpenedSource(manifest, None, tuple(filter(None, (found.note, note, *manifest.notes))))
 
 
 def _described_file(path: str) -> Manifest | None:

@@ -8,6 +8,8 @@ import socket
 import hub_folders
 import pytest
 import small_folders
+from transformers_cross import folders, table
+from transformers_cross.cases import CASES
 
 import shardload
 from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsupportedError
@@ -259,15 +261,70 @@ def test_more_experts_than_any_model_has_are_refused():
         transformers_tensors({**MIXTRAL, "num_local_experts": 2000})
 
 
-def test_a_model_type_whose_tensors_are_not_known_says_which_are(tmp_path):
-    folder = config_folder(tmp_path / "bloom", {"model_type": "bloom"})
-    with pytest.raises(
-        UnsupportedError,
-        match=r"Cannot plan .*bloom, which has no weights: .* model_type 'bloom' .* only those of bert, gemma, "
-        r"gemma2, gemma3_text, gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe\. "
-        r"Download its weights to that folder",
-    ):
+EXPECTED = table.read()
+LOADABLE = {case.family: case.name for case in reversed(CASES) if EXPECTED[case.name].ours != "refused"}
+"""The first folder of each family that loads."""
+EXPERTS = ["gpt_oss, untied", "gemma4_text, experts", "qwen3_5_moe, text", "mixtral, untied", "qwen2_moe, untied"]
+EXPERTS += ["qwen3_moe, untied"]
+COMPUTED = ("dinov2, base model", "dinov2_with_registers, base model")
+"""Their layers compute the position embeddings that they save."""
+OTHERS = sorted({*LOADABLE.values()} - {*EXPERTS, *COMPUTED})
+
+
+@pytest.mark.parametrize("name", [*EXPERTS, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
+def test_the_configuration_of_any_family_plans_as_its_folder(name, tmp_path):
+    whole = folders.build(folders.read_family(name.partition(", ")[0])[name], tmp_path / "whole")
+    with_weights, found = (shardload.plan(folder, mesh="1x8") for folder in (whole, without_weights(whole)))
+    # A preset also has the frequencies of SmolLM3's rotary positions: four of each of two layers.
+    extra = 8 if name.startswith("smollm3") else 0
+    assert found.parameters == with_weights.parameters + extra
+    assert found.weight_bytes == with_weights.weight_bytes + 4 * extra
+    assert [d.bytes for d in found.devices] == [d.bytes + 4 * extra for d in with_weights.devices]
+    assert [each.why for each in found.layout.fallbacks] == [each.why for each in with_weights.layout.fallbacks]
+    assert (found.dtypes, found.missing, found.mismatched) == (with_weights.dtypes, (), ())
+    listed = json.loads((whole / "config.json").read_text())["model_type"] in LISTED
+    assert listed != any("planned as a KerasHub preset of the same model" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_model_that_computes_what_it_saves_is_refused(name, tmp_path):
+    config = folders.read_family(name.partition(", ")[0])[name]["json"]["config.json"]
+    with pytest.raises(UnsupportedError, match="has no weights: DINOV2Embedding computes the tensors that it saves"):
+        shardload.plan(config_folder(tmp_path / "dinov2", config))
+
+
+LISTED = {"bert", "gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe"}
+LISTED |= {"qwen3", "qwen3_moe"}
+"""Of these, the tensors are known without the model."""
+
+
+def test_every_family_is_planned():
+    written = {path.name.removesuffix(".json.gz") for path in folders.FIXTURES.iterdir()}
+    # KerasHub has no converters for the text models alone.
+    assert written - LOADABLE.keys() == {"qwen3_5_text", "qwen3_5_moe_text"}
+    assert {name.partition(", ")[0] for name in EXPERTS} <= LOADABLE.keys()
+
+
+UNKNOWN = ("olmoe", "deepseek_v2", "deepseek_v3", "granitemoe", "phimoe", "llama4", "llama4_text", "jamba", "dbrx")
+UNKNOWN += ("glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "minimax", "switch_transformers", "nllb-moe", "qwen3_next")
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN)
+def test_a_family_that_kerashub_lacks_is_refused_in_a_sentence(model_type, tmp_path):
+    folder = config_folder(tmp_path / "moe", {**MIXTRAL, "model_type": model_type, "num_experts": 8})
+    with pytest.raises(UnsupportedError) as caught:
+        shardload.plan(folder, mesh="1x8")
+    said = str(caught.value)
+    assert f"there is no converter for model_type {model_type!r}, only for albert, " in said and "mixtral" in said
+    assert len(said) < 1000 and "\n" not in said
+
+
+def test_a_field_that_kerashub_lacks_is_ignored_only_on_request(tmp_path):
+    config = folders.read_family("phi3")["phi3, sliding window"]["json"]["config.json"]
+    folder = config_folder(tmp_path / "phi3", config)
+    with pytest.raises(UnsupportedError, match="--ignore-config sliding_window"):
         shardload.plan(folder)
+    assert shardload.plan(folder, ignore_config=("sliding_window",)).parameters
 
 
 def test_weights_in_an_unsupported_format_are_not_overlooked(tmp_path):
