@@ -9,7 +9,9 @@ NEWEST := .venv-newest
 # One of each kind of work: layout search with every primitive, loads of every format, a conversion, saving and restoring.
 SAMPLE := tests/parallel/test_search_primitives.py \
 	'tests/parallel/test_search_collectives.py::test_a_compiled_program_has_the_planned_collectives_and_no_others[lstm-2x4-gradients]' \
-	tests/loading/test_load_from_stores.py tests/loading/test_load_formats.py tests/loading/test_load_arrays.py tests/converting/test_convert.py \
+	tests/loading/test_load_from_stores.py tests/loading/test_load_arrays.py tests/converting/test_convert.py \
+	tests/loading/test_load_formats.py::test_keras_archive_equals_keras_load_model \
+	tests/loading/test_load_formats.py::test_hugging_face_folder_equals_keras_hub_from_preset \
 	tests/callbacks/test_callbacks_orbax_checkpoint.py tests/restoring/test_restore.py
 CASES ?= 20000
 FOLDERS := .cache/transformers-cross
@@ -43,7 +45,7 @@ oldest: $(OLDEST)/.installed  ## all tests with the oldest dependencies that pyp
 newest: $(NEWEST)/.installed  ## all tests with the newest Python and dependencies, without upper bounds
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal
 
-newest-sample: $(NEWEST)/.installed  ## some of them: two minutes
+newest-sample: $(NEWEST)/.installed  ## some of them: less than three minutes
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal $(SAMPLE)
 
 fuzz: $(STAMP)  ## damaged files of every format, CASES of each (20,000): hours
