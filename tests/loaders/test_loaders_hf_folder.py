@@ -187,6 +187,45 @@ def test_all_parts_without_an_index_are_one_checkpoint(described, folder):
         assert_same(manifest, small_arrays())
 
 
+def test_parts_may_be_counted_from_0(folder):
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / A).rename(folder / "model-00000-of-00002.safetensors")
+    (folder / B).rename(folder / A)
+    for source in (folder, folder / A):
+        assert_same(open_manifest(source), small_arrays())
+    (folder / A).unlink()
+    with pytest.raises(SourceNotFoundError, match=rf"lacks 1 of them: {A}"):
+        open_manifest(folder)
+    (folder / "model-00000-of-00002.safetensors").rename(folder / A)
+    with pytest.raises(SourceNotFoundError, match=rf"lacks 1 of them: {B}"):
+        open_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model-{}-of-2.safetensors", "model_0000{}_of_00002.safetensors", "model.0000{}-of-00002.safetensors",
+     "model-0000{}-OF-00002.safetensors", "model-0000{}-of-00002 (1).safetensors"],
+)  # fmt: skip
+def test_parts_are_parts_in_every_spelling(name, tmp_path):
+    save_file({"a": np.zeros(2)}, tmp_path / name.format(1))
+    for source in (tmp_path, tmp_path / name.format(1)):
+        with pytest.raises(SourceNotFoundError, match=r"is one of 2 parts, but .* lacks 1 of them: model.0*2"):
+            open_manifest(source)
+    save_file({"b": np.zeros(2)}, tmp_path / name.format(2))
+    for source in (tmp_path, tmp_path / name.format(1), tmp_path / name.format(2)):
+        assert {*open_manifest(source).tensors} == {"a", "b"}
+
+
+def test_a_part_that_was_downloaded_twice(tmp_path):
+    names = [A, B, A.replace(".", " (1).")]
+    for name in names:
+        save_file({name[:11]: np.zeros(2)}, tmp_path / name)
+    with pytest.raises(SourceError, match="are the same part by their names"):
+        open_manifest(tmp_path)
+    (tmp_path / A).unlink()
+    assert len(open_manifest(tmp_path).tensors) == 2
+
+
 @pytest.mark.parametrize("left", [A, B])
 @pytest.mark.parametrize("described", [True, False])
 def test_a_part_is_no_checkpoint(left, described, folder):
