@@ -23,7 +23,7 @@ from shardload.steps.number import NAME, mismatch
 from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.stores.local import expanded, located
 from shardload.stores.location import Location
-from shardload.stores.remote import is_url
+from shardload.stores.remote import is_url, refuse_other_urls
 
 ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
@@ -119,6 +119,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
         from shardload.steps.remote_listing import list_remote
 
         return list_remote(str(root))
+    refuse_other_urls(root)
     base = expanded(root)
     try:
         # Of Orbax's other names, only those of its own steps are taken: ours are called by their bare number.

@@ -53,18 +53,33 @@ def follow(url: str, *, timeout_s: float) -> str:
 
 def location_of(url: str, *, timeout_s: float) -> str | None:
     """Return where an address redirects to; ``None`` if it does not."""
-    # One byte, not HEAD: an address may be signed for GET only.
-    request = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
     try:
-        with _OPENER.open(request, timeout=timeout_s) as answer:
+        with _asked(url, timeout_s) as answer:
             # Any other status is told by the request for the bytes.
             return answer.headers.get("Location", "") if answer.status in REDIRECTS else None
     except (OSError, HTTPException, ValueError) as error:
         raise TransferError(f"Cannot read {url}: following its redirect failed: {error}. Check the address") from error
 
 
+def status_of(url: str, *, timeout_s: float) -> int | str:
+    """Return the status with which a server answers, 0 if it does not in time, or why it cannot be asked."""
+    try:
+        with _asked(url, timeout_s) as answer:
+            return int(answer.status)
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return 0 if isinstance(reason, TimeoutError) else str(reason)
+
+
+def _asked(url: str, timeout_s: float) -> Any:
+    # One byte, not HEAD: an address may be signed for GET only.
+    return _OPENER.open(urllib.request.Request(url, headers={"Range": "bytes=0-0"}), timeout=timeout_s)
+
+
 def _checked(first: str, found: str, location: str) -> str:
     """Return the address that ``found`` redirects to, if it may be followed."""
+    if not location:
+        raise TransferError(f"Cannot read {first}: {found[:MAX_URL]!r} redirects, but to no address. Check the address")
     try:
         target = urljoin(found, location)
         parts = urlsplit(target)
@@ -80,7 +95,6 @@ def _checked(first: str, found: str, location: str) -> str:
 
 def _objection(scheme: str, parts: Any, location: str) -> str:
     rules: tuple[tuple[Callable[[], bool], str], ...] = (
-        (lambda: not location, "is no address"),
         (lambda: len(location) > MAX_URL, f"has more than {MAX_URL} characters"),
         (lambda: not location.isprintable() or " " in location, "has characters that no address has"),
         (lambda: parts.scheme not in ("http", "https") or not parts.hostname, "is not an address of HTTP"),

@@ -24,13 +24,16 @@ DEFAULT_TIMEOUT_S = 120.0
 """Time without a response: 64 MiB in flight together take that long at 0.5 MB/s. TensorStore would wait forever."""
 FIRST_ANSWER_S = 30.0
 """Limit for a store's first response, which is short."""
+ASK_AGAIN_S = 5.0
+"""Limit for the answer of a server that is asked why it sent nothing."""
 RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
 """TensorStore's default of 32 attempts takes a quarter of an hour."""
 WAIT_S = 0.25
 """Interval at which a waiting thread checks whether other requests made progress."""
 MOVED_S = 60.0
 """How long the target of a redirect is used again: signed addresses expire, mostly after minutes."""
-_URL = re.compile(r"(s3|gs|https?)://", re.ASCII)
+_URL = re.compile(r"(s3|gs|https?)://", re.ASCII | re.IGNORECASE)
+_OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 _SHOWN = 300
 """The number of characters of a store's message shown in an error."""
 
@@ -38,6 +41,16 @@ _SHOWN = 300
 def is_url(source: object) -> bool:
     """Whether a source is the URL of a remote store."""
     return isinstance(source, str) and _URL.match(source) is not None
+
+
+def refuse_other_urls(source: object) -> None:
+    """Raise for a URL that would be taken for a path.
+
+    Raises:
+        UnsupportedError: If ``source`` is a URL of no store that is read here.
+    """
+    if isinstance(source, str) and _OTHER_URL.match(source) and not is_url(source):
+        raise UnsupportedError(f"Cannot read {source}, expected a path, or an address at s3://, gs:// or http(s)://")
 
 
 class Folder:
@@ -52,7 +65,8 @@ class Folder:
     """
 
     def __init__(self, url: str, *, progress: _Progress | None = None) -> None:
-        self.url = url.rstrip("/")
+        scheme, _, rest = url.partition("://")
+        self.url = f"{scheme.lower()}://{rest.rstrip('/')}"
         self._progress = progress or _Progress()
         self._kv = self._opened(_spec(self.url))
         self._moved: dict[str, tuple[Any, float]] = {}
@@ -107,6 +121,8 @@ class Folder:
         kv, until_s = self._moved.get(name, (None, 0.0))
         if kv is not None and time.monotonic() < until_s:
             return kv.read("", byte_range=asked)
+        if self._progress.redirects:
+            return self._redirected(name).read("", byte_range=asked)
         return self._kv.read(name, byte_range=asked)
 
     def follow(self, error: BaseException, name: str) -> bool:
@@ -115,12 +131,40 @@ class Folder:
         Raises:
             TransferError: If the redirect is refused, or leads nowhere.
         """
-        if self.can_list or _status(error) not in redirects.REDIRECTS:
+        status = _status(error)
+        if self.can_list or status not in redirects.REDIRECTS:
             return False
+        self._progress.redirects |= status == 308
+        self._redirected(name)
+        return True
+
+    def _redirected(self, name: str) -> Any:
+        """Return the store of one object to which a name is redirected."""
         first = f"{self.url}/{quote(name)}"
         target = redirects.follow(first, timeout_s=timeout_s(first=not self._progress.answered))
-        self._moved[name] = (self._opened({"driver": "http", "base_url": target}), time.monotonic() + MOVED_S)
-        return True
+        kv = self._opened({"driver": "http", "base_url": target})
+        self._moved[name] = kv, time.monotonic() + MOVED_S
+        return kv
+
+    def redirects_silently(self, name: str, limit_s: float) -> bool:
+        """Ask an HTTP server once more that gave no answer in time; return whether it redirects.
+
+        TensorStore tells the status of an answer only after its last retry, and retries status 308 too.
+
+        Raises:
+            TransferError: If the server answers with an error, or cannot be reached.
+        """
+        if self.can_list or self._progress.asked_again:
+            return False
+        self._progress.asked_again = True
+        status = redirects.status_of(f"{self.url}/{quote(name)}", timeout_s=min(limit_s / 2, ASK_AGAIN_S))
+        if isinstance(status, str) or status >= 400:
+            said = status if isinstance(status, str) else f"HTTP status {status}"
+            raise TransferError(
+                f"{self.url}/{name} cannot be read: {said}. Check the address, the network and {self._settings()}"
+            )
+        self._progress.redirects = status in redirects.REDIRECTS
+        return self._progress.redirects
 
     def read_small(self, name: str, *, limit: int) -> bytes | None:
         """Read a whole object of unknown size; ``None`` if there is no such object.
@@ -175,7 +219,8 @@ class Folder:
     def stalled(self, name: str, timeout_s: float) -> TransferError:
         """Build the error for a store that sent nothing for ``timeout_s``."""
         return TransferError(
-            f"{self.url}/{name}".rstrip("/") + f" cannot be read: its server sent nothing for {timeout_s:g} s. "
+            f"{self.url}/{name}".rstrip("/")
+            + f" cannot be read: its server sent no complete answer for {timeout_s:g} s. "
             f"Check the address, the network and {self._settings()}; {TIMEOUT_VARIABLE}=SECONDS waits longer"
         )
 
@@ -234,6 +279,9 @@ class _Progress:
     def __init__(self) -> None:
         self.at_s = time.monotonic()
         self.answered = False
+        self.asked_again = False
+        self.redirects = False
+        """Whether names are looked up before they are read, as TensorStore takes seconds to refuse status 308."""
         self._waiting = 0
         self._lock = threading.Lock()
 
@@ -244,6 +292,11 @@ class _Progress:
             if not self._waiting:
                 self.at_s = time.monotonic()
             self._waiting += 1
+
+    def restart(self) -> None:
+        """Start the clock again, for a request that was sent again."""
+        with self._lock:
+            self.at_s = time.monotonic()
 
     def end(self, *, answered: bool) -> None:
         """Record a response, or a wait that was given up, which gives the other threads no more time."""
@@ -306,6 +359,10 @@ class Fetch:
                 except TimeoutError as error:
                     if time.monotonic() - self._progress.at_s > limit:
                         self._future.cancel()
+                        if self._folder.redirects_silently(self._name, limit):
+                            self._future = self._request()
+                            self._progress.restart()
+                            continue
                         raise self._folder.stalled(self._name, limit) from error
                 except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
                     answered = True

@@ -147,7 +147,7 @@ def test_a_server_that_is_down(objects, store):
 def test_a_server_that_stalls(objects, store, monkeypatch):
     monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
     store.stalled.add(data_file(objects))
-    expect(TransferError, store.s3 + "/run", "its server sent nothing for 1 s", "SHARDLOAD_REMOTE_TIMEOUT")
+    expect(TransferError, store.s3 + "/run", "its server sent no complete answer for 1 s", "SHARDLOAD_REMOTE_TIMEOUT")
 
 
 def test_a_server_that_ignores_ranges(store):
@@ -167,20 +167,61 @@ def test_a_server_that_hangs_is_waited_for_once(objects, store, monkeypatch):
         store.stalled.add(name)
     monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
     began = time.monotonic()
-    with pytest.raises(TransferError, match="sent nothing for 1 s"):
+    with pytest.raises(TransferError, match="sent no complete answer for 1 s"):
         verify(store.http + "/run/2")
     # 1 s for each of the threads before.
     assert time.monotonic() - began < 2.5
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_redirects_are_followed(objects, store, status):
+@pytest.fixture
+def impatient(monkeypatch):
+    """A limit that ends before the last retry, which alone tells a status that TensorStore retries."""
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "0.6")
+    monkeypatch.setattr(remote, "RETRIES", {"max_retries": 4, "initial_delay": "2s", "max_delay": "4s"})
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_status_that_is_retried_is_told_at_the_limit(store, impatient, status):
+    store.status["*"] = status
+    expect(TransferError, store.http + "/run", f"HTTP status {status}", step=2)
+
+
+def test_a_server_that_is_down_is_told_at_the_limit(store, impatient):
+    store.close()
+    expect(TransferError, store.http + "/run", "Connection refused", step=2)
+
+
+def move_step(objects, store, status):
+    """Answer requests for step 2 with a redirect to the same bytes at another address."""
     for name in (path for path in store.names() if path.startswith("run/2/")):
         store.moved[name] = (status, f"/{BUCKET}/{name.replace('run/2', 'elsewhere', 1)}?signature=a%2Fb")
         target = objects[0] / name.replace("run/2", "elsewhere", 1)
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
             target.hardlink_to(objects[0] / name)
+
+
+def test_a_redirect_that_is_retried_is_followed_at_the_limit(objects, store, impatient):
+    move_step(objects, store, 308)
+    assert verify(store.http + "/run/2")[0].is_good
+
+
+@pytest.mark.parametrize("url", ["ftp://host/run", "az://bucket/run", "file:///tmp/run"])
+def test_other_urls_are_no_paths(url):
+    for call in (lambda: shardload.restore(build(WIDTH), url), lambda: list_steps(url)):
+        with pytest.raises(UnsupportedError, match=r"Cannot read .*://.*, expected a path, or an address at s3://"):
+            call()
+
+
+def test_the_scheme_may_have_capitals(objects, store):
+    target = build(WIDTH)
+    shardload.restore(target, store.http.replace("http://", "HTTP://") + "/run", step=2)
+    assert same(target, objects[1])
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_are_followed(objects, store, status):
+    move_step(objects, store, status)
     target = build(WIDTH)
     shardload.restore(target, store.http + "/run", step=2)
     assert same(target, objects[1])
@@ -192,7 +233,7 @@ def test_redirects_are_followed(objects, store, status):
         ("ftp://host/file", "is not an address of HTTP"),
         ("file:///etc/passwd", "is not an address of HTTP"),
         ("http://user:word@host/file", "has a user or a password"),
-        ("", "is no address"),
+        ("", "redirects, but to no address"),
         ("/" + "x" * 9000, "has more than 8192 characters"),
         ("http://[1/", "Invalid IPv6"),
         ("digests.json", "redirected more than 5 times"),
