@@ -74,6 +74,7 @@ class Assigner:
     _waiting: dict[str, Step] = field(default_factory=dict)
     _missing: dict[int, set[str]] = field(default_factory=dict)
     _late: list[Step] = field(default_factory=list)
+    _late_needs: set[str] = field(default_factory=set)
     _snapshots: list[AttributeSnapshot] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class Assigner:
         self._untouched = set(self._before)
         # Plain layers are assigned while others are still read; what computes, or needs no array, waits for `finish`.
         for step in self.variables.steps:
-            self._late.append(step) if step.computes or not step.needs else self._wait(step)
+            self._defer(step) if step.computes or not step.needs else self._wait(step)
 
     def starting(self, name: str) -> None:
         """Release a variable's old value, because its binding's new array is about to take device memory.
@@ -134,6 +135,7 @@ class Assigner:
         agreed()
         # From here on nothing can be rolled back: release the old values.
         self._late.clear()
+        self._late_needs.clear()
         self._snapshots.clear()
         self._before.clear()
 
@@ -185,13 +187,17 @@ class Assigner:
         value = current_value(variable) if self.atomic else None
         return _Before(variable, value, pending_of(variable))
 
+    def _defer(self, step: Step) -> None:
+        self._late.append(step)
+        self._late_needs.update(step.needs)
+
     def _wait(self, step: Step) -> None:
         self._missing[id(step)] = set(step.needs)
         for name in step.needs:
             self._waiting[name] = step
 
     def _is_late(self, name: str) -> bool:
-        return name not in self._arrays and any(name in step.needs for step in self._late)
+        return name not in self._arrays and name in self._late_needs
 
     def _run(self, step: Step) -> None:
         if self.atomic and step.saveable is not None:

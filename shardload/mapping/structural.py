@@ -243,11 +243,13 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
     provided_ids = {id(v) for v in provided}
     own = [v for v in made if id(v) not in provided_ids]
     notes += tuple(_not_stored(v, names) for v in own)
-    left = [n for n, t in manifest.tensors.items() if t.name not in taken | declined]
+    used = taken | declined
+    left = [n for n, t in manifest.tensors.items() if t.name not in used]
     idle = _idle_optimizers(model, good, {n: manifest.tensors[n] for n in left})
     notes += (f"{_UNUSED_OPTIMIZERS}: {', '.join(idle)}. Build them, then load the checkpoint again",) if idle else ()
     skipped = tuple(n for n in left if n.startswith(("optimizer/", _TASK, *(f"{path}/vars/" for path in idle))))
-    unused = tuple(n for n in left if n not in set(skipped))
+    apart = set(skipped)
+    unused = tuple(n for n in left if n not in apart)
     refused = refused_among(weights, covered, provided, names)
     return VariableMap(
         bindings=bindings,

@@ -224,5 +224,6 @@ def split_missing(
     weights = unique(weights)
     weight_ids = {id(v) for v in weights}
     missing = tuple(v for v in weights if id(v) not in provided_ids)
-    state = tuple(v for v in everything if id(v) not in provided_ids | weight_ids)
+    known = provided_ids | weight_ids
+    state = tuple(v for v in everything if id(v) not in known)
     return tuple(names[id(v)] for v in missing), missing, state
