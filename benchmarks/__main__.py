@@ -23,6 +23,7 @@ from shardload.stores.local import local_target
 COMMANDS = (
     ("models", "--pairs", "7"),
     ("load_peers", "--pairs", "7"),
+    ("small_tensors",),
     ("transfer_floor", "--pairs", "15"),
     ("restore_orbax", "--pairs", "7"),
     ("save_orbax", "--pairs", "7"),

@@ -17,6 +17,7 @@ Views, so a converter's transpose costs no copy of its own.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -240,6 +241,7 @@ class Manifest:
         return sum(isinstance(leaf, Mapping) and leaf.get("kind") == "weight" for leaf in leaves)
 
 
+@functools.lru_cache(maxsize=4096)
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a C-ordered array, in elements."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -86,7 +86,7 @@ def _packed_runs(tensor: Tensor) -> Iterator[tuple[Location, int, int]]:
 
 def _is_text(name: str) -> bool:
     """Whether a name can be printed and written: JSON escapes can smuggle in lone surrogates."""
-    return not any("\ud800" <= char <= "\udfff" for char in name)
+    return name.isascii() or not any("\ud800" <= char <= "\udfff" for char in name)
 
 
 def _position(tensor: Tensor, order: Mapping[Location, int]) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ PartitionSpec + mesh ─► NamedSharding ─► Layout on a MeshSpec ─► pla
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -74,6 +75,7 @@ def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed
     )
 
 
+@functools.lru_cache(maxsize=256)
 def devices_of(sharding: Placed) -> MeshDevices:
     """Return the mesh of a sharding with its devices; a single device is a mesh too."""
     if isinstance(sharding, SingleDeviceSharding):
@@ -108,8 +110,15 @@ def _axes(name: str, entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def is_in_default_memory(sharding: Placed) -> bool:
+    """Whether a sharding leaves arrays where a transfer puts them: not in ``pinned_host``, for example."""
+    return sharding.memory_kind in (None, next(iter(sharding.device_set)).default_memory().kind)
+
+
 def as_asked(array: Any, sharding: Placed) -> Any:
     """Return the array with the caller's own sharding object, without a copy if it is in the right memory."""
+    if array.sharding is sharding:
+        return array
     # Another kind of memory, such as ``pinned_host``: the transfer fills the device's default one.
     if sharding.memory_kind != array.sharding.memory_kind:
         return jax.device_put(array, sharding)

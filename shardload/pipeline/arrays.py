@@ -19,11 +19,21 @@ from jax.sharding import PartitionSpec, Sharding
 from shardload.errors import MismatchError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
-from shardload.pipeline.array_shardings import as_asked, devices_of, layout_of, mesh_of_argument, sharding_of
+from shardload.pipeline.array_shardings import (
+    Placed,
+    as_asked,
+    devices_of,
+    is_in_default_memory,
+    layout_of,
+    mesh_of_argument,
+    sharding_of,
+)
 from shardload.pipeline.array_targets import KINDS, SCALARS, WantedArray, checked_value, is_checked, is_tree, stated
 from shardload.progress import ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import MeshDevices, local_positions
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.binding import Binding
@@ -323,6 +333,18 @@ def _shown(names: Iterable[str]) -> list[str]:
     return found[:SHOWN] + ([f"… and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])
 
 
+def _bindings(group: Iterable[WantedArray], mesh: MeshSpec) -> list[Binding]:
+    # Layers repeat, so thousands of small arrays have a few layouts.
+    layouts: dict[tuple[Placed, tuple[int, ...]], Layout] = {}
+    found = []
+    for one in group:
+        key = one.sharding, one.view.shape
+        if key not in layouts:
+            layouts[key] = layout_of(one.name, one.view.shape, one.sharding, mesh)
+        found.append(Binding(one.name, one.view, one.dtype, layouts[key]))
+    return found
+
+
 def _transfer(opened: OpenedSource, wanted: Sequence[WantedArray], *, budget: int | None, shown: Any) -> dict[str, Any]:
     arrays: dict[str, Any] = {one.name: checked_value(opened, one) for one in wanted if is_checked(opened, one)}
     overflowed: tuple[str, ...] = ()
@@ -335,10 +357,7 @@ def _transfer(opened: OpenedSource, wanted: Sequence[WantedArray], *, budget: in
     plans = {  # all of them before the first read: what does not fit is refused at once
         devices: make_plan(
             opened.manifest,
-            [
-                Binding(one.name, one.view, one.dtype, layout_of(one.name, one.view.shape, one.sharding, devices.mesh))
-                for one in group
-            ],
+            _bindings(group, devices.mesh),
             host_memory_bytes=budget,
             positions=local_positions(devices),
             scatter=opened.checker is None,
@@ -347,6 +366,7 @@ def _transfer(opened: OpenedSource, wanted: Sequence[WantedArray], *, budget: in
         for devices, group in by_mesh.items()
     }
     shardings = {one.name: one.sharding for one in wanted}
+    usual = {sharding: is_in_default_memory(sharding) for sharding in dict.fromkeys(shardings.values())}
 
     def ready(name: str, array: Any) -> None:
         arrays[name] = as_asked(array, shardings[name])
@@ -361,6 +381,7 @@ def _transfer(opened: OpenedSource, wanted: Sequence[WantedArray], *, budget: in
                 on_ready=ready,
                 progress=shown.advance,
                 check=opened.checker,
+                shardings={name: sharding for name, sharding in shardings.items() if usual[sharding]},
             )
             overflowed += stats.overflowed
     finally:

@@ -11,6 +11,7 @@ A 2-D example, ``Bounds(start=(1, 2), stop=(3, 5))``::
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from operator import lt, sub
@@ -39,7 +40,7 @@ class Bounds:
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Bounds:
         """Return the box that covers a tensor of ``shape`` entirely."""
-        return cls((0,) * len(shape), tuple(shape))
+        return _whole(tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,3 +72,9 @@ class Bounds:
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Bounds:
+    """Layers repeat, so a few shapes are asked for thousands of times."""
+    return Bounds((0,) * len(shape), shape)

@@ -46,6 +46,10 @@ class Layout:
         if unknown := sorted(set(used) - set(self.mesh.axes)):
             raise LayoutError(f"The layout {self.spec} names axes {unknown} that the mesh {self.mesh} does not have")
 
+    def __hash__(self) -> int:
+        # A key of several caches, asked for each tensor: without the mesh, which nearly always is the same.
+        return hash(self.spec)
+
     @classmethod
     def replicated(cls, mesh: MeshSpec, rank: int) -> Layout:
         """Return the layout that stores the whole variable on every device."""

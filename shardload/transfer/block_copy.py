@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,11 +50,11 @@ class Task:
     """The stored tensor that the block belongs to."""
     parts: list[CopyPart]
     """Destinations in the shard buffers; all boxes lie inside the block."""
-    grids: list[Grid]
+    grids: Sequence[Grid] = ()
     """Runs of a direct block."""
-    row: int
+    row: int = 0
     """Elements per row in the scratch of a staged block; 0: a single row."""
-    row_copies: list[RowCopy]
+    row_copies: Sequence[RowCopy] = ()
     """Parts of a staged block that goes through scratch a few rows at a time."""
 
     @classmethod
@@ -61,13 +62,13 @@ class Task:
         """Prepare a task, before the first byte is read: Python is slow once copying has emptied the caches."""
         itemsize = tensor.dtype.itemsize
         if block.how == "direct":
-            return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts], 0, [])
+            return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts])
         row = pitch_row(block, parts, itemsize) if block.how == "staged" else 0
         row_copies: list[RowCopy] = []
         if block.how == "staged" and block.row_elements:
             flat, rows = _flat(_NOWHERE, block, tensor, row), block.step // block.row_elements
             row_copies = [RowCopy(part, flat, row_elements=block.row_elements, rows=rows) for part in parts]
-        return cls(block, tensor, parts, [], row, row_copies)
+        return cls(block, tensor, parts, (), row, row_copies)
 
 
 class BlockCopier:
@@ -107,6 +108,42 @@ class BlockCopier:
                 f"{block.path}: {error}"
             ) from error
 
+    def move_together(self, tasks: Sequence[Task], file: File | None) -> BlockTimes:
+        """Read blocks that follow each other in a file at once, and copy each into its parts.
+
+        Raises:
+            TransferError: When the file ends early or cannot be read.
+            DamagedError: When verified reads find a digest mismatch.
+        """
+        first, last = tasks[0].block, tasks[-1].block
+        began, n_bytes = time.perf_counter(), last.offset + last.read_bytes - first.offset
+        whole = BlockMemory(self._scratch(n_bytes), np.dtype(np.uint8), 0)
+        if not self._fill_together(whole, n_bytes, first, file):
+            # One by one, for the error to name the tensor.
+            alone = (Task.of(task.block, task.tensor, task.parts) for task in tasks)
+            return sum((self.move(task, file) for task in alone), BlockTimes(0.0, 0.0))
+        read, block = time.perf_counter(), first
+        with np.errstate(all="ignore", over="call", call=lambda *_: self.overflowed.add(block.tensor)):
+            for task in tasks:
+                block = task.block  # which the lambda above sees, too
+                at = block.offset - first.offset
+                flat = BlockMemory(whole.memory[at : at + block.read_bytes], task.tensor.dtype, block.start)
+                for part in task.parts:
+                    copy(part.target, flat.source(part))
+        return BlockTimes(read - began, time.perf_counter() - read)
+
+    def _fill_together(self, whole: BlockMemory, n_bytes: int, first: Block, file: File | None) -> bool:
+        """Read into scratch; return whether everything arrived."""
+        try:
+            if self.verified is None:
+                return scatter_read(file, self._fill(whole, n_bytes), first.offset) == n_bytes
+            self.verified.fill(whole, n_bytes, path=first.path, offset=first.offset)
+        except OSError as error:
+            if isinstance(error, ShardloadError):
+                raise
+            return False
+        return True
+
     def _move(self, task: Task, file: File | None) -> BlockTimes:
         block, began = task.block, time.perf_counter()
         if block.how == "direct":
@@ -121,7 +158,7 @@ class BlockCopier:
             copy(part.target, flat.source(part))
         return BlockTimes(read - began, time.perf_counter() - read)
 
-    def _scatter(self, block: Block, grids: list[Grid], file: File | None) -> None:
+    def _scatter(self, block: Block, grids: Sequence[Grid], file: File | None) -> None:
         stop, gap_memory = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
         wanted = calls(grids, start=block.offset, stop=stop, gap_memory=gap_memory)
         self._check(block, block.offset, block.read_bytes, scatter_read(file, wanted, block.offset))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -347,15 +347,24 @@ class Planner:
         # Casts run one after another on the worker, so the widest one is the peak.
         return elements * max((d.itemsize for d in wanted), default=0)
 
+    def staged_bytes(self, block: Block) -> int:
+        """Return the memory of all shards of a block's variables, each padded to a cache line."""
+        return sum(self._shard_bytes(piece.binding) for piece in block.pieces)
+
+    def _shard_bytes(self, index: int) -> int:
+        shards = self.shards[index]
+        return len(shards) * (shards[0].size * self.bindings[index].dtype.itemsize + 63) if shards else 0
+
     def needed_bytes(self) -> int:
         """Return distinct stored bytes of the local shards; overlapping views count at most their whole tensor."""
         total = 0
         for name, indices in self.by_tensor.items():
             tensor = self.tensors[name]
             seen: dict[View, set[Bounds]] = {}
-            for i in indices:
+            for i in indices if len(indices) > 1 else ():
                 seen.setdefault(self.bindings[i].view, set()).update(self.shards[i])
-            elements = min(sum(_distinct(view, bounds) for view, bounds in seen.items()), tensor.size)
+            pairs = seen.items() or [(self.bindings[indices[0]].view, self.shards[indices[0]])]
+            elements = min(sum(_distinct(view, bounds) for view, bounds in pairs), tensor.size)
             total += tensor.stored_bytes * elements // max(1, tensor.size)
         return total
 
@@ -378,7 +387,7 @@ def _has_long_runs(view: View, box: Bounds, shard: tuple[int, ...], itemsize: in
     return (length == box.size and outer == 0) or length * itemsize >= DIRECT_RUN_BYTES
 
 
-def _distinct(view: View, bounds: set[Bounds]) -> int:
+def _distinct(view: View, bounds: Collection[Bounds]) -> int:
     """Count the distinct tensor elements in some boxes of a view; a broadcast dim (stride 0) counts once."""
     real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
     return min(math.prod(view.shape[d] for d in real), sum(math.prod(b.shape[d] for d in real) for b in bounds))

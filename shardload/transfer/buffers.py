@@ -56,6 +56,9 @@ def stack(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[A
 
 def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
     """Return one uninitialised C-ordered array per shape, all in one piece of memory."""
+    if len(shapes) == 1:
+        (shape,) = shapes
+        return [np.ndarray(shape, dtype, memory(math.prod(shape) * dtype.itemsize).data)]
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     steps = [_step(size) for size in sizes]
     area = memory(sum(steps))

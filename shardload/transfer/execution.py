@@ -25,7 +25,7 @@ import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ from shardload.transfer.placement import (
 )
 from shardload.transfer.planning import Binding, Block, LoadPlan, local_bounds
 from shardload.transfer.regions import SCRATCH_BYTES
-from shardload.transfer.staging import Chunk, Variable, grouped
+from shardload.transfer.staging import Chunk, Variable, limited_chunks, whole_chunks
 from shardload.transfer.verification import TransferVerification
 from shardload.transfer.verifier import Verifier
 from shardload.transfer.workers import WorkerThreads, default_threads
@@ -104,6 +104,7 @@ def execute(
     threads: int | None = None,
     placement: TransferMode = "auto",
     check: Verifier | None = None,
+    shardings: Mapping[str, Any] | None = None,
 ) -> TransferStats:
     """Read everything in a plan and pass on each variable as a sharded array.
 
@@ -118,6 +119,8 @@ def execute(
         threads: Worker threads; by default one per core, at most `shardload.transfer.workers.MAX_THREADS`.
         placement: ``adopt``: devices adopt host buffers; ``upload``: they get a copy; ``auto``: by platform.
         check: Verifies everything that is read, if the checkpoint has digests.
+        shardings: By variable, the sharding object that its array gets, if not that of `named_sharding`; both must
+            place every shard on the same device, in its default memory.
 
     Raises:
         TransferError: When a file changed since its headers were read, ends early or cannot be read.
@@ -129,14 +132,22 @@ def execute(
     if placement == "auto":
         placement = "adopt" if all(d.platform == "cpu" for d in devices) else "upload"
     began, cpu = time.perf_counter(), time.process_time()
-    transfer = Transfer(plan, manifest, devices, placement, threads=threads or default_threads(), check=check)
+    transfer = Transfer(
+        plan,
+        manifest,
+        devices,
+        placement,
+        threads=threads or default_threads(),
+        check=check,
+        shardings=shardings or {},
+    )
     try:
         transfer.run(on_ready, on_start or (lambda _: None), progress or (lambda _: None))
     finally:
         transfer.close()
     return TransferStats(
         read_bytes=transfer.checks.read_bytes() if transfer.checks else plan.read_bytes,
-        direct_bytes=sum(b.read_bytes for b in plan.blocks if b.how == "direct"),
+        direct_bytes=plan.direct_bytes,
         peak_staging_bytes=transfer.budget.peak_bytes,
         read_s=transfer.read_s,
         copy_s=transfer.copy_s,
@@ -151,8 +162,9 @@ def execute(
 def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
     if plan.bindings:
         check_devices(plan.bindings[0].layout.mesh, devices)
+    narrowed = {dtype for dtype in {b.dtype for b in plan.bindings} if jax.dtypes.canonicalize_dtype(dtype) != dtype}
     for binding in plan.bindings:
-        if jax.dtypes.canonicalize_dtype(binding.dtype) != binding.dtype:
+        if binding.dtype in narrowed:
             raise MismatchError(
                 f"Cannot load variable {binding.name!r} as {binding.dtype}: JAX has 64-bit dtypes disabled. Set "
                 "jax_enable_x64, or build the model with a 32-bit dtype"
@@ -172,6 +184,7 @@ class Transfer:
         *,
         threads: int,
         check: Verifier | None,
+        shardings: Mapping[str, Any],
     ) -> None:
         self.plan, self.manifest, self.devices, self.placement = plan, manifest, devices, placement
         self.checks = None if check is None else TransferVerification(check, plan)
@@ -194,9 +207,11 @@ class Transfer:
             for chunk in dict.fromkeys(self.chunks.values()):
                 self._take(chunk)
         # For uploads, buffers are taken when a block is submitted, so its destinations are unknown before.
-        early = (index for index, block in enumerate(plan.blocks) if block.how == "staged" and placement == "adopt")
+        alone = (run.start for run in plan.runs if len(run) == 1)
+        early = (index for index in alone if plan.blocks[index].how == "staged" and placement == "adopt")
         self.tasks = {index: self._task_of(index) for index in itertools.islice(early, PREPARED)}
-        self.sharding = functools.cache(lambda layout: named_sharding(layout, devices))
+        self.shardings = shardings
+        self.sharding_of_layout = functools.cache(lambda layout: named_sharding(layout, devices))
         self.workers = WorkerThreads[BlockTimes](self.threads)  # last: a failure before this leaves no thread behind
 
     def run(
@@ -243,70 +258,70 @@ class Transfer:
 
     def _make_chunks(self) -> dict[tuple[int, int], Chunk]:
         """Return the chunk that each (block, piece) belongs to."""
-        pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
-        sharing: dict[str, set[int]] = {}
-        for b, block in enumerate(self.plan.blocks):
-            for p, piece in enumerate(block.pieces):
-                pieces.setdefault(piece.binding, []).append((b, p, piece.box))
-                sharing.setdefault(block.tensor, set()).add(piece.binding)
-        # Half of what is left, divided among the variables of a tensor: all of them are open at once.
+        if self.placement == "adopt":
+            return whole_chunks(self.plan.blocks, self.variables)
         free = self.budget.limit_bytes - self.budget.taken_bytes - self.plan.decoded_bytes
-        found: dict[tuple[int, int], Chunk] = {}
-        for t, of_target in pieces.items():
-            variable = self.variables[t]
-            limit = free // (2 * len(sharing[variable.binding.view.tensor]))
-            for chunk, members in grouped(variable, of_target, None if self.placement == "adopt" else limit):
-                variable.chunks_left += 1
-                chunk.blocks_left = len(members)
-                found.update(dict.fromkeys(members, chunk))
-        return found
+        return limited_chunks(self.plan.blocks, self.variables, free_bytes=free)
 
-    def _jobs(self) -> Iterator[range]:
-        """Yield ranges of blocks to submit together: short ones that take nothing from the budget."""
+    def _jobs(self) -> Iterator[list[range]]:
+        """Yield runs of blocks to submit together: short ones that take nothing from the budget."""
         # In a small plan, jobs are small enough for every thread to get several.
         share = self.plan.read_bytes // (self.threads * QUEUED_PER_THREAD * 2)
         most = min(JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)
-        first = n_bytes = 0
-        for index, block in enumerate(self.plan.blocks):
-            if index > first and (n_bytes + block.read_bytes > most or not self._is_free(block)):
-                yield range(first, index)
-                first, n_bytes = index, 0
-            n_bytes += block.read_bytes if self._is_free(block) else most
-        if self.plan.blocks:
-            yield range(first, len(self.plan.blocks))
+        job: list[range] = []
+        n_bytes = 0
+        for run in self.plan.runs:
+            run_bytes = sum(block.read_bytes for block in self._blocks(run))
+            free = self._is_free(run)
+            if job and (n_bytes + run_bytes > most or not free):
+                yield job
+                job, n_bytes = [], 0
+            job.append(run)
+            n_bytes += run_bytes if free else most
+        if job:
+            yield job
 
-    def _is_free(self, block: Block) -> bool:
-        return self.placement == "adopt" and not block.is_decoded
+    def _blocks(self, run: range) -> tuple[Block, ...]:
+        return self.plan.blocks[run.start : run.stop]
 
-    def _submit(self, job: range) -> None:
+    def _is_free(self, run: range) -> bool:
+        return self.placement == "adopt" and not self.plan.blocks[run.start].is_decoded
+
+    def _submit(self, job: list[range]) -> None:
         # Memory is taken and files are opened here, on the calling thread; workers only read and copy.
-        moves = [self._move_of(index) for index in job]
+        moves = [self._move_of(run) for run in job]
         self.workers.submit(job, lambda: sum((move() for move in moves), BlockTimes(0.0, 0.0)))
 
-    def _move_of(self, index: int) -> Callable[[], BlockTimes]:
-        block = self.plan.blocks[index]
-        for p in range(len(block.pieces)):
-            self._open(self.chunks[index, p])
-        if block.is_decoded:
-            self._must_take(block.host_bytes, f"A block of tensor {block.tensor!r}")
-        file = None if block.is_decoded else self._file(block.path)
-        ready = self.tasks.pop(index, None)
+    def _move_of(self, run: range) -> Callable[[], BlockTimes]:
+        first = self.plan.blocks[run.start]
+        for index, block in enumerate(self._blocks(run), run.start):
+            for p in range(len(block.pieces)):
+                self._open(self.chunks[index, p])
+        if first.is_decoded:
+            self._must_take(first.host_bytes, f"A block of tensor {first.tensor!r}")
+        file = None if first.is_decoded else self._file(first.path)
+        ready = self.tasks.pop(run.start, None)
 
         def move() -> BlockTimes:
-            task = ready or self._task_of(index)
+            tasks = [ready] if ready else [self._task_of(index, alone=len(run) == 1) for index in run]
             if self.checks is not None:
-                self.checks.before(block, task.tensor)
-            moved = self.copier.move(task, file)
+                for task in tasks:
+                    self.checks.before(task.block, task.tensor)
+            moved = self.copier.move(tasks[0], file) if len(tasks) == 1 else self.copier.move_together(tasks, file)
             if self.checks is not None:
-                self.checks.after(block)
+                for task in tasks:
+                    self.checks.after(task.block)
             return moved
 
         return move
 
-    def _task_of(self, index: int) -> Task:
+    def _task_of(self, index: int, *, alone: bool = True) -> Task:
         block = self.plan.blocks[index]
-        parts = [part for p, piece in enumerate(block.pieces) for part in self.chunks[index, p].parts(piece)]
-        return Task.of(block, self.manifest.tensors[block.tensor], parts)
+        parts = [
+            part for p, piece in enumerate(block.pieces) for part in self.chunks[index, p].parts(piece, by_rows=alone)
+        ]
+        tensor = self.manifest.tensors[block.tensor]
+        return Task.of(block, tensor, parts) if alone else Task(block, tensor, parts)
 
     def _open(self, chunk: Chunk) -> None:
         if not chunk.variable.started:
@@ -349,10 +364,11 @@ class Transfer:
             assert done.result is not None
             self._complete_one(done.job, done.result)
 
-    def _complete_one(self, job: range, moved: BlockTimes) -> None:
+    def _complete_one(self, job: list[range], moved: BlockTimes) -> None:
         self.read_s += moved.read_s
         self.copy_s += moved.copy_s
-        for index in job:
+        indices = range(job[0].start, job[-1].stop)
+        for index in indices:
             block = self.plan.blocks[index]
             if block.is_decoded:
                 self.budget.give_back(block.host_bytes)
@@ -361,7 +377,7 @@ class Transfer:
                 chunk.blocks_left -= 1
                 if not chunk.blocks_left:
                     self.complete.append(chunk)
-        self.progress(sum(self.plan.blocks[index].read_bytes for index in job))
+        self.progress(sum(self.plan.blocks[index].read_bytes for index in indices))
         if self.placement == "upload" or len(self.complete) >= PLACED_TOGETHER:
             self._place_complete()
         # Free without waiting: budget that is returned early keeps the workers busy.
@@ -375,7 +391,7 @@ class Transfer:
 
     def _place(self, chunk: Chunk) -> None:
         variable, binding = chunk.variable, chunk.variable.binding
-        sharding = self.sharding(binding.layout)
+        sharding = self.shardings.get(binding.name, None) or self.sharding_of_layout(binding.layout)
         if chunk.box == Bounds.whole(binding.view.shape):
             self._open(chunk)  # no block has, if the variable has no elements
             array = assemble(binding.view.shape, sharding, {s: memory for s, (_, memory) in chunk.buffers.items()})

@@ -52,8 +52,11 @@ def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:
 
 def assemble(shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[Bounds, NDArray[Any]]) -> Any:
     """Build a sharded array from one host buffer per distinct shard; on CPU it adopts aligned buffers."""
+    only = next(iter(buffers.values())) if len(buffers) == 1 else None
 
     def shard(index: tuple[slice, ...] | None) -> NDArray[Any]:
+        if only is not None:
+            return only
         return buffers[_bounds(_ranges(index), shape)]
 
     # JAX calls back once per device; replicas get the same buffer, and adopt it together.

@@ -18,14 +18,17 @@ A block is moved in one of four ways (``how``):
 * ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, in any layout.
 * ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
 
+Small blocks next to each other are read together, through scratch, whatever they would do alone (`runs`).
+
 Views with overlapping byte ranges on one tensor (fused kernels, tied weights) share blocks, so that each
 byte is read once. Columns that no local shard needs are trimmed; unneeded bytes that are read are counted.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardload.errors import BudgetError, LayoutError, TransferError
@@ -42,6 +45,7 @@ from shardload.transfer.block_plan import (
     local_bounds,
 )
 from shardload.transfer.regions import least_budget, paths_of, regions
+from shardload.transfer.runs import runs
 
 __all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_bounds", "make_plan"]
 
@@ -71,13 +75,21 @@ class LoadPlan:
     """The budget."""
     block_bytes: int
     """Longest direct read."""
+    runs: tuple[range, ...]
+    """Ranges of blocks that are read together; see `shardload.transfer.runs`."""
     budget_raised: bool = False
     """Whether the budget exceeds the default because a chunk that decodes as a whole needs more."""
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of one scratch buffer: a fill of a staged block, or the gaps between the runs of a direct one."""
-        return max((b.scratch_bytes for b in self.blocks), default=0)
+        """Size of one scratch buffer: several small blocks, a fill of a staged one, or the gaps in a direct one."""
+        return max(itertools.chain(self._together(), (b.scratch_bytes for b in self.blocks)), default=0)
+
+    @property
+    def direct_bytes(self) -> int:
+        """Bytes that are read straight into shard memory."""
+        alone = (self.blocks[r.start] for r in self.runs if len(r) == 1)
+        return sum(block.read_bytes for block in alone if block.how == "direct")
 
     @property
     def decoded_bytes(self) -> int:
@@ -104,8 +116,14 @@ class LoadPlan:
     def peak_staging_bytes(self) -> int:
         """Peak host memory for staging, without the shards of devices that share the host's memory."""
         # The transfer has at most BUDGET_PARTS jobs in flight; at worst, they are the largest.
-        most = sum(sorted((b.host_bytes for b in self.blocks), reverse=True)[:BUDGET_PARTS])
-        return min(most, self.host_memory_bytes)
+        each = itertools.chain(self._together(), (b.host_bytes for b in self.blocks))
+        return min(sum(sorted(each, reverse=True)[:BUDGET_PARTS]), self.host_memory_bytes)
+
+    def _together(self) -> Iterator[int]:
+        """Yield the bytes of each run of several blocks."""
+        for run in self.runs:
+            if len(run) > 1:
+                yield sum(block.read_bytes for block in self.blocks[run.start : run.stop])
 
 
 def make_plan(
@@ -157,6 +175,7 @@ def make_plan(
         device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in bindings),) * size,
         host_memory_bytes=budget,
         block_bytes=block_bytes,
+        runs=tuple(runs(blocks, staged=planner.staged_bytes, limit_bytes=budget // BUDGET_PARTS)),
         budget_raised=host_memory_bytes is None and budget > DEFAULT_HOST_MEMORY,
     )
 

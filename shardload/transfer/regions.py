@@ -138,6 +138,8 @@ def paths_of(tensor: Tensor) -> tuple[Location, ...]:
     match tensor.storage:
         case Decoded(reader):
             return reader.paths
+        case Extent(path):
+            return (path,)
         case _:
             return tuple(dict.fromkeys(region.path for region in regions(tensor)))
 
@@ -171,8 +173,8 @@ def _is_packed(tensor: Tensor) -> bool:
             return isinstance(storage, Packed)
 
 
-def in_file_order(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:
-    """Return every region of some tensors, per file by offset; a decoded tensor follows its predecessor."""
+def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
+    """Yield every region of some tensors, per file by offset; a decoded tensor follows its predecessor."""
     files: dict[Location, int] = {}
     reached: dict[Location, int] = {}
     placed = []
@@ -183,7 +185,7 @@ def in_file_order(tensors: dict[str, Tensor]) -> list[tuple[Tensor, Region]]:
             reached[region.path] = offset + (0 if decoded else region.stored_bytes(tensor.dtype))
             placed.append((files.setdefault(region.path, len(files)), offset, index, tensor, region))
     placed.sort(key=lambda p: p[:3])
-    return [(tensor, region) for *_, tensor, region in placed]
+    return ((tensor, region) for *_, tensor, region in placed)
 
 
 __all__ = ["Region", "RegionView", "in_file_order", "least_budget", "paths_of", "regions", "view_in_region"]

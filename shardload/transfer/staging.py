@@ -20,7 +20,7 @@ from shardload.manifest import View
 from shardload.sharding.bounds import Bounds
 from shardload.transfer.buffers import arena, stack
 from shardload.transfer.placement import IncrementalArray
-from shardload.transfer.planning import Binding, BlockPiece
+from shardload.transfer.planning import Binding, Block, BlockPiece
 from shardload.transfer.scratch import CopyPart
 from shardload.transfer.strides import largest_stride
 
@@ -64,15 +64,17 @@ class StackedShards:
         first, last = (box.start[self.dim] - begin) // width, -(-(box.stop[self.dim] - begin) // width)
         return self.shards[max(0, first) : max(0, last)]
 
-    def part(self, piece: BlockPiece) -> CopyPart | None:
+    def part(self, piece: BlockPiece, *, by_rows: bool) -> CopyPart | None:
         """Return the destination of a piece if it covers ``dim`` completely and overlaps every shard, else None."""
         view, box, d = piece.view, piece.box, self.dim
         width, count = self.first.shape[d], len(self.memory)
         begin = self.first.start[d]
         apart = width * view.strides[d]
+        if box.start[d] > begin or box.stop[d] < begin + width * count:
+            return None
         # Only shards side by side within one row of the file: `scratch.RowCopy` has a few rows at a time, and shards
         # that divide the rows themselves are further apart.
-        if box.start[d] > begin or box.stop[d] < begin + width * count or apart * count > largest_stride(view):
+        if by_rows and apart * count > largest_stride(view):
             return None
         start, stop = list(map(max, box.start, self.first.start)), list(map(min, box.stop, self.first.stop))
         start[d], stop[d] = begin, begin + width
@@ -149,26 +151,63 @@ class Chunk:
             self.stack = StackedShards(dim, boxes[0], whole, held)
         self.buffers = dict(zip(common, held, strict=True))
 
-    def parts(self, piece: BlockPiece) -> list[CopyPart]:
-        """Return the destinations of a piece of the variable."""
-        if self.stack is not None and (part := self.stack.part(piece)) is not None:
+    def parts(self, piece: BlockPiece, *, by_rows: bool = True) -> list[CopyPart]:
+        """Return the destinations of a piece of the variable; ``by_rows`` if it is copied a few rows at a time."""
+        if self.stack is not None and (part := self.stack.part(piece, by_rows=by_rows)) is not None:
             return [part]
         found = []
         for held, buffer in self.buffers.values() if self.stack is None else self.stack.overlapping(piece.box):
             if (both := held.intersect(piece.box)) is not None:
                 # The Ellipsis keeps rank 0 an array.
                 place: tuple[Any, ...] = (*both.relative_to(held.start).slices, ...)
-                found.append(CopyPart(piece.view, both, buffer[place]))
+                found.append(CopyPart(piece.view, both, buffer if both == held else buffer[place]))
         return found
 
 
-def grouped(
-    variable: Variable, pieces: list[tuple[int, int, Bounds]], limit: int | None
+def whole_chunks(blocks: Sequence[Block], variables: Sequence[Variable]) -> dict[tuple[int, int], Chunk]:
+    """Return the chunk of each (block, piece), where shard buffers need no room in the budget: one per variable."""
+    chunks: dict[int, Chunk] = {}
+    found: dict[tuple[int, int], Chunk] = {}
+    for b, block in enumerate(blocks):
+        for p, piece in enumerate(block.pieces):
+            if (chunk := chunks.get(piece.binding)) is None:
+                variable = variables[piece.binding]
+                chunk = chunks[piece.binding] = Chunk(variable, Bounds.whole(variable.binding.view.shape))
+                variable.chunks_left = 1
+            chunk.blocks_left += 1
+            found[b, p] = chunk
+    return found
+
+
+def limited_chunks(
+    blocks: Sequence[Block], variables: Sequence[Variable], *, free_bytes: int
+) -> dict[tuple[int, int], Chunk]:
+    """Return the chunk of each (block, piece), where all chunks that are open together must fit into half a budget."""
+    pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
+    sharing: dict[str, set[int]] = {}
+    for b, block in enumerate(blocks):
+        for p, piece in enumerate(block.pieces):
+            pieces.setdefault(piece.binding, []).append((b, p, piece.box))
+            sharing.setdefault(block.tensor, set()).add(piece.binding)
+    found: dict[tuple[int, int], Chunk] = {}
+    for t, of_target in pieces.items():
+        variable = variables[t]
+        # Divided among the variables of a tensor: all of them are open at once.
+        limit = free_bytes // (2 * len(sharing[variable.binding.view.tensor]))
+        for chunk, members in _grouped(variable, of_target, limit):
+            variable.chunks_left += 1
+            chunk.blocks_left = len(members)
+            found.update(dict.fromkeys(members, chunk))
+    return found
+
+
+def _grouped(
+    variable: Variable, pieces: list[tuple[int, int, Bounds]], limit: int
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
-    """Group a variable's pieces, in file order, into boxes of at most ``limit`` bytes; ``None``: one box."""
+    """Group a variable's pieces, in file order, into boxes of at most ``limit`` bytes."""
     whole = Bounds.whole(variable.binding.view.shape)
     itemsize = variable.staged.itemsize
-    if limit is None or sum(b.size for b in variable.shards) * itemsize <= limit:
+    if sum(b.size for b in variable.shards) * itemsize <= limit:
         return [(Chunk(variable, whole), [(b, p) for b, p, _ in pieces])]
     groups: list[tuple[Chunk, list[tuple[int, int]]]] = []
     for b, p, box in pieces:

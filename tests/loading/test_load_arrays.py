@@ -277,3 +277,23 @@ assert len(shardload.load_arrays({str(path)!r}, jax.sharding.PartitionSpec(), me
 assert "keras" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_small_array_is_dispatched_once_with_the_callers_own_sharding(tmp_path, mesh, monkeypatch):
+    values = {f"t{i}": np.full((8, 4), i, np.float32) for i in range(300)}
+    save_file(values, tmp_path / "model.safetensors")
+    calls = {"make_array_from_callback": 0, "make_array_from_single_device_arrays": 0, "device_put": 0}
+    for name in calls:
+        original = getattr(jax, name)
+
+        def counted(*args, _name=name, _original=original, **options):
+            calls[_name] += 1
+            return _original(*args, **options)
+
+        monkeypatch.setattr(jax, name, counted)
+    wanted = [NamedSharding(mesh, P("model")), NamedSharding(mesh, P()), SingleDeviceSharding(jax.devices()[3])]
+    found = shardload.load_arrays(tmp_path, {name: wanted[i % 3] for i, name in enumerate(values)})
+    assert calls == {"make_array_from_callback": 300, "make_array_from_single_device_arrays": 0, "device_put": 0}
+    for i, (name, value) in enumerate(values.items()):
+        assert found[name].sharding is wanted[i % 3]
+        assert_holds(found[name], value, wanted[i % 3])
