@@ -5,6 +5,7 @@ The docstring of a command is its help text: a description, then examples to cop
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from shardload.console import (
     options,
     streams,
 )
+from shardload.console.launchers import alone_among_several
 from shardload.interrupts import exit_at_once, raise_interrupt_safely
 from shardload.progress import on_stderr
 from shardload.reports.names import printable
@@ -44,6 +46,7 @@ def load(
     prompt: options.Prompt = None,
     max_new_tokens: options.MaxNewTokens = None,
     platform: options.PlatformOption = None,
+    distributed: options.Distributed = False,
     coordinator_address: options.CoordinatorAddress = None,
     num_processes: options.NumProcesses = None,
     process_id: options.ProcessId = None,
@@ -55,8 +58,9 @@ def load(
 ) -> None:
     """Load a checkpoint onto a mesh and report what went where.
 
-    With --num-processes, run the same command in each process, with its own --process-id. Each process reads what its
-    devices need; process 0 reports for all.
+    With --distributed, processes that one launcher started (srun, mpirun) load together. With --num-processes, run the
+    same command in each process, with its own --process-id. Each process reads what its devices need; process 0 reports
+    for all.
 
     Examples:
     $ shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -65,23 +69,25 @@ def load(
     """
     # What the options alone can say is wrong comes first, before seconds of imports.
     spec, which = options.mesh_spec(mesh, axes, layout), options.step(step)
-    processes = options.processes(coordinator_address, num_processes, process_id)
+    processes = options.processes(coordinator_address, num_processes, process_id, distributed=distributed)
     _check_together(spec, processes, prompt, max_new_tokens)
-    reports = processes is None or processes.is_first
-    note = streams.note if reports else _nothing
+    note = streams.note if processes is None or processes.is_first else _nothing
+    if processes is None and (alone := alone_among_several(os.environ)) is not None:
+        note(alone)
     with streams.results() as out:
         jax_setup.prepare(note=note)
         # May download, and has a folder to clean up: Ctrl-C raises here. What follows writes nothing, so it just exits.
         with raise_interrupt_safely():
             lazy_api.find(source)
         with exit_at_once(partial(out.interrupted, as_json=json)):
-            jax_setup.provide_devices(
+            processes = jax_setup.provide_devices(
                 spec,
                 platform=platform,
                 note=note,
                 processes=processes,
                 give_up=lambda error: failures.tell(error, json_wanted=json, stdout=out.stream),
             )
+            reports = processes is None or processes.is_first
             if prompt is not None:
                 lazy_api.check_tokenizer(source, format=format and str(format))
             with on_stderr(enabled=reports and not no_progress, as_json=log_json) as progress:
@@ -127,7 +133,8 @@ def _check_together(spec: Any, processes: Any, prompt: str | None, max_new_token
         raise typer.BadParameter("The prompt is empty.", param_hint="--prompt")
     if processes is not None and prompt is not None:
         raise typer.BadParameter(
-            "Several processes cannot generate text. Leave out --prompt, or --num-processes.", param_hint="--prompt"
+            "Several processes cannot generate text. Leave out --prompt, or --num-processes and --distributed.",
+            param_hint="--prompt",
         )
     if processes is not None and spec is None:
         raise typer.BadParameter("A mesh is required with several processes.", param_hint="--mesh")

@@ -74,7 +74,7 @@ def provide_devices(
     note: Callable[[str], None],
     processes: Processes | None = None,
     give_up: GiveUp = _TELL,
-) -> None:
+) -> Processes | None:
     """Start JAX with the devices that a mesh needs; simulate them if the platform is the CPU.
 
     Args:
@@ -84,19 +84,25 @@ def provide_devices(
         processes: This process among several, each with its part of the mesh; ``None`` for a single process.
         give_up: Called if the other processes do not connect, right before the process ends.
 
+    Returns:
+        ``processes`` with what JAX found of them.
+
     Raises:
         MeshError: When the platform is unavailable, or has too few devices.
     """
-    # The order is JAX's: the platform before its import; the number of CPU devices and the peers before it starts.
+    # The order is JAX's: the platform before its import; the peers and the number of CPU devices before it starts.
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = _jax_platforms(platform)
     needed = mesh.size if mesh is not None else 1
-    own = processes.devices_of(mesh) if processes is not None and mesh is not None else needed
+    if processes is not None and mesh is not None:
+        processes.devices_of(mesh)  # raises before the wait for the others
     import jax
 
-    simulated = _simulate(jax, min(own, MAX_SIMULATED))
     if processes is not None:
-        processes.meet(note=note, give_up=give_up)
+        processes = processes.meet(note=note, give_up=give_up)
+    own = processes.devices_of(mesh) if processes is not None and mesh is not None else needed
+    simulated = _simulate(jax, min(own or needed, MAX_SIMULATED))
+    if processes is not None:
         # Imported after meet(), which must be the first use of JAX.
         from shardload.pipeline import load_distributed
 
@@ -114,6 +120,7 @@ def provide_devices(
         )
     if found == "cpu" and simulated:
         note(f"simulating {needed} CPU devices for the mesh {mesh}; no accelerator is used.")
+    return processes
 
 
 def stay_off_accelerators() -> None:

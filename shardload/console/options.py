@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from shardload.console import completion
 from shardload.console.jax_setup import Platform
-from shardload.console.processes import Processes
+from shardload.console.processes import Processes, detected
 from shardload.errors import MeshError, UsageError
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec
@@ -126,31 +127,50 @@ def step(text: str) -> int | str:
     return int(text)
 
 
-def processes(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> Processes | None:
-    """Return this process among several, from three options named as in `jax.distributed.initialize`.
+def processes(
+    coordinator_address: str | None, num_processes: int | None, process_id: int | None, *, distributed: bool = False
+) -> Processes | None:
+    """Return this process among several, from options named as in `jax.distributed.initialize`.
+
+    Args:
+        coordinator_address: ``host:port``.
+        num_processes: The number of processes.
+        process_id: The number of this process.
+        distributed: Whether the launcher of the processes tells what is not given.
 
     Raises:
         typer.BadParameter: When only some of them are given, or they contradict each other.
+        MeshError: When the launcher's variables are missing or contradict each other.
+        MissingExtraError: When JAX needs a package that is not installed.
     """
-    if coordinator_address is None and num_processes is None and process_id is None:
+    given = [coordinator_address, num_processes, process_id]
+    if not distributed and given == [None] * 3:
         return None
-    if coordinator_address is None or num_processes is None or process_id is None:
+    if not distributed and None in given:
         raise typer.BadParameter(
-            "Pass all three of --coordinator-address, --num-processes and --process-id, or none.",
+            "Pass all three of --coordinator-address, --num-processes and --process-id, or none. With --distributed, "
+            "the launcher tells those that are missing.",
             param_hint="--coordinator-address",
         )
+    if coordinator_address is not None:
+        _check_address(coordinator_address)
+    if process_id is not None and num_processes is not None and process_id >= num_processes:
+        raise typer.BadParameter(
+            f"{process_id} is not less than the number of processes, {num_processes}; processes are numbered from 0.",
+            param_hint="--process-id",
+        )
+    if distributed:
+        return detected(coordinator_address, num_processes, process_id, os.environ)
+    return Processes(coordinator_address, num_processes, process_id)
+
+
+def _check_address(coordinator_address: str) -> None:
     # From the right, because an IPv6 address has colons of its own.
     host, _, port = coordinator_address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise typer.BadParameter(
             f"{coordinator_address!r} is not an address like host:1234.", param_hint="--coordinator-address"
         )
-    if process_id >= num_processes:
-        raise typer.BadParameter(
-            f"{process_id} is not less than the number of processes, {num_processes}; processes are numbered from 0.",
-            param_hint="--process-id",
-        )
-    return Processes(coordinator_address, num_processes, process_id)
 
 
 Source = Annotated[
@@ -292,6 +312,13 @@ PlatformOption = Annotated[
     Platform | None,
     typer.Option(
         "--platform", help="Devices to use; cpu simulates as many as the mesh needs. JAX's choice by default."
+    ),
+]
+Distributed = Annotated[
+    bool,
+    typer.Option(
+        "--distributed",
+        help="Load together with the other processes that Slurm, MPI, Kubernetes or a Cloud TPU started.",
     ),
 ]
 CoordinatorAddress = Annotated[

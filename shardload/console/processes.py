@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardload.errors import MeshError
+from shardload.console.launchers import Launcher, launched
+from shardload.errors import MeshError, MissingExtraError
 from shardload.sharding.mesh import MeshSpec
 
 WAIT_S = 300.0
@@ -20,27 +21,42 @@ WAIT_S = 300.0
 GiveUp = Callable[[MeshError], int]
 """Reports an error, in a thread of its own, and returns the exit code."""
 
+_BY_HAND = (
+    "Start each with the same --coordinator-address and --num-processes and with its own --process-id, from 0; process "
+    "0 runs on the machine of that address"
+)
+_NO_LAUNCHER = (
+    "--distributed is for processes started by Slurm, Open MPI, another MPI with mpi4py, Kubernetes or on a Cloud TPU"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """This process among those that load together; the names are those of `jax.distributed.initialize`."""
+    """This process among those that load together; the names are those of `jax.distributed.initialize`.
 
-    coordinator_address: str
+    What is ``None`` is left to JAX, which finds it when the processes meet.
+    """
+
+    coordinator_address: str | None
     """``host:port`` at which process 0 serves the others."""
-    num_processes: int
-    process_id: int
+    num_processes: int | None
+    process_id: int | None
+    launcher: Launcher | None = None
+    """What started the processes, where ``--distributed`` asks for it."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, which prints."""
-        return self.process_id == 0
+        """Whether this is process 0, which prints; each is, until the processes meet, where only JAX can tell."""
+        return not self.process_id
 
-    def devices_of(self, mesh: MeshSpec) -> int:
-        """Return the number of the mesh's devices per process.
+    def devices_of(self, mesh: MeshSpec) -> int | None:
+        """Return the number of the mesh's devices per process; ``None`` while the number of processes is not known.
 
         Raises:
             MeshError: When the devices cannot be divided equally.
         """
+        if self.num_processes is None:
+            return None
         if mesh.size % self.num_processes:
             raise MeshError(
                 f"The mesh {mesh} has {mesh.size} devices, which {self.num_processes} processes cannot share evenly. "
@@ -48,32 +64,95 @@ class Processes:
             )
         return mesh.size // self.num_processes
 
-    def meet(self, *, note: Callable[[str], None], give_up: GiveUp) -> None:
-        """Set up `jax.distributed` before any other use of JAX; call ``give_up`` if other processes do not connect."""
+    def meet(self, *, note: Callable[[str], None], give_up: GiveUp) -> Processes:
+        """Set up `jax.distributed` before any other use of JAX; call ``give_up`` if other processes do not connect.
+
+        Returns:
+            This process, with what JAX has found.
+
+        Raises:
+            MeshError: If JAX cannot find or connect the processes.
+        """
         import jax
 
-        others = "the other process" if self.num_processes == 2 else f"the {self.num_processes - 1} other processes"
-        note(f"process {self.process_id} of {self.num_processes}; waiting for {others} at {self.coordinator_address}.")
+        note(_waiting(self))
         # JAX would handle SIGTERM to let training save once more; a command ends.
         jax.config.update("jax_enable_preemption_service", False)
         with _watched(self, give_up):
-            jax.distributed.initialize(
-                self.coordinator_address,
-                self.num_processes,
-                self.process_id,
-                # JAX's own limit, which must not end the process before ours does.
-                initialization_timeout=int(2 * WAIT_S) + 60,
-            )
+            try:
+                jax.distributed.initialize(
+                    self.coordinator_address,
+                    self.num_processes,
+                    self.process_id,
+                    cluster_detection_method=_method(self),
+                    # JAX's own limit, which must not end the process before ours does.
+                    initialization_timeout=int(2 * WAIT_S) + 60,
+                )
+            except Exception as error:  # JAX, MPI and the client of Kubernetes have many classes
+                raise _not_connected(self, f"{type(error).__name__}: {error}") from error
+        # Imported late, because it imports JAX.
+        from shardload.distributed import processes
+
+        return Processes(processes.coordinator(), processes.count(), processes.index(), self.launcher)
+
+
+def detected(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    environ: Mapping[str, str],
+) -> Processes:
+    """Return this process as its launcher started it; arguments that are given take precedence.
+
+    Raises:
+        MeshError: If the launcher's variables are missing or contradict each other.
+        MissingExtraError: If JAX needs a package that is not installed.
+    """
+    if coordinator_address is not None and num_processes is not None and process_id is not None:
+        return Processes(coordinator_address, num_processes, process_id)
+    found = launched(environ)
+    count = found.num_processes if num_processes is None else num_processes
+    index = found.process_id if process_id is None else process_id
+    by = found.by
+    if by is not None and by.lacks_package() and None in (coordinator_address, count, index):
+        missing = ModuleNotFoundError(name=by.package)
+        raise MissingExtraError.explaining(missing, needed_for=f"--distributed with {by.title}")
+    return Processes(coordinator_address, count, index, by)
+
+
+def _method(processes: Processes) -> str | None:
+    by = processes.launcher
+    # Without the package everything is known, and JAX must not look for more.
+    return None if by is None else "deactivate" if by.lacks_package() else by.method
+
+
+def _waiting(processes: Processes) -> str:
+    count, index = processes.num_processes, processes.process_id
+    me = "one of several processes" if index is None else f"process {index}"
+    of = "" if count is None else f" of {count}"
+    by = "" if processes.launcher is None else f", started by {processes.launcher.title}"
+    if count == 1:
+        return f"{me}{of}{by}."
+    others = "the other process" if count == 2 else f"the {'' if count is None else f'{count - 1} '}other processes"
+    at = "" if processes.coordinator_address is None else f" at {processes.coordinator_address}"
+    return f"{me}{of}{by}; waiting for {others}{at}."
+
+
+def _not_connected(processes: Processes, found: str) -> MeshError:
+    count, by = processes.num_processes, processes.launcher
+    which = "the processes" if count is None else f"the {count} processes"
+    at = "" if processes.coordinator_address is None else f" at {processes.coordinator_address}"
+    if by is not None:
+        advice = f"{by.command}, all of this command"
+    else:
+        advice = f"{_NO_LAUNCHER}. {_BY_HAND}" if processes.coordinator_address is None else _BY_HAND
+    return MeshError(f"Cannot connect {which}{at}: {found.rstrip('.')}. {advice}")
 
 
 @contextlib.contextmanager
 def _watched(processes: Processes, give_up: GiveUp) -> Iterator[None]:
     def miss() -> None:
-        error = MeshError(
-            f"Cannot connect the {processes.num_processes} processes at {processes.coordinator_address}: some have not "
-            f"connected within {WAIT_S:.0f} s. Start each with the same --coordinator-address and --num-processes and "
-            "with its own --process-id, from 0; process 0 runs on the machine of that address"
-        )
+        error = _not_connected(processes, f"some have not connected within {WAIT_S:.0f} s")
         # The main thread is inside C++ code, where no exception reaches it.
         os._exit(give_up(error))
 

@@ -247,6 +247,7 @@ def test_layout_rules(gemma, here, capsys):
 
 def test_several_processes():
     assert callable(run("docs/reference/several-processes.md")["serve"])
+    assert callable(run("docs/how-to/start-several-processes.md")["serve"])
 
 
 def test_second_order_optimizer(here):
