@@ -127,6 +127,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         hint = errors.did_you_mean(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}".removesuffix("."))
+    _begin()
     try:
         module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     except ImportError as error:
@@ -137,6 +138,13 @@ def __getattr__(name: str) -> Any:
     value = getattr(module, name)
     globals()[name] = value
     return value
+
+
+def _begin() -> None:
+    """Let the other processes notice if this one is killed in the imports that follow, which take seconds."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        importlib.import_module(f"{__name__}.distributed.processes").begin()
 
 
 @atexit.register  # if JAX was imported first, this runs before its shutdown, which waits for other processes

@@ -62,6 +62,9 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
     if failure.message:
         label = "Error: " if _interruption(error) is None else ""
         _to_stderr(_paragraph(label + failure.message))
+        # Of several processes: JAX may abort this one before it ends, which is not to be reported as well.
+        if (reasons := sys.modules.get("shardload.distributed.exit_reasons")) is not None:
+            reasons.exit_recorder().rest()
     # Unless stdout is what failed.
     if json_wanted and not isinstance(error, streams.ReaderLeftError | streams.OutputError):
         _to_stdout(failure, stdout or sys.stdout)

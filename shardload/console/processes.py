@@ -18,6 +18,11 @@ from shardload.sharding.mesh import MeshSpec
 
 WAIT_S = 300.0
 """Seconds to wait for all processes to connect."""
+DEAD_S = 28
+"""JAX's own time limit for a process that dies before shardload's heartbeat has begun, which notices it after 15 s.
+
+It is longer than a process that waits inside JAX for a lost one takes to end with a readable line (24 s).
+"""
 GiveUp = Callable[[MeshError], int]
 """Reports an error, in a thread of its own, and returns the exit code."""
 
@@ -87,12 +92,18 @@ class Processes:
                     cluster_detection_method=_method(self),
                     # JAX's own limit, which must not end the process before ours does.
                     initialization_timeout=int(2 * WAIT_S) + 60,
+                    heartbeat_timeout_seconds=DEAD_S,
                 )
             except Exception as error:  # JAX, MPI and the client of Kubernetes have many classes
                 raise _not_connected(self, f"{type(error).__name__}: {error}") from error
         # Imported late, because it imports JAX.
         from shardload.distributed import processes
+        from shardload.distributed.exit_reasons import exit_recorder
 
+        # Before Keras is imported, which takes seconds: from here on, the end of this process is noticed and reported.
+        exit_recorder().begin(holds_back=True)
+        exit_recorder().note("shardload was starting")
+        processes.begin(by_all=True)
         return Processes(processes.coordinator(), processes.count(), processes.index(), self.launcher)
 
 

@@ -18,9 +18,9 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from shardload.errors import ProcessLostError
 
@@ -53,6 +53,9 @@ class Heartbeat:
         silent_s: The time without a beat after which a process counts as lost.
         let_go: Called at interpreter exit if the other processes will not exit, too, so that JAX stops waiting.
     """
+
+    logs_loss: ClassVar[bool] = True
+    """Whether a lost process is logged while no joint call is running."""
 
     @staticmethod
     def say_left(client: Any, index: int) -> None:
@@ -97,6 +100,13 @@ class Heartbeat:
         self._watcher.start()
         # atexit runs the last function first: this one before JAX's shutdown, which was registered by jax.distributed.
         atexit.register(self._leave)
+
+    def expect(self, processes: Iterable[int]) -> None:
+        """Miss these processes also if they never send a heartbeat; all of them are about to."""
+        now = time.monotonic()
+        for process in processes:
+            if process != self._index and not (self._index and process):  # those that this one watches
+                self._heard.setdefault(process, ("0 never heard from", now))
 
     @property
     def lost(self) -> str | None:
@@ -152,7 +162,7 @@ class Heartbeat:
                 self._say(str(number))
                 self._listen()
             except Exception as error:  # an error of the coordination service
-                self._lose(f"Process 0, which runs the coordination service, cannot be reached: {error}")
+                self._lose(f"Process 0, which runs the coordination service, cannot be reached: {first_line(error)}")
             number += 1
             self._rounds = number
             self._spoken.set()
@@ -222,7 +232,8 @@ class Heartbeat:
             self._lost = what
             told = list(self._told)
         # Outside the lock, which `when_lost` takes as well: a callback may call it.
-        logging.getLogger("shardload").error("%s", what)
+        if self.logs_loss and not self.each_beat:  # a joint call, which looks at each beat, raises this
+            logging.getLogger("shardload").error("%s", what)
         for call in told:
             with suppress(Exception):  # an error in one must not skip the others
                 call(what)
@@ -262,3 +273,8 @@ class Heartbeat:
             time.sleep(0.1)
         if expected:
             time.sleep(SETTLE_S)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of the coordination service, without the details of gRPC that follow."""
+    return str(error).partition("\n")[0]

@@ -29,7 +29,7 @@ import jax
 from jax._src import distributed as _distributed
 
 from shardload import errors
-from shardload.distributed.heartbeat import RETURN_S, Heartbeat
+from shardload.distributed.heartbeat import RETURN_S, Heartbeat, first_line
 from shardload.errors import ProcessLostError, SaveError, ShardloadError
 
 T = TypeVar("T")
@@ -83,6 +83,20 @@ def heartbeat() -> Heartbeat:
     made = Heartbeat(run_client(), index=index(), let_go=_let_go)
     made.start()
     return made
+
+
+def begin(*, by_all: bool = False) -> None:
+    """Start the heartbeat, if there are several processes: from now on the others notice if this one dies.
+
+    Args:
+        by_all: Whether all processes do so at this point, and make a joint call next: then one that never does is
+            missed as well, and losses are not logged, because that call raises them.
+    """
+    if are_several() and not by_all:
+        heartbeat()
+    elif are_several():
+        Heartbeat.logs_loss = False
+        heartbeat().expect(range(count()))
 
 
 # Registered after JAX's shutdown, which waits for the others, so it runs before it.
@@ -225,7 +239,7 @@ class Channel:
         except jax.errors.JaxRuntimeError as error:
             raise ProcessLostError(
                 "Process 0, which runs the coordination service of this run, cannot be reached, most likely because it "
-                f"has ended: {error}. Start all processes again; saved steps are untouched"
+                f"has ended: {first_line(error)}. Start all processes again; saved steps are untouched"
             ) from error
         return words
 

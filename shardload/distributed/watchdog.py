@@ -4,6 +4,9 @@
                        "end" ─► nothing to report   without "end" ─► a line in FOLDER/.failures.jsonl, flushed to disk
                                                                      (without a folder: on stderr only)
 
+In a command, the helper also passes on what reaches file descriptor 2, but for the stack trace of an abort that it
+explains.
+
 A killed process cannot report its exit, and JAX aborts the others as soon as process 0 is gone. The helper runs as a
 separate program (``python -I -S watchdog.py``), imports only the standard library, takes 10 MB and sleeps all the time.
 """
@@ -12,8 +15,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
+import threading
 import time
 
 FILE = ".failures.jsonl"
@@ -21,6 +26,12 @@ END = "end"
 TAIL_BYTES = 64 << 10
 ANSWER_S = 3.0
 """Time limit for connecting to the coordination service."""
+DRAIN_S = 2.0
+"""Time limit for reading what the process wrote last: a program that it started may still have the pipe."""
+_FATAL = re.compile(rb"F\d{4} ")
+"""How a line of Abseil's log begins that ends the process; what follows is the stack trace."""
+_BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
+"""How the line before it begins."""
 RECENT_S = 120.0
 """An exit this soon after another failure is its consequence: JAX aborts processes that wait for a dead one."""
 
@@ -63,15 +74,33 @@ def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
     return found
 
 
-def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "") -> None:
-    """Follow the status lines of a process on stdin until it ends; record why, if it ended unexpectedly."""
+def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "", *, output: int | None = None) -> None:
+    """Follow the status lines of a process on stdin until it ends; record why, if it ended unexpectedly.
+
+    Args:
+        folder: The folder of the steps, or nothing.
+        process: The index of the process.
+        pid: Its number.
+        host: The name of its machine.
+        coordinator: ``host:port`` of the coordination service.
+        output: A pipe with what the process writes to its file descriptor 2.
+    """
+    held: list[bytes] = []
+    passing_on = threading.Thread(target=_pass_on, args=(output, held), daemon=True)
+    if output is not None:
+        passing_on.start()
     said, began = "", time.time()
     # The pipe is closed when the process is gone, however it ended.
     for line in sys.stdin:
         said = line.strip()
+    if output is not None:
+        passing_on.join(DRAIN_S)
     if said != END and not folder:
+        is_first_gone = process > 0 and not _answers(coordinator)
+        if not is_first_gone:
+            os.write(2, b"".join(held))
         sys.stderr.write(f"shardload: Process {process} ({host} pid {pid}) ended unexpectedly while {said}: ")
-        sys.stderr.write(f"{_why(process, coordinator)}. Start all processes again\n")
+        sys.stderr.write(f"{_why(coordinator, is_first_gone=is_first_gone)}. Start all processes again\n")
     elif said != END:
         doing = said or "training"
         before = written_since(folder, max(began, time.time() - RECENT_S))
@@ -81,9 +110,21 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "")
         sys.stderr.write(f"shardload: {what}. Earlier steps are untouched\n")
 
 
-def _why(process: int, coordinator: str) -> str:
+def _pass_on(output: int, held: list[bytes]) -> None:
+    """Copy lines to stderr; hold back those from a fatal error on."""
+    is_fatal = False
+    with open(output, "rb") as lines:
+        for line in lines:
+            is_fatal = is_fatal or _FATAL.match(line) is not None
+            if is_fatal or _BEFORE.match(line):
+                held.append(line)
+            else:
+                os.write(2, line)
+
+
+def _why(coordinator: str, *, is_first_gone: bool) -> str:
     """Return the likely cause of the exit of a process that was loading."""
-    if not process or _answers(coordinator):
+    if not is_first_gone:
         return "most likely it was killed"
     return f"process 0 has ended, and JAX, whose coordination service it ran at {coordinator}, ended the others"
 
@@ -98,4 +139,5 @@ def _answers(coordinator: str) -> bool:
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    given = sys.argv[6:]
+    watch(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6], output=int(given[0]) if given else None)

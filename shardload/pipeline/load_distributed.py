@@ -14,7 +14,6 @@ A load onto this process's own devices concerns this process only: it neither wa
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 import jax
 
 from shardload.distributed import processes
-from shardload.distributed.exit_reasons import ExitRecorder
+from shardload.distributed.exit_reasons import exit_recorder
 from shardload.distributed.joint_call import JointCall
 from shardload.keras_bridge.recording import seeded
 from shardload.parallel.current_layout import current_devices
@@ -246,12 +245,6 @@ def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str 
     finally:
         meetings.close()
         recorder.rest()
-
-
-@functools.cache
-def exit_recorder() -> ExitRecorder:
-    """Return the recorder of this process' loads."""
-    return ExitRecorder()
 
 
 def _is_local(request: LoadRequest) -> bool:

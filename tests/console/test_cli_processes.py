@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+import warm_start
 from cli_fakes import COMMAND, Done, environment, run
 from process_runs import free_port
 
@@ -17,6 +18,9 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.synth import synth
 
 pytestmark = pytest.mark.slow
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GLOG_minloglevel": "3", "GRPC_VERBOSITY": "ERROR", "JAX_PLATFORMS": "cpu"}
+"""What the command sets before JAX is imported."""
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +143,73 @@ def test_what_several_processes_cannot_do(more, checkpoint):
     (done,) = ended([(checkpoint, *more)])
     assert done.code == 2
     assert ("--num-processes" in done.error) if more else ("A mesh is required" in done.error)
+
+
+DIES = """
+import os, signal, sys, time
+from shardload.distributed.heartbeat import Heartbeat
+Heartbeat.__init__.__kwdefaults__["silent_s"] = 3.0  # not 15, for the test
+from functools import partial
+from shardload.console.failures import tell
+from shardload.console.processes import Processes
+from shardload.console.streams import Results
+from shardload.errors import ShardloadError
+from shardload.interrupts import exit_at_once
+address, count, index, victim, when = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+def die():
+    print("killed", time.time(), flush=True)
+    if when != "interrupted":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with exit_at_once(partial(Results(sys.stdout).interrupted, as_json=False)):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+try:
+    Processes(address, count, index).meet(note=print, give_up=lambda error: 1)
+    if index == victim and when == "importing":
+        time.sleep(1)  # the others are connected, too
+        die()
+    from shardload.distributed.processes import Channel
+    meeting = Channel("test")
+    meeting.together(lambda: None)
+    if index == victim:
+        time.sleep(1.5)  # a beat of each
+        die()
+    meeting.together(lambda: None)
+except ShardloadError as error:
+    sys.exit(tell(error, json_wanted=False))
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "victim", "when"),
+    [
+        (2, 0, "importing"),
+        (2, 1, "importing"),
+        (2, 1, "interrupted"),
+        (4, 3, "importing"),
+        (4, 0, "waiting"),
+        (4, 3, "waiting"),
+    ],
+)
+def test_a_killed_peer_is_missed_from_the_moment_it_is_connected(count, victim, when):
+    address = f"127.0.0.1:{free_port()}"
+    running = [
+        warm_start.start(["-c", DIES, address, count, index, victim, when], env=environment(**QUIET))
+        for index in range(count)
+    ]
+    said = [one.communicate(timeout=90) for one in running]
+    ended = time.time()
+    killed = float(said[victim][0].split()[-1])
+    assert ended - killed < 30
+    for index, (_, err) in enumerate(said):
+        lines = [line for line in err.splitlines() if "[Gloo]" not in line]
+        if index == victim and when == "interrupted":
+            assert lines[-1].startswith("Interrupted") and running[index].returncode == 130
+        elif index == victim:
+            assert "most likely it was killed" in lines[-1]
+        elif victim:
+            assert f"Process {victim} (" in lines[-1] and "no heartbeat" in lines[-1]
+        else:  # JAX aborts this process, and its stack trace is kept out
+            assert "process 0 has ended, and JAX" in lines[-1] or "Process 0, which runs the coord" in lines[-1]
+        assert len(lines) == 1, err
+        assert running[index].returncode != 0
