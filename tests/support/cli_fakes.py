@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ def loads(source: str, **options: Any) -> Any:
     return SimpleNamespace(model=None, report=report(), shares=())
 
 
+SLOWLY = re.compile(r"^[^\n]+, \d[^\n]*(/s| so far| left)\n", re.MULTILINE)
+"""Lines of progress, which a busy machine writes every ten seconds."""
 FAKES = {
     "find": lambda source, *, weights=True: None,
     "check_tokenizer": lambda source, *, format: None,
@@ -82,7 +85,7 @@ def run(command: tuple[str, ...], *, stdout: Any = subprocess.PIPE, **env: str) 
     done = subprocess.run(
         command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=environment(**env)
     )
-    return Done(done.returncode, done.stdout, done.stderr)
+    return Done(done.returncode, done.stdout, SLOWLY.sub("", done.stderr))
 
 
 def shardload(*arguments: str, **env: str) -> Done:
