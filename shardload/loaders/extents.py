@@ -103,7 +103,9 @@ def _position(tensor: Tensor, order: Mapping[Location, int]) -> tuple[int, int, 
 def _refuse_overlap(tensors: Iterable[Tensor], order: Mapping[Location, int]) -> None:
     # Empty runs may start anywhere, also inside another tensor. Among the others, sorted by start, any overlap
     # shows between two neighbours.
-    runs = [(path, start, stop, t.name) for t in tensors for path, start, stop in _runs(t) if start < stop]
+    # Two names of one stored tensor have the same storage, as an object; a header that says the same twice has not.
+    stored = {id(t.storage): t for t in tensors}.values()
+    runs = [(path, start, stop, t.name) for t in stored for path, start, stop in _runs(t) if start < stop]
     runs.sort(key=lambda run: (order[run[0]], run[1]))
     for (path, _, end, previous), (other, start, _, name) in itertools.pairwise(runs):
         if path == other and start < end:

@@ -1,4 +1,4 @@
-"""HDF5 datasets as tensors; the only module that imports h5py.
+"""HDF5 datasets as tensors.
 
 Keras writes each dataset contiguous and little-endian, so its bytes can be read raw: an `Extent`. Other layouts
 (chunks, compression, big-endian, compact storage) are read through h5py, row by row.
@@ -6,9 +6,9 @@ Keras writes each dataset contiguous and little-endian, so its bytes can be read
     file       ├─ … ─┤ superblock, groups, headers ├─ dataset ─┤─ dataset ─┤
                0     start                         start + get_offset()
 
-``start`` is not 0 where the HDF5 file is itself part of a file, as in a ``.keras`` archive. Only hard links are
-followed, each object once: files reached from outside (external links, external storage, virtual datasets) are
-refused, as Keras refuses them.
+``start`` is not 0 where the HDF5 file is itself part of a file, as in a ``.keras`` archive. Files reached from outside
+(external links, external storage, virtual datasets) are refused, as Keras refuses them. What contains no numbers is
+left out, and so are soft links, which Keras does not follow. `shardload.loaders.hdf5_walk` finds the datasets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +37,8 @@ from shardload.errors import (
 )
 from shardload.loaders.extents import check_shape
 from shardload.loaders.hdf5_strings import Strings
+from shardload.loaders.hdf5_structures import Structures
+from shardload.loaders.hdf5_walk import SHOWN, HeaderLimit, LinkWalk, decoded, open_at
 from shardload.manifest import Decoded, Extent, Storage, Tensor
 from shardload.stores.location import Location
 from shardload.stores.streams import FileStream
@@ -49,14 +51,9 @@ EXPANSION_FLOOR_BYTES = 64 << 20
 """Below this any expansion is harmless: zeros that were never written, or compress to nothing."""
 CACHE_BYTES = 1 << 20
 """libhdf5's cache of object headers, 32 MiB by default; a small one is enough, as each header is read once here."""
-FREE_HEADER_BYTES = 1 << 20
-"""Longest object header that is always allowed; longer ones up to half of the file. libhdf5 allocates and reads the
-length that a header declares: a damaged length makes it parse tensor data as header messages."""
 _LEGACY_ATTRIBUTES = ("layer_names", "layer_names0", "model_config")
-LINK_INFO = 1 << 2
-"""Bit of an object header with a link info message: a group in the HDF5 1.8 format."""
-MAX_DEPTH = 256
-"""Nesting depth of groups; Keras writes two per level of nested layers."""
+MAX_COPIES = 16
+"""Bytes of all second links to datasets, in sizes of the file, above `EXPANSION_FLOOR_BYTES`."""
 _LOCK = threading.RLock()
 """libhdf5 is not re-entrant; h5py has a lock of its own, but not around several calls."""
 
@@ -86,6 +83,8 @@ class H5Rows:
 
     region: FileRegion
     name: str
+    address: int
+    """Of the dataset's header: names are looked up in groups, which can be damaged."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     stored_bytes: int
@@ -103,8 +102,8 @@ class H5Rows:
             TransferError: When the dataset no longer matches its header, or does not decode.
         """
         try:
-            with _LOCK, _opened(self.region) as (file, _):
-                dataset = file[self.name]
+            with _LOCK, _opened(self.region) as (file, _, _):
+                dataset = h5py.Dataset(open_at(file.id, self.address))
                 if dataset.shape != self.shape:
                     raise TransferError(f"{self._where()} had the shape {self.shape}, and now has {dataset.shape}")
                 found = dataset[start:stop] if self.shape else dataset[()]
@@ -123,13 +122,23 @@ class H5Rows:
         return f"{self.region.path}: dataset {self.name!r}"
 
 
-def read_tensors(region: FileRegion) -> tuple[Tensor, ...]:
-    """Return every dataset of an HDF5 file, in no particular order; names are dataset paths without leading slash.
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What an HDF5 file contains."""
+
+    tensors: tuple[Tensor, ...]
+    """Every dataset with numbers, in no particular order; names are paths without leading slash."""
+    notes: tuple[str, ...]
+    """What was left out."""
+
+
+def read_tensors(region: FileRegion) -> Content:
+    """Return every dataset of an HDF5 file.
 
     Raises:
         TruncatedSourceError: When the file is shorter than its header declares.
-        UnsafeSourceError: When it refers to other files, lists an object twice, or declares far more than it stores.
-        UnsupportedError: When a dataset is not numeric or needs a missing filter, or Keras 2 wrote the file.
+        UnsafeSourceError: When it refers to other files, has links in circles, or declares far more than it stores.
+        UnsupportedError: When a dataset needs a missing filter, or Keras 2 wrote the file.
         SourceError: When libhdf5 cannot parse it.
     """
     with reading(region) as reader:
@@ -138,33 +147,65 @@ def read_tensors(region: FileRegion) -> tuple[Tensor, ...]:
                 f"Cannot read {region.path} as a part of another checkpoint: it is a file of Keras 2, whose weights "
                 "have no stable names. Load it by itself with shardload.load_weights, and save it again"
             )
-        return tuple(reader.tensors())
+        return Content(tuple(reader.tensors()), reader.notes())
 
 
 @contextmanager
 def reading(region: FileRegion) -> Iterator[Reader]:
     """Open an HDF5 file; errors of libhdf5 in the block become a `SourceError`."""
-    with _LOCK, _translated(region), _opened(region, limit=True) as (file, limit):
-        yield Reader(file, limit, region)
+    with _LOCK, _translated(region), _opened(region, limit=True) as (file, stream, limit):
+        yield Reader(file, stream, limit, region)
 
 
 class Reader:
     """Reads datasets' headers and lists of names; get one from `reading`."""
 
-    def __init__(self, file: Any, limit: _HeaderLimit, region: FileRegion) -> None:
-        self._file, self._limit, self._region = file, limit, region
-        self.groups: set[str] = set()
+    def __init__(self, file: Any, stream: FileStream, limit: HeaderLimit, region: FileRegion) -> None:
+        self._file, self._stream, self._limit, self._region = file, stream, limit, region
+        self._base = file.userblock_size
+        structures = Structures(self._read, n_bytes=region.nbytes, path=region.path)
+        self._walk = LinkWalk(file, structures, limit, region.path, n_bytes=region.nbytes)
+        self._strings = Strings(structures)
+        self._left_out: list[str] = []
+
+    @property
+    def groups(self) -> Container[str]:
         """Paths of all groups, once `tensors` has been exhausted."""
-        self._strings = Strings(self._read, n_bytes=region.nbytes, path=str(region.path))
+        return self._walk.groups
 
     def is_legacy(self) -> bool:
         """Whether Keras 2 wrote the file, or Keras 3 in that format."""
-        return any(map(self._file.attrs.__contains__, _LEGACY_ATTRIBUTES)) or "model_weights" in self._file
+        return any(map(self._file.attrs.__contains__, _LEGACY_ATTRIBUTES)) or self._walk.has_in_root("model_weights")
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every dataset; see `read_tensors`."""
-        for name, node in _walk(self._file, self._limit, self._region.path, self.groups):
-            yield _tensor(node, name, self._region)
+        """Yield every dataset with numbers; see `read_tensors`. A second link has the same `storage`."""
+        found: dict[int, Tensor | None] = {}
+        copies = 0
+        for name, address, node in self._walk.datasets():
+            if address not in found:
+                found[address] = self._tensor(node, name, address)
+            elif (first := found[address]) is not None:
+                copies += first.nbytes
+                if copies > max(EXPANSION_FLOOR_BYTES, MAX_COPIES * self._region.nbytes):
+                    raise UnsafeSourceError(
+                        f"{self._region.path}: {name!r} is a second link to {first.name!r}; such links may have at "
+                        f"most {MAX_COPIES} times the bytes of the file. If you trust it, load and save it with Keras"
+                    )
+                found[address] = replace(first, name=name)
+            if (tensor := found[address]) is not None:
+                yield tensor
+
+    def notes(self) -> tuple[str, ...]:
+        """Say what `tensors` left out."""
+        return tuple(f"left out {text}" for text in [*self._walk.left_out, *self._left_out])
+
+    def _tensor(self, node: Any, name: str, address: int) -> Tensor | None:
+        try:
+            return _tensor(node, name, address, self._region)
+        except _NoNumbersError as error:
+            if len(self._left_out) < SHOWN:
+                self._left_out.append(f"{name!r}: {error}")
+            return None
 
     def has_names(self, group: str, attribute: str) -> bool:
         """Whether a group, one of `groups` or ``""``, has a list of names."""
@@ -178,48 +219,67 @@ class Reader:
         """
         node = self._node(group)
         if h5py.h5a.exists(node, attribute.encode()):
-            yield from self._texts(node, attribute)
+            yield from self._texts(node, attribute, rank=1)
             return
         for chunk in itertools.count():
             if not h5py.h5a.exists(node, f"{attribute}{chunk}".encode()):
                 return
-            yield from self._texts(node, f"{attribute}{chunk}")
+            yield from self._texts(node, f"{attribute}{chunk}", rank=1)
+
+    def text(self, attribute: str) -> str | None:
+        """Return a text that the root has as an attribute; ``None`` if it has none.
+
+        Raises:
+            SourceError: When it is not where the file says.
+            UnsupportedError: When it is no text, or stored in a form that is not safe to read.
+        """
+        node = self._node("")
+        return next(self._texts(node, attribute, rank=0)) if h5py.h5a.exists(node, attribute.encode()) else None
 
     def _node(self, group: str) -> Any:
         with self._limit.headers():
-            node = h5py.h5o.open(self._file.id, group.encode() or b"/")
+            node = self._walk.open(group)
             info = h5py.h5o.get_info(node)
         # As for links in `_members`: many or large attributes are in a heap.
         if info.meta_size.attr.heap_size:
             raise _unsafe_attributes(self._region.path, group, "many attributes, stored densely")
         return node
 
-    def _texts(self, node: Any, attribute: str) -> Iterator[str]:
+    def _texts(self, node: Any, attribute: str, *, rank: int) -> Iterator[str]:
         found = h5py.h5a.open(node, attribute.encode())
         kind, shape = found.get_type(), found.shape
         # h5py writes an empty list as numbers.
         if shape == (0,):
             return
-        if kind.get_class() != h5py.h5t.STRING or len(shape) != 1:
-            raise _unsafe_attributes(self._region.path, attribute, "no list of strings")
+        if kind.get_class() != h5py.h5t.STRING or shape is None or len(shape) != rank:
+            raise _unsafe_attributes(self._region.path, attribute, "no list of strings" if rank else "no text")
         # h5py 3 writes variable length. libhdf5 1.14 reads it through a heap, and loops or crashes where it is damaged.
         if kind.is_variable_str():
             header = int(h5py.h5o.get_info(node).addr)
-            for text in self._strings.of_attribute(header, attribute, count=shape[0]):
-                yield _decode(text, self._region.path)
+            for text in self._strings.of_attribute(header, attribute, count=math.prod(shape)):
+                yield decoded(text, self._region.path)
             return
         if math.prod(shape) * kind.get_size() > self._region.nbytes:
             raise TruncatedSourceError(f"{self._region.path} is truncated: attribute {attribute!r} is longer than it")
         texts = np.empty(shape, f"S{kind.get_size()}")
         found.read(texts)
-        for text in texts:
-            yield _decode(bytes(text), self._region.path)
+        for text in texts.reshape(-1):
+            yield decoded(bytes(text), self._region.path)
 
     def _read(self, address: int, count: int) -> bytes:
-        region, start = self._region, self._file.userblock_size + address
+        region, start = self._region, self._base + address
         if start + count > region.nbytes:
-            raise TruncatedSourceError(f"{region.path} is truncated: names should end at byte {start + count}")
-        return region.path.read_header(count, offset=region.start + start, what="the names of layers")
+            raise TruncatedSourceError(
+                f"{region.path} is truncated: a structure should end at byte {start + count} of {region.nbytes}"
+            )
+        found = bytearray(count)
+        self._stream.seek(start)
+        self._stream.readinto(found)
+        return bytes(found)
+
+
+class _NoNumbersError(Exception):
+    """A dataset that is none of weights; the message says what it is."""
 
 
 def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedError:
@@ -230,35 +290,10 @@ def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedErr
     )
 
 
-class _HeaderLimit:
-    """Limits the length of the headers that libhdf5 reads."""
-
-    def __init__(self, region: FileRegion) -> None:
-        self._region = region
-        self._limit: int | None = None
-
-    def __call__(self, at: int, n_bytes: int) -> None:
-        if self._limit is not None and n_bytes > self._limit:
-            raise UnsafeSourceError(
-                f"{self._region.path}: the header of the object at byte {at} or before it should take "
-                f"{n_bytes} bytes, more than half of the {self._region.nbytes} there are. The file is damaged, so "
-                "download or save it again; if it is not, store fewer attributes on that object"
-            )
-
-    @contextmanager
-    def headers(self) -> Iterator[None]:
-        """Limit reads in the block. Do not use around iteration: libhdf5 must not fail there."""
-        self._limit = max(FREE_HEADER_BYTES, self._region.nbytes // 2)
-        try:
-            yield
-        finally:
-            self._limit = None
-
-
 @contextmanager
-def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, _HeaderLimit]]:
+def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, FileStream, HeaderLimit]]:
     """Open a region as HDF5, through a file object: libhdf5 cannot see, lock or map anything else."""
-    headers = _HeaderLimit(region)
+    headers = HeaderLimit(region.path, n_bytes=region.nbytes)
     stream = FileStream(region.path.open(), start=region.start, n_bytes=region.nbytes, before_read=headers)
     with closing(stream):
         with headers.headers() if limit else nullcontext():
@@ -269,7 +304,7 @@ def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, _
             cache.initial_size = cache.max_size = CACHE_BYTES
             cache.min_size = min(cache.min_size, CACHE_BYTES)
             file.id.set_mdc_config(cache)
-            yield file, headers
+            yield file, stream, headers
 
 
 @contextmanager
@@ -288,93 +323,33 @@ def _translated(region: FileRegion) -> Iterator[None]:
         raise kind(f"{region.path} is damaged HDF5: {reason}. Download or save it again") from error
 
 
-def _walk(file: Any, limit: _HeaderLimit, path: Location, groups: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield names and datasets, depth first, and add the names of groups to ``groups``.
-
-    Only a group and its ancestors stay open, as each takes libhdf5 2 KB.
-    """
-    # The low-level API: each call reads the header of one object, so the limit can enclose it.
-    seen = {_address(file.id, b".")}
-    # An explicit stack: recursion as deep as a hostile file nests would exhaust Python's.
-    stack = [("", file.id, _members(file.id, "/", path))]
-    while stack:
-        prefix, group, members = stack[-1]
-        if (member := next(members, None)) is None:
-            stack.pop()
-            continue
-        name = prefix + _decode(member, path)
-        if group.links.get_info(member).type != h5py.h5l.TYPE_HARD:
-            raise UnsafeSourceError(f"{path}: {name!r} is a soft or external link; weights may not be linked in")
-        with limit.headers():
-            address, node = _address(group, member), h5py.h5o.open(group, member)
-        if address in seen:
-            raise UnsafeSourceError(f"{path}: {name!r} is a second link to one object, or a cycle of links")
-        seen.add(address)
-        if isinstance(node, h5py.h5g.GroupID):
-            if len(stack) > MAX_DEPTH:
-                raise UnsafeSourceError(
-                    f"{path} nests groups more than {MAX_DEPTH} deep, deeper than the layers of any model"
-                )
-            groups.add(name)
-            stack.append((name + "/", node, _members(node, name, path)))
-        elif isinstance(node, h5py.h5d.DatasetID):
-            yield name, node
-        else:
-            raise UnsupportedError(f"{path}: {name!r} is neither a group nor a dataset")
-
-
-def _members(group: Any, name: str, path: Location) -> Iterator[bytes]:
-    """Yield the names in a group; refuse dense link storage: if damaged, it can make libhdf5 1.14 crash the process."""
-    info = h5py.h5o.get_info(group)
-    # A compact group keeps its links in the header; a heap is what makes the storage dense.
-    if info.hdr.mesg.present & LINK_INFO and info.meta_size.obj.heap_size:
-        raise UnsupportedError(
-            f"{path}: group {name!r} stores its links densely (h5py's libver='latest' or track_order=True), expected "
-            "the storage Keras writes; libhdf5 can crash on a damaged file of that kind. If you trust the file, load "
-            "it with keras and save it again: model.load_weights(old); model.save_weights('new.weights.h5')"
-        )
-    return iter(group)
-
-
-def _address(group: Any, name: bytes) -> int:
-    return int(h5py.h5o.get_info(group, name).addr)
-
-
-def _decode(raw: bytes, path: Location) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SourceError(f"{path}: the object name {raw[:100]!r} is not UTF-8") from error
-
-
-def _tensor(node: Any, name: str, region: FileRegion) -> Tensor:
-    where = f"{region.path}: dataset {name!r}"
+def _tensor(node: Any, name: str, address: int, region: FileRegion) -> Tensor:
     if node.get_space().get_simple_extent_type() == h5py.h5s.NULL:
-        raise UnsupportedError(f"{where} is a null dataset: it has a type, but no shape")
+        raise _NoNumbersError("a null dataset, which has a type but no shape")
     shape = tuple(int(n) for n in node.shape)
     check_shape(shape, name=name, path=region.path)
-    dtype, is_raw = _dtype(node, where)
-    rows = H5Rows(region, name, dtype, shape, int(node.get_storage_size()), 1)
+    dtype, is_raw = _dtype(node)
+    rows = H5Rows(region, name, address, dtype, shape, int(node.get_storage_size()), 1)
     return Tensor(name, shape, dtype, _storage(node, rows, is_raw=is_raw))
 
 
-def _dtype(node: Any, where: str) -> tuple[np.dtype[Any], bool]:
+def _dtype(node: Any) -> tuple[np.dtype[Any], bool]:
     """Return the dtype that reading yields, and whether the stored bytes have that form."""
     kind = node.get_type()
     if kind.get_class() in {h5py.h5t.STRING, h5py.h5t.COMPOUND, h5py.h5t.VLEN, h5py.h5t.REFERENCE, h5py.h5t.ARRAY}:
-        raise UnsupportedError(f"{where} does not contain numbers (HDF5 class {kind.get_class()}), expected weights")
+        raise _NoNumbersError(f"it does not contain numbers (HDF5 class {kind.get_class()})")
     found = node.dtype
     # Opaque bytes: Keras' form of bfloat16.
     if found.kind == "V":
-        return _opaque(node, found, where), True
+        return _opaque(node, found), True
     if found.kind not in "biufc":
-        raise UnsupportedError(f"{where} has the dtype {found}, which is not supported")
+        raise _NoNumbersError(f"it has the dtype {found}, which is not supported")
     little = found.newbyteorder("<") if found.itemsize > 1 else found
     # Equal only if byte order, precision and padding are NumPy's: HDF5 also has 12-bit integers in two bytes.
     return little, bool(kind.equal(h5py.h5t.py_create(little, logical=True)))
 
 
-def _opaque(node: Any, found: np.dtype[Any], where: str) -> np.dtype[Any]:
+def _opaque(node: Any, found: np.dtype[Any]) -> np.dtype[Any]:
     """Return bfloat16 for the opaque bytes that Keras marks with an attribute ``dtype``.
 
     Only the attribute's presence is checked: bfloat16 is the only two-byte type HDF5 lacks. Its value is not read, as
@@ -383,9 +358,9 @@ def _opaque(node: Any, found: np.dtype[Any], where: str) -> np.dtype[Any]:
     if found.itemsize == 2 and h5py.h5a.exists(node, b"dtype"):
         bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return bfloat16
-    raise UnsupportedError(
-        f"{where} contains {found.itemsize}-byte elements of an unknown type; of such types only bfloat16 as Keras 3 "
-        "writes it (2 bytes and an attribute 'dtype') can be read. Save it again with Keras 3"
+    raise _NoNumbersError(
+        f"it contains {found.itemsize}-byte elements of an unknown type; of such types only bfloat16 as Keras 3 writes "
+        "it (2 bytes and an attribute 'dtype') can be read"
     )
 
 

@@ -62,7 +62,9 @@ def open_file(path: Location) -> Manifest:
         else:
             region = hdf5.FileRegion.whole(_unpacked(path, file, info, start=start))
             files = {region.path: region.nbytes}
-    return Manifest(path, "keras-archive", collect(hdf5.read_tensors(region), files=files), files, config, metadata)
+    content = hdf5.read_tensors(region)
+    tensors = collect(content.tensors, files=files)
+    return Manifest(path, "keras-archive", tensors, files, config, metadata, notes=content.notes)
 
 
 def _unpacked(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> Location:

@@ -16,14 +16,15 @@ def open_file(path: Location) -> Manifest:
 
     Raises:
         SourceError: See `shardload.loaders.hdf5.read_tensors`.
-        UnsupportedError: When the file is a legacy Keras HDF5 file, or a dataset cannot be read as numbers.
+        UnsupportedError: When the file is a legacy Keras HDF5 file, or a dataset needs a missing filter.
     """
     # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders import hdf5
 
     region = hdf5.FileRegion.whole(path)
     files = {path: region.nbytes}
-    return Manifest(path, "keras-h5", collect(hdf5.read_tensors(region), files=files), files)
+    content = hdf5.read_tensors(region)
+    return Manifest(path, "keras-h5", collect(content.tensors, files=files), files, notes=content.notes)
 
 
 def is_hdf5(content: FileContent) -> bool:

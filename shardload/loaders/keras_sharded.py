@@ -35,14 +35,17 @@ def open_index(index: Location) -> Manifest:
     shards = shards_of(index, {shard for listed in groups.values() for shard in listed}, way_out="Copy")
     regions = {name: hdf5.FileRegion.whole(file) for name, file in shards.items()}
     tensors: list[Tensor] = []
+    notes: list[str] = []
     for shard, region in regions.items():
-        stored = hdf5.read_tensors(region)
-        _check_shard(shard, stored, groups, index)
-        tensors += stored
+        content = hdf5.read_tensors(region)
+        _check_shard(shard, content.tensors, groups, index)
+        tensors += content.tensors
+        notes += content.notes
     files = {region.path: region.nbytes for region in regions.values()}
     metadata = document.get("metadata")
     found = collect(tensors, files=files)
-    return Manifest(index, "keras-sharded-h5", found, files, metadata=metadata if isinstance(metadata, dict) else {})
+    described = metadata if isinstance(metadata, dict) else {}
+    return Manifest(index, "keras-sharded-h5", found, files, metadata=described, notes=tuple(notes))
 
 
 def _groups(weight_map: object, index: Location) -> dict[str, tuple[str, ...]]:

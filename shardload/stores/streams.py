@@ -10,6 +10,10 @@ from typing import Any
 from shardload.stores.store import File
 
 
+class MemoryStream(io.BytesIO):
+    """A file object in memory, for what no other library should see."""
+
+
 class FileStream(io.RawIOBase):
     """A read-only stream over a part of a file; closing it closes the file.
 

@@ -47,12 +47,14 @@ def check(path, *, factor):
     return check_here(path, factor=factor)
 
 
-def h5_bytes(libver, *, noise=b""):
+def h5_bytes(libver, *, noise=b"", many=0):
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=libver) as file:
         file["noise"] = np.frombuffer(noise, np.uint8)
         for i in range(3):
             file[f"layers/dense_{i}/vars/0"] = np.ones((4, i + 1), np.float32)
+        for i in range(many):
+            file[f"many/of_{i}"] = h5py.SoftLink("/half") if i % 3 else file["layers/dense_0"]
         file.create_dataset("half", data=np.ones(4, ml_dtypes.bfloat16)).attrs["dtype"] = "bfloat16"
         file.create_dataset("chunked", data=np.ones((8, 4)), chunks=(2, 4), compression="gzip")
     return buffer.getvalue()
@@ -64,6 +66,18 @@ def test_damaged_h5(tmp_path, libver, data):
         seed.write_bytes(h5_bytes(libver))
     path = tmp_path / "x.weights.h5"
     put(path, data.draw(damaged(seed.read_bytes())))
+    return check(path, factor=Format.HDF5)
+
+
+@fuzz(data=st.data(), many=st.sampled_from([12, 60]))
+def test_damaged_dense_links(tmp_path, data, many):
+    if not (seed := tmp_path / f"{many}.bin").exists():
+        seed.write_bytes(h5_bytes("latest", many=many))
+    raw = seed.read_bytes()
+    path = tmp_path / "x.weights.h5"
+    # Most of the file is none of the structures of links.
+    start = raw.find(data.draw(st.sampled_from([b"FRHP", b"BTHD", b"BTLF", b"FHDB"])))
+    put(path, raw[:start] + data.draw(damaged(raw[start : start + 600])) + raw[start + 600 :])
     return check(path, factor=Format.HDF5)
 
 
@@ -79,6 +93,8 @@ def legacy_bytes(*, fixed):
     listed = np.asarray if fixed else list
     buffer = io.BytesIO()
     with h5py.File(buffer, "w") as file:
+        file.attrs["model_config"] = b'{"class_name": "Sequential", "config": {"name": "s", "layers": []}}'
+        file.attrs["training_config"] = np.bytes_(b'{"loss": "mse"}')
         file.attrs["layer_names"] = listed([b"dense_0", b"flat", b"dense_1", b"dense_2"])
         file.create_group("flat").attrs["weight_names"] = []
         for i in range(3):

@@ -14,13 +14,13 @@ import h5py
 import keras
 import numpy as np
 import pytest
-from checkpoints import write_gguf
+from checkpoints import assert_same, write_gguf
 from fuzzing import RESIDENT_FLOOR_BYTES, Child, changed, check_places, damaged, fuzz, measured, put
 from hub_folders import config_of
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from shardload.errors import SourceError, UnsupportedError
+from shardload.errors import SourceError
 from shardload.loaders import open_manifest
 
 ROWS = 1 << 18
@@ -112,10 +112,10 @@ def with_many_links(path, libver, *, track_order):
 
 
 @pytest.mark.parametrize(("libver", "track_order"), [("latest", False), ("earliest", True)])
-def test_groups_with_dense_link_storage_are_refused(tmp_path, libver, track_order):
+def test_groups_with_dense_link_storage_are_read(tmp_path, libver, track_order):
     with_many_links(tmp_path / "x.weights.h5", libver, track_order=track_order)
-    with pytest.raises(UnsupportedError, match=r"x\.weights\.h5: group 'layers' stores its links densely"):
-        open_manifest(tmp_path / "x.weights.h5")
+    expected = {f"layers/dense_{i}/vars/0": np.full(3, i, np.float32) for i in range(60)}
+    assert_same(open_manifest(tmp_path / "x.weights.h5"), expected)
 
 
 def test_a_model_of_many_layers_saved_by_keras_opens(tmp_path):

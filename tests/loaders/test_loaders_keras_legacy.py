@@ -137,6 +137,7 @@ def numbers(file):
 
 def soft_link(file):
     file["a/l"] = h5py.SoftLink("/a/k")
+    file["a"].attrs["weight_names"] = np.asarray([b"l"])
 
 
 def dense_attributes(file):
@@ -151,7 +152,7 @@ WRONG = {
     repeated_weight: "lists the weight 'a/k' twice",
     variable_length: "lists the weight 'a/gone' but has no such dataset",
     numbers: r"'weight_names' has no list of strings.*save_weights",
-    soft_link: "soft or external link",
+    soft_link: "lists the weight 'a/l' but has no such dataset",
     dense_attributes: "'a' has many attributes, stored densely",
 }
 
@@ -165,6 +166,18 @@ def test_lists_that_lie(tmp_path, damage):
         damage(file)
     with pytest.raises((SourceError, UnsupportedError), match=WRONG[damage]):
         open_manifest(tmp_path / "m.h5")
+
+
+def test_a_file_in_the_newest_format(tmp_path):
+    saved = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(8, name=f"{i}") for i in range(12))])
+    new = open_manifest(write_weights(tmp_path / "n.h5", saved, fixed=False, libver="latest"))
+    assert new.metadata == open_manifest(write_weights(tmp_path / "o.h5", saved)).metadata
+    with h5py.File(tmp_path / "whole.h5", "w", libver="latest") as file, h5py.File(tmp_path / "n.h5") as old:
+        for i in range(12):
+            file[f"model_weights{i or ''}"] = 0 if i else h5py.SoftLink("/x")
+        del file["model_weights"]
+        old.copy("/", file, "model_weights")
+    assert list(open_manifest(tmp_path / "whole.h5").metadata["layers"]) == [f"{i}" for i in range(12)]
 
 
 def test_a_legacy_file_in_a_preset_is_refused(tmp_path):

@@ -119,7 +119,8 @@ def check_places(manifest):
     spans = collections.defaultdict(list)
     for path, size in manifest.files.items():
         assert size == path.local_path().stat().st_size
-    for tensor in manifest.tensors.values():
+    # Names of one stored tensor share its storage.
+    for tensor in {id(tensor.storage): tensor for tensor in manifest.tensors.values()}.values():
         if isinstance(tensor.storage, Extent):
             start, stop = tensor.storage.offset, tensor.storage.offset + tensor.nbytes
             assert 0 <= start <= stop <= manifest.files[tensor.storage.path]
