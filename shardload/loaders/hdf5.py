@@ -51,6 +51,7 @@ EXPANSION_FLOOR_BYTES = 64 << 20
 """Below this any expansion is harmless: zeros that were never written, or compress to nothing."""
 CACHE_BYTES = 1 << 20
 """libhdf5's cache of object headers, 32 MiB by default; a small one is enough, as each header is read once here."""
+_OWN_GROUP = "vars"
 _LEGACY_ATTRIBUTES = ("layer_names", "layer_names0", "model_config")
 MAX_COPIES = 16
 """Bytes of all second links to datasets, in sizes of the file, above `EXPANSION_FLOOR_BYTES`."""
@@ -130,6 +131,8 @@ class Content:
     """Every dataset with numbers, in no particular order; names are paths without leading slash."""
     notes: tuple[str, ...]
     """What was left out."""
+    is_whole: bool
+    """Whether it has the group that Keras 3 writes for the model itself, though not to all parts of a model."""
 
 
 def read_tensors(region: FileRegion) -> Content:
@@ -147,7 +150,7 @@ def read_tensors(region: FileRegion) -> Content:
                 f"Cannot read {region.path} as a part of another checkpoint: it is a file of Keras 2, whose weights "
                 "have no stable names. Load it by itself with shardload.load_weights, and save it again"
             )
-        return Content(tuple(reader.tensors()), reader.notes())
+        return Content(tuple(reader.tensors()), reader.notes(), _OWN_GROUP in reader.groups)
 
 
 @contextmanager

@@ -48,6 +48,17 @@ def open_index(index: Location) -> Manifest:
     return Manifest(index, "keras-sharded-h5", found, files, metadata=described, notes=tuple(notes))
 
 
+def lists(index: Location, name: str) -> bool:
+    """Whether there is an index, and it lists a file.
+
+    Raises:
+        SourceError: When it is damaged.
+    """
+    if not index.is_file():
+        return False
+    return any(name in listed for listed in _groups(read_object(index).get("weight_map"), index).values())
+
+
 def _groups(weight_map: object, index: Location) -> dict[str, tuple[str, ...]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index} should contain a 'weight_map' from groups of variables to shards, but does not")

@@ -129,6 +129,34 @@ def test_sharded_weights(sharded):
     assert_same(open_manifest(sharded.parent), arrays)
 
 
+def test_a_part_stands_for_all_parts(sharded):
+    manifest = open_manifest(sharded)
+    for shard in manifest.files:
+        found = open_manifest(shard.local_path())
+        assert found.tensors == manifest.tensors
+        assert found.format == "keras-sharded-h5"
+    list(manifest.files)[1].local_path().unlink()
+    with pytest.raises(SourceNotFoundError, match=r"lacks 1 of them.*m_0000"):
+        open_manifest(next(iter(manifest.files)).local_path())
+
+
+def test_a_part_without_its_index_is_refused(sharded):
+    parts = [file.local_path() for file in open_manifest(sharded).files]
+    sharded.unlink()
+    for part in parts[1:]:
+        with pytest.raises(
+            SourceNotFoundError, match=r"one of several parts, but .* lacks their index m\.weights\.json"
+        ):
+            open_manifest(part)
+    part.rename(part.with_name("part.weights.h5"))
+    assert open_manifest(part.with_name("part.weights.h5")).tensors
+
+
+def test_a_number_in_a_name_may_be_that_of_a_step(tmp_path):
+    model().save_weights(tmp_path / "w_00003.weights.h5")
+    assert_same(open_manifest(tmp_path / "w_00003.weights.h5"), stored_arrays(tmp_path / "w_00003.weights.h5"))
+
+
 def edit(path, change):
     document = json.loads(path.read_text())
     change(document["weight_map"])
