@@ -35,8 +35,8 @@ from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
 
 SHOWN = 5
-_STATE = ("optimizer_variables", "metrics_variables", "optimizer")
-"""First parts of names that are not weights, in Orbax and Keras."""
+_STATE = ("optimizer_variables", "metrics_variables", "optimizer", "optimizer_weights")
+"""First parts of names that are not weights, in Orbax, Keras and Keras 2."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

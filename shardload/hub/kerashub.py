@@ -7,6 +7,7 @@ without loading its weights (inside ``shardload.abstract()``, without even alloc
     hf-safetensors     config.json             ─► KerasHub's converter  ─► CausalLM / ImageClassifier, else backbone
     gguf               header                  ─► KerasHub's converter  ─► CausalLM, else backbone
     keras-archive      config.json             ─► keras.saving          ─► the saved model, compiled as saved
+    keras-legacy-h5    model_config            ─► Keras' legacy code    ─► the same
     orbax              model_config            ─► keras.saving          ─► the same, if a training run saved it
 
 A `.weights.h5` describes no model, unless a configuration is next to it. TensorFlow is not needed:
@@ -36,6 +37,7 @@ from shardload.hub.arguments import for_converter
 from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
 from shardload.hub.config_forms import GENERATORS, architecture_of, check_representable, read_config, ties_embeddings
 from shardload.hub.converters import OWN, OwnConverter, converter_of
+from shardload.hub.legacy_models import build_legacy, has_config
 from shardload.hub.preset_path import preset_path
 from shardload.hub.sidecar import config_beside
 from shardload.hub.tensorflow import as_with_tensorflow, omit_preprocessor
@@ -88,6 +90,8 @@ def build_model(
                 return _from_preset(manifest, dtype, task, custom_objects, safe_mode)
             case "hugging-face":
                 return _from_transformers(manifest, dtype, task, ignore)
+            case "keras-legacy" if has_config(manifest):
+                return build_legacy(manifest, dtype, custom_objects, safe_mode, compiling)
             case "keras" | "keras-sidecar" as where:
                 if config := manifest.config if where == "keras" else config_beside(manifest):
                     described = with_dtype(config, dtype)

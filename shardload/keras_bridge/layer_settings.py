@@ -94,9 +94,9 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
     policies = [own] if dtype is not None else [now, own] if has_dtype else [own, now]
     *first, last = policies
     for policy in first:
-        with suppress(_PolicyDiffersError), _global_policy(policy):
+        with suppress(_PolicyDiffersError), global_policy(policy):
             return make()
-    with _global_policy(last):
+    with global_policy(last):
         return make()
 
 
@@ -229,7 +229,7 @@ def _uses_policy(layer: Any) -> bool:
 
 
 @contextmanager
-def _global_policy(policy: Any) -> Iterator[None]:
+def global_policy(policy: Any) -> Iterator[None]:
     """Replace the global dtype policy inside the block."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)

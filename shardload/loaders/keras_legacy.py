@@ -6,14 +6,14 @@
     └─ top_level_model_weights   weight_names = [ … ]
 
 Keras loads them by order: the n-th layer with weights gets those of the n-th group that has any. Names say nothing, as
-Keras makes them up. So the manifest has the order in its metadata, for `shardload.mapping`. The configuration is not
-read: it is a string of variable length, and a damaged heap of these makes libhdf5 1.14 loop or crash.
+Keras makes them up. So the manifest has the order in its metadata, for `shardload.mapping`. A whole model also has its
+configuration, and that of `compile` as `training_config`; a file whose configurations are damaged is one of weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ShardloadError, SourceError
 from shardload.loaders.contents import FileContent
@@ -21,6 +21,7 @@ from shardload.loaders.extents import collect
 from shardload.loaders.keras_h5 import is_hdf5
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
+from shardload.stores.json_files import parse_object
 from shardload.stores.location import Location
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ TOP_LEVEL = "top_level_weights"
 """Entry of the metadata: names of the tensors that belong to the model itself; not there in older files."""
 OPTIMIZER = "optimizer_weights/"
 """Tensors below this belong to the optimizer."""
+TRAINING = "training_config"
+"""Entry of the metadata: the arguments of `compile`."""
+UNREADABLE = "unreadable_config"
+"""Entry of the metadata: why the file's configuration cannot be read."""
+_CONFIG = "model_config"
 _MODEL = "model_weights"
 _TOP_LEVEL_GROUP = "top_level_model_weights"
 
@@ -51,7 +57,23 @@ def open_file(path: Location) -> Manifest:
     with hdf5.reading(region) as reader:
         tensors = collect(reader.tensors(), files=files)
         metadata = _order(reader, tensors, path)
-    return Manifest(path, "keras-legacy-h5", tensors, files, metadata=metadata)
+        config, described = _described(reader, path)
+    return Manifest(path, "keras-legacy-h5", tensors, files, config, metadata | described, notes=reader.notes())
+
+
+def _described(reader: Reader, path: Location) -> tuple[dict[str, Any], dict[str, object]]:
+    """Return the model's configuration, and what the metadata says of it."""
+    try:
+        config, training = (_document(reader, name, path) for name in (_CONFIG, TRAINING))
+    except ShardloadError as error:
+        # The weights alone are of use: for a model that the user builds.
+        return {}, {UNREADABLE: str(error)}
+    return config, {TRAINING: training} if training else {}
+
+
+def _document(reader: Reader, attribute: str, path: Location) -> dict[str, Any]:
+    text = reader.text(attribute)
+    return {} if text is None else parse_object(text.encode(), path=f"{path}: attribute {attribute!r}")
 
 
 def _order(reader: Reader, tensors: Mapping[str, Tensor], path: Location) -> dict[str, object]:
@@ -103,5 +125,6 @@ SPEC = FormatSpec(
     variant_of="keras-h5",
     is_file=_is_legacy,
     open_file=open_file,
+    described_by="keras-legacy",
     tensor_names="order",
 )

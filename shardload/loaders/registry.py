@@ -73,9 +73,9 @@ class FormatSpec:
     """Format of the files that an index of this format lists."""
     folder_of: Callable[[Location], Location | None] | None = None
     """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
-    described_by: Literal["keras", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
-    """Origin of ``Manifest.config``: Keras (``keras-sidecar``: from a file with the same stem), a KerasHub preset, or
-    Hugging Face. ``None``: the format describes no model."""
+    described_by: Literal["keras", "keras-legacy", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
+    """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
+    with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""
     tensor_names: Literal["keras", "order", "hugging-face", "step", "own"] = "own"
     """Source of the tensors' names: Keras' layers, Keras 2 (only their order counts), `transformers`, a training step,
     or the user (variable paths)."""

@@ -32,6 +32,11 @@ from shardload.mapping.variable_map import (
 )
 from shardload.transfer.planning import Binding
 
+_NO_STATE = (
+    "the optimizer's state in the file was left out: its order is that of the library that wrote it, and Keras 3 does "
+    "not load its slots either; training goes on with a new optimizer, at its configured learning rate"
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrderedStep:
@@ -92,6 +97,7 @@ def map_by_order(model: Any, manifest: Manifest) -> VariableMap:
     missing, missing_variables, state = split_missing(weights, everything, [pair.variable for pair in pairs], names)
     used = {pair.tensor.name for pair in pairs}
     left = [name for name in manifest.tensors if name not in used]
+    skipped = tuple(name for name in left if name.startswith(OPTIMIZER))
     return VariableMap(
         bindings=tuple(binding for step in steps for binding in step.bindings),
         computed=(),
@@ -99,9 +105,9 @@ def map_by_order(model: Any, manifest: Manifest) -> VariableMap:
         missing_variables=missing_variables,
         state=state,
         unused=tuple(name for name in left if not name.startswith(OPTIMIZER)),
-        skipped=tuple(name for name in left if name.startswith(OPTIMIZER)),
+        skipped=skipped,
         mismatched=tuple(Mismatch.of_shapes(pair.variable, pair.tensor.name, pair.tensor.shape) for pair in wrong),
-        notes=(),
+        notes=(_NO_STATE,) if skipped and getattr(model, "optimizer", None) is not None else (),
         steps=steps,
         refused=refused_among(weights, [p.variable for p in wrong], [p.variable for p in last], names),
     )
