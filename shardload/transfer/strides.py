@@ -24,9 +24,10 @@ from shardload.manifest import View, c_strides
 from shardload.sharding.bounds import Bounds
 
 SKIP_BYTES = 128 << 10
-"""Skipping an unneeded gap this long is cheaper than reading it: 0.1 ms at 1 GB/s, the cost of one block.
+"""Gaps from this length on are skipped, not read: 0.1 ms at 1 GB/s, the cost of one block.
 
-``benchmarks.strided_reads`` measures it: from a disk, skipping breaks even between 128 and 512 KiB."""
+``benchmarks.strided_reads`` measures it: from a disk, skipping breaks even at 128 KiB in one case, above 512 KiB in
+another."""
 
 
 @dataclass(frozen=True, slots=True)
