@@ -26,7 +26,7 @@ from shardload.converting.source import Source, some
 from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import quantised
 from shardload.keras_bridge.dtype_policies import with_dtype
-from shardload.loaders import open_manifest
+from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.folder import member
 from shardload.loaders.hf_folder import BARE
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
@@ -42,7 +42,7 @@ _PARTS = re.compile(r"\d+_\w+/model\.safetensors|adapter_model\.safetensors")
 
 def is_copy(manifest: Manifest, to: str) -> bool:
     """Whether a conversion keeps the format, and is the format Hugging Face's."""
-    return manifest.format == HUGGING_FACE.name and to == "safetensors"
+    return spec_of(manifest) == HUGGING_FACE and to == "safetensors"
 
 
 def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
