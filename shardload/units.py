@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any
 
@@ -152,7 +152,29 @@ def dtype_name(wanted: Any) -> Any:
     name = _SPELLINGS.get(text.lower(), text.lower())
     if name in FLOATS or name in _ALSO or re.fullmatch(_QUANTISED, name):
         return name
-    raise UsageError(f"Cannot load in the dtype {wanted!r}. Choose {', '.join(FLOATS)} (or bf16, fp16, fp32)")
+    raise UsageError(
+        f"Cannot load in the dtype {wanted!r}. Choose {', '.join(FLOATS)} (or bf16, fp16, fp32), float64 with "
+        "jax_enable_x64, or a dtype policy of Keras such as mixed_bfloat16"
+    )
+
+
+def plain_dtype_name(wanted: Any, *, doing: str, also: Iterable[str] = ()) -> str:
+    """Return the canonical name of a dtype of single tensors, for which a policy of Keras says nothing.
+
+    Args:
+        wanted: As for `dtype_name`.
+        doing: What the dtype is for, after "Cannot": ``"write"``.
+        also: Further names that are accepted.
+
+    Raises:
+        UsageError: When it is no such dtype.
+    """
+    text = wanted if isinstance(wanted, str) else _name_of(wanted)
+    name = _SPELLINGS.get(text.lower(), text.lower())
+    known = (*FLOATS, "float64", *also)
+    if name not in known:
+        raise UsageError(f"Cannot {doing} in the dtype {wanted!r}. Choose {', '.join(known)} (or bf16, fp16, fp32)")
+    return name
 
 
 def _name_of(wanted: Any) -> str:

@@ -56,7 +56,7 @@ from shardload.steps.listing import is_ours
 from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.local import local_target
 from shardload.typing import DTypeLike, PathLike
-from shardload.units import dtype_name, format_bytes, parse_bytes, plural
+from shardload.units import format_bytes, parse_bytes, plain_dtype_name, plural
 
 DEFAULT_HOST_MEMORY = 512 << 20
 """Bytes of tensors in memory at once. Most tensors of a 9B model then fit in one block; more is not faster."""
@@ -162,7 +162,7 @@ def convert(
         raise UsageError("Cannot convert to an empty path. Give a folder, or NAME.weights.h5")
     target = Path(os.path.abspath(local_target(dst)))  # noqa: PTH100  resolve() would follow a link that is to be replaced
     kind = target_of(target, to)
-    name = None if dtype is None else str(dtype_name(dtype))
+    name = None if dtype is None else plain_dtype_name(dtype, doing="write")
     block_bytes = block_bytes_of(host_memory_bytes)
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)

@@ -118,7 +118,7 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> 
                 return False
         raise UnsupportedError(
             f"Cannot convert {runtime.manifest.source}: {step.owner} computes with a value that is not stored "
-            f"({str(error)[:120]}). Load it with shardload.load, then save the model with model.save_to_preset(folder)"
+            f"({str(error)[:120]}). Load it with shardload.load, then write it with shardload.save_as(model, path)"
         ) from error
     finally:
         if snapshot is not None:

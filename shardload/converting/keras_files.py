@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shardload.converting import preprocessing, sidecar_files
-from shardload.converting.plans import ConversionPlan, Copy, whole
+from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
@@ -83,9 +83,10 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
     elsewhere = {id(v) for v in (*layout.variables.values(), *(() if skip is None else skip.variables))}
     left = [v for v in source.variables_of(root) if id(v) not in elsewhere]
     if weights := [v.path for v in left if is_weight(v)]:
-        raise UnsupportedError(
+        raise NoPlaceError(
             f"Cannot write an HDF5 file: no layer saves {plural(len(weights), 'variable')} ({weights[0]!r} …) with its "
-            "save_own_variables. Choose the format orbax, which has all variables"
+            "save_own_variables",
+            instead=("orbax",),
         )
     return Saved(copies, layout.names, tuple(left), layout.optimizers)
 
@@ -93,10 +94,10 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
 def _refuse_computing(layout: SavedLayout) -> None:
     if layout.computing:
         path, layer = layout.computing[0]
-        raise UnsupportedError(
+        raise NoPlaceError(
             f"Cannot write an HDF5 file: save_own_variables of {type(layer).__name__} at {path or 'the root'!r} saves "
-            "arrays or numbers, expected variables, which have names in every format. Choose the format orbax, which "
-            "has the variables themselves, or call Keras' save_weights of the model"
+            "arrays or numbers, expected variables, which have names in every format",
+            instead=("orbax",),
         )
 
 
@@ -231,8 +232,8 @@ def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
     for variable in variables:
         value = source.values[id(variable)]
         if value.step is not None:
-            raise UnsupportedError(
-                f"Cannot write {variable.path!r} as state: {value.step.owner} computes it. Choose the format orbax"
+            raise NoPlaceError(
+                f"Cannot write {variable.path!r} as state: {value.step.owner} computes it", instead=("orbax",)
             )
         array = value.array
         if value.tensor is not None:  # small and never rearranged

@@ -31,7 +31,7 @@ from shardload.converting.plans import ConversionPlan, Copy
 from shardload.converting.replace_target import check_free
 from shardload.converting.staging import ConversionFolder, home_of, staged
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, reader_of_value
-from shardload.converting.targets import is_file_name, plan_for, shard_bytes_for, stem_of, target_of
+from shardload.converting.targets import is_file_name, plan_for, shard_bytes_for, stem_of, target_of, without_ending
 from shardload.converting.writing import check_room
 from shardload.distributed import processes
 from shardload.errors import UnsupportedError, UsageError, WriteError, suggests_arguments
@@ -47,7 +47,7 @@ from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.bounds import Bounds
 from shardload.stores.local import expanded, local_target, temporary_folder
 from shardload.typing import DTypeLike, PathLike
-from shardload.units import dtype_name
+from shardload.units import plain_dtype_name
 from shardload.writers import TensorPlace
 
 SaveTarget = Literal["safetensors", "h5", "preset"]
@@ -183,7 +183,7 @@ def _checked(
         raise UsageError("Cannot save to an empty path. Give a folder, or NAME.weights.h5")
     target = Path(os.path.abspath(expanded(local_target(path))))  # noqa: PTH100  a link is replaced, not followed
     kind = target_of(target, _format(target, to))
-    name = None if dtype is None else str(dtype_name(dtype))
+    name = None if dtype is None else plain_dtype_name(dtype, doing="write")
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
     block_bytes = converting.block_bytes_of(host_memory_bytes)
     return _Request(target, kind, name, merge_lora, block_bytes, shard_bytes, overwrite)
@@ -192,13 +192,15 @@ def _checked(
 def _format(target: Path, to: str | None) -> str | None:
     """Return the format as `shardload.convert` calls it."""
     if to == "orbax":
-        raise UsageError("Cannot save with to='orbax': call shardload.save(model, directory, step=0) instead")
+        raise UsageError(
+            "Cannot save with to='orbax': Orbax checkpoints are steps. Call shardload.save(model, directory, step=0)"
+        )
     if to is not None and to not in SAVE_TARGETS:
         raise UsageError(f"Cannot save with to={to!r}: expected one of {', '.join(SAVE_TARGETS)}")
     if to is None and not is_file_name(target) and not target.name.lower().endswith(".keras"):
         raise UsageError(
-            f"Cannot tell the format of {target.name}. Pass to='safetensors' or to='preset', or name it "
-            f"{stem_of(target)}.weights.h5"
+            f"Cannot tell the format of {target.name}. {without_ending(target)} to='safetensors' or to='preset', or "
+            f"name it {stem_of(target)}.weights.h5"
         )
     if to == "preset" and is_file_name(target):
         raise UsageError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.converting.computing import StoredValue
+from shardload.errors import UnsupportedError
 from shardload.manifest import View, c_strides
 from shardload.writers import TensorPlace, Wanted
 
@@ -54,6 +55,19 @@ class ConversionPlan:
         """Bytes of all tensors."""
         # The parts of a fused tensor are copies with one `Wanted`: count it once.
         return sum(copies[0].wanted.nbytes for copies in self.tensors.values())
+
+
+class NoPlaceError(UnsupportedError):
+    """A format has no place for something in a model.
+
+    Args:
+        why: The message without a way out, which depends on the call: `targets.plan_for` adds it.
+        instead: The formats that have a place, by their names in `convert`.
+    """
+
+    def __init__(self, why: str, *, instead: tuple[str, ...] = ("h5", "orbax")) -> None:
+        super().__init__(f"{why}. Choose the format {' or '.join(instead)}")
+        self.why, self.instead = why, instead
 
 
 def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +20,7 @@ from shardload.converting import hugging_face_copy, keras_files, sidecar_files, 
 from shardload.converting.hub_tokenizers import tokenizer_files
 from shardload.converting.hugging_face_copy import in_dtype
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_of
-from shardload.converting.plans import ConversionPlan, Copy, whole
+from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.sidecar_files import KERAS, STATE, TRANSFORMERS
 from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, UsageError
@@ -58,8 +59,8 @@ def target_of(path: Path, to: str | None) -> Target:
         )
     if to is None and not is_file:
         raise UsageError(
-            f"Cannot tell the format of {path.name}. Pass to='safetensors', 'orbax' or 'h5' (--to), or name it "
-            f"{stem_of(path)}{ENDING}"
+            f"Cannot tell the format of {path.name}. {without_ending(path)} to='safetensors', 'orbax' or 'h5' (--to), "
+            f"or name it {stem_of(path)}{ENDING}"
         )
     if to is not None and to not in TARGETS:
         raise UsageError(f"Cannot convert with to={to!r}: expected one of preset, {', '.join(TARGETS)}")
@@ -79,6 +80,11 @@ def target_of(path: Path, to: str | None) -> Target:
 def stem_of(path: Path) -> str:
     """Return a file's name without the ending of any format; ``model`` where nothing is left."""
     return path.name[: len(path.name) - len(_file_ending(path))].removesuffix(".weights") or "model"
+
+
+def without_ending(path: Path) -> str:
+    """Return how to begin the advice to state a format: the results are folders, which have no file extension."""
+    return f"Remove {ending} and pass" if (ending := _file_ending(path)) else "Pass"
 
 
 def _file_ending(path: Path) -> str:
@@ -129,23 +135,48 @@ def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, sha
     dtypes = {
         i: wanted if wanted is not None and is_float(value.dtype) else value.dtype for i, value in source.values.items()
     }
-    if to == "orbax":
-        return _orbax(source, dtypes, dtype)
-    if to == "safetensors":
-        plan = _safetensors(source, dtypes, dtype, shard_bytes)
-    elif is_file_name(target):
-        plan = keras_files.file(source, dtypes, target, dtype, shard_bytes)
-    else:
-        plan = keras_files.preset(source, dtypes, dtype, shard_bytes)
+    with _ways_out(source, target):
+        if to == "orbax":
+            return _orbax(source, dtypes, dtype)
+        if to == "safetensors":
+            plan = _safetensors(source, dtypes, dtype, shard_bytes)
+        elif is_file_name(target):
+            plan = keras_files.file(source, dtypes, target, dtype, shard_bytes)
+        else:
+            plan = keras_files.preset(source, dtypes, dtype, shard_bytes)
     return replace(plan, shard_bytes=shard_bytes)
+
+
+@contextmanager
+def _ways_out(source: Source, target: Path) -> Iterator[None]:
+    """Say what to choose where a format has no place for something."""
+    try:
+        yield
+    except NoPlaceError as error:
+        raise UnsupportedError(f"{error.why}. {_instead(source, target, error.instead)}") from error
+
+
+def _instead(source: Source, target: Path, formats: Sequence[str]) -> str:
+    """Return the ways out that work for this source: other names, formats, or calls."""
+    ways = []
+    if "h5" in formats and source.is_hub:
+        ways.append("the format preset" if source.is_live else "the format h5")
+    if "h5" in formats:
+        ways.append(f"the name {stem_of(target)}{ENDING}")
+    if "orbax" in formats and not source.is_live:
+        ways.append("the format orbax" + (" and the name of a folder" if is_file_name(target) else ""))
+    saved = "save a step: shardload.save(model, directory, step=0)" if "orbax" in formats and source.is_live else ""
+    chosen = f"choose {' or '.join(ways)}" if ways else ""
+    text = ", or ".join(filter(None, (chosen, saved)))
+    return text[:1].upper() + text[1:]
 
 
 def _refuse_head(source: Source) -> None:
     """Refuse a task with its own weights: Hugging Face folders get only a backbone's weights."""
     if more := head_of(source):
-        raise UnsupportedError(
+        raise NoPlaceError(
             f"Cannot write {type(source.model).__name__} for Hugging Face: {len(more)} of its weights "
-            f"({more[0].path!r}) do not belong to its backbone. Choose the format h5 or orbax"
+            f"({more[0].path!r}) do not belong to its backbone"
         )
 
 
@@ -161,18 +192,16 @@ def _safetensors(
     config, shapes, bindings = _layout(source, dtypes, dtype)
     tensors = transformers.wanted(bindings, shapes, dtypes)
     if whole_numbers := [t for t in tensors.values() if not is_float(t.dtype)]:
-        raise UnsupportedError(
-            f"Cannot write {whole_numbers[0].name!r} for Hugging Face: it is quantised ({whole_numbers[0].dtype}). "
-            "Write the model before it is quantised, or choose the format h5 or orbax"
+        raise NoPlaceError(
+            f"Cannot write {whole_numbers[0].name!r} for Hugging Face: it is quantised ({whole_numbers[0].dtype}), "
+            "expected the model before it was quantised"
         )
     copies = tuple(Copy(tensors[b.view.tensor], source.values[id(b.variable)], b.view) for b in bindings)
     # Variables without a tensor are small state (seeds), which goes to keras/state.json; a weight must not be lost.
     placed = {id(b.variable) for b in bindings}
     state = [v for v in source.variables_of(backbone) if id(v) not in placed]
     if more := [v.path for v in state if transformers.is_weight(v)]:
-        raise UnsupportedError(
-            f"Cannot write {more[0]!r} for Hugging Face, which has no tensor for it. Choose the format h5 or orbax"
-        )
+        raise NoPlaceError(f"Cannot write {more[0]!r} for Hugging Face, which has no tensor for it")
 
     tokenizer, notes = tokenizer_files(source, config["model_type"])
 
@@ -224,9 +253,8 @@ def _most(source: Source, dtypes: Mapping[int, Any]) -> str:
         if is_float(dtypes[i]):
             sizes[dtypes[i].name] += math.prod(value.variable.shape)
     if not sizes:
-        raise UnsupportedError(
-            f"Cannot write {type(source.model).__name__} for Hugging Face: it has no floating-point values. Choose the "
-            "format h5 or orbax"
+        raise NoPlaceError(
+            f"Cannot write {type(source.model).__name__} for Hugging Face: it has no floating-point values"
         )
     return max(sizes, key=sizes.__getitem__)
 
@@ -238,9 +266,9 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
         wanted = _most(source, dtypes) if source.is_live else dtype  # a live model may have another dtype now
         return original if wanted is None else in_dtype(original, wanted)
     if not source.is_hub:
-        raise UnsupportedError(
+        raise NoPlaceError(
             f"Cannot write {type(source.model).__name__} for Hugging Face, which has no names for its tensors: it is "
-            "not a KerasHub model. Choose the format h5 or orbax"
+            "not a KerasHub model"
         )
     most = _most(source, dtypes)
     # A GGUF file's configuration is made from its header in Hugging Face's form: enough for the other families.
@@ -274,8 +302,8 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
     copies = tuple(whole("/".join(leaf.path), source.values[id(leaf.variable)], dtypes) for leaf in tree.leaves)
     tensors = [c.wanted for c in copies]
     if empty := [t.name for t in tensors if not t.size]:
-        raise UnsupportedError(
-            f"Cannot write {empty[0]!r} with Orbax, which stores no arrays without elements. Choose the format h5"
+        raise NoPlaceError(
+            f"Cannot write {empty[0]!r} with Orbax, which stores no arrays without elements", instead=("h5",)
         )
     structure = tree.to_json()
     # The tree has the dtypes of the model's variables, and the files may have others.

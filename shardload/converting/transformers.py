@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shardload.converting.plans import NoPlaceError
 from shardload.errors import UnsupportedError
 from shardload.hub import described, kerashub
 from shardload.keras_bridge import abstraction
@@ -28,7 +29,6 @@ from shardload.writers import Wanted
 Config = dict[str, Any]
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 """Settings that a Hugging Face configuration cannot express and that do not affect weights."""
-_ALTERNATIVES = "Choose the format h5 or orbax"
 
 
 def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> Config:
@@ -45,7 +45,7 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
     """
     kind = type(backbone).__name__
     if kind not in _FAMILIES:
-        raise UnsupportedError(f"Cannot write {kind} for Hugging Face, only {', '.join(_FAMILIES)}. {_ALTERNATIVES}")
+        raise NoPlaceError(f"Cannot write {kind} for Hugging Face, only {', '.join(_FAMILIES)}")
     # The longest text and token ids are never guessed: wrong ones would be silently obeyed.
     known = {name: value for name, value in (known or {}).items() if name in UNKNOWN}
     config = {**known, **_FAMILIES[kind](backbone), "torch_dtype": dtype}
@@ -54,14 +54,12 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
         with abstraction.abstract():
             again = kerashub.build_model(stand_in(config), task=False)
     except UnsupportedError as error:
-        raise UnsupportedError(
-            f"Cannot describe {kind} in a Hugging Face configuration: {error}. {_ALTERNATIVES}"
-        ) from error
+        raise NoPlaceError(f"Cannot describe {kind} in a Hugging Face configuration: {error}") from error
     if (key := differing(backbone, again)) is not None:
         wanted, found = backbone.get_config()[key], again.get_config().get(key)
-        raise UnsupportedError(
+        raise NoPlaceError(
             f"Cannot describe {kind} with {key}={wanted!r} in a Hugging Face configuration: KerasHub would read "
-            f"{key}={found!r}. {_ALTERNATIVES}"
+            f"{key}={found!r}"
         )
     return config
 
@@ -95,7 +93,7 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
         return described.hugging_face(config, nowhere(str(config["model_type"])), stored=stored)
     except UnsupportedError as error:
         kind = config["model_type"]
-        raise UnsupportedError(f"Cannot write model_type {kind!r} for Hugging Face. {_ALTERNATIVES}") from error
+        raise NoPlaceError(f"Cannot write model_type {kind!r} for Hugging Face") from error
 
 
 def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) -> tuple[Binding, ...]:
@@ -122,9 +120,9 @@ def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) 
     problems += [name for name, tensor in stored.items() if not covers(by_tensor.get(name, ()), tensor)]
     if problems:
         kind = type(backbone_of(model)).__name__
-        raise UnsupportedError(
+        raise NoPlaceError(
             f"Cannot match the variables of {kind} one to one with the Hugging Face tensors of model_type "
-            f"{manifest.config['model_type']!r}: {problems[0]}. {_ALTERNATIVES}"
+            f"{manifest.config['model_type']!r}: {problems[0]}"
         )
     return tuple(binding for name in stored for binding in by_tensor[name])
 
@@ -238,10 +236,10 @@ def _scalar(backbone: Any) -> int:
 
 def _gemma3(backbone: Any) -> Config:
     if backbone.vision_encoder is not None:
-        raise UnsupportedError(f"Cannot write Gemma 3 with a vision encoder for Hugging Face. {_ALTERNATIVES}")
+        raise NoPlaceError("Cannot write Gemma 3 with a vision encoder for Hugging Face")
     if backbone.use_bidirectional_attention or backbone.attention_logit_soft_cap is not None:
         feature = "bidirectional attention" if backbone.use_bidirectional_attention else "capped attention scores"
-        raise UnsupportedError(f"Cannot write Gemma 3 with {feature} for Hugging Face. {_ALTERNATIVES}")
+        raise NoPlaceError(f"Cannot write Gemma 3 with {feature} for Hugging Face")
     factor = backbone.global_rope_scaling_factor
     return {
         **_decoder(backbone, "gemma3_text", "Gemma3ForCausalLM"),

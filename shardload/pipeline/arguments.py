@@ -9,6 +9,7 @@ import jax
 import keras
 
 from shardload.errors import BackendError, UnsupportedError, UsageError
+from shardload.transfer.casts import ENABLE_64_BITS
 from shardload.typing import DTypeLike
 from shardload.units import dtype_name, parse_bytes
 
@@ -64,10 +65,7 @@ def float_dtype(wanted: DTypeLike | None) -> Any:
     """Return the name of the requested dtype; ``None`` and Keras' dtype policies pass through."""
     name = dtype_name(wanted)
     if name == "float64" and not jax.config.jax_enable_x64:
-        raise UsageError(
-            "Cannot load as float64: JAX has 64-bit dtypes disabled. Call jax.config.update('jax_enable_x64', True) "
-            "before JAX is used"
-        )
+        raise UsageError(f"Cannot load as float64: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}, or choose float32")
     return name
 
 

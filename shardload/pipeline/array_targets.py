@@ -15,6 +15,7 @@ from shardload.errors import MismatchError
 from shardload.manifest import View
 from shardload.pipeline.array_shardings import Placed, devices_of, layout_of
 from shardload.resolve.opening import OpenedSource
+from shardload.transfer.casts import wide
 from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.verification import check_tensor
 
@@ -112,7 +113,8 @@ def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
     if value.size and not (info.min <= int(value.min()) and int(value.max()) <= info.max):
         raise MismatchError(
             f"Cannot load {one.name!r} as {one.dtype}: tensor {tensor.name!r} has {tensor.dtype} values from "
-            f"{value.min()} to {value.max()}, expected {info.min} to {info.max}. Choose a wider dtype"
+            f"{value.min()} to {value.max()}, expected {info.min} to {info.max}. "
+            f"Choose {tensor.dtype}{wide(tensor.dtype)}, or another dtype in which they fit"
         )
     host = value.astype(one.dtype).transpose(one.order or range(value.ndim))
     mesh = devices_of(one.sharding).mesh

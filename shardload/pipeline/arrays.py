@@ -37,10 +37,10 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.binding import Binding
-from shardload.transfer.casts import overflow_notes
+from shardload.transfer.casts import ENABLE_64_BITS, overflow_notes
 from shardload.transfer.planning import make_plan
 from shardload.typing import MeshLike, PathLike
-from shardload.units import dtype_name, parse_bytes, plural
+from shardload.units import parse_bytes, plain_dtype_name, plural
 
 Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array | jax.Device | Format"
 """Where an array goes; a `jax.ShapeDtypeStruct` and a `jax.Array` also state its shape and dtype."""
@@ -137,12 +137,11 @@ def _budget(wanted: int | str | None) -> int | None:
         raise UsageError(f"host_memory_bytes: {error}") from error
 
 
-def _float_name(wanted: Any) -> Any:
-    name = getattr(wanted, "name", None) or getattr(wanted, "__name__", None) or wanted
-    return name if isinstance(name, str) and name in _FLOAT8 else dtype_name(wanted)
+def _float_name(wanted: Any) -> str | None:
+    return None if wanted is None else plain_dtype_name(wanted, doing="load", also=_FLOAT8)
 
 
-_FLOAT8 = {name for name in dir(jax.numpy) if name.startswith("float8")}
+_FLOAT8 = tuple(sorted(name for name in dir(jax.numpy) if name.startswith("float8")))
 
 
 def _check_kinds(*, names: Any, transpose: Any, strict: Any) -> None:
@@ -313,8 +312,8 @@ _KIND_OF = {bool: "b", int: "iu", float: "f"}
 def _check_width(name: str, dtype: np.dtype[Any]) -> None:
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise UsageError(
-            f"Cannot load {name!r} as {dtype}: JAX has 64-bit dtypes disabled. Call "
-            "jax.config.update('jax_enable_x64', True) first, or leave the tensor out"
+            f"Cannot load {name!r} as {dtype}: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}, or leave the tensor "
+            "out"
         )
 
 

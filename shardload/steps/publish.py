@@ -36,8 +36,8 @@ REMOVALS = 10
 REMOVAL_PAUSE_S = 0.05
 """Adds up to half a second: cheap compared with a failed save."""
 
-_published: set[Path] = set()
-"""Steps that this process saved."""
+_published: dict[Path, float] = {}
+"""Steps that this process saved → when the folder was opened for it."""
 _MOVED = "Earlier steps may have moved with the folder"
 
 
@@ -178,7 +178,7 @@ class Staging:
             # An empty folder at the target is not a step: rename replaces it. A non-empty one makes rename fail.
             os.rename(self.path, target)  # noqa: PTH104
             # Before fsync, which may fail: the step has its name already.
-            _published.add(target)
+            _published[target] = self.root.opened_s
             # The name is an entry of the root: without this, a power loss could undo the rename.
             os.fsync(self.root.fd)
         except OSError as error:
@@ -365,13 +365,15 @@ def _exists(root: Root, step: int) -> StepExistsError:
 
 def _way_out(root: Root, target: Path) -> str:
     """Say who saved the step, as that decides what to do."""
+    # lstat: the name may be a link that leads nowhere.
+    saved_s = os.lstat(target).st_mtime if os.path.lexists(target) else root.opened_s
+    if _published.get(target) == root.opened_s or (target in _published and saved_s < root.opened_s):
+        return "This process saved it. Save under another number, or to another folder, or remove it first"
     if target in _published:
         return (
             "This process saved it. Two callbacks of one fit() cannot share a folder: give one of them all rules "
             "(max_to_keep, keep_best, keep_every_steps, …), or each its own folder"
         )
-    # lstat: the name may be a link that leads nowhere.
-    saved_s = os.lstat(target).st_mtime if os.path.lexists(target) else root.opened_s
     if saved_s < root.opened_s:
         return "It was saved before this run. Remove it, resume from it, or save to another folder"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved_s))

@@ -51,9 +51,35 @@ def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> N
     if stored and wanted and wanted[0] <= stored[0] and stored[1] <= wanted[1]:
         return
     raise MismatchError(
-        f"Cannot cast tensor {tensor!r} from {source} to {target} for {variable!r}: only casts from float to "
-        f"float, int to float and int to a wider int are supported. Choose dtype {source} or convert the checkpoint"
+        f"Cannot cast tensor {tensor!r} from {source} to {target} for {variable!r}: {_why_not(source, target)}. Give "
+        f"it the dtype {source}{wide(source)}, or store {target} in the checkpoint"
     )
+
+
+ENABLE_64_BITS = "Call jax.config.update('jax_enable_x64', True) before JAX is used"
+
+
+def wide(dtype: DType) -> str:
+    """Return what else a dtype needs in JAX: words to append to its name."""
+    return ", with jax.config.update('jax_enable_x64', True)" if dtype.itemsize == 8 and dtype.kind in "iuf" else ""
+
+
+def needs_64_bits(variable: str, dtype: DType) -> MismatchError:
+    """Build the error for a variable of a dtype that JAX has disabled."""
+    # Integers of 64 bits may not fit into fewer, whatever the model is built with.
+    other = ", or build the model with a 32-bit dtype" if dtype.kind == "f" else ""
+    return MismatchError(
+        f"Cannot load variable {variable!r} as {dtype}: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}{other}"
+    )
+
+
+def _why_not(source: DType, target: DType) -> str:
+    """Say which values a cast could change."""
+    if _range(source) and _range(target):
+        return f"integers of {source} may not fit into {target}"
+    if is_float(source) and _range(target):
+        return "fractions would be cut off"
+    return "it would change what the values mean"
 
 
 def overflow_notes(tensors: Sequence[str]) -> tuple[str, ...]:

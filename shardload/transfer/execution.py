@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import jax
 
-from shardload.errors import BudgetError, MismatchError, SourceError, SourceNotFoundError, TransferError
+from shardload.errors import BudgetError, SourceError, SourceNotFoundError, TransferError
 from shardload.manifest import Manifest
 from shardload.sharding.bounds import Bounds
 from shardload.stores.location import Location
@@ -40,6 +40,7 @@ from shardload.transfer.block_copy import BlockCopier, BlockTimes, Task
 from shardload.transfer.block_plan import BUDGET_PARTS
 from shardload.transfer.budget import Budget
 from shardload.transfer.buffers import arena_bytes
+from shardload.transfer.casts import needs_64_bits
 from shardload.transfer.placement import (
     IncrementalArray,
     assemble,
@@ -165,10 +166,7 @@ def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
     narrowed = {dtype for dtype in {b.dtype for b in plan.bindings} if jax.dtypes.canonicalize_dtype(dtype) != dtype}
     for binding in plan.bindings:
         if binding.dtype in narrowed:
-            raise MismatchError(
-                f"Cannot load variable {binding.name!r} as {binding.dtype}: JAX has 64-bit dtypes disabled. Set "
-                "jax_enable_x64, or build the model with a 32-bit dtype"
-            )
+            raise needs_64_bits(binding.name, binding.dtype)
     plan.check_files(manifest)
 
 

@@ -309,7 +309,7 @@ def test_a_configuration_hugging_face_cannot_say_is_refused(presets, tmp_path):
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     config["config"]["layer_norm_epsilon"] = 1e-3
     (tmp_path / "one" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedError, match=r"rms_norm_eps is 0\.001.*format h5 or orbax"):
+    with pytest.raises(UnsupportedError, match=r"rms_norm_eps is 0\.001.*Choose the format h5 or .* the format orbax"):
         shardload.convert(tmp_path / "one", tmp_path / "out", to="safetensors")
 
 

@@ -167,7 +167,8 @@ def test_models_of_your_own_have_no_names_at_hugging_face(tmp_path):
     keras.Sequential([keras.Input((6,)), keras.layers.Dense(5)]).save(tmp_path / "model.keras")
     with pytest.raises(UsageError, match="Cannot tell the format of out"):
         shardload.convert(tmp_path / "model.keras", tmp_path / "out")
-    with pytest.raises(shardload.errors.UnsupportedError, match=r"not a KerasHub model. Choose the format h5 or orbax"):
+    message = r"not a KerasHub model. Choose the name out\.weights\.h5 or the format orbax"
+    with pytest.raises(shardload.errors.UnsupportedError, match=message):
         shardload.convert(tmp_path / "model.keras", tmp_path / "out", to="safetensors")
 
 

@@ -347,7 +347,7 @@ def test_nothing_of_the_model_or_the_session_changes(presets, tmp_path):
 def test_arguments_that_cannot_be(gemma, tmp_path):
     for arguments, match in (
         ({"to": "gguf"}, "to='gguf': expected one of safetensors, h5, preset"),
-        ({"to": "orbax"}, r"call shardload\.save\(model"),
+        ({"to": "orbax"}, r"Call shardload\.save\(model"),
         ({}, "Cannot tell the format of out"),
         ({"to": "safetensors", "merge_lora": "yes"}, "merge_lora='yes'"),
         ({"to": "safetensors", "host_memory_bytes": 1}, "at least 256KiB"),

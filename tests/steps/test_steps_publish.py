@@ -87,6 +87,9 @@ def test_who_saved_the_step_that_is_there_decides_the_way_out(tmp_path):
     save_step(tmp_path, 7).rename(tmp_path / "8")  # as if another process had saved 8
     save_step(tmp_path, 7)
     root = Root(tmp_path)
+    with pytest.raises(StepExistsError, match=r"This process saved it\. Save under another number"):
+        Staging.begin(root, 7)
+    os.utime(tmp_path / "7", (root.opened_s, root.opened_s + 1))  # as if this root had been open when it was saved
     with pytest.raises(StepExistsError, match=r"This process saved it\. Two callbacks of one"):
         Staging.begin(root, 7)
     for days, message in (
