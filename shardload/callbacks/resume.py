@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload import restoring
-from shardload.callbacks.step_records import iterations
+from shardload.callbacks.step_records import trained_batches
 from shardload.data import Origin, Position, Reading, resumable_of_fit
 from shardload.distributed import processes
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import learning_rates_of
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
+from shardload.mapping.accumulation import KEPT
 from shardload.mapping.stored_state import leaves_optimizer_alone
 from shardload.pipeline.preparing import NOT_STRICT, OTHER_OPTIMIZER
 from shardload.pipeline.reporting import AVERAGED, IN_TRAINING, changed_rates
@@ -67,8 +68,8 @@ class Resumption:
     """How many of these came after the step and are undone."""
     ended_by: str | None = None
     """The callback that had ended training at this step."""
-    rates: tuple[str, ...] = ()
-    """What the step did to the learning rates of the model."""
+    changed: tuple[str, ...] = ()
+    """What the step did to the learning rates of the model, and to its count of batches."""
     averages: str | None = None
     """Whether the model has moving averages, of an optimizer with ``use_ema``."""
 
@@ -101,7 +102,7 @@ class Resumption:
             had = f"this model had trained {self.trained} batches, so its last {self.undone} are undone"
             way_out = "To continue from the model's current state, pass resume=False"
             yield f"Resumed step {self.info.step} (epoch {(self.info.epoch or 0) + 1}); {had}. {way_out}"
-        for changed in self.rates:
+        for changed in self.changed:
             yield f"Resumed step {self.info.step}: {changed}"
         if self.averages is not None:
             yield f"Resumed step {self.info.step}: {self.averages}"
@@ -150,15 +151,16 @@ def go_on(
         # A first run has nothing to resume; only a step that was named must exist.
         if resume is True and not list_steps(directory):
             return None
-        trained, rates = iterations(model), learning_rates_of(model)
+        trained, rates = trained_batches(model), learning_rates_of(model)
         report = _restored(model, directory, resume)
         if lacking := "; ".join(filter(leaves_optimizer_alone, report.notes)):
             warn_caller(f"Resuming from {directory}: {lacking}")
         averages = next((note for note in report.notes if note in (AVERAGED, IN_TRAINING)), None)
         info = restoring.take_restored(model)
         changed = changed_rates(rates, learning_rates_of(model), advice=_OWN_RATE)
+        changed += tuple(note for note in report.notes if note.startswith(KEPT))
         # A weights-only step does not change the optimizer's count.
-        undone = 0 if info is None else max(0, trained - min(iterations(model), info.step))
+        undone = 0 if info is None else max(0, trained - min(trained_batches(model), info.step))
     if info is None or not _lies_in(directory, info):
         return None
     if not info.ours:
@@ -169,7 +171,7 @@ def go_on(
         return None
     found = resumption(model, info, position, data_iterator=data_iterator, initial_epoch=initial_epoch)
     found.restored_before, found.trained, found.undone, found.averages = before, trained, undone, averages
-    found.rates = changed
+    found.changed = changed
     return found
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from shardload.callbacks.monitor import plain_logs
 from shardload.distributed import processes
 from shardload.errors import UsageError
+from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
 from shardload.keras_bridge.variables import current_value
 from shardload.mapping.state_tree import StateTree
 from shardload.stores.local import local_target
@@ -219,6 +220,13 @@ def check_frequency(save_freq: Any) -> None:
 
 
 def iterations(model: Any) -> int:
-    """Return the number of batches that the model's optimizer has processed; 0 without an optimizer."""
+    """Return the number of updates that the model's optimizer has made; 0 without an optimizer."""
     optimizer = getattr(model, "optimizer", None)
     return 0 if optimizer is None else int(optimizer.iterations)
+
+
+def trained_batches(model: Any) -> int:
+    """Return the number of batches that the model's optimizer has processed: several for each accumulated update."""
+    optimizer = innermost(getattr(model, "optimizer", None))
+    counts = [one.count for one in accumulations_in(optimizer)][:1]
+    return int(counts[0]) if counts else iterations(model)

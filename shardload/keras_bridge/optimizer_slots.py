@@ -75,6 +75,42 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """How one optimizer of Keras counts batches and updates."""
+
+    count: Variable
+    """Batches: Keras computes ``iterations`` from it."""
+    steps: int
+    """Batches of an update."""
+    sums: tuple[Variable, ...]
+    """Gradients that wait for an update."""
+    has_schedule: bool
+    """Whether its learning rate is computed from the count."""
+
+
+def accumulations_in(optimizer: Any) -> Iterator[Accumulation]:
+    """Yield how an optimizer and those that it wraps accumulate gradients."""
+    for part in optimizers_in(optimizer):
+        if isinstance(count := getattr(part, "_iterations", None), JaxVariable):
+            sums = tuple(v for v in getattr(part, "_accumulated_gradients", ()) if isinstance(v, JaxVariable))
+            rate = vars(part).get("_learning_rate")
+            has_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+            yield Accumulation(count, part.gradient_accumulation_steps or 1, sums, has_schedule)
+
+
+def described_accumulation(described: Any) -> int | None:
+    """Return how many batches an update takes by an optimizer's configuration; ``None`` if that does not say it."""
+    config = described.get("config") if isinstance(described, Mapping) else None
+    if not isinstance(config, Mapping):
+        return None
+    for argument in _WRAPPED_ARGUMENTS:
+        if argument in config:
+            return described_accumulation(config[argument])
+    found = config.get(ACCUMULATION, "")
+    return max(1, found or 1) if found is None or type(found) is int else None
+
+
 _BASES = ("base_optimizer", "optimizer", "multi_optimizer")
 
 
@@ -90,7 +126,8 @@ def kind_of_class(found: type) -> str:
     return next(own, "")
 
 
-_SLOT_OPTIONS = ("use_ema", "gradient_accumulation_steps", "amsgrad", "momentum", "centered", "exclude_embeddings")
+ACCUMULATION = "gradient_accumulation_steps"
+_SLOT_OPTIONS = ("use_ema", ACCUMULATION, "amsgrad", "momentum", "centered", "exclude_embeddings")
 """Arguments of Keras' optimizers that decide which slots there are."""
 _WRAPPED_ARGUMENTS = ("inner_optimizer", "base_optimizer")
 

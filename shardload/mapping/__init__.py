@@ -19,6 +19,7 @@ from typing import Any
 
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
+from shardload.mapping.accumulation import with_updates_kept
 from shardload.mapping.archived_optimizer import archived_pairs, needs_roles, with_archived_state
 from shardload.mapping.by_name import map_by_name
 from shardload.mapping.by_order import map_by_order
@@ -73,10 +74,14 @@ def map_weights(
         case "step":
             return map_state(model, manifest, items="all" if optimizer else "weights", names=names)
         case "keras" if names is None:
-            paired = archived_pairs(model, manifest) if optimizer and not as_keras else None
-            if paired is None or not needs_roles(paired, manifest, model.optimizer):
+            if as_keras or not optimizer:
                 return map_keras(model, manifest, optimizer=optimizer)
-            return with_archived_state(map_keras(model, manifest, optimizer=False), model, manifest, paired)
+            paired = archived_pairs(model, manifest)
+            if paired is None or not needs_roles(paired, manifest, model.optimizer):
+                found = map_keras(model, manifest)
+            else:
+                found = with_archived_state(map_keras(model, manifest, optimizer=False), model, manifest, paired)
+            return with_updates_kept(found, model, manifest)
         case "order" if names is None:
             return map_by_order(model, manifest)
         case "hugging-face" if names is None:

@@ -19,11 +19,12 @@ from shardload.errors import SourceError, UninitialisedError
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.layer_settings import settings_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, optimizers_by_path, other_optimizers
-from shardload.keras_bridge.optimizer_slots import kind_of
+from shardload.keras_bridge.optimizer_slots import accumulations_in, kind_of
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
 from shardload.mapping.slot_roles import Forms, OptimizerForm, forms_of, meaning_of, part_of
 from shardload.mapping.state_keys import Role, roles_of
 
+_ACCUMULATES = "gradient_accumulation_steps"
 VERSION = 1
 """Version of ``structure.json``."""
 WEIGHTS = ("trainable_variables", "non_trainable_variables")
@@ -41,6 +42,8 @@ class StateLeaf:
     dtype: str
     """Stored dtype, such as ``bfloat16``."""
     variable: Variable
+    accumulates: int | None = None
+    """Of the count of an optimizer: how many batches an update takes."""
 
     @property
     def kind(self) -> str:
@@ -56,7 +59,8 @@ class StateLeaf:
         """Return the entry for ``structure.json``."""
         role = {k: v for k in ("slot", "of", "name", "optimizer") if (v := getattr(self.role, k)) is not None}
         place = {"path": list(self.path), "kind": self.kind, "key": self.key}
-        return {**place, **role, "shape": list(self.shape), "dtype": self.dtype}
+        accumulates = {} if self.accumulates is None else {_ACCUMULATES: self.accumulates}
+        return {**place, **role, "shape": list(self.shape), "dtype": self.dtype, **accumulates}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,9 @@ def describe(model: Any) -> StateTree:
         model: A built model, compiled or not, abstract or not.
     """
     roles = roles_of(model)
+    counts = {
+        id(one.count): one.steps for found in optimizers_by_path(model).values() for one in accumulations_in(found)
+    }
     taken: set[str] = set()
     leaves = []
     for group, variables in _variables_by_group(model):
@@ -137,7 +144,7 @@ def describe(model: Any) -> StateTree:
             name = variable.path if role.optimizer is None else f"{role.optimizer}/{variable.path}"
             path = free_path(group, name, taken)
             shape, dtype = tuple(variable.shape), stored_dtype(variable).name
-            leaves.append(StateLeaf(path, role, shape, dtype, variable))
+            leaves.append(StateLeaf(path, role, shape, dtype, variable, counts.get(id(variable))))
     return StateTree(tuple(leaves), settings_of(model), optimizers=_kinds_of(model))
 
 
@@ -202,6 +209,8 @@ class Stored:
     role: Role
     shape: tuple[int, ...]
     dtype: str
+    accumulates: int | None = None
+    """As of `StateLeaf`; ``None`` in steps of older versions too."""
 
     @classmethod
     def of_json(cls, leaf: Mapping[str, Any]) -> Stored:
@@ -219,7 +228,8 @@ class Stored:
         texts += [t for t in (role.slot, role.of, role.name, role.optimizer) if t is not None]
         if not all(isinstance(t, str) for t in texts) or not all(type(n) is int and n >= 0 for n in shape):
             raise SourceError(f"structure.json has a leaf with values of the wrong type: {leaf}")
-        return cls(path, role, shape, leaf["dtype"])
+        steps = leaf.get(_ACCUMULATES)
+        return cls(path, role, shape, leaf["dtype"], steps if type(steps) is int and steps > 0 else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import optimizers_by_path, other_optimizers, state_of, variables_of
 from shardload.keras_bridge.variables import unique
 from shardload.manifest import Manifest, Tensor, View
+from shardload.mapping.accumulation import with_updates_kept
 from shardload.mapping.optimizer_pairs import (
     OPTIMIZER_KINDS,
     Left,
@@ -119,7 +120,7 @@ def map_state(
     # A partial step fills only a part of the model, so the rest must have values already.
     if items in ("all", "weights") and not has_base:
         require_values(model, manifest, paired.left_out)
-    found = _summarise(model, paired, items, noted)
+    found = with_updates_kept(_summarise(model, paired, items, noted), model, manifest)
     if structure is None or not {"weight"} & _KINDS[items] or rename:
         return found
     lora = lora_differences(model, structure.get("form"))

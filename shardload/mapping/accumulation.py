@@ -1,0 +1,174 @@
+"""Another ``gradient_accumulation_steps``: as many updates as before, counted in batches of the model's optimizer.
+
+Keras stores a count of batches, and computes ``optimizer.iterations``, the updates, from it:
+
+    stored with 4:  42 batches  ─►  10 updates, and the gradients of 2 batches  ─►  10 updates are 80 batches with 8
+
+The gradients that wait for an update were summed for another number of batches, so they are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge.model_state import optimizers_by_path
+from shardload.keras_bridge.optimizer_slots import Accumulation, accumulations_in, described_accumulation, innermost
+from shardload.keras_bridge.variables import value_of
+from shardload.loaders import spec_of
+from shardload.manifest import Manifest
+from shardload.mapping.state_tree import Stored
+from shardload.mapping.variable_map import Runtime, Step, VariableMap
+from shardload.transfer.read_tensor import read_tensor
+
+KEPT = "optimizer.iterations stays "
+"""How the note about a converted count begins."""
+_UNKNOWN = "the checkpoint does not say the gradient_accumulation_steps of its optimizer: "
+_ACCUMULATOR = "_gradient_accumulator"
+_Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _RecountedStep:
+    """A step, after which variables of an optimizer are computed from the values that it assigned."""
+
+    step: Step
+    values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
+
+    @property
+    def owner(self) -> str:
+        """The code that runs, for messages."""
+        return self.step.owner
+
+    @property
+    def saveable(self) -> Any:
+        """The object whose attributes the code may change."""
+        return self.step.saveable
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the bindings it assigns."""
+        return self.step.needs
+
+    @property
+    def computes(self) -> bool:
+        """Whether it reads whole tensors."""
+        return self.step.computes
+
+    def run(self, runtime: Runtime) -> None:
+        """Run the step, then compute on the devices that have the values."""
+        self.step.run(runtime)
+        for variable, function in self.values:
+            now = value_of(variable)
+            computed = jax.jit(function, out_shardings=now.sharding)(now)
+            runtime.assign(variable, computed, lambda variable, value: variable.assign(value))
+
+
+def with_updates_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
+    """Convert the counts of optimizers that accumulate another number of batches than the saved ones; add notes.
+
+    Args:
+        found: A mapping that assigns variables of optimizers as they are stored.
+        model: Of the mapping.
+        manifest: Of the checkpoint; the counts are read.
+    """
+    tensors = _tensors_by_variable(found)
+    notes: list[str] = []
+    values: dict[int, tuple[Variable, Callable[[Any], Any]]] = {}
+    for optimizer, one in _accumulations(model):
+        if (tensor := tensors.get(id(one.count))) is None:
+            continue
+        before = _stored_steps(tensor, manifest, is_innermost=one.count is innermost(optimizer)._iterations)
+        if before == one.steps:
+            continue
+        batches = int(read_tensor(manifest, tensor))
+        if before is None:
+            notes += _unknown(batches, one, manifest)
+            continue
+        values[id(one.count)] = (one.count, partial(_recount, before=before, now=one.steps))
+        if batches % before:
+            values |= {id(v): (v, jnp.zeros_like) for v in one.sums if id(v) in tensors}
+        notes.append(_changed(batches, before, one))
+    steps = tuple(_recounted(step, found, values) for step in found.steps) if values else found.steps
+    return replace(found, steps=steps, notes=(*found.notes, *notes))
+
+
+def _recount(count: Any, *, before: int, now: int) -> Any:
+    return count // before * now
+
+
+def _recounted(step: Step, found: VariableMap, values: _Values) -> Step:
+    assigned = [b.variable for b in found.bindings if b.name in step.needs]
+    assigned += [v for c in found.computed if c.owner == step.owner for v in c.variables]
+    own = tuple(values[id(v)] for v in assigned if id(v) in values)
+    return _RecountedStep(step, own) if own else step
+
+
+def _accumulations(model: Any) -> Iterator[tuple[Any, Accumulation]]:
+    for optimizer in optimizers_by_path(model).values():
+        yield from ((optimizer, found) for found in accumulations_in(optimizer))
+
+
+def _tensors_by_variable(found: VariableMap) -> dict[int, str]:
+    """Return the tensors of variables that are loaded whole, by ``id`` of the variable."""
+    whole = {id(b.variable): b.view.tensor for b in found.bindings}
+    for c in found.computed:
+        if len(c.tensors) == len(c.variables):
+            whole |= dict(zip(map(id, c.variables), c.tensors, strict=True))
+    return whole
+
+
+def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int | None:
+    """Return how many batches an update of the saved optimizer took; ``None`` if that is not known.
+
+    Args:
+        tensor: The optimizer's count.
+        manifest: Of the checkpoint.
+        is_innermost: Whether it is the optimizer that the configuration describes, not one of several in it.
+    """
+    structure = manifest.metadata.get("structure")
+    if structure is not None:
+        leaves = (Stored.of_json(leaf) for leaf in structure["leaves"])
+        said = next((leaf.accumulates for leaf in leaves if "/".join(leaf.path) == tensor), None)
+        if said is not None:
+            return said
+    if spec_of(manifest).tensor_names == "step" and not _has_sums(manifest):
+        return 1
+    compiled = manifest.config.get("compile_config")
+    described = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    return described_accumulation(described) if is_innermost else None
+
+
+def _has_sums(manifest: Manifest) -> bool:
+    return any(name.endswith(_ACCUMULATOR) for name in manifest.tensors)
+
+
+def _unknown(batches: int, one: Accumulation, manifest: Manifest) -> Iterator[str]:
+    if one.steps > 1 or _has_sums(manifest):
+        here = f"optimizer.iterations is {batches // one.steps}, as for {_argument(one.steps)}"
+        yield f"{_UNKNOWN}it counted {_batches(batches)}, and {here}"
+
+
+def _changed(batches: int, before: int, one: Accumulation) -> str:
+    updates, rest = divmod(batches, before)
+    text = (
+        f"{KEPT}{updates}: it was saved with {_argument(before)}, and the optimizer has {_argument(one.steps)}, "
+        f"so its count of batches changes from {batches} to {updates * one.steps}"
+    )
+    if rest:
+        text += f". The summed gradients of {_batches(rest)}, which waited for an update, are dropped"
+    return text + (". Keras computes a scheduled learning rate from that count" if one.has_schedule else "")
+
+
+def _batches(n: int) -> str:
+    return "1 batch" if n == 1 else f"{n:,} batches"
+
+
+def _argument(steps: int) -> str:
+    return f"gradient_accumulation_steps={steps if steps > 1 else None}"
