@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardload.interrupts import INTERRUPTED, raise_when_terminated, raised
+from shardload.interrupts import INTERRUPTED, raise_interrupt_safely, raised
 
 __all__ = ["main"]
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # started with 2>&-
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - lives as long as the process
     try:
-        with raise_when_terminated():
+        with raise_interrupt_safely():
             return _run(arguments)
     except SystemExit as error:  # raised by typer: completion, or --help whose reader left
         return 141 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)

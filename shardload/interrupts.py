@@ -3,11 +3,11 @@
 The command treats SIGTERM and SIGHUP (from a cluster, or a terminal that was closed) like Ctrl-C.
 
 Python's default, a `KeyboardInterrupt` at an arbitrary point of the program, is not enough with JAX and Orbax: JAX
-runs Python code inside garbage collections and C++ callbacks, where the exception is printed and dropped (the load
-continues for seconds) or aborts the process; raised inside Orbax, it leaves a step half handed over::
+runs Python code inside garbage collections, C++ callbacks and imports, where the exception is printed and dropped (the
+load continues for seconds) or aborts the process; raised inside Orbax, it leaves a step half handed over::
 
     exit_at_once             load, plan         nothing on disk     a thread ends the process, even inside C++ code
-    raise_interrupt_safely   synth, download    a folder to remove  KeyboardInterrupt, but outside those callbacks
+    raise_interrupt_safely   all else           a folder to remove  KeyboardInterrupt, but outside those callbacks
     defer_interrupt          handing over       a step              KeyboardInterrupt at the end of the block
     Worker.wait              waiting for it     a step              KeyboardInterrupt, and wait() can be called again
 """
@@ -27,8 +27,12 @@ INTERRUPTED = 130
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 LOOK_S = 0.5
 """The longest time until a wait notices Ctrl-C."""
-_SWALLOWING = "_xla_gc_callback"
-"""JAX's garbage collection callback, in which exceptions are printed and dropped."""
+_NO_PLACE = {
+    "_xla_gc_callback": "JAX's garbage collection callback, in which exceptions are printed and dropped",
+    "ExtensionFileLoader.create_module": "code of a compiled module, which may abort on an exception of Python",
+    "ExtensionFileLoader.exec_module": "the same: JAX's make enums there, and optree takes it for a missing module",
+}
+"""Functions below which nothing may be raised, and why."""
 _RETRY_S = 0.02
 """Delay before a signal that arrived in this callback is sent again."""
 
@@ -57,13 +61,6 @@ def number_of(error: BaseException) -> int:
 def message_of(number: int) -> str:
     """Return what to print at the end of a process that a signal ended."""
     return "Interrupted." if number == signal.SIGINT else f"Terminated by {signal.Signals(number).name}."
-
-
-@contextlib.contextmanager
-def raise_when_terminated() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM and SIGHUP, unless they are ignored (as SIGHUP under `nohup`)."""
-    with _handled_by(_raise, _ENDING[1:]):
-        yield
 
 
 @contextlib.contextmanager
@@ -104,18 +101,18 @@ def _wait(read: int, farewell: Callable[[int], None]) -> None:
 
 @contextlib.contextmanager
 def raise_interrupt_safely() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` on Ctrl-C, slightly later if it would be dropped otherwise."""
-    if not may_handle():
-        yield
-        return
+    """Raise `KeyboardInterrupt` on Ctrl-C, and `Terminated` on SIGTERM and SIGHUP, unless the signal is ignored.
+
+    Slightly later where it would be dropped, or end the process without tidying up.
+    """
     with _handled_by(_raise, _ENDING):
         yield
 
 
 def _raise(signum: int, frame: FrameType | None) -> None:
-    # The handler runs on top of any frame of the main thread: look for the callback among its callers.
+    # The handler runs on top of any frame of the main thread: look for these functions among its callers.
     while frame is not None:
-        if frame.f_code.co_name == _SWALLOWING:
+        if frame.f_code.co_qualname in _NO_PLACE:
             threading.Timer(_RETRY_S, os.kill, (os.getpid(), signum)).start()
             return
         frame = frame.f_back

@@ -24,7 +24,7 @@ from shardload.console import (
     streams,
 )
 from shardload.console.launchers import alone_among_several
-from shardload.interrupts import exit_at_once, raise_interrupt_safely
+from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
 from shardload.reports.names import printable
 from shardload.synth import MAX_SEED
@@ -77,8 +77,7 @@ def load(
     with streams.results() as out:
         jax_setup.prepare(note=note)
         # May download, and has a folder to clean up: Ctrl-C raises here. What follows writes nothing, so it just exits.
-        with raise_interrupt_safely():
-            lazy_api.find(source)
+        lazy_api.find(source)
         with exit_at_once(partial(out.interrupted, as_json=json)):
             processes = jax_setup.provide_devices(
                 spec,
@@ -240,7 +239,7 @@ def synth(
 
     $ shardload synth gemma2_7b && shardload load gemma2_7b --mesh 1x8
     """
-    with streams.results() as out, raise_interrupt_safely():
+    with streams.results() as out:
         jax_setup.prepare(note=streams.note)
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             path = lazy_api.synth(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardload.console import jax_setup, lazy_api, options, streams
-from shardload.interrupts import raise_interrupt_safely
 from shardload.progress import on_stderr
+from shardload.stores.local import working_folder
 
 Target = Annotated[
     str,
@@ -45,6 +48,22 @@ Base = Annotated[
 ]
 
 
+@contextlib.contextmanager
+def _way_on(target: str) -> Iterator[None]:
+    """Say how to go on after an interruption before anything was written, during imports or checks."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if not getattr(error, "__notes__", ()):
+            home = working_folder(Path(target))
+            if home.exists():
+                kept = f"The finished part of an earlier run is in {home}. Start the same conversion again to continue."
+            else:
+                kept = "Nothing was written. Start the same conversion again."
+            error.add_note(kept)
+        raise
+
+
 def convert(
     source: options.Source,
     target: Target,
@@ -76,7 +95,7 @@ def convert(
 
     $ shardload convert checkpoints/400 tuned --to safetensors --merge-lora --base model.gguf
     """
-    with streams.results() as out, raise_interrupt_safely():
+    with streams.results() as out, _way_on(target):
         jax_setup.prepare(note=streams.note)
         # Left out if not given: the default is that of `shardload.convert`.
         memory = {} if host_memory is None else {"host_memory_bytes": host_memory}

@@ -65,8 +65,8 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
         # Of several processes: JAX may abort this one before it ends, which is not to be reported as well.
         if (reasons := sys.modules.get("shardload.distributed.exit_reasons")) is not None:
             reasons.exit_recorder().rest()
-    # Unless stdout is what failed.
-    if json_wanted and not isinstance(error, streams.ReaderLeftError | streams.OutputError):
+    # Unless stdout is what failed, or it has the results: a signal may come after them.
+    if json_wanted and not (streams.has_object() or isinstance(error, streams.ReaderLeftError | streams.OutputError)):
         _to_stdout(failure, stdout or sys.stdout)
     return failure.exit_code
 

@@ -10,7 +10,7 @@ import typer
 
 from shardload.console import jax_setup, lazy_api, options, streams
 from shardload.errors import WriteError
-from shardload.interrupts import exit_at_once, raise_interrupt_safely
+from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
 
 MORE = "These are the weights only. For activations too, add --layout search; for a training step, --train adamw\n"
@@ -71,8 +71,7 @@ def plan(
         if compile:
             jax_setup.provide_devices(spec, platform=jax_setup.Platform.CPU, note=streams.note)
         jax_setup.stay_off_accelerators()
-        with raise_interrupt_safely():
-            lazy_api.find(source, weights=False)
+        lazy_api.find(source, weights=False)
         with (
             exit_at_once(partial(out.interrupted, as_json=json)),
             on_stderr(enabled=not no_progress, as_json=log_json) as progress,

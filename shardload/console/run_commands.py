@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from shardload.console import jax_setup, lazy_api, listing, options, streams
-from shardload.interrupts import raise_interrupt_safely
 from shardload.progress import on_stderr
 from shardload.reports.names import printable
 from shardload.units import format_bytes, plural
@@ -71,7 +70,7 @@ def verify(
 
     $ shardload verify model.safetensors --json
     """
-    with streams.results() as out, raise_interrupt_safely():
+    with streams.results() as out:
         jax_setup.prepare(note=streams.note)
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             verdicts = lazy_api.verify(source, progress=progress)
@@ -101,7 +100,7 @@ def diff(
 
     $ shardload diff model.gguf ./gemma-preset --json
     """
-    with streams.results() as out, raise_interrupt_safely():
+    with streams.results() as out:
         jax_setup.prepare(note=streams.note)
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             found = lazy_api.diff(first, second, progress=progress)

@@ -25,6 +25,8 @@ from shardload.interrupts import Terminated, message_of
 from shardload.reports.names import printable
 from shardload.stores import private_copies
 
+_wrote_object = [False]
+"""Whether this run has begun to write its one JSON object."""
 READER_LEFT = 141
 """Exit code when stdout's reader closed it, as shells report it (128 + SIGPIPE)."""
 
@@ -83,9 +85,10 @@ class Results:
             self.stream.flush()
 
     def json(self, value: Mapping[str, Any]) -> None:
-        """Write one JSON object."""
-        # NaN would be written as NaN, which parsers of JSON refuse.
-        self.text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        """Write one JSON object, the only one of this run."""
+        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)  # parsers of JSON refuse NaN
+        _wrote_object[0] = True
+        self.text(text + "\n")
 
     def table(self, renderable: Any) -> None:
         """Write a rich renderable; in colour only if stdout is a terminal."""
@@ -103,9 +106,15 @@ class Results:
         self.text("".join(f"{line.rstrip()}\n" for line in lines))
 
 
+def has_object() -> bool:
+    """Whether stdout has its JSON object, or the beginning of it."""
+    return _wrote_object[0]
+
+
 @contextlib.contextmanager
 def results() -> Iterator[Results]:
     """Keep stdout for results and redirect all other output to stderr."""
+    _wrote_object[0] = False
     try:
         kept = os.dup(sys.stdout.fileno())
     # stdout was replaced by an object in memory, as notebooks and tests do: redirect Python's output, at least.

@@ -26,7 +26,7 @@ from shardload.converting import adapters, hugging_face_copy
 from shardload.converting.plans import ConversionPlan
 from shardload.converting.replace_target import check_description, check_free, check_shard
 from shardload.converting.source import Source, open_source
-from shardload.converting.staging import RESULT, ConversionFolder, home_of, staged
+from shardload.converting.staging import RESULT, ConversionFolder, staged
 from shardload.converting.targets import TARGETS, Target, is_file_name, plan_for, shard_bytes_for, target_of
 from shardload.converting.writing import write_all
 from shardload.errors import (
@@ -54,7 +54,7 @@ from shardload.resolve import resolve
 from shardload.steps import digests
 from shardload.steps.listing import is_ours
 from shardload.stores.fingerprint import Fingerprint
-from shardload.stores.local import local_target
+from shardload.stores.local import local_target, working_folder
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import format_bytes, parse_bytes, plain_dtype_name, plural
 
@@ -256,7 +256,7 @@ def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None
     for name, content in plan.sidecars.items():
         check_description(target.with_name(name), content, overwrite=overwrite)
     for name in plan.shards:
-        check_shard(target.with_name(name), home_of(target) / RESULT / name, overwrite=overwrite)
+        check_shard(target.with_name(name), working_folder(target) / RESULT / name, overwrite=overwrite)
 
 
 def _check_digests(source: Source, progress: Progress) -> None:
@@ -335,10 +335,12 @@ def explained(error: BaseException, target: Path) -> BaseException:
 
 def _with_way_on(error: BaseException, staging: ConversionFolder) -> BaseException:
     """Add a note on what is left and how to continue."""
-    if staging.kept():
+    if staging.is_published:
+        error.add_note(f"{staging.target} is complete.")
+    elif staging.kept():
         error.add_note(
-            f"The finished part is in {home_of(staging.target)}. Start the same conversion again to continue, or "
-            "remove that folder."
+            f"The finished part is in {working_folder(staging.target)}. Start the same conversion again to continue, "
+            "or remove that folder."
         )
     return error
 

@@ -29,7 +29,7 @@ from shardload.converting.live_source import live_source
 from shardload.converting.live_values import local_boxes_of, part_of, reader_of_box
 from shardload.converting.plans import ConversionPlan, Copy
 from shardload.converting.replace_target import check_free
-from shardload.converting.staging import ConversionFolder, home_of, staged
+from shardload.converting.staging import ConversionFolder, staged
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, reader_of_value
 from shardload.converting.targets import is_file_name, plan_for, shard_bytes_for, stem_of, target_of, without_ending
 from shardload.converting.writing import check_room
@@ -45,7 +45,7 @@ from shardload.pipeline.consistency import Topic
 from shardload.pipeline.load_distributed import JointLoad, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.bounds import Bounds
-from shardload.stores.local import expanded, local_target, temporary_folder
+from shardload.stores.local import expanded, local_target, temporary_folder, working_folder
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import plain_dtype_name
 from shardload.writers import TensorPlace
@@ -230,7 +230,7 @@ def _facts(plan: ConversionPlan) -> dict[str, str]:
 def _write(plan: ConversionPlan, request: _Request, call: JointLoad, progress: Progress) -> None:
     """Make the files, fill in the values, and publish the result."""
     target = request.target
-    staging = ConversionFolder(home_of(target), target)
+    staging = ConversionFolder(working_folder(target), target)
     # `_make` locks the folder on process 0 only; the stack keeps the lock until the result is published.
     with ExitStack() as stack:
         try:
@@ -276,7 +276,7 @@ def _check_shared(staging: ConversionFolder, run: str) -> None:
     if not staging.is_of(run):
         raise WriteError(
             f"Cannot write {staging.target}: process {processes.index()} does not see the files that process 0 made "
-            f"in {home_of(staging.target)}. Give a folder that all processes share"
+            f"in {working_folder(staging.target)}. Give a folder that all processes share"
         )
 
 

@@ -22,11 +22,12 @@ from typing import Any
 
 from shardload.converting.replace_target import check_free, check_shard
 from shardload.errors import WriteError
+from shardload.interrupts import defer_interrupt
 from shardload.steps.digest_list import hasher
 from shardload.steps.file_tree import is_empty, sync, sync_all
 from shardload.steps.locks import LOCK_FILE, FolderLock
 from shardload.stores.json_files import read_optional
-from shardload.stores.local import LocalFile
+from shardload.stores.local import LocalFile, working_folder
 from shardload.writers import TensorPlace
 
 READ_BYTES = 8 << 20
@@ -42,6 +43,8 @@ class ConversionFolder:
         self.result = home / RESULT
         self.places: tuple[TensorPlace, ...] | None = None
         """Locations of the tensors, once the files exist."""
+        self.is_published = False
+        """Whether the complete result has its name."""
         self.done: dict[str, str] = {}
         """Name of each copied tensor → digest."""
         self._home = home
@@ -108,16 +111,18 @@ class ConversionFolder:
         self.flush()
         # Again: since the first check, hours may have passed and the name may have been taken.
         check_free(self.target, folder=folder, overwrite=overwrite)
-        _place(sidecars)  # first, so that a target never lacks its description
-        if os.path.lexists(self.target) and not (folder and is_empty(self.target)):
-            if self.target.is_dir() and not self.target.is_symlink():
-                self.target.rename(self._home / "replaced")  # `staged` restores it if this run is killed now
-            elif folder:
-                self.target.unlink()
-        self.result.replace(self.target)
-        # A rename lasts through a power failure only once its folder is flushed. Then the replaced checkpoint may go.
-        sync(self.target.parent)
-        shutil.rmtree(self._home)
+        with defer_interrupt():
+            _place(sidecars)  # first, so that a target never lacks its description
+            if os.path.lexists(self.target) and not (folder and is_empty(self.target)):
+                if self.target.is_dir() and not self.target.is_symlink():
+                    self.target.rename(self._home / "replaced")  # `staged` restores it if this run is killed now
+                elif folder:
+                    self.target.unlink()
+            self.result.replace(self.target)
+            self.is_published = True
+            # A rename lasts through a power failure only once its folder is flushed. Then the replaced one may go.
+            sync(self.target.parent)
+            shutil.rmtree(self._home)
 
     def publish_index(self, *, sidecars: dict[Path, Path], overwrite: bool) -> None:
         """Like `publish`, for an index and the shards next to it: the index comes last.
@@ -137,17 +142,19 @@ class ConversionFolder:
         for shard in shards:
             check_shard(self.target.with_name(shard.name), shard, overwrite=overwrite)
         old = _listed(self.target)
-        self.target.unlink(missing_ok=True)
-        _place(sidecars)
-        for made in shards:
-            _link(made, self.target.with_name(made.name))
-        # The shards' names must be on disk before the index that lists them.
-        sync(self.target.parent)
-        index.replace(self.target)
-        for name in old - {shard.name for shard in shards}:
-            self.target.with_name(name).unlink(missing_ok=True)
-        sync(self.target.parent)
-        shutil.rmtree(self._home)
+        with defer_interrupt():
+            self.target.unlink(missing_ok=True)
+            _place(sidecars)
+            for made in shards:
+                _link(made, self.target.with_name(made.name))
+            # The shards' names must be on disk before the index that lists them.
+            sync(self.target.parent)
+            index.replace(self.target)
+            self.is_published = True
+            for name in old - {shard.name for shard in shards}:
+                self.target.with_name(name).unlink(missing_ok=True)
+            sync(self.target.parent)
+            shutil.rmtree(self._home)
 
     def _start(self, plan: str) -> None:
         self.places, self.done = None, {}
@@ -206,11 +213,6 @@ def _listed(index: Path) -> set[str]:
     return {name for name in names if isinstance(name, str) and re.fullmatch(pattern, name)}
 
 
-def home_of(target: Path) -> Path:
-    """Return the path of a target's working folder."""
-    return target.with_name(f".{target.name}.converting")
-
-
 @contextlib.contextmanager
 def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[ConversionFolder]:
     """Create and lock a target's working folder.
@@ -219,7 +221,7 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
         WriteError: When another process converts to the same target or has just done so, or the folder is not
             writable.
     """
-    home = home_of(target)
+    home = working_folder(target)
     try:
         home.mkdir(parents=True, exist_ok=True)
         lock = FolderLock.take(home)

@@ -89,6 +89,11 @@ def local_target(path: str | os.PathLike[str]) -> Path:
     )
 
 
+def working_folder(target: Path) -> Path:
+    """Return the folder next to a conversion's target in which it is written."""
+    return target.with_name(f".{target.name}.converting")
+
+
 def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
     """Fill ``buffer`` with the bytes of a file that start at ``offset``.
 

@@ -14,6 +14,8 @@ Memory stays at a few hundred MB for any size (the model is built without buffer
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import json
 import math
 import os
@@ -242,13 +244,45 @@ def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> It
             f"{folder} has {format_bytes(free)} free. Free some space, or choose another folder (SHARDLOAD_HOME) or a "
             "smaller scale"
         )
-    # On the target's file system, where publishing is a rename.
-    work = Path(tempfile.mkdtemp(prefix=f".{stem}.", suffix=".partial", dir=folder))
+    with _locked(folder, wait=True):
+        _remove_stale(folder, stem)
+        # On the target's file system, where publishing is a rename.
+        work = Path(tempfile.mkdtemp(prefix=f".{stem}.", suffix=".partial", dir=folder))
+        in_use = contextlib.ExitStack()
+        in_use.enter_context(_locked(work))
     try:
-        _try_size(work / "size", largest_file)
-        yield work
+        with in_use:
+            _try_size(work / "size", largest_file)
+            yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove_stale(folder: Path, stem: str) -> None:
+    """Remove what killed runs left; a run that lives has locked its folder."""
+    for left in folder.glob(f".{glob.escape(stem)}.*.partial"):
+        with _locked(left) as is_free:
+            if is_free:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Lock a folder, not a file in it; yield whether that worked, as not every file system has locks."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        locked = True
+    except OSError:
+        locked = False
+    try:
+        yield locked
+    finally:
+        os.close(fd)
 
 
 def _try_size(path: Path, nbytes: int) -> None:

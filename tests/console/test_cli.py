@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from cli_fakes import FAKES, Done, environment, fake_command, loads, report, run
 
 import shardload as package
 from shardload.cli import main
-from shardload.console import failures, lazy_api
+from shardload.console import failures, lazy_api, streams
 from shardload.errors import (
     LayoutError,
     LoadInterruptedError,
@@ -379,6 +380,56 @@ engine.synth = writes
     assert interrupted(setup, "synth", "x") == (130, "", f"tidied up\nInterrupted. {end}")
     found = interrupted(setup, "synth", "x", number=signal.SIGTERM)
     assert found == (143, "", f"tidied up\nTerminated by SIGTERM. {end}")
+
+
+@pytest.mark.parametrize(
+    ("left", "told"),
+    [
+        (False, "Nothing was written. Start the same conversion again."),
+        (True, "The finished part of an earlier run is in {}. Start the same conversion again to continue."),
+    ],
+)
+def test_ctrl_c_before_a_conversion_writes_says_how_to_go_on(tmp_path, left, told):
+    home = tmp_path / ".out.converting"
+    if left:
+        home.mkdir()
+    setup = SLOW.replace("plan", "convert")
+    message = f"Interrupted. {told.format(home)}"
+    code, stdout, stderr = interrupted(setup, "convert", "x", str(tmp_path / "out"), "--to", "orbax", "--json")
+    assert (code, stderr) == (130, f"{message}\n")
+    assert json.loads(stdout)["error"]["message"] == message
+
+
+def test_ctrl_c_waits_until_a_compiled_module_is_imported():
+    # Raised in such code, it aborted the process (enums of JAX's modules) or became an ImportError (optree).
+    setup = """
+import time
+class ExtensionFileLoader:  # as importlib's, whose name the handler looks for
+    def exec_module(self, module):
+        time.sleep(0.5)
+        print("imported", file=sys.stderr)
+def imports(*arguments, **options):
+    print("ready", file=sys.stderr, flush=True)
+    try:
+        ExtensionFileLoader().exec_module(None)
+    except KeyboardInterrupt:
+        raise ImportError("install optree")
+    time.sleep(60)
+engine.inspect = imports
+"""
+    assert interrupted(setup, "inspect", "x") == (130, "", "imported\nInterrupted.\n")
+    assert {"create_module", "exec_module"} <= vars(ExtensionFileLoader).keys()
+
+
+def test_ctrl_c_after_the_results_adds_no_second_object(monkeypatch, capfd):
+    def interrupted_late():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(streams, "flush_stdout", interrupted_late)
+    assert main(["sources", "--json"]) == 130
+    output = capfd.readouterr()
+    assert "sources" in json.loads(output.out)
+    assert output.err.endswith("Interrupted.\n")
 
 
 def test_ctrl_c_that_became_an_error_of_ours_is_still_an_interruption():

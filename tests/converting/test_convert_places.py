@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import keras
@@ -123,6 +124,27 @@ def test_nothing_stays_of_what_was_not_begun(preset, tmp_path, monkeypatch):
         shardload.convert(preset, tmp_path / "out", to="h5")
     assert not getattr(refused.value, "__notes__", [])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["out", "out.weights.h5", "out.weights.json"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_ctrl_c_while_the_result_gets_its_name_leaves_it_complete(preset, tmp_path, monkeypatch, name, overwrite):
+    target = tmp_path / name
+    if overwrite:
+        shardload.convert(preset, target, to="h5", dtype="float16")
+    renames = os.replace
+
+    def interrupted(self, new):
+        if Path(new) == target:
+            signal.raise_signal(signal.SIGINT)
+        renames(self, new)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        shardload.convert(preset, target, to="h5", overwrite=overwrite)
+    assert caught.value.__notes__ == [f"{target} is complete."]
+    assert not list(tmp_path.glob(".*"))
+    assert "float16" not in {str(t.dtype) for t in shardload.inspect(target).tensors.values()}  # of what it replaces
 
 
 def test_what_an_earlier_run_did_stays_when_the_source_is_gone(preset, tmp_path, monkeypatch):

@@ -48,6 +48,7 @@ EDGES = {
         "distributed",
         "errors",
         "hub",
+        "interrupts",
         "keras_bridge",
         "loaders",
         "manifest",

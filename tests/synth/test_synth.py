@@ -1,7 +1,9 @@
 """What synth writes loads with Keras, KerasHub and safetensors as the real thing does, bit for bit."""
 
+import fcntl
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -280,3 +282,16 @@ def test_files_that_may_not_be_so_large_are_a_clear_error(home):
     assert (done.returncode, done.stdout) == (1, "")
     assert "File too large" in done.stderr and "Traceback" not in done.stderr
     assert not list(home.iterdir())
+
+
+def test_what_a_killed_run_left_is_removed_but_not_what_another_one_writes(tmp_path):
+    stale = tmp_path / ".gpt2_base-x0.01.abcdefgh.partial"
+    live = tmp_path / ".gpt2_base-x0.01.ijklmnop.partial"
+    for folder in (stale, live):
+        folder.mkdir()
+        (folder / "model.weights.h5").write_bytes(b"half")
+    fd = os.open(live, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    synth("gpt2_base", scale=0.01, directory=tmp_path, format="safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {"gpt2_base-x0.01", live.name}
+    os.close(fd)
