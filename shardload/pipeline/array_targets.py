@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,19 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
+from numpy.typing import NDArray
 
 from shardload.errors import MismatchError
-from shardload.manifest import View
+from shardload.keras_bridge.caller import warn_caller
+from shardload.manifest import Tensor, View
 from shardload.pipeline.array_shardings import Placed, devices_of, layout_of
 from shardload.resolve.opening import OpenedSource
-from shardload.transfer.casts import wide
+from shardload.transfer.casts import overflow_notes, wide
 from shardload.transfer.read_tensor import read_tensor
+from shardload.transfer.scratch import copy
 from shardload.transfer.verification import check_tensor
 
-KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array, jax.Device, Format)
+KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array, jax.Device, Format, np.ndarray)
 """Types of targets, all of them leaves: JAX takes none for a tree."""
 SCALARS = (bool, int, float)
 """Python's numbers, which become the tensor's value (the ``step`` of a Flax ``TrainState``)."""
@@ -37,6 +40,8 @@ class Stated:
     """Of the stored array."""
     finish: Callable[[Any], Any] | None = None
     """Makes the result of the array."""
+    on_host: bool = False
+    """Whether the result is an array of NumPy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,8 @@ class WantedArray:
     """The order of the tensor's dims in the array."""
     finish: Callable[[Any], Any] | None = None
     """Makes the result of the array."""
+    on_host: bool = False
+    """Whether the result is an array of NumPy; its ``sharding`` is not used."""
 
 
 def is_tree(targets: Any) -> bool:
@@ -65,6 +72,8 @@ def stated(target: Any) -> Stated:
         return Stated(target.sharding, finish=_laid_out(target))
     if isinstance(target, jax.Device):
         return Stated(SingleDeviceSharding(target))
+    if isinstance(target, np.ndarray):
+        return Stated(None, tuple(target.shape), target.dtype, on_host=True)
     if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
         return Stated(target)
     if jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key):
@@ -89,11 +98,27 @@ def _of_keys(target: Any) -> Stated:
     )
 
 
+def specs_of_boxes(targets: Any) -> list[tuple[Sequence[Any], PartitionSpec]]:
+    """Return what boxes of Linen (`nn.Partitioned`) say of the layout of their array, by the path of the box."""
+
+    def spec(found: Any) -> Any:
+        return None if isinstance(found, type) else getattr(found, "get_partition_spec", None)
+
+    if not is_tree(targets):
+        return []
+    leaves, _ = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda found: callable(spec(found)))
+    found = [(path, get()) for path, leaf in leaves if callable(get := spec(leaf))]
+    return [(path, said) for path, said in found if isinstance(said, PartitionSpec)]
+
+
 def is_checked(opened: OpenedSource, one: WantedArray) -> bool:
-    """Whether values decide if a tensor fits: integers of a wider dtype (a step in int64), and Python's numbers."""
-    stored = opened.manifest.tensors[one.view.tensor].dtype
-    narrows = stored.kind in "iu" and one.dtype.kind in "iu" and not np.can_cast(stored, one.dtype)
-    return narrows or one.finish in SCALARS
+    """Whether a tensor is read whole: integers of a wider dtype (a step in int64), Python's numbers, host arrays."""
+    return narrows(opened.manifest.tensors[one.view.tensor].dtype, one.dtype) or one.finish in SCALARS or one.on_host
+
+
+def narrows(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Whether the values of integers decide if they fit into another dtype."""
+    return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
 
 
 def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
@@ -109,6 +134,27 @@ def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
     value = read_tensor(opened.manifest, tensor.name)
     if one.finish in SCALARS:
         return value.item()
+    if narrows(tensor.dtype, one.dtype):
+        _check_range(value, one, tensor)
+    ordered = value.transpose(one.order or range(value.ndim))
+    if one.on_host:
+        return _on_host(ordered, one)
+    host = ordered.astype(one.dtype)
+    mesh = devices_of(one.sharding).mesh
+    layout_of(one.name, host.shape, one.sharding, mesh)  # raises where the sharding does not divide
+    return jax.make_array_from_callback(host.shape, one.sharding, lambda index: np.array(host[index]))
+
+
+def _on_host(value: NDArray[Any], one: WantedArray) -> NDArray[Any]:
+    host, overflowed = np.empty(value.shape, one.dtype), set[str]()
+    with np.errstate(all="ignore", over="call", call=lambda *_: overflowed.add(one.view.tensor)):
+        copy(host, value)
+    for note in overflow_notes(tuple(overflowed)):
+        warn_caller(note)
+    return host
+
+
+def _check_range(value: NDArray[Any], one: WantedArray, tensor: Tensor) -> None:
     info = np.iinfo(one.dtype)
     if value.size and not (info.min <= int(value.min()) and int(value.max()) <= info.max):
         raise MismatchError(
@@ -116,7 +162,3 @@ def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
             f"{value.min()} to {value.max()}, expected {info.min} to {info.max}. "
             f"Choose {tensor.dtype}{wide(tensor.dtype)}, or another dtype in which they fit"
         )
-    host = value.astype(one.dtype).transpose(one.order or range(value.ndim))
-    mesh = devices_of(one.sharding).mesh
-    layout_of(one.name, host.shape, one.sharding, mesh)  # raises where the sharding does not divide
-    return jax.make_array_from_callback(host.shape, one.sharding, lambda index: np.array(host[index]))

@@ -5,7 +5,6 @@ targets (name → sharding) ─► layouts, grouped by mesh ─► plan ─► t
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,8 @@ from jax.sharding import PartitionSpec, Sharding
 from shardload.errors import MismatchError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
+from shardload.pipeline.array_names import TensorNames
+from shardload.pipeline.array_names import shown as shown_names
 from shardload.pipeline.array_shardings import (
     Placed,
     as_asked,
@@ -28,7 +29,18 @@ from shardload.pipeline.array_shardings import (
     mesh_of_argument,
     sharding_of,
 )
-from shardload.pipeline.array_targets import KINDS, SCALARS, WantedArray, checked_value, is_checked, is_tree, stated
+from shardload.pipeline.array_targets import (
+    KINDS,
+    SCALARS,
+    Stated,
+    WantedArray,
+    checked_value,
+    is_checked,
+    is_tree,
+    narrows,
+    specs_of_boxes,
+    stated,
+)
 from shardload.progress import ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import MeshDevices, local_positions
@@ -37,15 +49,15 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.binding import Binding
-from shardload.transfer.casts import ENABLE_64_BITS, overflow_notes
+from shardload.transfer.casts import ENABLE_64_BITS, check_cast, overflow_notes
 from shardload.transfer.planning import make_plan
 from shardload.typing import MeshLike, PathLike
-from shardload.units import parse_bytes, plain_dtype_name, plural
+from shardload.units import parse_bytes, plain_dtype_name
 
-Target: TypeAlias = "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array | jax.Device | Format"
+Target: TypeAlias = (
+    "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array | jax.Device | Format | np.ndarray[Any, Any]"
+)
 """Where an array goes; a `jax.ShapeDtypeStruct` and a `jax.Array` also state its shape and dtype."""
-SHOWN = 8
-"""Names that an error lists before it counts the rest."""
 
 
 @suggests_arguments
@@ -66,19 +78,21 @@ def load_arrays(
 
     A target is a `jax.ShapeDtypeStruct` with a sharding, a `NamedSharding`, a `SingleDeviceSharding`, a
     `PartitionSpec` on ``mesh``, a `jax.Device`, a `jax.experimental.layout.Format`, or a `jax.Array` to replace: its
-    shape, dtype and sharding. Typed PRNG keys and Python's numbers are targets too, as in Orbax. Each process reads
-    what its own devices need. Unlike `shardload.load`, this is no joint call: processes do not compare what they were
-    given, and if one of them fails, the others return.
+    shape, dtype and sharding. Typed PRNG keys, Python's numbers and arrays of NumPy are targets too, as in Orbax: what
+    loads is of the same type. Each process reads what its own devices need. Unlike `shardload.load`, this is no joint
+    call: processes do not compare what they were given, and if one of them fails, the others return.
 
     Args:
         source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
         targets: A dict, or another pytree (a module of Equinox, the state of Flax NNX or Linen), of targets, where the
-            name of a leaf is its path joined by dots, without the ``value`` of Flax' boxes; a function of an array's
+            name of a leaf is its path joined by dots; the ``value`` of Flax' boxes may be in the path, the tensor's
+            name, both or neither; a function of an array's
             name and shape (and dtype, if it takes three) that returns a target, or ``None`` to leave the tensor out;
             or one target for every tensor. Where names of tensors have slashes, as in Orbax' and Keras' files, paths
             joined by slashes are found too. Functions and numbers in a module, if there is no tensor for them, stay.
         mesh: The mesh of each `PartitionSpec`, in any form that `shardload.load` accepts. The axes of ``"2x4"`` are
-            ``batch`` and ``model``.
+            ``batch`` and ``model``. A `jax.ShapeDtypeStruct` without a sharding is whole on each of its devices, or
+            split as its box (`nn.Partitioned`) says.
         names: Tensor names by target names, as a mapping of those that differ or a function.
         transpose: The order of the tensor's dims in an array, by target name; or a function of the target's name and
             the tensor's shape that returns it, or ``None``. Transposed tensors are read like others.
@@ -110,7 +124,11 @@ def load_arrays(
     for note in opened.manifest.notes:  # of tensors that an index leaves out
         warn_caller(note)
     files = Fingerprint.of(opened.manifest.files)
-    reader = _Reader(opened.manifest, mesh=placed, names=names, transpose=transpose, dtype=_float_name(dtype))
+    known = TensorNames(opened.manifest, names)
+    specs = {known.of_box(path): spec for path, spec in specs_of_boxes(targets)}
+    reader = _Reader(
+        opened.manifest, mesh=placed, specs=specs, names=known, transpose=transpose, dtype=_float_name(dtype)
+    )
     leaves, rebuild = _leaves(targets, reader)
     _check_keys(leaves, names=names, transpose=transpose)
     wanted = reader.wanted(leaves)
@@ -169,7 +187,7 @@ def _leaves(targets: Any, reader: _Reader) -> tuple[dict[str, Any], Callable[[di
     if _is_rule(targets):
         return _by_rule(targets, reader), dict
     paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, KINDS))
-    names = [reader.leaf_name(path) for path, _ in paths]
+    names = [reader.names.of_leaf(path) for path, _ in paths]
     if len(set(names)) != len(names):
         raise UsageError("Cannot name the targets by their paths: two leaves have the same. Rename a key")
     leaves = dict(zip(names, (target for _, target in paths), strict=True))
@@ -203,34 +221,21 @@ def _rule(targets: Callable[..., Any], shape_of: Callable[[Tensor], tuple[int, .
     return lambda tensor: targets(tensor.name, shape_of(tensor), tensor.dtype)
 
 
-# Entries of a path have different fields: `DictKey.key`, `SequenceKey.idx`, `GetAttrKey.name`.
-def _key(entry: Any) -> str:
-    return str(next(getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name)))
-
-
 @dataclass(frozen=True, slots=True)
 class _Reader:
     """The caller's names, transpositions and dtype, applied to one target after another."""
 
     manifest: Manifest
     mesh: jax.sharding.Mesh | None
-    names: Mapping[str, str] | Callable[[str], str] | None
+    specs: Mapping[str, PartitionSpec]
+    names: TensorNames
     transpose: Any
     dtype: str | None
-
-    def leaf_name(self, path: Sequence[Any]) -> str:
-        """Return a leaf's name: its path joined by dots or, where tensors are called so (Orbax, Keras), by slashes."""
-        keys = [_key(entry) for entry in path]
-        named = self.names if isinstance(self.names, Mapping) else {}
-        # The boxes of Flax have their array in an attribute that checkpoints do not name.
-        boxed = len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and keys[-1] == "value"
-        texts = [join.join(part) for part in ((keys[:-1], keys) if boxed else (keys,)) for join in (".", "/")]
-        return next((text for known in (named, self.manifest.tensors) for text in texts if text in known), texts[0])
 
     def stays(self, name: str, target: Any) -> bool:
         """Whether a leaf of a module is none of its arrays: an activation function, or a number without a tensor."""
         if isinstance(target, SCALARS):
-            return self._tensor_name(name) not in self.manifest.tensors
+            return self.names.tensor(name) not in self.manifest.tensors
         return callable(target) and not isinstance(target, KINDS)
 
     def wanted(self, leaves: Mapping[str, Any]) -> list[WantedArray]:
@@ -239,30 +244,13 @@ class _Reader:
                 f"Cannot place {words[0]!r} by {leaves[words[0]]!r}: a tuple is a tree of targets. "
                 "Write PartitionSpec(…)"
             )
-        tensors = {name: self._tensor_name(name) for name in leaves}
-        if missing := [name for name, tensor in tensors.items() if tensor not in self.manifest.tensors]:
-            raise MismatchError(
-                f"Cannot load from {self.manifest.source}: it has no tensor for {plural(len(missing), 'target')}:\n  "
-                + "\n  ".join(_shown(self._missing(name, tensors[name]) for name in missing))
-                + "\nPass names= to map targets to tensors; shardload.inspect lists the tensors."
-            )
+        tensors = {name: self.names.tensor(name) for name in leaves}
+        self.names.check(tensors, {name: stated(target).shape for name, target in leaves.items()})
         return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
-
-    def _missing(self, name: str, tensor: str) -> str:
-        close = difflib.get_close_matches(tensor, self.manifest.tensors, n=1)
-        return name + (f" ({tensor})" if tensor != name else "") + (f", did you mean {close[0]!r}?" if close else "")
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the shape of the array of a tensor that is its own target."""
         return self._view(tensor.name, tensor).shape
-
-    def _tensor_name(self, name: str) -> str:
-        if self.names is None:
-            return name
-        found = self.names(name) if callable(self.names) else self.names.get(name, name)
-        if not isinstance(found, str):
-            raise UsageError(f"Cannot use names: for target {name!r}, it gives {found!r:.60}, expected a tensor's name")
-        return found
 
     def _one(self, name: str, target: Any, tensor: Tensor) -> WantedArray:
         view, dtype = self._view(name, tensor), tensor.dtype
@@ -277,15 +265,27 @@ class _Reader:
                 f"Cannot load {name!r}: its target has shape {found.shape}, but tensor {tensor.name!r} has "
                 f"{view.shape}. Pass transpose= if only the order of its dims differs"
             )
-        if found.sharding is None and jax.device_count() > 1:  # else the whole array would go to device 0
-            raise UsageError(
-                f"Cannot place {name!r}: its ShapeDtypeStruct has no sharding. Pass sharding= to it; for one "
-                "device, jax.sharding.SingleDeviceSharding(device)"
-            )
         dtype = dtype if found.dtype is None else found.dtype
-        placed = sharding_of(name, found.sharding, self.mesh)
+        if found.on_host:
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            if not narrows(tensor.dtype, dtype):
+                check_cast(tensor.dtype, dtype, variable=name, tensor=tensor.name)
+            return WantedArray(name, view, dtype, here, self._order(name, tensor), on_host=True)
+        placed = sharding_of(name, self._sharding(name, found), self.mesh)
         _check_width(name, dtype)
         return WantedArray(name, view, dtype, placed, self._order(name, tensor), found.finish)
+
+    def _sharding(self, name: str, found: Stated) -> Any:
+        if found.sharding is not None:
+            return found.sharding
+        if self.mesh is not None:
+            return self.specs.get(name, PartitionSpec())
+        if jax.device_count() > 1:  # else the whole array would go to device 0
+            raise UsageError(
+                f"Cannot place {name!r}: its ShapeDtypeStruct has no sharding. Pass sharding= to it, or mesh= for a "
+                "copy on each device; for one device, jax.sharding.SingleDeviceSharding(device)"
+            )
+        return None
 
     def _order(self, name: str, tensor: Tensor) -> tuple[int, ...] | None:
         if callable(self.transpose):
@@ -322,14 +322,9 @@ def _check_unused(manifest: Manifest, wanted: Iterable[WantedArray]) -> None:
     if unused := [name for name in manifest.tensors if name not in used]:
         raise MismatchError(
             f"Cannot load from {manifest.source}: no target names {len(unused)} of its tensors:\n  "
-            + "\n  ".join(_shown(unused))
+            + "\n  ".join(shown_names(unused))
             + "\nPass strict=False to leave them out."
         )
-
-
-def _shown(names: Iterable[str]) -> list[str]:
-    found = list(names)
-    return found[:SHOWN] + ([f"… and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])
 
 
 def _bindings(group: Iterable[WantedArray], mesh: MeshSpec) -> list[Binding]:

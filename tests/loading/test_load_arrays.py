@@ -209,7 +209,7 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
         ),
         (
             {"scale": jax.ShapeDtypeStruct((), jnp.float32)},
-            {"strict": False},
+            {"strict": False, "mesh": None},
             UsageError,
             "'scale': its .* no sharding",
         ),
@@ -237,7 +237,8 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
         (jnp.zeros((8, 4)), {}, MismatchError, r"'embed.weight': its target has shape \(8, 4\)"),
         ({"ids": P()}, {"mesh": "1by8"}, MeshError, "Cannot read the mesh '1by8'"),
         ({"ids": P()}, {"mesh": "1x9"}, MeshError, "needs 9 devices"),
-        ({"ids": np.zeros(8)}, {"strict": False}, UnsupportedError, "PartitionSpec or jax.Array"),
+        ({"ids": object()}, {"strict": False}, UnsupportedError, "PartitionSpec, jax.Array or NumPy array"),
+        ({"ids": np.zeros(4, int)}, {"strict": False}, MismatchError, r"target has shape \(4,\)"),
         ({"ids": jnp.zeros(4, jnp.int32)}, {"strict": False}, MismatchError, r"target has shape \(4,\)"),
         ({"ids": P()}, {"names": 3}, UsageError, "Cannot use names=3: expected a mapping or a function"),
         ({"ids": P()}, {"names": lambda name: [name]}, UsageError, "it gives \\['ids'\\], expected a tensor's name"),

@@ -90,6 +90,140 @@ def test_boxes_have_the_names_of_what_is_in_them(tmp_path, mesh):
     assert np.array_equal(found["params"]["kernel"].value, BIAS)
 
 
+class Partitioned(Box):
+    """As `nn.Partitioned`: a box that says how its array is split."""
+
+    def get_partition_spec(self):
+        return P(None, "model")
+
+
+jax.tree_util.register_pytree_with_keys(
+    Partitioned,
+    lambda box: (((jax.tree_util.GetAttrKey("value"), box.value),), None),
+    lambda _, found: Partitioned(*found),
+)
+
+
+@pytest.fixture(params=["orbax", "safetensors"])
+def boxed(request, tmp_path):
+    """A checkpoint with the names of boxes: of two layers, of which the second has other shapes."""
+    if request.param == "orbax":
+        layers = {"a": {"kernel": {"value": WEIGHT}, "bias": BIAS}, "b": {"kernel": {"value": WEIGHT.T}}}
+        ocp.save(tmp_path / "boxed", {"params": layers})
+        return tmp_path / "boxed"
+    tensors = {"params.a.kernel.value": WEIGHT, "params.a.bias": BIAS, "params.b.kernel.value": WEIGHT.T.copy()}
+    save_file(tensors, tmp_path / "boxed.safetensors")
+    return tmp_path / "boxed.safetensors"
+
+
+def of_layers(kernel, bias, other):
+    return {"params": {"a": {"kernel": kernel, "bias": bias}, "b": {"kernel": other}}}
+
+
+def test_trees_without_boxes_find_what_was_saved_with_them(boxed, mesh):
+    split = NamedSharding(mesh, P(None, "model"))
+    for targets in (
+        of_layers(P(None, "model"), P(), P()),  # as of nn.get_partition_spec
+        of_layers(split, HERE, HERE),  # as of nn.get_sharding
+        of_layers(struct((8, 4), sharding=split), struct((4,)), struct((4, 8))),
+        of_layers(jax.device_put(WEIGHT * 0, split), BIAS * 0, WEIGHT.T * 0),
+    ):
+        found = shardload.load_arrays(boxed, targets, mesh=mesh)["params"]
+        assert found["a"]["kernel"].sharding == split and np.array_equal(found["a"]["kernel"], WEIGHT)
+        assert np.array_equal(found["a"]["bias"], BIAS) and np.array_equal(found["b"]["kernel"], WEIGHT.T)
+    slash = "." if boxed.suffix else "/"
+    order = {slash.join(("params", "b", "kernel")): (1, 0)}
+    found = shardload.load_arrays(boxed, of_layers(P(), P(), P()), mesh=mesh, transpose=order)
+    assert np.array_equal(found["params"]["b"]["kernel"], WEIGHT)
+    names = {"w": slash.join(("params", "a", "kernel"))}
+    assert np.array_equal(shardload.load_arrays(boxed, {"w": HERE}, names=names, strict=False)["w"], WEIGHT)
+
+
+def test_a_parameter_called_value_is_no_box(tmp_path, mesh):
+    ocp.save(tmp_path / "net", {"head": {"value": WEIGHT, "scale": BIAS}})
+    with pytest.raises(MismatchError, match=r"no tensor for 1 target:\n  head\n"):
+        shardload.load_arrays(tmp_path / "net", {"head": P()}, mesh=mesh, strict=False)
+    save_file({"head": BIAS, "head.value": WEIGHT}, tmp_path / "both.safetensors")
+    found = shardload.load_arrays(tmp_path / "both.safetensors", {"head": P()}, mesh=mesh, strict=False)
+    assert np.array_equal(found["head"], BIAS)
+
+
+def test_dicts_of_boxes_find_what_was_saved_without(tmp_path, mesh):
+    """As the metadata of Orbax has them: a box is a dict."""
+    save_file({"a.kernel": WEIGHT}, tmp_path / "m.safetensors")
+    found = shardload.load_arrays(tmp_path / "m.safetensors", {"a": {"kernel": {"value": P("data")}}}, mesh=mesh)
+    assert np.array_equal(found["a"]["kernel"]["value"], WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("target", "suggested"),
+    [
+        ("params.a.kernl", None),  # kernel.value has one part more
+        ("params.a.biass", "params.a.bias"),
+        ("a.bias", "params.a.bias"),
+        ("params.c.bias", None),  # of another layer
+        ("params.layer_1.bias", None),
+    ],
+)
+def test_no_tensor_of_another_layer_is_suggested(tmp_path, target, suggested):
+    names = ("params.a.kernel.value", "params.a.bias", "params.b.bias", "params.layer_0.bias")
+    save_file(dict.fromkeys(names, BIAS), tmp_path / "m.safetensors")
+    with pytest.raises(MismatchError) as raised:
+        shardload.load_arrays(tmp_path / "m.safetensors", {target: HERE}, strict=False)
+    line = f"  {target}, did you mean {suggested!r}?" if suggested else f"  {target}"
+    assert line in str(raised.value).splitlines()
+    with pytest.raises(MismatchError) as raised:  # of another shape, or the tensor of another target
+        shardload.load_arrays(tmp_path / "m.safetensors", {target: struct((5,))}, strict=False)
+    assert "did you mean" not in str(raised.value)
+    if suggested:
+        with pytest.raises(MismatchError) as raised:
+            shardload.load_arrays(tmp_path / "m.safetensors", {target: HERE, suggested: HERE}, strict=False)
+        assert "did you mean" not in str(raised.value)
+
+
+def test_arrays_of_numpy_come_back_as_such(path, mesh):
+    targets = {"weight": np.zeros((8, 4), np.float64), "bias": np.zeros(4, np.float32)}
+    found = shardload.load_arrays(path, targets)
+    assert all(type(value) is np.ndarray for value in found.values()) and found["weight"].dtype == np.float64
+    assert np.array_equal(found["weight"], WEIGHT) and np.array_equal(found["bias"], BIAS)
+    assert found["bias"].flags.writeable and not targets["bias"].any()
+    turned = shardload.load_arrays(path, {"weight": np.zeros((4, 8))}, transpose={"weight": (1, 0)}, strict=False)
+    assert np.array_equal(turned["weight"], WEIGHT.T)
+    with pytest.raises(MismatchError, match=r"'weight': its target has shape \(4, 8\)"):
+        shardload.load_arrays(path, {"weight": np.zeros((4, 8))}, strict=False)
+    with pytest.raises(MismatchError, match="Cannot cast tensor 'bias' from float32 to int32"):
+        shardload.load_arrays(path, {"bias": np.zeros(4, np.int32)}, strict=False)
+    mixed = shardload.load_arrays(path, {"weight": P("data"), "bias": np.zeros(4)}, mesh=mesh)
+    assert isinstance(mixed["weight"], jax.Array) and type(mixed["bias"]) is np.ndarray
+    found = shardload.load_arrays(path, Module(WEIGHT * 0, BIAS * 0))
+    assert type(found.weight) is np.ndarray and np.array_equal(found.weight, WEIGHT)
+
+
+def test_casts_to_arrays_of_numpy_are_those_to_other_arrays(tmp_path):
+    values = {"large": np.array([1e6, 1], np.float32), "step": np.array(300, np.int64)}
+    save_file(values, tmp_path / "m.safetensors")
+    with pytest.warns(UserWarning, match="became infinite: large"):
+        found = shardload.load_arrays(tmp_path / "m.safetensors", {"large": np.zeros(2, np.float16)}, strict=False)
+    assert np.array_equal(found["large"], [np.inf, 1])
+    found = shardload.load_arrays(tmp_path / "m.safetensors", {"step": np.zeros((), np.int16)}, strict=False)
+    assert found["step"].shape == () and found["step"] == 300
+    with pytest.raises(MismatchError, match="'step' as int8"):
+        shardload.load_arrays(tmp_path / "m.safetensors", {"step": np.zeros((), np.int8)}, strict=False)
+
+
+def test_a_tree_of_shapes_is_whole_on_each_device_of_a_mesh(path, mesh):
+    """As of `jax.eval_shape`; boxes say more."""
+    shapes = jax.eval_shape(lambda: {"weight": jnp.zeros((8, 4)), "bias": jnp.zeros(4, jnp.float16)})
+    found = shardload.load_arrays(path, shapes, mesh=mesh)
+    assert found["weight"].sharding == NamedSharding(mesh, P()) and np.array_equal(found["weight"], WEIGHT)
+    assert found["bias"].dtype == jnp.float16
+    boxes = {"weight": Partitioned(shapes["weight"]), "bias": shapes["bias"]}
+    found = shardload.load_arrays(path, boxes, mesh=mesh)
+    assert found["weight"].value.sharding == NamedSharding(mesh, P(None, "model"))
+    with pytest.raises(LayoutError, match="the mesh has no axis 'model', only x, y"):
+        shardload.load_arrays(path, boxes, mesh={"x": 2, "y": 4})
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_typed_keys_come_back_as_from_orbax(tmp_path, mesh, impl):
     keys = {"one": jax.random.key(3, impl=impl), "many": jax.random.split(jax.random.key(4, impl=impl), 8)}
@@ -202,3 +336,14 @@ def test_states_of_flax(tmp_path, mesh):
     here = jax.tree.map(lambda leaf: struct(leaf.shape, leaf.dtype), jax.eval_shape(make))
     found = shardload.load_arrays(tmp_path / "state", here, strict=False)
     assert (found.step.dtype, int(found.step)) == (jnp.int32, 5) and np.array_equal(found.params["w"], BIAS)
+    dense = linen.Dense(4, kernel_init=linen.with_partitioning(linen.initializers.zeros_init(), (None, "model")))
+    shapes = jax.eval_shape(dense.init, jax.random.key(0), jnp.ones((1, 8)))
+    ocp.save(tmp_path / "boxed", jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes))
+    plain = linen.meta.unbox(shapes)
+    for targets in (linen.get_partition_spec(shapes), linen.get_sharding(shapes, mesh), shapes, plain):
+        found = linen.meta.unbox(shardload.load_arrays(tmp_path / "boxed", targets, mesh=mesh))
+        assert found["params"]["kernel"].sharding.spec == (P() if targets is plain else P(None, "model"))
+    state = jax.tree.map(lambda leaf: leaf, nnx.state(layer))
+    ocp.save(tmp_path / "nnx", state)
+    found = shardload.load_arrays(tmp_path / "nnx", nnx.to_pure_dict(state))
+    assert np.array_equal(found["kernel"], layer.kernel[...])
