@@ -60,6 +60,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _scan_string: Callable[[str, int, bool], tuple[str, int]] = decoder.scanstring  # type: ignore[attr-defined]
 """The C scanner that `json` itself uses; it starts at the character after a string's opening quote."""
+_ENTRY = json.JSONDecoder(object_pairs_hook=unique_pairs)
 SUB_BYTE: dict[str, tuple[np.dtype[Any], int]] = {
     "F4": (np.dtype(ml_dtypes.float4_e2m1fn), 4),
     "F6_E2M3": (np.dtype(ml_dtypes.float6_e2m3fn), 6),
@@ -181,15 +182,20 @@ class _Parser:
         return members.position
 
     def _entry(self, name: str, start: int) -> tuple[dict[str, Any], int]:
-        # An entry contains no inner object, so it ends at the first brace; `json` parses this short piece alone.
+        # `json` parses a short piece alone: to the first brace or, if the entry has a brace inside, as far as allowed.
         end = self._text.find("}", start, start + MAX_ENTRY_CHARS) + 1
         if self._text[start : start + 1] != "{" or not end:
             raise self._wrong(f"describes tensor {name[:200]!r} by something that is not a short object")
         try:
-            entry = json.loads(self._text[start:end], object_pairs_hook=unique_pairs)
+            try:
+                entry = json.loads(self._text[start:end], object_pairs_hook=unique_pairs)
+            except json.JSONDecodeError:
+                entry, length = _ENTRY.raw_decode(self._text[start : start + MAX_ENTRY_CHARS])
+                end = start + length
         except (ValueError, RecursionError) as error:
             raise self._wrong(f"describes tensor {name[:200]!r} in invalid JSON: {error}") from error
-        if set(entry) != {"dtype", "shape", "data_offsets"}:
+        # Other keys are ignored, as by the reference library.
+        if not {"dtype", "shape", "data_offsets"} <= set(entry):
             raise self._wrong(f"should give tensor {name!r} dtype, shape and data_offsets, but gives {sorted(entry)}")
         return entry, end
 

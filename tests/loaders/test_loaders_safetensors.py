@@ -73,7 +73,7 @@ LIES = {
     "rank": ({"a": entry(0, 4, shape=[1] * 65)}, "65 dims"),
     "offsets type": ({"a": entry(0, "4")}, "two data_offsets"),
     "missing key": ({"a": {"dtype": "F32", "shape": [1]}}, "dtype, shape and data_offsets"),
-    "extra key": ({"a": entry(more=1)}, "dtype, shape and data_offsets"),
+    "missing key for another": ({"a": {"dtype": "F32", "shape": [1], "more": 1}}, "dtype, shape and data_offsets"),
     "not an object": ({"a": 3}, "not a short object"),
     "metadata": ({"__metadata__": {"a": 1}}, "not a string"),
     "metadata shape": ({"__metadata__": [1]}, "does not parse"),
@@ -88,7 +88,17 @@ def test_lies_name_file_and_tensor(tmp_path, name):
         open_manifest(path)
 
 
+@pytest.mark.parametrize("more", ["a word", "} {", 1, None, {"by": {"whom": ["x"]}}, [{}]])
+def test_other_keys_of_a_tensor_are_ignored_as_by_the_library(tmp_path, more):
+    header = {"a": {"comment": more} | entry(0, 4), "b": entry(4, 8, comment=more)}
+    path = write_safetensors(tmp_path / "x.safetensors", header, np.arange(2, dtype=np.float32).tobytes())
+    manifest = open_manifest(path)
+    for name, value in load_file(path).items():
+        np.testing.assert_array_equal(read_tensor(manifest.tensors[name]), value)
+
+
 RAW = {
+    "long comment": b'{"a":{"comment":{"x":"' + b"y" * 5000 + b'"},"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
     "twice": b'{"a":%s,"a":%s}',
     "metadata twice": b'{"__metadata__":{},"__metadata__":{}}',
     "key twice": b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
