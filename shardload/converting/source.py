@@ -1,8 +1,7 @@
 """A source for conversion: a model without weights, and the location of each variable's value.
 
-The value of a variable is a view of a stored tensor; or computed from tensors by a step of loading (merged experts,
-Mistral's rounding); or an array, for the few variables that are not weights and that the source cannot store (a
-dropout's seed).
+The value of a variable is a view of a stored tensor; or computed from tensors by a step of loading (merged experts); or
+an array, for the few variables that are not weights and that the source cannot store (a dropout's seed).
 """
 
 from __future__ import annotations

@@ -88,9 +88,8 @@ def is_written(backbone: Any) -> bool:
 
 def stand_in(config: Mapping[str, Any]) -> Manifest:
     """Return the manifest that a checkpoint of this configuration would have; no bytes exist."""
-    stored = np.float16  # as Mistral's converter rounds: without a cast, hooks only view
     try:
-        return described.hugging_face(config, nowhere(str(config["model_type"])), stored=stored)
+        return described.hugging_face(config, nowhere(str(config["model_type"])), stored=np.float32)
     except UnsupportedError as error:
         kind = config["model_type"]
         raise NoPlaceError(f"Cannot write model_type {kind!r} for Hugging Face") from error

@@ -68,7 +68,8 @@ def map_weights(
         manifest: Any format.
         names: Tensor name → variable path.
         optimizer: Whether to map stored optimizer state; for a training step, metrics as well.
-        as_keras: Whether an archive's optimizer state goes by position alone, as in Keras.
+        as_keras: Whether an archive's optimizer state goes by position alone, and tensors are rounded where KerasHub's
+            converter rounds them, as in Keras.
     """
     match spec_of(manifest).tensor_names:
         case "step":
@@ -85,5 +86,5 @@ def map_weights(
         case "order" if names is None:
             return map_by_order(model, manifest)
         case "hugging-face" if names is None:
-            return map_hub(model, manifest)
+            return map_hub(model, manifest, float_casts="computed" if as_keras else "viewed")
     return map_by_name(model, manifest, names=names)

@@ -23,7 +23,7 @@ from shardload.keras_bridge.recording import is_tracing_error, without_computing
 from shardload.keras_bridge.saving import assignments_to
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.hub_names import HubNames
-from shardload.mapping.placeholders import Reservations, tensors_behind
+from shardload.mapping.placeholders import CASTS, FloatCasts, Reservations, tensors_behind
 from shardload.mapping.variable_map import Mismatch
 
 Assign = Callable[[Variable, Any], Any]
@@ -37,6 +37,8 @@ class Run:
     target: Any
     manifest: Manifest
     prefix: str | None
+    float_casts: FloatCasts = "viewed"
+    """``"computed"`` casts tensors as the converter does, which may round them."""
 
     def __call__(self, loader: Loader) -> str:
         """Run the function; return what it printed."""
@@ -98,6 +100,8 @@ class Recording:
     fetched: set[str] = field(default_factory=set)
     computing: set[str] = field(default_factory=set)
     """Tensors whose real bytes ``get_tensor`` must return in the second run."""
+    rounded: dict[str, str] = field(default_factory=dict)
+    """Tensors that the converter computes with in a dtype of fewer values, and that dtype."""
     mismatched: list[Mismatch] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     """Names that the converter requested and the checkpoint lacks."""
@@ -111,7 +115,7 @@ class RecordingLoader(Loader):
         super().__init__(run)
         self.recording = recording
         # A converter may do anything with the result of `get_tensor` until it ends; `port_weight` uses its tensor up.
-        self.shared = Reservations()
+        self.shared = Reservations(run.float_casts)
         self._ported: Reservations | None = None
         self._lenient = lenient
 
@@ -131,7 +135,7 @@ class RecordingLoader(Loader):
             self.recording.absent.append(hf_weight_key)
             return
         self.recording.fetched.add(tensor.name)
-        self._ported = Reservations()
+        self._ported = Reservations(self.recording.run.float_casts)
         value: Any = self._ported.make(tensor)
         if hook_fn:
             value = hook_fn(value, list(keras_variable.shape))
@@ -141,6 +145,7 @@ class RecordingLoader(Loader):
         self._ported.close()
         if event and self._ported.used:
             event.view = None
+            self.recording.rounded.update(self._ported.rounding)
         self._ported = None
 
     def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
@@ -213,11 +218,12 @@ def _record(run: Run) -> Recording:
 
 def _watch(recording: Recording, lenient: bool) -> None:
     loader = RecordingLoader(recording.run, recording, lenient=lenient)
-    with assignments_to(loader.assign):
+    with assignments_to(loader.assign), CASTS.applied():
         recording.printed = recording.run(loader)
     # A tensor that is computed with is read whole in the second run, so its views are assigned there too.
     loader.shared.close()
     recording.computing = set(loader.shared.used)
+    recording.rounded |= {n: to for n, to in loader.shared.rounding.items() if n in recording.computing}
     for event in recording.assigned:
         if not event.ported and event.view is not None and event.view.tensor in recording.computing:
             event.view = None

@@ -2,7 +2,8 @@
 
 ``convert_weights(backbone, loader, config)`` requests tensors from the loader by their Hugging Face names and
 assigns the results of its hooks. The first run gets reservations and is only recorded; its views
-become bindings. Computed values (casts, stacks of experts, interpolated positions) are left to a second
+become bindings. A cast between floating dtypes alone (Mistral's converter rounds everything to float16) is passed over,
+unless ``float_casts`` says otherwise. Computed values (stacks of experts, interpolated positions) are left to a second
 run of the same code, which skips views and reads only tensors used in computations, each
 when the converter requests it. That run comes after all bindings: some converters compute from variables.
 """
@@ -25,6 +26,7 @@ from shardload.keras_bridge.variables import is_abstract, unique
 from shardload.manifest import Manifest
 from shardload.mapping.converter_run import ConverterAssign, Recording, Run, record
 from shardload.mapping.converter_step import ConverterStep
+from shardload.mapping.placeholders import FloatCasts
 from shardload.mapping.variable_map import (
     Computed,
     DirectStep,
@@ -36,22 +38,26 @@ from shardload.mapping.variable_map import (
     variable_names,
 )
 from shardload.transfer.planning import Binding
+from shardload.units import plural
 
 
-def map_hub(model: Any, manifest: Manifest) -> VariableMap:
+def map_hub(model: Any, manifest: Manifest, *, float_casts: FloatCasts = "viewed") -> VariableMap:
     """Map tensors of a Hugging Face (or GGUF) checkpoint to variables, according to KerasHub's converter.
 
     Args:
         model: A KerasHub backbone or task, abstract or not; it is not changed.
         manifest: ``hf-safetensors`` or ``gguf``.
+        float_casts: Whether casts of floating-point tensors by the converter are made, or left out: values then go
+            from the file to the variable.
 
     Raises:
         UnsupportedError: When the converter cannot run on this model.
     """
-    runs = [Run(kerashub.converter(manifest).convert_weights, backbone_of(model), manifest, None)]
+    converter = kerashub.converter(manifest)
+    runs = [Run(converter.convert_weights, backbone_of(model), manifest, None, float_casts)]
     # KerasHub also converts the head in a separate run, with an empty prefix.
     if _has_head(model, manifest):
-        runs.append(Run(kerashub.converter(manifest).convert_head, model, manifest, ""))
+        runs.append(Run(converter.convert_head, model, manifest, "", float_casts))
     recordings = [record(run) for run in runs]
     return _summarise(model, manifest, recordings)
 
@@ -135,7 +141,16 @@ def _computed(owner: str, rest: list[ConverterAssign], names: Mapping[int, str])
 
 def _notes(recording: Recording) -> list[str]:
     absent = [f"The converter asked for {name!r}, which the checkpoint does not have" for name in recording.absent]
-    return [line.strip() for line in recording.printed.splitlines() if line.strip()] + absent
+    rounded = [_rounded(recording.rounded)] if recording.rounded else []
+    return [line.strip() for line in recording.printed.splitlines() if line.strip()] + absent + rounded
+
+
+def _rounded(tensors: Mapping[str, str]) -> str:
+    (first, dtype), *rest = tensors.items()
+    more = f" and {plural(len(rest), 'other tensor')}" if rest else ""
+    return (
+        f"KerasHub's converter rounds {first!r}{more} to {dtype}; values outside of its range become infinite or zero"
+    )
 
 
 def _kept(names: tuple[str, ...]) -> tuple[str, ...]:

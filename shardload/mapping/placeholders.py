@@ -12,6 +12,9 @@ An array elsewhere was *computed*. Its input tensors are known exactly, in every
 kernel reports which pages were read (``mincore``), a reservation that cannot be closed is still
 referenced, and NumPy functions that would fill memory (casts, sums, stacks) return another
 reservation. So recording a 50 GB checkpoint takes almost no memory.
+
+A cast between floating dtypes is either computed, or (`FloatCasts`) passed over: the result is then still the view, and
+the tensor's own values go to the variable.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError
+from shardload.keras_bridge.array_casts import casts_by_astype
 from shardload.manifest import Tensor, View, c_strides
+from shardload.transfer.casts import is_float
 
+FloatCasts = Literal["computed", "viewed"]
+"""What a cast between floating dtypes of a placeholder returns: a computed value, or the placeholder itself."""
 _MINCORE_PAGES = 1 << 20
 """Pages per `mincore` query, which returns a byte for each."""
 
@@ -58,8 +65,11 @@ class _AddressRange:
 class Reservations:
     """The reserved tensors of one recording."""
 
+    float_casts: FloatCasts = "computed"
     used: set[str] = field(default_factory=set)
     """Tensors that were used in a computation, or are still referenced."""
+    rounding: dict[str, str] = field(default_factory=dict)
+    """Tensors that code casts to a floating dtype of fewer values, and that dtype."""
     _ranges: list[_AddressRange] = field(default_factory=list)
     """Live ranges, by address."""
 
@@ -133,10 +143,16 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return super().__array_function__(func, types, args, kwargs)
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the same view for the same dtype, else a placeholder for the cast array."""
+        """Return the same view for the same dtype (and see `FloatCasts`), else a placeholder for the cast array."""
         wanted = np.dtype(dtype)
+        owner = self.reservations
         if wanted == self.dtype:
             return self[...]
+        if owner is not None and is_float(self.dtype) and is_float(wanted):
+            if not np.can_cast(self.dtype, wanted):
+                owner.rounding.update(dict.fromkeys(self.tensors, wanted.name))
+            if owner.float_casts == "viewed":
+                return self[...]
         return _derived((self,), self.shape, wanted)
 
     def copy(self, order: Any = "C") -> Any:
@@ -160,6 +176,10 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return self.reshape(-1, order=order)
 
     flatten = ravel
+
+
+CASTS = casts_by_astype(Reserved)
+"""While applied, functions that cast a placeholder call its `astype` instead of reading it."""
 
 
 def tensors_behind(value: Any) -> frozenset[str]:

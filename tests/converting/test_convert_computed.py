@@ -115,14 +115,14 @@ def test_what_a_converter_computes_is_what_loading_gives(model_type, to, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("source", ["safetensors", "gguf"])
-def test_mistral_is_rounded_as_loading_rounds_it(source, to, tmp_path):
+def test_mistral_keeps_its_values(source, to, tmp_path):
     if source == "gguf":
         path, _ = gguf_pairs.write(tmp_path, "mistral", "Q4_K_M")
     else:
         path = synth("mistral_7b", scale=0.02, directory=tmp_path, format="safetensors")
     report = shardload.convert(path, tmp_path / "out", to=to)
     assert_same_model(path, tmp_path / "out")
-    # A copy of a Hugging Face folder has the tensors themselves.
+    # What KerasHub reads of it is told where the folder is new, not a copy.
     is_written_unrounded = (source, to) == ("gguf", "safetensors")
     assert any("rounds these tensors to float16" in note for note in report.notes) == is_written_unrounded
 

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 from keras.src.backend.common import global_state, variables
+from keras.src.backend.jax import core as jax_core
 from keras.src.backend.jax import trainer
 from keras.src.backend.jax.core import JaxVariable
 from keras.src.legacy.saving import legacy_h5_format
@@ -74,6 +75,7 @@ def test_a_variable_has_the_private_attributes():
         (trainer.JAXTrainer, "_check_sharding_consistency", ["self", "trainable_shardings"]),
         (trainer, "_distribute_data", ["data"]),
         (keras.Operation, "_post_build", ["self"]),
+        (jax_core, "cast", ["x", "dtype"]),
         (keras.quantizers.AbsMaxQuantizer, "__call__", ["self", "x", "axis", "to_numpy"]),
         (saving_lib, "_load_state", ["saveable", "weights_store", "assets_store", "inner_path"]),
         (saving_lib, "get_attr_skipset", ["obj_type"]),

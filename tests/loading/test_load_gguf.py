@@ -7,6 +7,7 @@ import keras_hub
 import numpy as np
 import pytest
 from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
+from hub_folders import keeping_values
 from initial_values import zeros_for_random
 from twins import DTYPES, abstract_twin, assert_on, assert_same
 
@@ -41,7 +42,7 @@ def described(backbone):
 def test_gguf_equals_keras_hub_from_preset(model_type, kind, dtype, tmp_path, meshes):
     file, folder = gguf_pairs.write(tmp_path, model_type, kind)
     backbone = getattr(keras_hub.models, gguf_pairs.BACKBONES[model_type])
-    with zeros_for_random():
+    with zeros_for_random(), keeping_values():
         reference = backbone.from_preset(str(folder), dtype=dtype)
     for mesh in meshes:
         model = shardload.load(file, mesh=mesh, dtype=dtype, task=False)

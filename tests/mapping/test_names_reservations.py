@@ -1,5 +1,6 @@
 """Reservations say which part of which tensor an array is, and which tensors were computed with."""
 
+import keras
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardload.errors import UnsupportedError
-from shardload.manifest import Extent, Tensor
+from shardload.manifest import Extent, Tensor, View
+from shardload.mapping.placeholders import CASTS as CASTS_TO_VIEWS
 from shardload.mapping.placeholders import Reservations, tensors_behind
 from shardload.stores.local import located
 
@@ -86,6 +88,40 @@ def test_what_was_read_is_used(kind):
     del array
     reservations.close()
     assert reservations.used == {"t"}
+
+
+CASTS = {
+    "astype": lambda x, to: x.astype(to),
+    "np.astype": lambda x, to: np.astype(x, np.dtype(to)),
+    "np.asarray": lambda x, to: np.asarray(x, dtype=to),
+    "np.array": lambda x, to: np.array(x, dtype=to),
+    "keras.ops.cast": keras.ops.cast,
+}
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float64", "float8_e4m3fn"])
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_casts_between_floating_dtypes_are_views_where_asked(cast, stored):
+    reservations = Reservations("viewed")
+    array = reservations.make(tensor("t", (6, 4), stored))
+    with CASTS_TO_VIEWS.applied():
+        results = [cast(array.T, to) for to in ("float16", "bfloat16", "float32", np.float64)]
+    assert {reservations.locate(each) for each in results} == {View("t", 0, (4, 6), (1, 4))}
+    del array, results
+    reservations.close()
+    assert not reservations.used
+    assert "t" in reservations.rounding
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize(("stored", "to"), [("float32", "int32"), ("int32", "float16"), ("float32", "bool")])
+def test_other_casts_are_computed(cast, stored, to):
+    reservations = Reservations("viewed")
+    array = reservations.make(tensor("t", (6, 4), stored))
+    with CASTS_TO_VIEWS.applied():
+        result = cast(array, to)
+    assert reservations.locate(result) is None and result.dtype == to
+    assert reservations.used == {"t"} and not reservations.rounding
 
 
 def test_what_is_kept_is_used():

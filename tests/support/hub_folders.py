@@ -12,6 +12,8 @@ import itertools
 import json
 import math
 import re
+import types
+from unittest import mock
 
 import hub_folders
 import ml_dtypes
@@ -151,13 +153,20 @@ class AskingLoader(contextlib.ExitStack):
             return
         fitting = []
         for shape in candidates(wanted):
-            whole = np.zeros(shape, self.dtype)
+            whole = np.zeros(shape, self.dtype).view(Uncast)
             with contextlib.suppress(ValueError, IndexError):
                 found = hook_fn(whole, list(wanted)) if hook_fn else whole
                 if found.shape == wanted:
                     fitting.append((not np.shares_memory(found, whole), len(fitting), shape))
         assert fitting, f"no shape of {hf_weight_key} fits {keras_variable.path} {wanted}"
         self.make(hf_weight_key, min(fitting)[2])
+
+
+class Uncast(np.ndarray):
+    """An array whose casts are views, so that memory tells which shapes a hook only rearranges."""
+
+    def astype(self, *args, **kwargs):
+        return self[...]
 
 
 def known(name):
@@ -210,13 +219,23 @@ def save(folder, tensors, files):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+@contextlib.contextmanager
+def keeping_values():
+    """Inside the block, KerasHub's converter of Mistral casts to float32, not to float16, which changes no value."""
+    from keras_hub.src.utils.transformers import convert_mistral
+
+    names = types.SimpleNamespace(**{**vars(np), "float16": np.float32})
+    with mock.patch.object(convert_mistral, "np", names):
+        yield
+
+
 def reference(folder, model, model_type):
-    """Fill ``model`` the way KerasHub does."""
+    """Fill ``model`` the way KerasHub does, but for `keeping_values`."""
     from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
 
     config = config_of(model_type)
     convert = kerashub.converter(described(folder, model_type))
-    with contextlib.redirect_stdout(io.StringIO()), SafetensorLoader(str(folder)) as loader:
+    with contextlib.redirect_stdout(io.StringIO()), keeping_values(), SafetensorLoader(str(folder)) as loader:
         convert.convert_weights(getattr(model, "backbone", model), loader, config)
     if "ForImageClassification" in config["architectures"][0]:
         with SafetensorLoader(str(folder), prefix="") as loader:
