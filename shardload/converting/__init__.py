@@ -63,6 +63,8 @@ DEFAULT_HOST_MEMORY = 512 << 20
 _COPIES = 4
 """Copies of a block in memory at the peak: as read, joined from chunks or cast, in the target's order."""
 LEAST_HOST_MEMORY = 256 << 10
+PREPARING_SHOWN_S = 1.0
+"""The time from which a report says how long the preparations took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,19 @@ class ConvertReport:
     seconds: float
     notes: tuple[str, ...]
     """What of the source the target lacks, or stores in another form."""
+    preparing_s: float = 0.0
+    """Of ``seconds``, those before anything was written: imports, opening the source, building the model, making its
+    tokenizer."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         return asdict(self)
 
     def __str__(self) -> str:
-        what = f"{plural(self.tensors, 'tensor')}, {format_bytes(self.n_bytes)}, {self.seconds:.1f} s"
+        spent = f"{self.seconds:.1f} s"
+        if self.preparing_s >= PREPARING_SHOWN_S:
+            spent += f", {self.preparing_s:.1f} s of them to prepare"
+        what = f"{plural(self.tensors, 'tensor')}, {format_bytes(self.n_bytes)}, {spent}"
         resumed = f"; {self.resumed} were copied by an interrupted run" if self.resumed else ""
         lines = [f"{self.target}: {self.format}, {what}{resumed}", *(f"note: {note}" for note in self.notes)]
         return "\n".join(printable(line) for line in lines)
@@ -190,11 +198,20 @@ def convert(
         check_others(plan, target, overwrite=overwrite)
         # Last of the checks, because it reads every byte; all others need headers only.
         _check_digests(source, shown)
+        preparing_s = time.monotonic() - began
         resumed = _write(source, plan, target, files, overwrite=overwrite, block_bytes=block_bytes, shown=shown)
     notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
     seconds = time.monotonic() - began
     return ConvertReport(
-        source.manifest.source, str(target), plan.format, len(plan.tensors), plan.nbytes, resumed, seconds, notes
+        source.manifest.source,
+        str(target),
+        plan.format,
+        len(plan.tensors),
+        plan.nbytes,
+        resumed,
+        seconds,
+        notes,
+        preparing_s,
     )
 
 

@@ -128,16 +128,35 @@ def save_as(
     # The folder receives KerasHub's files of the model, which the source refers to until they are copied.
     with _together(model, request) as call, temporary_folder() as folder, hidden(with_lora):
         # Describing this model builds others; their initialisers must not advance the user's random state.
-        with seeded(0):
+        with seeded(0), _stopped_by_errors(shown):
+            shown.start(0, f"Preparing {request.target.name}")
             source = live_source(model, kernels, folder, files=not is_file_name(request.target))
             plan = plan_for(source, request.target, request.kind, dtype=request.dtype, shard_bytes=request.shard_bytes)
         call.require([Topic("the model", lambda: _facts(plan), "Build the same model on every process")])
+        preparing_s = time.monotonic() - began
         _write(plan, request, call, shown)
     seconds = time.monotonic() - began
     notes = (*source.notes, *plan.notes)
     return ConvertReport(
-        str(model.name), str(request.target), plan.format, len(plan.tensors), plan.nbytes, 0, seconds, notes
+        str(model.name),
+        str(request.target),
+        plan.format,
+        len(plan.tensors),
+        plan.nbytes,
+        0,
+        seconds,
+        notes,
+        preparing_s,
     )
+
+
+@contextmanager
+def _stopped_by_errors(shown: Progress) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shown.stop()
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from shardload.hub.preset_path import preset_path
 from shardload.hub.sidecar import config_beside
 from shardload.hub.tensorflow import as_with_tensorflow, omit_preprocessor
 from shardload.keras_bridge.dtype_policies import with_dtype
+from shardload.keras_bridge.hub_imports import timed
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.local import any_home
@@ -167,7 +168,7 @@ def keras_hub() -> Any:
     Raises:
         MissingExtraError: When it is not installed.
     """
-    with _hub_extra(), any_home():
+    with _hub_extra(), any_home(), timed():
         import keras_hub as package
     return package
 

@@ -1,9 +1,10 @@
-"""Ask for classes of KerasHub, and patch it inside a block, without importing it."""
+"""Ask for classes of KerasHub, patch it inside a block, and time its import, without importing it."""
 
 from __future__ import annotations
 
 import importlib.abc
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,6 +29,27 @@ def held_backbone(model: Any) -> str | None:
     if backbone is None or backbone_of(model) is not model:
         return None
     return next((name for name, value in vars(model).items() if isinstance(value, backbone)), None)
+
+
+_imports_s: list[float] = []
+
+
+@contextmanager
+def timed() -> Iterator[None]:
+    """Measure the import of KerasHub in the block, if it is the first one."""
+    if HUB in sys.modules:
+        yield
+        return
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _imports_s.append(time.perf_counter() - began)
+
+
+def imports_s() -> float:
+    """Return the seconds that this process has spent importing KerasHub, and TensorFlow with it."""
+    return sum(_imports_s)
 
 
 @contextmanager

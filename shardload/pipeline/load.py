@@ -84,13 +84,16 @@ def load(
     """
     # Open: headers only. From here on, a file that changes is an error.
     clock = Clock()
-    source = opener(request)
+    with clock("other"):
+        source = opener(request)
     files = Fingerprint.of(source.manifest.files)
     # Place: once all processes have headers, as the start of JAX waits for all of them.
     call.start_jax()
-    devices, layout = place(request)
+    with clock("imports"):  # the first use of JAX starts its devices
+        devices, layout = place(request)
     call.check_shares(devices)
-    on_opened(source.manifest)
+    with clock("other"):
+        on_opened(source.manifest)
     # Build: with the same seeds on all processes, so that what the checkpoint lacks gets the same initial values.
     with call.seeds() if request.builds else nullcontext():
         model, notes = _build(request, source.manifest, clock) if request.builds else (request.model, ())
@@ -122,7 +125,8 @@ def load(
 def plan(request: LoadRequest) -> PlanReport:
     """Plan the load that was requested, on devices that need not exist; reads headers only."""
     clock = Clock()
-    source = open_requested(request)
+    with clock("other"):
+        source = open_requested(request)
     available()  # building needs JAX to compute shapes; its own error would not name the cause
     mesh, layout = _mesh_and_layout(request)
     request = replace(request, layout=layout)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardload.errors import UnsupportedError
 from shardload.hub import fidelity
+from shardload.keras_bridge.hub_imports import imports_s
 from shardload.keras_bridge.model_state import are_averages, variables_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.parallel import fit, smallest_mesh
@@ -70,7 +71,7 @@ def remembered(model: Any) -> LoadReport:
 
 
 class Clock:
-    """Wall-clock seconds per stage, counted from creation."""
+    """Wall-clock seconds per stage, counted from creation. Imports are a stage of their own, wherever they happen."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -79,11 +80,16 @@ class Clock:
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Add the duration of the block to ``stage``."""
-        began = time.perf_counter()
+        began, imported = time.perf_counter(), imports_s()
         try:
             yield
         finally:
-            self.stages[stage] = self.stages.get(stage, 0.0) + time.perf_counter() - began
+            imports = imports_s() - imported
+            self._add("imports", imports)
+            self._add(stage, max(0.0, time.perf_counter() - began - imports))
+
+    def _add(self, stage: str, seconds: float) -> None:
+        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
 
     @property
     def total_s(self) -> float:
@@ -159,7 +165,7 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
         "source": prepared.manifest.source,
         "format": prepared.manifest.format,
         "bytes": ByteCounts(prepared.plan.needed_bytes + computed_bytes, read_bytes),
-        "seconds": Stages(spent("build"), spent("plan"), spent("transfer"), clock.total_s),
+        "seconds": Stages(spent("build"), spent("plan"), spent("transfer"), clock.total_s, spent("imports")),
         "host_bytes": HostBytes(prepared.plan.host_memory_bytes, peak_staging_bytes),
         "notes": _notes(prepared),
         **_weights(prepared),

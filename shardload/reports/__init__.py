@@ -4,7 +4,7 @@ A `LoadReport` describes a load that ran, a `PlanReport` a load that was only pl
 same fields. ``str(report)`` is a table for people, ``report.to_json()`` an object for programs with these keys::
 
     source, format, mesh, devices[{id, platform, bytes}], variables, parameters, weight_bytes, bytes{needed, read},
-    seconds{build, plan, transfer, total}, throughput_gb_s, host_bytes{budget, peak_staging},
+    seconds{imports, build, plan, transfer, other, total}, throughput_gb_s, host_bytes{budget, peak_staging},
     layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]}, missing, unused,
     cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised,
     outside[{tensor, reason}], dtypes, notes
@@ -80,7 +80,21 @@ class Stages:
     transfer: float | None
     """Reading tensor data and placing it on devices; ``None`` in a plan."""
     total: float
-    """The whole load: these stages and the time between them."""
+    """The whole load: these stages and `other`."""
+    imports: float | None = None
+    """Importing KerasHub, which also imports TensorFlow where that is installed, and starting JAX's devices; the first
+    load of a process only. Keras and JAX are imported before a load, with shardload's own modules."""
+
+    @property
+    def other(self) -> float:
+        """What the stages leave of the total: opening the source, and what comes between the stages."""
+        counted = (self.imports, self.build, self.plan, self.transfer)
+        return max(0.0, self.total - math.fsum(s for s in counted if s is not None and math.isfinite(s)))
+
+    def named(self) -> dict[str, float | None]:
+        """Return all of them in order; all before the last one add up to it."""
+        stages = {"imports": self.imports, "build": self.build, "plan": self.plan, "transfer": self.transfer}
+        return {**stages, "other": self.other, "total": self.total}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +219,7 @@ class Report:
         for key, value in asdict(self).items():
             facts[key] = _finite(value)
             if key == "seconds":
+                facts[key] = _finite(self.seconds.named())
                 facts["throughput_gb_s"] = _finite(self.throughput_gb_s)
         return facts
 

@@ -34,6 +34,8 @@ MAX_DEVICE_LINES = 16
 MAX_NAME_LINES = 12
 """Folded names shown per list; ``to_json`` has them all."""
 BAR_WIDTH = 24
+LEAST_SHOWN = 0.01
+"""The part of the total from which imports and other times are shown."""
 
 
 def sections(report: Report, *, ascii_only: bool = False) -> Iterator[RenderableType]:
@@ -112,7 +114,10 @@ def _host_memory(report: Report) -> str:
 def _stages(report: Report, block: str) -> RenderableType:
     seconds = report.seconds
     table = _columns("left", "right", "left")
-    for label, value in (("build", seconds.build), ("plan", seconds.plan), ("transfer", seconds.transfer)):
+    for label, value in seconds.named().items():
+        # Each row's time is rounded: what would not be seen is left out.
+        if label == "total" or (label in ("imports", "other") and (value or 0.0) < LEAST_SHOWN * seconds.total):
+            continue
         bar = _bar(value or 0.0, seconds.total, block)
         if label == "transfer" and report.throughput_gb_s is not None:
             bar.append(f" {format_rate(report.throughput_gb_s)}", style="default")

@@ -1,18 +1,24 @@
 """Arguments that can not be right are refused in the caller's own words, before anything is opened."""
 
 import inspect
+import math
 import sys
+import time
+from dataclasses import replace
 
 import keras
 import pytest
 from cli_fakes import run
+from progress_calls import Counted
 
 import shardload
 from shardload.console.options import Format
 from shardload.converting import ConvertReport
 from shardload.errors import BackendError, SourceError, SourceNotFoundError, UsageError
+from shardload.keras_bridge.hub_imports import timed
 from shardload.loaders.registry import names
 from shardload.reports.calls import FastReport
+from shardload.resolve.opening import open_source
 
 NOWHERE = "./there/is/nothing"
 """Opening it would raise something else."""
@@ -115,6 +121,37 @@ def test_what_a_notebook_shows_is_short_or_the_table(tmp_path):
         assert html.startswith("<pre>") and "keras-archive" in html and str(tmp_path) in html
     manifest = shardload.inspect(tmp_path / "model.keras")
     assert repr(manifest) == f"<Manifest {tmp_path}/model.keras (keras-archive): 2 tensors, 20 parameters, 80 bytes>"
+
+
+@pytest.mark.parametrize("call", [lambda path: shardload.report(shardload.load(path)), shardload.plan])
+def test_the_stages_of_a_report_add_up_to_its_total(tmp_path, monkeypatch, call):
+    keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]).save(tmp_path / "model.keras")
+
+    def opens_slowly(*arguments, **options):
+        monkeypatch.delitem(sys.modules, "keras_hub", raising=False)
+        with timed():  # as a first load imports KerasHub, in whatever stage
+            time.sleep(0.02)
+        monkeypatch.undo()
+        return open_source(*arguments, **options)
+
+    monkeypatch.setattr("shardload.pipeline.load.open_source", opens_slowly)
+    report = call(tmp_path / "model.keras")
+    *stages, total = report.seconds.named().values()
+    assert math.fsum(filter(None, stages)) == pytest.approx(total)
+    assert report.seconds.imports >= 0.02
+    assert list(report.to_json()["seconds"]) == list(report.seconds.named())
+    rows = str(report)[str(report).index("Time ") :].split("total")[0]
+    assert all(label in rows for label in ("imports", "build", "plan"))
+
+
+def test_a_conversion_says_how_long_it_prepared(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    counted = Counted()
+    done = shardload.save_as(model, tmp_path / "model.weights.h5", progress=counted)
+    assert [stage[0] for stage in counted.stages] == ["Preparing model.weights.h5", "Saving model.weights.h5"]
+    assert counted.ended and 0 < done.preparing_s < done.seconds == done.to_json()["seconds"]
+    assert "prepare" not in str(done) or done.preparing_s >= 1
+    assert ", 9.0 s, 8.0 s of them to prepare" in str(replace(done, seconds=9.0, preparing_s=8.0))
 
 
 def test_a_notebook_shows_the_text_of_other_reports():
