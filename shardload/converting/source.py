@@ -32,6 +32,7 @@ from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, 
 from shardload.mapping.state_keys import roles_of
 from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
+from shardload.units import plural
 
 SHOWN = 5
 _STATE = ("optimizer_variables", "metrics_variables", "optimizer", "optimizer_weights")
@@ -160,8 +161,9 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
     state = [n for n in manifest.tensors if n.split("/")[0] in _STATE]
     unread = [*found.unused, *mapping.skipped]
     unread = [n for n in unread if n.split("/")[0] not in (*_STATE, "task:optimizer")]
-    if state:
-        notes.append(f"{len(state)} tensors of optimizer and metrics were left out: only weights are converted")
+    if not _is_unbuilt(manifest, state):
+        left_out = f"{plural(len(state), 'tensor')} of optimizer and metrics left out"
+        notes.append(f"{left_out}: only weights are converted")
     if unread:
         raise MismatchError(
             f"Cannot convert {source}: {len(unread)} tensors would be lost, because its model has no variable for "
@@ -169,6 +171,12 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
             f"{unread[0]})"
         )
     return tuple(notes)
+
+
+def _is_unbuilt(manifest: Manifest, state: Sequence[str]) -> bool:
+    """Whether state is at most the two numbers that Keras writes of an optimizer before it trains: no loss to note."""
+    numbers = all(manifest.tensors[name].shape == () for name in state)
+    return len(state) <= 2 and numbers and not any(name.startswith("metrics") for name in state)
 
 
 def _left_out(outside: Sequence[OutsideTensor]) -> list[str]:

@@ -299,3 +299,21 @@ def seeds_of(step):
     """In no order: their names count on from whatever was made before in this process."""
     tensors = held(step)
     return {tensors[name].tobytes() for name in tensors if "seed" in name}
+
+
+def test_the_numbers_of_an_optimizer_that_never_trained_are_written_as_by_keras_and_no_loss(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("adam", "mse")
+    model.save_weights(tmp_path / "keras.weights.h5")
+    shardload.save_as(model, tmp_path / "ours.weights.h5")
+    names = [set(shardload.inspect(tmp_path / f"{name}.weights.h5").tensors) for name in ("keras", "ours")]
+    assert names[0] == names[1] >= {"optimizer/vars/0", "optimizer/vars/1"}
+    model.save(tmp_path / "untrained.keras")
+    model.fit(np.ones((2, 4)), np.ones((2, 3)), verbose=0)
+    model.save(tmp_path / "trained.keras")
+    notes = {
+        name: shardload.convert(tmp_path / f"{name}.keras", tmp_path / f"{name}.weights.h5").notes
+        for name in ("untrained", "trained")
+    }
+    assert not notes["untrained"]
+    assert any("of optimizer and metrics left out" in note for note in notes["trained"])

@@ -210,9 +210,10 @@ def test_convert(tmp_path):
     write_described(tmp_path / "m.h5", saved, training=OLD_TRAINING)
     with h5py.File(tmp_path / "m.h5", "r+") as file:
         file["optimizer_weights/iteration"] = np.int64(3)
+        file["optimizer_weights/m"] = np.ones((3, 4), np.float32)
     for name, to in {"new.weights.h5": "h5", "step": "orbax"}.items():
         report = shardload.convert(tmp_path / "m.h5", tmp_path / name, to=to)
-        assert any("1 tensors of optimizer and metrics were left out" in note for note in report.notes)
+        assert any("2 tensors of optimizer and metrics left out" in note for note in report.notes)
         same_weights(shardload.load(tmp_path / name, mesh="1x1"), saved)
     reloaded = old()
     reloaded.load_weights(tmp_path / "new.weights.h5")
