@@ -28,7 +28,7 @@ from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.hub_preset import CONFIG, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest
-from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, sort_unused
+from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, sort_unused, without_parts
 from shardload.mapping.state_keys import roles_of
 from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
@@ -110,7 +110,9 @@ def open_source(
         manifest = open_manifest(weights.parent)
     companions = companions_of(manifest)
     model = _build(manifest, companions, dtype, ignore_config)
-    mapping = map_weights(model, manifest)
+    found = map_weights(model, manifest)
+    # As in a load: a part that the checkpoint's class lacks gets initial values, and a note says so.
+    mapping = without_parts(found, manifest)
     lost = _check(mapping, manifest, model, ignore)
     values = {id(b.variable): viewed(b, manifest) for b in mapping.bindings}
     # A step that computes may use all of a tensor, so only tensors that are merely viewed can be used in part.
@@ -128,6 +130,7 @@ def open_source(
         *quantised.accepted(manifest, mapping.bindings, ignore=fidelity.check_names(ignore_config)),
         *companions.notes,
         *lost,
+        *(note for note in mapping.notes if note not in found.notes),
         *partial,
         *_computed(mapping),
         *_fresh(made),
@@ -259,7 +262,8 @@ def _fresh(made: list[StoredValue]) -> tuple[str, ...]:
 
 
 def some(names: Iterable[str]) -> str:
-    """Return the first of some names, and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    return ", ".join(map(repr, listed[:SHOWN])) + more
+    """Return the first of some names, and how many more there are; a name that repeats once, with its count."""
+    counts = Counter(names)
+    listed = [repr(name) if count == 1 else f"{name!r} ({count} times)" for name, count in counts.items()]
+    more = f" and {counts.total() - sum([*counts.values()][:SHOWN])} more" if len(listed) > SHOWN else ""
+    return ", ".join(listed[:SHOWN]) + more

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from shardload.converting import hugging_face_copy, keras_files, sidecar_files, transformers
+from shardload.converting.hub_configs import UNKNOWN
 from shardload.converting.hub_tokenizers import tokenizer_files
 from shardload.converting.hugging_face_copy import in_dtype
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_of
@@ -24,12 +25,14 @@ from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.sidecar_files import KERAS, STATE, TRANSFORMERS
 from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, UsageError
+from shardload.hub import kerashub
+from shardload.hub.config_forms import architecture_of
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.loaders import spec_of
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.loaders.orbax import SPEC as ORBAX
 from shardload.loaders.registry import specs
-from shardload.manifest import Tensor
+from shardload.manifest import Manifest
 from shardload.mapping.state_tree import WEIGHTS, describe
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import Binding
@@ -189,8 +192,8 @@ def _safetensors(
     from shardload.writers import safetensors
 
     backbone = source.backbone
-    config, shapes, bindings = _layout(source, dtypes, dtype)
-    tensors = transformers.wanted(bindings, shapes, dtypes)
+    config, manifest, bindings = _layout(source, dtypes, dtype)
+    tensors = transformers.wanted(bindings, manifest.tensors, dtypes)
     if whole_numbers := [t for t in tensors.values() if not is_float(t.dtype)]:
         raise NoPlaceError(
             f"Cannot write {whole_numbers[0].name!r} for Hugging Face: it is quantised ({whole_numbers[0].dtype}), "
@@ -219,27 +222,31 @@ def _safetensors(
 
     rounded = transformers.ROUNDED.get(config["model_type"])
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they were written unrounded"
-    notes += _left_out_fields(source, config)
+    notes += (
+        *_left_out_fields(source, config),
+        *transformers.unlike(config, backbone),
+        *_other_class(source, manifest),
+    )
     return ConversionPlan(HUGGING_FACE.name, copies, make, {}, (*notes, note) if rounded else notes)
 
 
 def _layout(
     source: Source, dtypes: Mapping[int, Any], dtype: str | None
-) -> tuple[dict[str, Any], Mapping[str, Tensor], tuple[Binding, ...]]:
-    """Return the configuration, the tensors by name, and the elements of them that each variable fills."""
+) -> tuple[dict[str, Any], Manifest, tuple[Binding, ...]]:
+    """Return the configuration, the manifest with the tensors, and the elements of them that each variable fills."""
     # A live model's folder is the template: inverting the views that loading records works for every family whose
     # converter only views. If it fails, a family in `transformers` is described from the backbone alone.
     if source.origin is not None:
         try:
             bindings = transformers.views_of(source.model, source.origin, leave_out=source.merged)
-            return in_dtype(source.origin.config, _most(source, dtypes)), source.origin.tensors, bindings
+            return in_dtype(source.origin.config, _most(source, dtypes)), source.origin, bindings
         except UnsupportedError:
             if not transformers.is_written(source.backbone):
                 raise
     _refuse_head(source)
     config = _transformers_config(source, dtypes, dtype)
     manifest = transformers.stand_in(config)
-    return config, manifest.tensors, transformers.views_of(source.backbone, manifest, leave_out=source.merged)
+    return config, manifest, transformers.views_of(source.backbone, manifest, leave_out=source.merged)
 
 
 def _most(source: Source, dtypes: Mapping[int, Any]) -> str:
@@ -283,13 +290,22 @@ def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ..
     if source.origin is not None or source.companions.config(TRANSFORMERS) is not None:
         return ()
     longest = "n_positions" in config
-    missing = [n for n in transformers.UNKNOWN if n not in config and not (longest and n == transformers.UNKNOWN[0])]
+    missing = [n for n in UNKNOWN if n not in config and not (longest and n == UNKNOWN[0])]
     if not missing:
         return ()
     return (
         f"config.json lacks {', '.join(missing)}, which the source does not have: transformers uses its own defaults. "
         "Add them if you know them",
     )
+
+
+def _other_class(source: Source, manifest: Manifest) -> tuple[str, ...]:
+    """Say if a load of the result builds another class: a task from a backbone, as KerasHub's have output layers."""
+    wanted, built = type(source.model), kerashub.task_class(manifest) or type(source.backbone)
+    if wanted is built:
+        return ()
+    architecture = architecture_of(manifest.config)
+    return (f"config.json names {architecture}, so the folder loads as {built.__name__}; this is a {wanted.__name__}",)
 
 
 # ---- Orbax --------------------------------------------------------------------------------------

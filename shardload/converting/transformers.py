@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from shardload.converting.hub_configs import FAMILIES, UNKNOWN, Config
 from shardload.converting.plans import NoPlaceError
 from shardload.errors import UnsupportedError
-from shardload.hub import described, kerashub
+from shardload.hub import described, fields, kerashub
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.variables import stored_dtype
@@ -26,7 +27,6 @@ from shardload.stores.nowhere import nowhere
 from shardload.transfer.planning import Binding
 from shardload.writers import Wanted
 
-Config = dict[str, Any]
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 """Settings that a Hugging Face configuration cannot express and that do not affect weights."""
 
@@ -44,11 +44,11 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
             configuration cannot express.
     """
     kind = type(backbone).__name__
-    if kind not in _FAMILIES:
-        raise NoPlaceError(f"Cannot write {kind} for Hugging Face, only {', '.join(_FAMILIES)}")
+    if kind not in FAMILIES:
+        raise NoPlaceError(f"Cannot write {kind} for Hugging Face, only {', '.join(FAMILIES)}")
     # The longest text and token ids are never guessed: wrong ones would be silently obeyed.
     known = {name: value for name, value in (known or {}).items() if name in UNKNOWN}
-    config = {**known, **_FAMILIES[kind](backbone), "torch_dtype": dtype}
+    config = {**known, **FAMILIES[kind](backbone), "torch_dtype": dtype}
     # The functions below write few of a backbone's settings, so KerasHub must read the same backbone from the result.
     try:
         with abstraction.abstract():
@@ -61,7 +61,18 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
             f"Cannot describe {kind} with {key}={wanted!r} in a Hugging Face configuration: KerasHub would read "
             f"{key}={found!r}"
         )
+    # Settings of layers are in no backbone's configuration; `unlike` notes those that loading sets.
+    if large := [d for d in fields.differences(config, backbone) if d.fix is None]:
+        raise NoPlaceError(f"Cannot describe {kind} in a Hugging Face configuration: {large[0].field} is {large[0]}")
     return config
+
+
+def unlike(config: Mapping[str, Any], backbone: Any) -> tuple[str, ...]:
+    """Note in which fields a backbone differs from the ``config.json`` that is written for it."""
+    return tuple(
+        f"{d.field}: {d.configured} in config.json, but {d.actual} in this model, so results of the written one differ"
+        for d in fields.differences(config, backbone)
+    )
 
 
 def differing(backbone: Any, other: Any) -> str | None:
@@ -83,7 +94,7 @@ def _compared(config: Mapping[str, Any]) -> Config:
 
 def is_written(backbone: Any) -> bool:
     """Whether `config_of` supports the architecture."""
-    return type(backbone).__name__ in _FAMILIES
+    return type(backbone).__name__ in FAMILIES
 
 
 def stand_in(config: Mapping[str, Any]) -> Manifest:
@@ -182,186 +193,6 @@ def _is_dense(view: View, tensor: Tensor) -> bool:
     return expected == tensor.size and view.offset == 0
 
 
-def _decoder(backbone: Any, model_type: str, architecture: str) -> Config:
-    return {
-        "model_type": model_type,
-        "architectures": [architecture],
-        "vocab_size": backbone.vocabulary_size,
-        "hidden_size": backbone.hidden_dim,
-        "num_hidden_layers": backbone.num_layers,
-        "num_attention_heads": backbone.num_query_heads,
-        "num_key_value_heads": backbone.num_key_value_heads,
-        "rms_norm_eps": backbone.layer_norm_epsilon,
-    }
-
-
-UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields that KerasHub's classes do not have: they come from the source, or are left out."""
-
-
-# The constants below are those of KerasHub's layers: Gemma's rotary bases, the epsilon of GPT-2.
-
-
-def _gemma(backbone: Any) -> Config:
-    is_second = backbone.use_post_ffw_norm
-    kind = ("gemma2", "Gemma2ForCausalLM") if is_second else ("gemma", "GemmaForCausalLM")
-    common = {
-        **_decoder(backbone, *kind),
-        "intermediate_size": backbone.intermediate_dim // 2,  # KerasHub counts gate and up projection together
-        "head_dim": backbone.head_dim,
-        # Gemma's activation is read from the first name, Gemma 2's from the second.
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-    }
-    if not is_second:
-        return common
-    return {
-        **common,
-        "query_pre_attn_scalar": _scalar(backbone),
-        "attn_logit_softcapping": backbone.attention_logit_soft_cap,
-        "final_logit_softcapping": backbone.final_logit_soft_cap,
-        "sliding_window": backbone.sliding_window_size,
-    }
-
-
-def _scalar(backbone: Any) -> int:
-    """Return ``query_pre_attn_scalar``: the head's width, or the width of the model per head."""
-    normalised = backbone.query_head_dim_normalize
-    return int(backbone.head_dim if normalised else backbone.hidden_dim // backbone.num_query_heads)
-
-
-def _gemma3(backbone: Any) -> Config:
-    if backbone.vision_encoder is not None:
-        raise NoPlaceError("Cannot write Gemma 3 with a vision encoder for Hugging Face")
-    if backbone.use_bidirectional_attention or backbone.attention_logit_soft_cap is not None:
-        feature = "bidirectional attention" if backbone.use_bidirectional_attention else "capped attention scores"
-        raise NoPlaceError(f"Cannot write Gemma 3 with {feature} for Hugging Face")
-    factor = backbone.global_rope_scaling_factor
-    return {
-        **_decoder(backbone, "gemma3_text", "Gemma3ForCausalLM"),
-        "intermediate_size": backbone.intermediate_dim,
-        "head_dim": backbone.head_dim,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": _scalar(backbone),
-        "sliding_window": backbone.sliding_window_size,
-        "sliding_window_pattern": 6,  # as in KerasHub's class: every sixth layer attends to all tokens
-        "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0,
-        "rope_scaling": {"rope_type": "linear", "factor": factor} if factor != 1.0 else None,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": backbone.final_logit_soft_cap,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-    }
-
-
-def _llama3(backbone: Any) -> Config:
-    config = {
-        **_decoder(backbone, "llama", "LlamaForCausalLM"),
-        "intermediate_size": backbone.intermediate_dim,
-        "hidden_act": "silu",
-        "rope_theta": backbone.rope_max_wavelength,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": bool(backbone.tie_word_embeddings),
-        "rope_scaling": None,
-    }
-    if backbone.rope_frequency_adjustment_factor is not None:
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": backbone.rope_frequency_adjustment_factor,
-            "low_freq_factor": backbone.rope_low_freq_factor,
-            "high_freq_factor": backbone.rope_high_freq_factor,
-            "original_max_position_embeddings": backbone.rope_pretraining_sequence_length,
-        }
-    return config
-
-
-def _plain_decoder(backbone: Any, model_type: str, architecture: str) -> Config:
-    """Return the entries that Mistral and Qwen have in common."""
-    return {
-        **_decoder(backbone, model_type, architecture),
-        "intermediate_size": backbone.intermediate_dim,
-        "hidden_act": "silu",
-        "rope_theta": backbone.rope_max_wavelength,
-        "tie_word_embeddings": bool(getattr(backbone, "tie_word_embeddings", False)),
-    }
-
-
-def _mistral(backbone: Any) -> Config:
-    config = _plain_decoder(backbone, "mistral", "MistralForCausalLM")
-    return {**config, "head_dim": backbone.head_dim, "sliding_window": backbone.sliding_window}
-
-
-def _qwen2(backbone: Any) -> Config:
-    # KerasHub's window applies to all layers or none; transformers' applies from layer max_window_layers on.
-    windowed = backbone.use_sliding_window_attention
-    return {
-        **_plain_decoder(backbone, "qwen2", "Qwen2ForCausalLM"),
-        "use_sliding_window": windowed,
-        "sliding_window": backbone.sliding_window_size,
-        "max_window_layers": 0 if windowed else backbone.num_layers,
-    }
-
-
-def _qwen3(backbone: Any) -> Config:
-    windowed = backbone.sliding_window_size is not None
-    return {
-        **_plain_decoder(backbone, "qwen3", "Qwen3ForCausalLM"),
-        "head_dim": backbone.head_dim,
-        "attention_bias": False,
-        "use_sliding_window": windowed,
-        "sliding_window": backbone.sliding_window_size,
-        "max_window_layers": 0 if windowed else backbone.num_layers,
-    }
-
-
-def _gpt2(backbone: Any) -> Config:
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": backbone.vocabulary_size,
-        "n_embd": backbone.hidden_dim,
-        "n_layer": backbone.num_layers,
-        "n_head": backbone.num_heads,
-        "n_positions": backbone.max_sequence_length,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,  # a constant in KerasHub's class
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), backbone.dropout),
-        "tie_word_embeddings": True,
-    }
-
-
-def _bert(backbone: Any) -> Config:
-    return {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "vocab_size": backbone.vocabulary_size,
-        "hidden_size": backbone.hidden_dim,
-        "num_hidden_layers": backbone.num_layers,
-        "num_attention_heads": backbone.num_heads,
-        "intermediate_size": backbone.intermediate_dim,
-        "max_position_embeddings": backbone.max_sequence_length,
-        "type_vocab_size": backbone.num_segments,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,  # a constant in KerasHub's class
-        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), backbone.dropout),
-    }
-
-
-_FAMILIES = {
-    "GemmaBackbone": _gemma,
-    "Gemma3Backbone": _gemma3,
-    "Llama3Backbone": _llama3,
-    "MistralBackbone": _mistral,
-    "QwenBackbone": _qwen2,
-    "Qwen3Backbone": _qwen3,
-    "GPT2Backbone": _gpt2,
-    "BertBackbone": _bert,
-}
 ROUNDED = {"mistral": "float16"}
 """``model_type`` → dtype that KerasHub's converter rounds every tensor to."""
 

@@ -78,8 +78,7 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
             found.fix()
             notes.append(
                 f"{found.field}: set to {found.configured} on the layers, because {type(backbone).__name__} does not "
-                f"pass it on. Presets, steps and files that shardload writes store it; save_to_preset() and save() of "
-                f"Keras do not: what they write has {found.actual} again"
+                f"pass it on. {_kept_by_ours(found.actual)}"
             )
     if notes:  # a fix may not have worked, so compare again
         rest = list(fields.differences(manifest.config, backbone))
@@ -87,7 +86,24 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
         raise UnsupportedError(_refusal(manifest, backbone, refused))
     notes += [f"{d.field} ignored: {d}" for d in rest]
     notes += [*fields.untied(manifest.config, backbone), *fields.limits(manifest.config), *pooling.notes(manifest)]
+    notes += _lost_arguments(backbone)
     _notes[backbone] = manifest.source, tuple(notes)
+
+
+def _lost_arguments(backbone: Any) -> list[str]:
+    from shardload.keras_bridge.set_attributes import lost_arguments  # imports Keras
+
+    return [
+        f"{name}: {value}, which {type(backbone).__name__} does not serialise. {_kept_by_ours(default)}"
+        for name, (value, default) in lost_arguments(backbone).items()
+    ]
+
+
+def _kept_by_ours(usual: Any) -> str:
+    return (
+        "Presets, steps and files that shardload writes store it; save_to_preset() and save() of Keras do not: what "
+        f"they write has {usual} again"
+    )
 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ once KerasHub fixes that.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,18 @@ def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
         yield FieldDifference(
             "decoder_attention_heads", str(heads), str(backbone.num_heads), ("decoder_attention_heads",)
         )
+
+
+def epsilon_of(backbone: Any) -> float:
+    """Return the epsilon that most layers of a backbone compute with."""
+    found = Counter(layer.epsilon for layer in built.normalisations(backbone))
+    return float(found.most_common(1)[0][0])
+
+
+def activation_of(backbone: Any) -> str | None:
+    """Return the name, in transformers, of a backbone's first activation; ``None`` if transformers has none for it."""
+    function = next(function for _, _, function in built.activations(backbone))
+    return next((name for name in _NAMED if _alike(_function(name), function)), None)
 
 
 def limits(config: Config) -> Iterator[str]:
@@ -194,6 +207,8 @@ def _activation(config: Config, family: Family, backbone: Any) -> Iterator[Field
 
 _CLOSE = 1e-3
 """The two forms of GELU differ by up to 4.7e-4."""
+_NAMED = ("gelu", "gelu_new", "silu", "relu", "tanh", "sigmoid")
+"""A name for each function that `_function` knows."""
 
 
 @functools.cache

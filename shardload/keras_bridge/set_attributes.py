@@ -103,6 +103,13 @@ _NOT_SERIALISED = ("tie_word_embeddings", "router_aux_loss_coefficient")
 """Of Llama, which would build an output layer without weights, and of QwenMoe."""
 
 
+def lost_arguments(backbone: Any) -> dict[str, tuple[Any, Any]]:
+    """Return arguments that files of Keras lack: their values, and what a backbone rebuilt from such a file has."""
+    taken, config = inspect.signature(type(backbone).__init__).parameters, backbone.get_config()
+    values = {name: getattr(backbone, name, None) for name in _NOT_SERIALISED if name in taken and name not in config}
+    return {name: (value, taken[name].default) for name, value in values.items() if value != taken[name].default}
+
+
 def apply_attributes(model: Any, saved: Any) -> None:
     """Set what `attributes_of` found on the layers of a rebuilt model; skips paths and attributes that it lacks.
 

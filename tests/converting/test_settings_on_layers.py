@@ -1,8 +1,11 @@
-"""What loading sets on layers, and arguments that KerasHub does not serialise, come back from every file we write."""
+"""What loading sets on layers, and arguments that KerasHub does not serialise: what comes back from which file."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
+import hub_folders
 import jax
 import keras
 import keras_hub
@@ -10,9 +13,13 @@ import numpy as np
 import pytest
 import small_folders
 from hub_settings import settings_of
+from safetensors.numpy import load_file, save_file
 
 import shardload
-from shardload.errors import SourceError
+from shardload.converting.source import some
+from shardload.errors import SourceError, UnsupportedError
+from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.saving import saved_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, NumPy 2.4
 
@@ -78,6 +85,107 @@ def test_values_in_a_model_with_other_settings_are_reported(to, models, tmp_path
     other = keras.saving.deserialize_keras_object(config)
     report = shardload.restore(other, path) if to == "step" else shardload.load_weights(other, path)
     assert [note for note in report.notes if "layers of this model have another activation, epsilon" in note]
+
+
+IN_LAYERS = {
+    "bert": ({"hidden_act": "gelu", "layer_norm_eps": 1e-6}, {"hidden_act": "gelu_new", "layer_norm_eps": 1e-12}),
+    "gpt2": ({"activation_function": "gelu", "layer_norm_epsilon": 1e-6}, {"activation_function": "gelu_new"}),
+    "gemma": ({"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-5}),
+    "qwen3": ({"rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-6}),
+}
+"""Fields that are set on layers; what is left of them in a file of Keras."""
+
+
+@pytest.mark.parametrize("family", IN_LAYERS)
+def test_config_json_says_what_the_layers_have(family, tmp_path):
+    set_on_layers, usual = IN_LAYERS[family]
+    task = {} if family == "bert" else {"architectures": ["ForCausalLM"]}
+    model = shardload.load(small_folders.write(tmp_path / "hf", family, **task, **set_on_layers), mesh="1x1")
+    model.save(tmp_path / "m.keras")
+    for source, wanted in ((write(model, tmp_path, "step"), set_on_layers), (tmp_path / "m.keras", usual)):
+        report = shardload.convert(source, tmp_path / f"from {source.stem}", to="safetensors")
+        assert json.loads((Path(report.target) / "config.json").read_text()).items() >= wanted.items()
+        differ = settings_of(shardload.load(source, mesh="1x1")) != settings_of(
+            shardload.load(report.target, mesh="1x1")
+        )
+        assert differ == any("in config.json, but " in note for note in report.notes)
+        assert not differ or source.name == "m.keras"
+
+
+def test_a_backbone_that_comes_back_as_a_task_is_said_to(models, tmp_path):
+    report = shardload.convert(write(models["qwen3"], tmp_path, "step"), tmp_path / "out", to="safetensors")
+    says = "config.json names Qwen3ForCausalLM, so the folder loads as Qwen3CausalLM; this is a Qwen3Backbone"
+    assert says in report.notes
+    assert type(shardload.load(tmp_path / "out", mesh="1x1")) is keras_hub.models.Qwen3CausalLM
+
+
+def test_layers_of_two_epsilons_are_said_to_be_written_with_one(models, tmp_path):
+    models["qwen3"].save(tmp_path / "m.keras")
+    report = shardload.convert(tmp_path / "m.keras", tmp_path / "out", to="safetensors")
+    (note,) = [note for note in report.notes if "in config.json, but " in note]
+    assert note == (
+        "rms_norm_eps: 1e-06 in config.json, but 1e-05 in 4 layers in this model, so results of the written one differ"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("epsilon", 1e-2, r"layer_norm_eps is 1e-12 in the configuration, but 0.01 in 1 layers in the model"),
+        ("activation", keras.activations.elu, r"hidden_act is gelu_new in the configuration, but elu in the model"),
+    ],
+)
+def test_layers_that_no_configuration_describes_are_refused(name, value, says, tmp_path):
+    model = keras_hub.models.BertBackbone(48, 2, 4, 32, 56, max_sequence_length=16)
+    layers = [layer for _, layer in saved_objects(model) if hasattr(layer, name) and "pool" not in layer.name]
+    setattr(layers[-1], name, value)
+    with pytest.raises(UnsupportedError, match=f"Cannot describe BertBackbone in .*: {says}. Choose the format preset"):
+        shardload.save_as(model, tmp_path / "out", to="safetensors")
+    for layer in layers:
+        setattr(layer, name, value)
+    with pytest.raises(UnsupportedError, match="Cannot describe BertBackbone in a Hugging Face configuration"):
+        shardload.save_as(model, tmp_path / "out", to="safetensors")
+
+
+def test_arguments_that_kerashub_does_not_serialise_are_said(models, tmp_path):
+    (tmp_path / "hf").mkdir()
+    folder = hub_folders.write(tmp_path / "hf", "qwen2_moe", hub_folders.build(tmp_path / "hf", "qwen2_moe"))
+    model = shardload.load(folder, mesh="1x1", ignore=["model.unwanted.weight"])
+    (note,) = [note for note in shardload.report(model).notes if note.startswith("router_aux_loss_coefficient: 0.01")]
+    assert note.endswith("save_to_preset() and save() of Keras do not: what they write has 0.001 again")
+    assert [note for note in shardload.report(models["llama"]).notes if note.startswith("tie_word_embeddings: True,")]
+    model.save(tmp_path / "m.keras")
+    assert backbone_of(shardload.load(tmp_path / "m.keras", mesh="1x1")).router_aux_loss_coefficient == 0.001
+
+
+PARTS = {
+    "bert": ("BertForMaskedLM", r"pooler\..*", "BertForMaskedLM has no pooler: pooled_dense/kernel, pooled_dense/bias"),
+    "albert": ("AlbertForMaskedLM", r".*pooler\..*", "AlbertForMaskedLM has no pooler: "),
+    "mistral": ("MistralModel", r"lm_head\.weight", "MistralModel has no output layer: token_embedding/reverse"),
+}
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_a_part_that_the_class_lacks_is_no_reason_to_refuse(family, tmp_path):
+    architecture, part, says = PARTS[family]
+    (tmp_path / "hf").mkdir()
+    folder = hub_folders.write(tmp_path / "hf", family, hub_folders.build(tmp_path / "hf", family), unwanted=False)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not re.fullmatch(part, name)}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    loaded = shardload.report(shardload.load(folder, mesh="1x1")).notes
+    (note,) = [note for note in shardload.convert(folder, tmp_path / "out", to="preset").notes if says in note]
+    assert note in loaded
+    assert shardload.report(shardload.load(tmp_path / "out", mesh="1x1")).missing == ()
+
+
+def test_a_name_that_repeats_is_listed_once():
+    assert some(["a", "b", "a", "a"]) == "'a' (3 times), 'b'"
+    assert some("abcdeffgg") == "'a', 'b', 'c', 'd', 'e' and 4 more"
+    assert some("ab") == "'a', 'b'"
 
 
 TOKENS = {"max_position_embeddings": 128, "bos_token_id": 7, "eos_token_id": [3, 4], "pad_token_id": 9}
