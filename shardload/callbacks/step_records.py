@@ -113,7 +113,17 @@ def checked_items(checkpointables: Any) -> dict[str, Any]:
                 f"The checkpointable {name!r} is a single value, expected a tree in which every value has a name. "
                 f'Put it into a dict: {{"{name}": {{"value": …}}}}'
             )
+        _refuse_empty(name, found[name])
     return dict(found)
+
+
+def _refuse_empty(name: str, item: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(item)[0]:
+        if isinstance(leaf, (jax.Array, np.ndarray)) and not leaf.size:
+            raise UsageError(
+                f"Cannot save the checkpointable {name!r}: its array {jax.tree_util.keystr(path)} of shape "
+                f"{leaf.shape} has no elements, and Orbax stores no such arrays. Leave it out"
+            )
 
 
 def iterator_record(source: Any) -> dict[str, Any]:

@@ -317,10 +317,6 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
     tree = describe(source.model).weights_only()
     copies = tuple(whole("/".join(leaf.path), source.values[id(leaf.variable)], dtypes) for leaf in tree.leaves)
     tensors = [c.wanted for c in copies]
-    if empty := [t.name for t in tensors if not t.size]:
-        raise NoPlaceError(
-            f"Cannot write {empty[0]!r} with Orbax, which stores no arrays without elements", instead=("h5",)
-        )
     structure = tree.to_json()
     # The tree has the dtypes of the model's variables, and the files may have others.
     for leaf, tensor in zip(structure["leaves"], tensors, strict=True):

@@ -10,14 +10,18 @@
         model_config/             Keras' callback: the model's JSON, as text
         shardload/                written by shardload: structure.json, digests.json
 
-A tensor's name is its key path joined by "/". Uncompressed arrays are read in place, as extents.
+A tensor's name is its key path joined by "/". Uncompressed arrays are read in place, as extents. Orbax stores no arrays
+without elements: in steps of shardload, structure.json has them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import ml_dtypes  # noqa: F401  names of its dtypes
+import numpy as np
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders.extents import collect
@@ -25,7 +29,7 @@ from shardload.loaders.folder import listing, member
 from shardload.loaders.orbax_tree import TREE, SavedLeaf, read_strings, read_tree
 from shardload.loaders.registry import FormatSpec
 from shardload.loaders.zarr_store import Arrays
-from shardload.manifest import Manifest, Tensor
+from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_object
 from shardload.stores.location import Location
 
@@ -58,8 +62,13 @@ def open_orbax(folder: Location) -> Manifest:
             found.append(arrays.tensor(leaf.stored_name, name=leaf.name))
             names[leaf.name] = list(leaf.keys)
     metadata = _metadata(step, item, tree.leaves, names)
-    tensors = collect(found, files=arrays.files)
-    return Manifest(step, "orbax", tensors, arrays.files, _config(step), metadata, notes=_notes(tree.leaves))
+    # Any file will do, as nothing is read of it.
+    files = arrays.files or {item / TREE: (item / TREE).size}
+    for tensor, keys in _empty(metadata["structure"], next(iter(files)), known=names):
+        found.append(tensor)
+        names[tensor.name] = keys
+    tensors = collect(found, files=files)
+    return Manifest(step, "orbax", tensors, files, _config(step), metadata, notes=_notes(tree.leaves))
 
 
 def is_checkpoint(folder: Location) -> bool:
@@ -151,6 +160,25 @@ def _metadata(
         "strings": read_strings(item),
         "left_out": {leaf.name: leaf.kind for leaf in leaves if leaf.name not in tensors},
     }
+
+
+def _empty(structure: Any, file: Location, *, known: Mapping[str, Any]) -> Iterator[tuple[Tensor, list[str]]]:
+    """Yield the variables without elements in a step of shardload, with their keys: Orbax stores no such arrays."""
+    leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
+    for leaf in leaves if isinstance(leaves, list) else ():
+        found = leaf if isinstance(leaf, Mapping) else {}
+        shape, keys = found.get("shape"), found.get("path")
+        if not (isinstance(shape, list) and 0 in shape and all(type(n) is int for n in shape)):
+            continue
+        if not (isinstance(keys, list) and keys and all(isinstance(key, str) for key in keys)):
+            continue
+        if "/".join(keys) in known:
+            continue
+        try:
+            dtype = np.dtype(str(found.get("dtype")))
+        except TypeError:  # the leaf is refused where the structure is read
+            continue
+        yield Tensor("/".join(keys), tuple(shape), dtype, Extent(file, 0)), keys
 
 
 def _notes(leaves: Iterable[SavedLeaf]) -> tuple[str, ...]:

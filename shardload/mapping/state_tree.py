@@ -79,6 +79,8 @@ class StateTree:
     def tree(self) -> dict[str, Any]:
         """The current values, nested by path: the model's own arrays, no copies.
 
+        Without those that have no elements, which Orbax refuses: `to_json` says all about them.
+
         Raises:
             UninitialisedError: When variables have no value.
         """
@@ -90,7 +92,7 @@ class StateTree:
                 "model first"
             )
         tree: dict[str, Any] = {group: {} for group in _groups_of(self.leaves)}
-        for leaf in self.leaves:
+        for leaf in (leaf for leaf in self.leaves if 0 not in leaf.shape):
             place = tree
             for part in leaf.path[:-1]:
                 place = place.setdefault(part, {})

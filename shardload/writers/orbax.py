@@ -38,7 +38,8 @@ def write_skeleton(
     """
     # Orbax writes one element per array, so that its files exist without the memory or the disk for real values.
     tree: dict[str, Any] = {group: {} for group in groups}
-    for tensor in tensors:
+    # Nor does it write arrays without elements: a step's structure.json alone has them.
+    for tensor in (tensor for tensor in tensors if tensor.size):
         *above, last = tensor.name.split("/")
         place = tree
         for part in above:
@@ -46,7 +47,7 @@ def write_skeleton(
         # Of the right rank, which other entries of zarr.json depend on: `_resize` replaces only sizes and codecs.
         place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)
     orbax_writer.write_plain_arrays(folder, {ITEM: tree, "model_config": {"config": model_config}})
-    return tuple(_resize(folder, tensor) for tensor in tensors)
+    return tuple(_resize(folder, t) if t.size else TensorPlace(t.name, ()) for t in tensors)
 
 
 def _resize(folder: Path, tensor: Wanted) -> TensorPlace:

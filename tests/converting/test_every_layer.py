@@ -141,12 +141,8 @@ def test_a_hook_that_leaves_out_a_weight_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_variable_comes_back_from_files_and_is_refused_by_orbax(tmp_path):
-    refused = check(around(Empty), tmp_path).refused
-    assert set(refused) == {"step", "back"}
-    assert "Cannot save arrays with zero size" in str(refused["step"])
-    assert "Cannot write 'trainable_variables/empty/" in str(refused["back"])
-    assert "with Orbax, which stores no arrays without elements" in str(refused["back"])
+def test_an_empty_variable_comes_back_from_every_file(tmp_path):
+    assert check(around(Empty), tmp_path).refused == {}
 
 
 # Keras says so when it finds no state of a built optimizer.

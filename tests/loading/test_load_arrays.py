@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 
+import h5py
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from checkpoints import write_gguf
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
@@ -298,3 +300,25 @@ def test_a_small_array_is_dispatched_once_with_the_callers_own_sharding(tmp_path
     for i, (name, value) in enumerate(values.items()):
         assert found[name].sharding is wanted[i % 3]
         assert_holds(found[name], value, wanted[i % 3])
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".weights.h5", ".gguf"])
+def test_tensors_without_elements_load_from_every_format(ending, tmp_path):
+    path = tmp_path / f"m{ending}"
+    empty = {
+        "blk.0.attn_norm.weight": np.zeros((0,), np.float32),
+        "blk.0.ffn_down.weight": np.zeros((0, 4), np.float32),
+    }
+    if ending == ".gguf":
+        write_gguf(path, empty)
+    elif ending == ".safetensors":
+        save_file(empty, path)
+    else:
+        with h5py.File(path, "w") as file:
+            for number, value in enumerate(empty.values()):
+                file[f"layers/dense/vars/{number}"] = value
+    for target in (P(), P("batch"), SingleDeviceSharding(jax.devices()[1])):
+        found = shardload.load_arrays(path, lambda _, shape, *, to=target: None if np.prod(shape) else to, mesh="2x4")
+        assert sorted(value.shape for value in found.values()) == [(0,), (0, 4)]
+    host = shardload.load_arrays(path, {name: np.ones(value.shape) for name, value in found.items()}, strict=False)
+    assert all(type(value) is np.ndarray and not value.size for value in host.values())

@@ -179,10 +179,11 @@ class State(LAYERS.Layer):
 
 @registered
 class Empty(LAYERS.Layer):
-    """A variable without elements, which HDF5 stores and Orbax does not."""
+    """Variables without elements, which HDF5 stores and Orbax does not."""
 
     def build(self, shape):
         self.none = self.add_weight(shape=(0, 4))
+        self.counts = self.add_weight(shape=(0,), dtype="int32", initializer="zeros", trainable=False)
 
     def call(self, x):
         return x
