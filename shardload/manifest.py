@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import UnsupportedError
+from shardload.errors import ShardloadError, UnsupportedError
 from shardload.stores.location import Location
 
 
@@ -209,12 +209,24 @@ class Manifest:
     """Further header entries: safetensors ``__metadata__``, GGUF key-values, Keras versions."""
     notes: tuple[str, ...] = ()
     """What its files contain and a load leaves out, for reports."""
+    undescribed: ShardloadError | None = None
+    """Why no model can be built from it, although its format describes models; ``None`` if one can."""
 
     def __repr__(self) -> str:
         return (
             f"<Manifest {self.source} ({self.format}): {len(self.tensors)} tensors, {self.parameters:,} parameters, "
             f"{self.nbytes:,} bytes>"
         )
+
+    def require_description(self) -> None:
+        """Raise unless a model can be built from it.
+
+        Raises:
+            UnsupportedError: When the model is not supported.
+            SourceError: When the description lacks something.
+        """
+        if self.undescribed is not None:
+            raise type(self.undescribed)(str(self.undescribed))
 
     @property
     def source(self) -> str:

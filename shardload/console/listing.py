@@ -24,7 +24,7 @@ def selected(manifest: Manifest, match: str | None) -> list[Tensor]:
 
 
 def as_text(manifest: Manifest, *, match: str | None = None, width: int | None = None) -> str:
-    """Return a summary line, then one line per tensor; ``width`` as for `aligned`."""
+    """Return a summary, then one line per tensor; ``width`` as for `aligned`."""
     tensors = selected(manifest, match)
     rows = [("name", "shape", "dtype", "bytes", "file", "storage"), *map(_row, tensors)]
     return f"{_summary(manifest, tensors)}\n\n" + aligned(rows, width=width)
@@ -36,7 +36,8 @@ def _summary(manifest: Manifest, tensors: Sequence[Tensor]) -> str:
     elements, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
     sizes = f"{format_count(elements)} parameters, {format_bytes(size)}"
     left_out = f"; {partial(manifest.n_left_out)}" if manifest.n_left_out else ""
-    return f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}{left_out}"
+    why = f"\nNo model can be built from it: {printable(str(found))}" if (found := manifest.undescribed) else ""
+    return f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}{left_out}{why}"
 
 
 def partial(left_out: int) -> str:
@@ -108,6 +109,7 @@ def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
         "parameters": sum(t.size for t in tensors),
         "bytes": sum(t.nbytes for t in tensors),
         "left_out": manifest.n_left_out,
+        "undescribed": None if manifest.undescribed is None else str(manifest.undescribed),
         "tensors": [_facts(t) for t in tensors],
     }
 

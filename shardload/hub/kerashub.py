@@ -80,6 +80,7 @@ def build_model(
         SourceError: When its configuration contradicts its tensors or itself.
         MissingExtraError: When it needs KerasHub, which is not installed.
     """
+    manifest.require_description()
     # Cheap checks of the headers first: building a large model takes seconds.
     ignore = fidelity.check_names(ignore_config)
     quantised.check(manifest, ignore=ignore)
@@ -370,6 +371,7 @@ def _preset_loader(manifest: Manifest) -> Any:
 
 
 def _transformers_loader(manifest: Manifest) -> Any:
+    manifest.require_description()
     keras_hub()
     with _hub_extra():
         from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader

@@ -1,5 +1,8 @@
 """GGUF files presented as Hugging Face checkpoints, with their names, row order and configuration.
 
+A file that does not describe a model that can be built (an unknown architecture, a missing key) still has tensors: they
+keep GGUF's names, and the manifest says why (`Manifest.undescribed`).
+
 Unquantised tensors are extents; quantised ones decode to float32, bit for bit as the gguf package does, one range
 of rows at a time. See `gguf_header` (the bytes), `gguf_parts` (split files), `gguf_models` (names and configuration),
 `gguf_rows` (decoding).
@@ -14,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import SourceError, UnsupportedError
+from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsupportedError
 from shardload.loaders import gguf_models as models
 from shardload.loaders.contents import CONFIG, FolderContent
 from shardload.loaders.extents import collect
@@ -61,16 +64,38 @@ def open_file(path: Location) -> Manifest:
     Raises:
         SourceNotFoundError: When parts are missing.
         SourceError: When the header contradicts itself, the file or the other parts.
-        UnsupportedError: When the architecture, an element type or the GGUF version is not supported.
+        UnsupportedError: When an element type or the GGUF version is not supported.
         MissingExtraError: When tensors are quantised and the gguf package is not installed.
     """
     first, header = read_model(path)
-    name = str(first)
+    require_package(header.tensors, str(first))
+    undescribed: ShardloadError | None = None
+    try:
+        config, tensors = _as_hugging_face(header, str(first))
+    except TruncatedSourceError:
+        raise
+    except (SourceError, UnsupportedError) as error:
+        undescribed = type(error)(str(error))  # without the traceback, which keeps what was made so far
+    if undescribed is not None:
+        config, tensors = {}, _as_stored(header)
+    collect(tensors, files=header.files)
+    # `collect` also sorts decoded tensors to the end. In GGUF they alternate with raw ones, and a plan reads a decoded
+    # tensor after its predecessor here, so the order of the header, which is that of the bytes, is kept.
+    ordered = {tensor.name: tensor for tensor in tensors}
+    return Manifest(first, "gguf", ordered, header.files, config, header.values, undescribed=undescribed)
+
+
+def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return the configuration and the tensors that the model has in Hugging Face's layout.
+
+    Raises:
+        UnsupportedError: When the architecture is not known, or cannot be expressed.
+        SourceError: When the header lacks what every model of the architecture has, or contradicts the tensors.
+    """
     known = models.architecture(header, name)
     config = models.config(header, name, rope_factors=_rope_factors(header, known.rope_factors))
     # Only permutations need the numbers of heads. Gemma 4's differ by layer, so they are not read for every model.
     heads, kv_heads = head_counts(header, name) if known.undone else (1, 1)
-    require_package(header.tensors, name)
     tensors = []
     for stored in header.tensors:
         for hf_name, info, undo in known.pieces(stored, name):
@@ -79,13 +104,12 @@ def open_file(path: Location) -> Manifest:
             _check_shape(info, undo, count)
             where, dtype = storage(info, undo=undo, heads=count)
             tensors.append(Tensor(hf_name, original_shape(info, undo), dtype, where))
-    if known.fuses_experts:
-        tensors += fused(header)
-    collect(tensors, files=header.files)
-    # `collect` also sorts decoded tensors to the end. In GGUF they alternate with raw ones, and a plan reads a decoded
-    # tensor after its predecessor here, so the order of the header, which is that of the bytes, is kept.
-    ordered = {tensor.name: tensor for tensor in tensors}
-    return Manifest(first, "gguf", ordered, header.files, config, header.values)
+    return config, [*tensors, *(fused(header) if known.fuses_experts else ())]
+
+
+def _as_stored(header: GgufHeader) -> list[Tensor]:
+    places = ((info, *storage(info, undo=Undo.NOTHING)) for info in header.tensors)
+    return [Tensor(info.name, info.shape, dtype, where) for info, where, dtype in places]
 
 
 def tokenizer_metadata(path: Location) -> TokenizerMetadata:
@@ -108,13 +132,13 @@ def tokenizer_metadata(path: Location) -> TokenizerMetadata:
         model=str(values.get("ggml.model", "")),
         pre=str(values.get("ggml.pre", "default")),
         tokens=tokens,
-        scores=_numbers(values, "ggml.scores", np.float32),
-        token_types=_numbers(values, "ggml.token_type", np.int32),
+        scores=_numbers(values, "ggml.scores", np.float32, name),
+        token_types=_numbers(values, "ggml.token_type", np.int32, name),
         merges=_strings(values, "ggml.merges", name),
         special_ids={key: value for key, value in ids.items() if isinstance(value, int) and value < len(tokens)},
         flags={key[5:]: value for key, value in values.items() if key.startswith("ggml.") and isinstance(value, bool)},
         chat_template=_template(values.get("chat_template"), name),
-        charsmap=_numbers(values, "ggml.precompiled_charsmap", np.uint8).tobytes(),
+        charsmap=_numbers(values, "ggml.precompiled_charsmap", np.uint8, name).tobytes(),
     )
     for what, items in (("scores", found.scores), ("token types", found.token_types)):
         if len(items) not in (0, len(tokens)):
@@ -142,10 +166,13 @@ def _template(found: object, path: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _numbers(values: dict[str, Any], key: str, dtype: type) -> NDArray[Any]:
+def _numbers(values: dict[str, Any], key: str, dtype: type, path: str) -> NDArray[Any]:
     found = values.get(key, [])
     items = read_array(found) if isinstance(found, list | LongArray) else []
-    return np.asarray(items).astype(dtype) if len(items) else np.empty(0, dtype)
+    try:
+        return np.asarray(items).astype(dtype) if len(items) else np.empty(0, dtype)
+    except (TypeError, ValueError) as error:  # texts, or arrays of arrays
+        raise SourceError(f"{path}: 'tokenizer.{key}' should be a list of numbers") from error
 
 
 def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:

@@ -34,6 +34,9 @@ INLINE_ITEMS = 1024
 """Arrays up to this length are parsed immediately: per-layer settings, not vocabularies."""
 INLINE_TEXT_BYTES = 1 << 16
 """Longer texts are skipped like long arrays; the largest seen is a complete licence."""
+MAX_DEPTH, MAX_NESTED = 8, 1 << 16
+"""Limits on arrays of arrays: levels, and inner arrays in a file; a file has at most one for `NESTED_SHARE` bytes."""
+NESTED_SHARE = 32
 INLINE_SHARE = 8
 """Bytes of the file per parsed array item, over all arrays: a Python number takes up to 36 bytes."""
 _WINDOW_BYTES = 1 << 20
@@ -130,7 +133,7 @@ class GgufHeader:
     """The parsed header of one file, or of all parts of a model (`gguf_parts`)."""
 
     values: dict[str, Any]
-    """Key-values; arrays as lists, long ones as `LongArray`."""
+    """Key-values; arrays as lists, long ones as `LongArray`, arrays of arrays as lists of both."""
     tensors: tuple[TensorInfo, ...]
     """In file order."""
     files: dict[Location, int]
@@ -142,7 +145,7 @@ def read_header(path: Location) -> GgufHeader:
 
     Raises:
         TruncatedSourceError: When the file ends before its header or a tensor does.
-        UnsupportedError: For big-endian files, version 1, unknown element types, nested arrays.
+        UnsupportedError: For big-endian files, version 1, unknown element types, arrays nested beyond `MAX_DEPTH`.
         SourceError: When the header contradicts itself.
     """
     with closing(path.open()) as file:
@@ -245,10 +248,10 @@ def _text(cursor: _Cursor, what: str) -> str | LongArray:
     return LongArray(cursor.path, _BYTE, count, start, count)
 
 
-def _array(cursor: _Cursor, key: str) -> list[Any] | LongArray:
+def _array(cursor: _Cursor, key: str, depth: int = 1) -> list[Any] | LongArray:
     kind, count = cursor.unpack("<IQ", f"the array {key!r}")
     if kind == _ARRAY:
-        raise UnsupportedError(f"{cursor.path}: {key!r} is an array of arrays, which no model needs")
+        return _arrays(cursor, key, count, depth)
     if kind != _STRING and kind not in _SCALARS:
         raise SourceError(f"{cursor.path}: {key!r} is an array of type {kind}, which does not exist")
     item_bytes = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
@@ -267,6 +270,21 @@ def _array(cursor: _Cursor, key: str) -> list[Any] | LongArray:
     else:
         cursor.skip(count * item_bytes, f"the array {key!r}")
     return LongArray(cursor.path, kind, count, start, cursor.position - start)
+
+
+def _arrays(cursor: _Cursor, key: str, count: int, depth: int) -> list[Any]:
+    """Read an array of arrays; each of these may be long, or consist of arrays again."""
+    if depth == MAX_DEPTH:
+        raise UnsupportedError(f"{cursor.path}: {key!r} has arrays in more than {MAX_DEPTH} levels")
+    # An inner array has at least its type and its count. Checked before any of them is read.
+    cursor.require(count * 12, f"the array {key!r} of {count} arrays")
+    if count > cursor.nested:
+        raise UnsupportedError(
+            f"{cursor.path}: {key!r} is an array of {count} arrays, expected at most {cursor.nested}. Convert the "
+            "model again without this key"
+        )
+    cursor.nested -= count
+    return [_array(cursor, key, depth + 1) for _ in range(count)]
 
 
 def _tensor_info(cursor: _Cursor) -> TensorInfo:
@@ -317,6 +335,7 @@ class _Cursor:
         self.path = path
         self.position = self._start = 0
         self.inline_items = INLINE_ITEMS + self.size // INLINE_SHARE
+        self.nested = min(MAX_NESTED, self.size // NESTED_SHARE)
         self._window = b""
 
     def require(self, count: int, what: str) -> None:

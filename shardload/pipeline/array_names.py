@@ -101,6 +101,7 @@ class TensorNames:
             f"Cannot load from {self.manifest.source}: it has no tensor for {plural(len(missing), 'target')}:\n  "
             + "\n  ".join([*map(line, missing[:SHOWN]), *shown(missing)[SHOWN:]])
             + "\nPass names= to map targets to tensors; shardload.inspect lists the tensors."
+            + (f" They have the names of the file: {why}" if (why := self.manifest.undescribed) else "")
         )
 
 

@@ -51,6 +51,21 @@ GGUF = {
     ),
     "vocabulary": lambda: gguf([(b"k", struct.pack("<IIQ", 9, 8, 300000) + struct.pack("<Q2s", 2, b"ab") * 300000)]),
     "tensors": lambda: gguf([], [(b"blk.%d.ffn_up.bias" % i, struct.pack("<IQIQ", 1, 0, 0, 0)) for i in range(20000)]),
+    "arrays of arrays": lambda: gguf(
+        [(b"k", struct.pack("<IIQ", 9, 9, 20000) + (struct.pack("<IQ", 1, 20) + b"\x80" * 20) * 20000)]
+    ),
+    "arrays of empty arrays": lambda: gguf(
+        {
+            b"k": struct.pack("<IIQ", 9, 9, 8000) + struct.pack("<IQ", 1, 0) * 8000,
+            b"l": struct.pack("<IIQ", 9, 1, 160000) + bytes(160000),  # more arrays than that are refused
+        }
+    ),
+    "no model": lambda: gguf([], [(b"v.%d.ffn_up.bias" % i, struct.pack("<IQIQ", 1, 0, 0, 0)) for i in range(20000)]),
+    "at last no model": lambda: gguf(
+        [],
+        [(b"blk.%d.ffn_up.bias" % i, struct.pack("<IQIQ", 1, 0, 0, 0)) for i in range(20000)]
+        + [(b"v.ffn_up.bias", struct.pack("<IQIQ", 1, 0, 0, 0))],
+    ),
     "quantised": lambda: gguf([], [(b"blk.%d.ffn_up.bias" % i, struct.pack("<IQIQ", 1, 0, 8, 0)) for i in range(9000)]),
 }
 JSON = {

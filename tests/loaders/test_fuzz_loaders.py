@@ -121,15 +121,22 @@ string = st.binary(max_size=6) | st.sampled_from([b"general.architecture", b"lla
 
 
 @st.composite
+def gguf_array(draw, levels=12):
+    """An array, more often of arrays than of anything else, whose count may be wrong."""
+    kind, count = draw(st.integers(0, 13) | st.just(9)), draw(st.integers(0, 8))
+    counted = draw(st.just(count) | big.map(abs).filter(lambda n: n < 2**64))
+    items = [draw(gguf_array(levels=levels - 1)) for _ in range(min(count, 2))] if kind == 9 and levels else []
+    return struct.pack("<IQ", kind, len(items) if items and draw(st.booleans()) else counted) + b"".join(items)
+
+
+@st.composite
 def gguf_value(draw):
     kind = draw(st.integers(0, 13))
     if kind == 8:
         text = draw(string)
         return struct.pack("<IQ", kind, len(text)) + text
     if kind == 9:
-        return struct.pack(
-            "<IIQ", kind, draw(st.integers(0, 13)), draw(st.integers(0, 8) | big.map(abs).filter(lambda n: n < 2**64))
-        )
+        return struct.pack("<I", kind) + draw(gguf_array())
     return struct.pack("<I", kind) + draw(st.binary(min_size=1, max_size=8))
 
 

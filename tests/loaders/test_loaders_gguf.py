@@ -1,15 +1,22 @@
+import re
 import struct
 import sys
 from pathlib import Path
 
 import gguf
+import keras_hub
 import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import read_tensor, write_gguf
 from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
+from jax.sharding import PartitionSpec
 
+import shardload
+from shardload.cli import main
+from shardload.comparing import diff
 from shardload.errors import (
+    MismatchError,
     MissingExtraError,
     SourceError,
     TransferError,
@@ -24,6 +31,7 @@ from shardload.loaders.gguf_header import INLINE_ITEMS, TYPES, read_array, read_
 from shardload.loaders.gguf_models import ARCHITECTURES
 from shardload.loaders.gguf_rows import PLAIN, minus_one
 from shardload.stores.local import located
+from shardload.verifying import verify
 
 Q8, Q4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0
 
@@ -155,7 +163,7 @@ def test_llama3_rope_scaling_is_recovered(tmp_path):
     assert "rope_freqs.weight" not in manifest.metadata
     path = write_gguf(tmp_path / "y.gguf", {"rope_freqs.weight": factors * 2 - 1}, theta=500000.0)
     with pytest.raises(UnsupportedError, match="does not follow Llama 3's rule"):
-        open_manifest(path)
+        open_manifest(path).require_description()
 
 
 STRETCHED = {
@@ -210,7 +218,7 @@ def test_rotary_factors_that_a_model_does_not_use_are_refused(tmp_path, name):
     tensors = {f"{key}.weight": value for key, value in factors.items()}
     path = write_gguf(tmp_path / "x.gguf", tensors, kv_heads=1, hidden=16, extra=extra, **options)
     with pytest.raises(SourceError if "only" in name else UnsupportedError, match=message):
-        open_manifest(path)
+        open_manifest(path).require_description()
 
 
 def test_rotary_factors_of_gemma_4(tmp_path):
@@ -317,7 +325,26 @@ RAW = {
     "string": (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1 << 63) + b"x" * 64, SourceError, "a key"),
     "not utf-8": (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1) + b"\xff" * 64, SourceError, "not UTF-8"),
     "type": (struct.pack("<4sIQQQ1sI", b"GGUF", 3, 0, 1, 1, b"k", 99) + b"x" * 64, SourceError, "does not exist"),
-    "nested": (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 1) + b"x" * 9, UnsupportedError, "arrays"),
+    "arrays of arrays": (
+        struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 1 << 60) + b"x" * 99,
+        TruncatedSourceError,
+        "'k' of 1152921504606846976 arrays",
+    ),
+    "many arrays": (
+        struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 100) + struct.pack("<IQ", 0, 0) * 100,
+        UnsupportedError,
+        "'k' is an array of 100 arrays, expected at most 39",
+    ),
+    "deep arrays": (
+        struct.pack("<4sIQQQ1sI", b"GGUF", 3, 0, 1, 1, b"k", 9) + struct.pack("<IQ", 9, 1) * 99 + bytes(9999),
+        UnsupportedError,
+        "'k' has arrays in more than 8 levels",
+    ),
+    "a type in an array": (
+        struct.pack("<4sIQQQ1sIIQIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 1, 99, 1) + b"x" * 99,
+        SourceError,
+        "array of type 99, which does not exist",
+    ),
     "array": (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 4, 1 << 62), TruncatedSourceError, "'k'"),
 }
 
@@ -328,6 +355,99 @@ def test_malformed_headers(tmp_path, name):
     (tmp_path / "x.gguf").write_bytes(raw)
     with pytest.raises(kind, match=rf"x\.gguf.*{message}"):
         open_manifest(tmp_path / "x.gguf")
+
+
+def test_arrays_of_arrays(tmp_path):
+    long = list(range(3 * INLINE_ITEMS))
+
+    def extra(writer):
+        writer.add_array("numbers", [[1, 2], [3]])
+        writer.add_array("texts", [[["a"], ["b", "c"]]])
+        writer.add_array("long", [[1], long])
+
+    path = write_gguf(tmp_path / "x.gguf", {}, extra=extra)
+    found = open_manifest(path)
+    assert found.undescribed is None
+    assert found.metadata["numbers"] == [[1, 2], [3]] and found.metadata["texts"] == [[["a"], ["b", "c"]]]
+    one, other = found.metadata["long"]
+    assert one == [1] and read_array(other).tolist() == long
+
+
+@pytest.mark.parametrize("key", ["tokens", "scores", "token_type", "merges"])
+def test_a_tokenizer_of_arrays_of_arrays_is_refused(key, tmp_path):
+    def extra(writer):
+        writer.add_token_list(["a", "b"])
+        writer.add_key_value(f"tokenizer.ggml.{key}", [[1], [1, 2]], gguf.GGUFValueType.ARRAY)
+
+    path = write_gguf(tmp_path / "x.gguf", {}, extra=extra if key != "tokens" else None)
+    if key == "tokens":
+        path = write_gguf(tmp_path / "x.gguf", {}, extra=lambda w: w.add_array("tokenizer.ggml.tokens", [["a"], ["b"]]))
+    with pytest.raises(SourceError, match=rf"'tokenizer.ggml.{key}' should be a list of"):
+        tokenizer_metadata(located(path))
+
+
+def without_keys(path):
+    """A Llama of which a tool kept the tensors only."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", gguf.quantize(np.ones((32, 32), np.float32), Q8), raw_dtype=Q8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+ODD = {
+    "v.patch_embd.weight": np.arange(8, dtype=np.float32).reshape(2, 4),
+    "v.q.weight": (np.ones((4, 34), np.uint8), Q8),
+}
+UNDESCRIBED = {
+    "architecture": (lambda path: write_gguf(path, ODD, arch="clip"), UnsupportedError, "architecture 'clip'"),
+    "nested": (
+        lambda path: write_gguf(path, ODD, arch="mamba", extra=lambda w: w.add_array("k", [[1, 2], [3]])),
+        UnsupportedError,
+        "architecture 'mamba'",
+    ),
+    "keys": (without_keys, SourceError, r"should contain the key 'llama\.attention\.head_count'"),
+    "tensor": (lambda path: write_gguf(path, ODD), UnsupportedError, "'v.patch_embd.weight' has no counterpart"),
+}
+
+
+@pytest.mark.parametrize("what", UNDESCRIBED)
+def test_tensors_need_no_model(what, tmp_path, capsys):
+    make, _, message = UNDESCRIBED[what]
+    path = make(tmp_path / "x.gguf")
+    stored = {info.name: info for info in read_header(located(path)).tensors}
+    found = shardload.inspect(path)
+    assert list(found.tensors) == list(stored)
+    assert {name: t.shape for name, t in found.tensors.items()} == {name: i.shape for name, i in stored.items()}
+    (verdict,) = verify(path)
+    assert (verdict.verdict, verdict.tensors) == ("readable", len(stored))
+    assert diff(path, path).equal == len(stored)
+    arrays = shardload.load_arrays(path, lambda name, shape: PartitionSpec(), mesh="1x1")
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(np.asarray(array), read_tensor(found.tensors[name]))
+    assert main(["inspect", str(path)]) == 0
+    assert re.search(f"^No model can be built from it: .*{message}", capsys.readouterr().out, re.MULTILINE)
+    with pytest.raises(MismatchError, match=f"They have the names of the file: .*{message}"):
+        shardload.load_arrays(path, {"model.norm.weight": np.zeros(3, np.float32)})
+
+
+@pytest.mark.parametrize("what", UNDESCRIBED)
+def test_a_model_needs_a_description(what, tmp_path):
+    make, kind, message = UNDESCRIBED[what]
+    path = make(tmp_path / "x.gguf")
+    model = keras_hub.models.GPT2Backbone(8, 1, 2, 8, 8)
+    for call in (
+        lambda: shardload.load(path, mesh="1x1"),
+        lambda: shardload.plan(path),
+        lambda: shardload.convert(path, tmp_path / "out", to="h5"),
+        lambda: shardload.convert(path, tmp_path / "out", to="safetensors"),
+        lambda: shardload.load_weights(model, path, mesh="1x1"),
+    ):
+        with pytest.raises(kind, match=message):
+            call()
 
 
 UNSUPPORTED = {
@@ -350,13 +470,13 @@ def test_unsupported_models(tmp_path, name):
     options, tensors, message = UNSUPPORTED[name]
     path = write_gguf(tmp_path / "x.gguf", tensors, **options)
     with pytest.raises(UnsupportedError, match=message):
-        open_manifest(path)
+        open_manifest(path).require_description()
 
 
 def test_heads_that_do_not_divide(tmp_path):
     path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_q.weight": np.zeros((10, 4), np.float32)}, heads=4)
     with pytest.raises(SourceError, match="do not make 4 heads"):
-        open_manifest(path)
+        open_manifest(path).require_description()
 
 
 STACKS = {"a matrix": (4, 64), "too many": (1025, 4, 32), "empty": (0, 4, 32), "tiny": (8, 1, 1)}
@@ -367,7 +487,7 @@ def test_stacks_that_are_no_experts(tmp_path, what):
     tensors = {"blk.0.ffn_up_exps.weight": np.zeros(STACKS[what], np.float32)}
     path = write_gguf(tmp_path / "x.gguf", tensors)
     with pytest.raises(SourceError, match=r"expected \(experts, out, in\) with at most 1024 experts"):
-        open_manifest(path)
+        open_manifest(path).require_description()
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
@@ -461,7 +581,7 @@ def test_experts_that_do_not_fit_together(tmp_path, what):
         tmp_path / "x.gguf", tensors, arch="gpt-oss", extra=lambda w: (experts(w), w.add_sliding_window(4))
     )
     with pytest.raises(SourceError, match=r"should have one shape of \d dims, found blk\.0\.ffn_\w+_exps\.\w+ \("):
-        open_manifest(path)
+        open_manifest(path).require_description()
 
 
 def test_a_vector_cannot_be_transposed(tmp_path):
@@ -472,7 +592,7 @@ def test_a_vector_cannot_be_transposed(tmp_path):
     tensors = {"blk.0.attn_qkv.weight": np.zeros(96, np.float32)}
     path = write_gguf(tmp_path / "x.gguf", tensors, arch="gpt2", extra=describe)
     with pytest.raises(SourceError, match=r"has the shape \(96,\), expected a matrix"):
-        open_manifest(path)
+        open_manifest(path).require_description()
 
 
 def test_real_gemma_decodes_like_the_package(gemma3_gguf):  # noqa: F811
