@@ -122,6 +122,33 @@ def ties_embeddings(manifest: Manifest) -> bool | None:
     return bool(architecture) and not architecture.endswith(GENERATORS) and head is None
 
 
+def tie_as_stored(described: Any, manifest: Manifest) -> None:
+    """Tie the embeddings of a Llama in a Keras configuration, in place, if no output layer is stored.
+
+    KerasHub's class does not serialise ``tie_word_embeddings``, so files of Keras do not state it.
+    """
+    embedding, head = (any(re.search(pattern, name) for name in manifest.tensors) for pattern in _STORED)
+    if embedding and not head:
+        _tie(described)
+
+
+_STORED = (r"reversible_embedding/vars/0$|token_embedding/embeddings$", r"embedding/(vars/1|reverse_embeddings)$")
+"""Names of the embedding and of an output layer, in files of Keras and in steps."""
+
+
+def _tie(described: Any) -> None:
+    if isinstance(described, list):
+        for value in described:
+            _tie(value)
+    if not isinstance(described, dict):
+        return
+    for value in described.values():
+        _tie(value)
+    config = described.get("config")
+    if described.get("class_name") in ("LlamaBackbone", "Llama3Backbone") and isinstance(config, dict):
+        config.setdefault("tie_word_embeddings", True)
+
+
 def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
     """Compare a few rows: a separately trained head differs everywhere; loading compares a copy completely."""
     embedding = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?embed_tokens\.weight", n)), head)

@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 from shardload.errors import MissingExtraError, UnsupportedError
-from shardload.hub import fidelity, quantised
+from shardload.hub import config_forms, fidelity, quantised
 from shardload.hub.arguments import for_converter
 from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
 from shardload.hub.config_forms import GENERATORS, architecture_of, check_representable, read_config, ties_embeddings
@@ -351,6 +351,7 @@ def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[st
     # Keras modifies the configuration while it reads it.
     rest = copy.deepcopy({key: value for key, value in config.items() if key != "compile_config"})
     omit_preprocessor(rest)
+    config_forms.tie_as_stored(rest, manifest)
     model = keras.saving.deserialize_keras_object(rest, **scope)
     if not isinstance(model, keras.Model):
         raise UnsupportedError(

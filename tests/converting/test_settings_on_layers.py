@@ -158,6 +158,35 @@ def test_arguments_that_kerashub_does_not_serialise_are_said(models, tmp_path):
     assert backbone_of(shardload.load(tmp_path / "m.keras", mesh="1x1")).router_aux_loss_coefficient == 0.001
 
 
+def save_by_keras(model, target):
+    if target.suffix == ".keras":
+        model.save(target)
+    elif target.name == "preset":
+        model.save_to_preset(target)
+    else:
+        model.compile("sgd", "mse")
+        callback = keras.callbacks.OrbaxCheckpoint(target)
+        callback.set_model(model)
+        callback.on_train_begin()
+        callback.on_epoch_end(0, {})
+        callback.on_train_end()
+    return target
+
+
+@pytest.mark.parametrize("to", ["m.keras", "preset", "run"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForCausalLM"])
+def test_a_tied_llama_that_keras_wrote_is_tied(architecture, tied, to, tmp_path):
+    folder = small_folders.write(tmp_path / "hf", "llama", tie_word_embeddings=tied, architectures=[architecture])
+    model = shardload.load(folder, mesh="1x1")
+    saved = save_by_keras(model, tmp_path / to)
+    for path in (saved, shardload.convert(saved, tmp_path / "out", to="orbax").target):
+        found = shardload.load(path, mesh="1x1")
+        assert backbone_of(found).tie_word_embeddings == backbone_of(model).tie_word_embeddings
+        for one, two in zip(found.weights, model.weights, strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
+
+
 PARTS = {
     "bert": ("BertForMaskedLM", r"pooler\..*", "BertForMaskedLM has no pooler: pooled_dense/kernel, pooled_dense/bias"),
     "albert": ("AlbertForMaskedLM", r".*pooler\..*", "AlbertForMaskedLM has no pooler: "),
