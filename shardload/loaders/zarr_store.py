@@ -11,7 +11,7 @@ from shardload.loaders.ocdbt import MAX_KEYS, OcdbtValue
 from shardload.loaders.zarr_chunks import Cell, storage
 from shardload.manifest import Extent, Tensor
 from shardload.stores.location import Location
-from shardload.stores.remote import COPY_FIRST
+from shardload.stores.remote_failures import COPY_FIRST
 
 _HEADERS = frozenset({zarr_metadata.ZARR2, zarr_metadata.ZARR3})
 MAX_EXPANSION = 40_000

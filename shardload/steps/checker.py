@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -47,12 +48,20 @@ class SavedUnits:
         digests: The content of ``digests.json``.
         step: The name of the step.
         shown: The step's path or URL, for messages.
+        explain: Returns the error for a file whose bytes are not damaged but something else; ``None`` if they are.
     """
 
-    def __init__(self, digests: Digests, *, step: str, shown: str) -> None:
+    def __init__(
+        self,
+        digests: Digests,
+        *,
+        step: str,
+        shown: str,
+        explain: Callable[[str], TransferError | None] = lambda name: None,
+    ) -> None:
         self.digests = digests
         self.bytes_checked = 0
-        self._step, self._shown = step, shown
+        self._step, self._shown, self._explain = step, shown, explain
         self._lock = threading.Lock()
 
     def of_file(self, name: str) -> FileDigest:
@@ -87,19 +96,21 @@ class SavedUnits:
         if found != self.of_file(name).units[unit]:
             raise self.damaged(flip_damage(name, first, last, ""))
 
-    def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError:
+    def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError | TransferError:
         """Return the error for a file that is shorter than it was saved."""
         expected = self.of_file(name).n_bytes
         if found is not None:
             return self.damaged(size_damage(name, found, expected, ""))
         return self.damaged(Damage(name, f"was truncated: it was saved with {expected} bytes, and has fewer"))
 
-    def missing(self, name: str) -> DamagedError:
+    def missing(self, name: str) -> DamagedError | TransferError:
         """Return the error for a missing file."""
         return self.damaged(Damage(name, "is missing"))
 
-    def damaged(self, found: Damage) -> DamagedError:
+    def damaged(self, found: Damage) -> DamagedError | TransferError:
         """Return the error for a defect."""
+        if (explained := self._explain(found.path)) is not None:
+            return explained
         where = "" if found.offset is None else f" from byte {found.offset}"
         return DamagedError(
             f"Step {self._step} is damaged: {self._shown}/{found.path}{where} {found.what}. "

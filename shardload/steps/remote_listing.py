@@ -18,7 +18,8 @@ from shardload.steps.listing import ORBAX_FILE, StepInfo, described, with_best
 from shardload.steps.number import NAME, check_number
 from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.steps.remote_store import RemoteStep, open_step
-from shardload.stores.remote import COPY_FIRST, Folder
+from shardload.stores.remote import Folder
+from shardload.stores.remote_failures import COPY_FIRST
 
 THREADS = 8
 """Steps queried concurrently: each costs a few round trips."""

@@ -16,14 +16,22 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError, UnsupportedError
+from shardload.errors import (
+    DamagedError,
+    SourceError,
+    SourceNotFoundError,
+    TransferError,
+    UnsafeSourceError,
+    UnsupportedError,
+)
 from shardload.steps.checker import SavedUnits
 from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER, Damage, Digests
 from shardload.stores import private_copies
 from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.local import LocalFile
 from shardload.stores.location import Location
-from shardload.stores.remote import COPY_FIRST, Fetch, Folder
+from shardload.stores.remote import Fetch, Folder
+from shardload.stores.remote_failures import COPY_FIRST, web_page
 from shardload.stores.store import UNIT_BYTES, File, FileIdentity, Kind, Store
 
 MAX_FILE_BYTES = 64 << 20
@@ -49,6 +57,7 @@ class RemoteStep(Store):
 
     Raises:
         DamagedError: If the digests are damaged.
+        TransferError: If they are a web page.
     """
 
     is_checked = True
@@ -64,9 +73,16 @@ class RemoteStep(Store):
         self._filled = False
         try:
             self._write(DIGESTS_FILE, digests)
-            self.saved = SavedUnits(Digests.read(self.root), step=remote.name, shown=remote.url)
-        except BaseException:
+            self.saved = SavedUnits(
+                Digests.read(self.root),
+                step=remote.name,
+                shown=remote.url,
+                explain=lambda name: web_page(remote.url, name),
+            )
+        except BaseException as error:
             self._remove()
+            if isinstance(error, DamagedError) and (page := web_page(remote.url, DIGESTS_FILE)) is not None:
+                raise page from error
             raise
         files = self.saved.digests.files
         # A remote store has no folders, only names with slashes, so the folders are derived from the files.

@@ -8,8 +8,11 @@ redirect is refused if it leaves HTTP, goes from https to http, or has a user or
 
 from __future__ import annotations
 
+import contextlib
+import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -19,6 +22,8 @@ from shardload.errors import TransferError
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 5
 """A file on the hub of Hugging Face takes one or two; browsers give up after twenty."""
+_PIECE = 1 << 16
+"""Most bytes read at once while they are counted."""
 MAX_URL = 1 << 13
 """Characters of an address; signed ones have one to two thousand."""
 
@@ -61,19 +66,47 @@ def location_of(url: str, *, timeout_s: float) -> str | None:
         raise TransferError(f"Cannot read {url}: following its redirect failed: {error}. Check the address") from error
 
 
-def status_of(url: str, *, timeout_s: float) -> int | str:
-    """Return the status with which a server answers, 0 if it does not in time, or why it cannot be asked."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server sent within a time limit."""
+
+    status: int | str
+    """0 if it sent none in time; text if it could not be asked."""
+    received_bytes: int = 0
+    expected_bytes: int = 0
+    """Bytes that it announced; 0 if it did not say."""
+
+
+def ask(url: str, wanted: slice | None, *, timeout_s: float) -> Answer:
+    """Request bytes of an object, all by default, and count what arrives; a redirect is not followed."""
+    start, stop = (wanted.start or 0, wanted.stop) if wanted is not None else (0, None)
+    until_s = time.monotonic() + timeout_s
     try:
-        with _asked(url, timeout_s) as answer:
-            return int(answer.status)
+        with _asked(url, timeout_s, f"bytes={start}-{'' if stop is None else stop - 1}") as answer:
+            expected, received = int(answer.headers.get("Content-Length") or 0), 0
+            with contextlib.suppress(TimeoutError, HTTPException):
+                while (piece := answer.read1(_PIECE)) and time.monotonic() < until_s:
+                    received += len(piece)
+            return Answer(int(answer.status), received, expected)
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
-        return 0 if isinstance(reason, TimeoutError) else str(reason)
+        return Answer(0 if isinstance(reason, TimeoutError) else str(reason))
 
 
-def _asked(url: str, timeout_s: float) -> Any:
+def web_page(url: str, *, timeout_s: float) -> str | None:
+    """Return the address of the web page that a server sends for an object; ``None`` if it sends none, or nothing."""
+    try:
+        found = follow(url, timeout_s=timeout_s)
+        with _asked(found, timeout_s) as answer:
+            is_page = answer.status < 300 and answer.headers.get_content_type() == "text/html"
+    except (OSError, HTTPException, ValueError):
+        return None
+    return found if is_page else None
+
+
+def _asked(url: str, timeout_s: float, wanted: str = "bytes=0-0") -> Any:
     # One byte, not HEAD: an address may be signed for GET only.
-    return _OPENER.open(urllib.request.Request(url, headers={"Range": "bytes=0-0"}), timeout=timeout_s)
+    return _OPENER.open(urllib.request.Request(url, headers={"Range": wanted}), timeout=timeout_s)
 
 
 def _checked(first: str, found: str, location: str) -> str:

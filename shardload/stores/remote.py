@@ -16,16 +16,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsafeSourceError, UnsupportedError
-from shardload.stores import redirects
+from shardload.errors import SourceError, TransferError, UnsafeSourceError, UnsupportedError
+from shardload.stores import redirects, remote_failures
+from shardload.stores.remote_failures import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeError, aws_endpoint
 
-TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
 DEFAULT_TIMEOUT_S = 120.0
 """Time without a response: 64 MiB in flight together take that long at 0.5 MB/s. TensorStore would wait forever."""
 FIRST_ANSWER_S = 30.0
 """Limit for a store's first response, which is short."""
-ASK_AGAIN_S = 5.0
-"""Limit for the answer of a server that is asked why it sent nothing."""
 RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
 """TensorStore's default of 32 attempts takes a quarter of an hour."""
 WAIT_S = 0.25
@@ -34,8 +32,6 @@ MOVED_S = 60.0
 """How long the target of a redirect is used again: signed addresses expire, mostly after minutes."""
 _URL = re.compile(r"(s3|gs|https?)://", re.ASCII | re.IGNORECASE)
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
-_SHOWN = 300
-"""The number of characters of a store's message shown in an error."""
 
 
 def is_url(source: object) -> bool:
@@ -83,7 +79,7 @@ class Folder:
             return False
         try:
             return Folder(above, progress=self._progress).read(name, 0, 1) is not None
-        except _OutOfRangeError:
+        except OutOfRangeError:
             return True
 
     @property
@@ -115,7 +111,7 @@ class Folder:
         except UnicodeEncodeError as error:
             raise TransferError(f"{self.url}/{name!a} cannot be read: its name is not valid Unicode") from error
         asked = None if stop is None and not start else slice(start, stop)
-        return Fetch(self, name, lambda: self._request(name, asked), self._progress)
+        return Fetch(self, name, asked, lambda: self._request(name, asked), self._progress)
 
     def _request(self, name: str, asked: slice | None) -> Any:
         kv, until_s = self._moved.get(name, (None, 0.0))
@@ -131,7 +127,7 @@ class Folder:
         Raises:
             TransferError: If the redirect is refused, or leads nowhere.
         """
-        status = _status(error)
+        status = remote_failures.status_in(error)
         if self.can_list or status not in redirects.REDIRECTS:
             return False
         self._progress.redirects |= status == 308
@@ -146,25 +142,24 @@ class Folder:
         self._moved[name] = kv, time.monotonic() + MOVED_S
         return kv
 
-    def redirects_silently(self, name: str, limit_s: float) -> bool:
-        """Ask an HTTP server once more that gave no answer in time; return whether it redirects.
+    def check_redirects(self, name: str, asked: slice | None, limit_s: float) -> None:
+        """Ask an HTTP server once more that gave no answer in time; return if it redirects.
 
         TensorStore tells the status of an answer only after its last retry, and retries status 308 too.
 
         Raises:
-            TransferError: If the server answers with an error, or cannot be reached.
+            TransferError: If it does not; says what the server did instead.
         """
         if self.can_list or self._progress.asked_again:
-            return False
+            raise remote_failures.stalled(self.url, name, limit_s)
         self._progress.asked_again = True
-        status = redirects.status_of(f"{self.url}/{quote(name)}", timeout_s=min(limit_s / 2, ASK_AGAIN_S))
-        if isinstance(status, str) or status >= 400:
-            said = status if isinstance(status, str) else f"HTTP status {status}"
-            raise TransferError(
-                f"{self.url}/{name} cannot be read: {said}. Check the address, the network and {self._settings()}"
-            )
-        self._progress.redirects = status in redirects.REDIRECTS
-        return self._progress.redirects
+        wait_s = min(limit_s / 2, remote_failures.ASK_AGAIN_S)
+        answer = redirects.ask(f"{self.url}/{quote(name)}", asked, timeout_s=wait_s)
+        if isinstance(answer.status, str) or answer.status >= 400:
+            raise remote_failures.refused(self.url, name, answer.status)
+        self._progress.redirects = answer.status in redirects.REDIRECTS
+        if not self._progress.redirects:
+            raise remote_failures.stalled(self.url, name, limit_s, answer)
 
     def read_small(self, name: str, *, limit: int) -> bytes | None:
         """Read a whole object of unknown size; ``None`` if there is no such object.
@@ -175,7 +170,7 @@ class Folder:
         try:
             # Ask for the first byte beyond the limit: an object without one is small enough to fetch as a whole.
             beyond = self.read(name, limit, limit + 1)
-        except _OutOfRangeError:
+        except OutOfRangeError:
             return self.read(name)
         if beyond is None:
             return None
@@ -191,58 +186,8 @@ class Folder:
         """
         if not self.can_list:
             raise UnsupportedError(f"{self.url}: HTTP servers do not list their files")
-        keys = Fetch(self, "", self._kv.list, self._progress).wait()
+        keys = Fetch(self, "", None, self._kv.list, self._progress).wait()
         return sorted(key.decode("utf-8", "replace") for key in keys)
-
-    def failure(self, error: BaseException | None, name: str) -> Exception:
-        """Build an error for a failed request: the URL, the store's message, and a way to fix it."""
-        where = (f"{self.url}/{name}" if name else self.url) + self._endpoint()
-        text = " ".join(str(error).split())
-        # What follows the code may be text from the server.
-        code = text.partition(":")[0]
-        status = _status(error)
-        said = _SENTENCE.sub("", text)[:_SHOWN].strip() or type(error).__name__
-        said = said if status is None else f"HTTP status {status}, {said}"
-        # TensorStore raises a ValueError for most status codes; only the text tells them apart.
-        if code == "OUT_OF_RANGE":
-            return _OutOfRangeError(f"{where} is shorter than it should be: {said}")
-        if code == "NOT_FOUND" and not name:
-            return SourceNotFoundError(f"There is no bucket or folder {self.url}: {said}. Check the address")
-        if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
-            return TransferError(f"{where} may not be read: {said}. {self._access()}")
-        if code == "FAILED_PRECONDITION" and "was ignored by server" in said:
-            return TransferError(f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}")
-        if status in redirects.REDIRECTS:
-            return TransferError(f"{where} cannot be read: {said}, a redirect. Check {self._settings()}")
-        return TransferError(f"{where} cannot be read: {said}. Check the address, the network and {self._settings()}")
-
-    def stalled(self, name: str, timeout_s: float) -> TransferError:
-        """Build the error for a store that sent nothing for ``timeout_s``."""
-        return TransferError(
-            f"{self.url}/{name}".rstrip("/")
-            + f" cannot be read: its server sent no complete answer for {timeout_s:g} s. "
-            f"Check the address, the network and {self._settings()}; {TIMEOUT_VARIABLE}=SECONDS waits longer"
-        )
-
-    def _endpoint(self) -> str:
-        scheme = self.url.partition(":")[0]
-        found = {"s3": _aws_endpoint(), "gs": os.environ.get("TENSORSTORE_GCS_HTTP_URL")}.get(scheme)
-        return f" (at {found})" if found else ""
-
-    def _settings(self) -> str:
-        scheme = self.url.partition(":")[0]
-        return {
-            "s3": "AWS_ENDPOINT_URL and AWS_REGION",
-            "gs": "TENSORSTORE_GCS_HTTP_URL",
-        }.get(scheme, "whether the server is up")
-
-    def _access(self) -> str:
-        scheme = self.url.partition(":")[0]
-        return {
-            "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_NO_SIGN_REQUEST=YES for a "
-            "public bucket",
-            "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
-        }.get(scheme, "No password can be given to an HTTP server here: copy the step to this machine first")
 
     def _opened(self, spec: dict[str, Any]) -> Any:
         import tensorstore as ts  # takes 0.2 s to import
@@ -254,23 +199,10 @@ class Folder:
         try:
             return ts.KvStore.open(spec, context=ts.Context(context)).result(timeout=limit)
         except TimeoutError as error:
-            raise self.stalled("", limit) from error
+            raise remote_failures.stalled(self.url, "", limit) from error
         except (ValueError, RuntimeError) as error:
-            raise SourceError(f"Cannot read from {self.url}: {str(error)[:_SHOWN]}. Check the address") from error
-
-
-COPY_FIRST = (
-    "Copy it to this machine first (aws s3 cp --recursive, gcloud storage cp --recursive, wget --recursive), and "
-    "read it there"
-)
-_STATUS = re.compile(r"\[HTTP code (\d{3})\]|\[http_response_code='(\d{3})'\]")
-_BODY = re.compile(r"\[http_response_body=.*?\](?=\s*\[|$)")
-"""Text of the server, in which anything may stand."""
-_SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
-
-
-class _OutOfRangeError(TransferError):
-    """The requested range ends after the object."""
+            said = str(error)[: remote_failures.SHOWN]
+            raise SourceError(f"Cannot read from {self.url}: {said}. Check the address") from error
 
 
 class _Progress:
@@ -310,8 +242,10 @@ class _Progress:
 class Fetch:
     """A pending request."""
 
-    def __init__(self, folder: Folder, name: str, request: Callable[[], Any], progress: _Progress) -> None:
-        self._folder, self._name, self._request, self._progress = folder, name, request, progress
+    def __init__(
+        self, folder: Folder, name: str, asked: slice | None, request: Callable[[], Any], progress: _Progress
+    ) -> None:
+        self._folder, self._name, self._asked, self._request, self._progress = folder, name, asked, request, progress
         self._future = request()
         self._given_up = False
 
@@ -332,7 +266,7 @@ class Fetch:
     @staticmethod
     def is_too_short(error: TransferError) -> bool:
         """Whether the request failed because the object ends before the requested range."""
-        return isinstance(error, _OutOfRangeError)
+        return isinstance(error, OutOfRangeError)
 
     def wait(self) -> Any:
         """Wait for the response and return TensorStore's result."""
@@ -359,17 +293,18 @@ class Fetch:
                 except TimeoutError as error:
                     if time.monotonic() - self._progress.at_s > limit:
                         self._future.cancel()
-                        if self._folder.redirects_silently(self._name, limit):
-                            self._future = self._request()
-                            self._progress.restart()
-                            continue
-                        raise self._folder.stalled(self._name, limit) from error
+                        try:
+                            self._folder.check_redirects(self._name, self._asked, limit)
+                        except TransferError as failure:
+                            raise failure from error
+                        self._future = self._request()
+                        self._progress.restart()
                 except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
                     answered = True
                     if not followed and self._folder.follow(error, self._name):
                         followed, self._future = True, self._request()
                         continue
-                    raise self._folder.failure(error, self._name) from error
+                    raise remote_failures.failure(self._folder.url, error, self._name) from error
         finally:
             self._progress.end(answered=answered)
 
@@ -414,20 +349,10 @@ def _spec(url: str) -> dict[str, Any]:
     spec = {"driver": "s3", "bucket": bucket, "path": folder}
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         spec["aws_region"] = region
-    if endpoint := _aws_endpoint():
+    if endpoint := aws_endpoint():
         # TensorStore does not read these variables, and requires a region with an endpoint.
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     return spec
-
-
-def _aws_endpoint() -> str | None:
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-
-
-def _status(error: BaseException | None) -> int | None:
-    """Return the HTTP status in an error of TensorStore, which has it in its text only."""
-    found = _STATUS.search(_BODY.sub("", " ".join(str(error).split())))
-    return None if found is None else int(found[1] or found[2])
 
 
 def _aws_credentials() -> dict[str, str] | None:

@@ -144,9 +144,36 @@ def test_a_server_that_is_down(objects, store):
     expect(TransferError, store.s3 + "/run", "cannot be read", "AWS_ENDPOINT_URL", step=2)
 
 
+@pytest.mark.parametrize("what", ["digests", "small", "data", "all", "all, without ranges"])
+def test_a_web_page_in_place_of_a_file_is_no_damage(objects, store, what):
+    store.ignores_ranges = what.endswith("ranges")
+    files = {"digests": "shardload/digests.json", "small": "shardload/structure.json"}
+    name = data_file(objects) if what == "data" else f"run/2/{files[what]}" if what in files else "*"
+    store.paged.add(name)
+    page = "" if name == "*" else f"{store.http}/{name} cannot be read: "
+    said = f"{page}the server sent a web page, expected the file. It may be a page to log in"
+    text = expect(TransferError, f"{store.http}/run/2", said, "copy the step to this machine")
+    assert "damage" not in text
+
+
+def test_a_redirect_to_a_page_to_log_in_names_it(objects, store):
+    store.moved["run/2/shardload/digests.json"] = 302, f"{store.http}/login"
+    store.paged.add("login")
+    expect(TransferError, f"{store.http}/run/2", f"sent a web page, from {store.http}/login, expected the file")
+
+
+def test_a_body_that_stops_says_how_much_came(objects, store, monkeypatch):
+    monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
+    name = data_file(objects)
+    store.stalled[name] = 100
+    came = r"its server sent no complete answer (100 of "
+    text = expect(TransferError, store.http + "/run/2", name, came, "bytes when asked again) for 1 s")
+    assert "SHARDLOAD_REMOTE_TIMEOUT=SECONDS waits longer" in text
+
+
 def test_a_server_that_stalls(objects, store, monkeypatch):
     monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
-    store.stalled.add(data_file(objects))
+    store.stalled[data_file(objects)] = 0
     expect(TransferError, store.s3 + "/run", "its server sent no complete answer for 1 s", "SHARDLOAD_REMOTE_TIMEOUT")
 
 
@@ -164,7 +191,7 @@ def test_a_server_that_ignores_ranges(store):
 
 def test_a_server_that_hangs_is_waited_for_once(objects, store, monkeypatch):
     for name in (path for path in store.names() if path.startswith("run/2/") and not path.endswith(".json")):
-        store.stalled.add(name)
+        store.stalled[name] = 0
     monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "1")
     began = time.monotonic()
     with pytest.raises(TransferError, match="sent no complete answer for 1 s"):

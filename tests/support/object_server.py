@@ -23,14 +23,16 @@ class ObjectServer:
     """Serves the files below a folder as the objects of one bucket.
 
     Attributes of an instance may be changed at any time: ``status`` (path → HTTP status to answer with), ``tampered``
-    (path → function of the object's bytes), ``stalled`` (paths that send headers and nothing more), ``cut`` (path → how
-    many answers end in the middle), ``moved`` (path → status and address of a redirect).
+    (path → function of the object's bytes), ``stalled`` (path → how many bytes it sends after the headers, and then
+    nothing more), ``cut`` (path → how many answers end in the middle), ``moved`` (path → status and address of a
+    redirect), ``page`` (a web page sent in place of the objects in ``paged``, or of all with ``*``).
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
         self.requests = []  # (method, path, (first, last) or None, bytes sent)
-        self.status, self.tampered, self.stalled, self.cut, self.moved = {}, {}, set(), {}, {}
+        self.status, self.tampered, self.stalled, self.cut, self.moved = {}, {}, {}, {}, {}
+        self.page, self.paged = b"<!DOCTYPE html><title>Log in</title>" * 4, set()
         self.ignores_ranges = False
         self.released = threading.Event()
         self.server = _Server(("127.0.0.1", 0), _handler(self))
@@ -98,6 +100,7 @@ class ObjectServer:
         self.stalled.clear()
         self.cut.clear()
         self.moved.clear()
+        self.paged.clear()
         self.ignores_ranges = False
 
     def names(self):
@@ -146,11 +149,13 @@ def _handler(store):
                 code, location = store.moved[key]
                 store.requests.append((self.command, key, None, 0))
                 return self._say(code, b"moved", {"Location": location})
-            if (total := store.size(key)) is None:
+            is_page = bool({key, "*"} & store.paged)
+            if (total := len(store.page) if is_page else store.size(key)) is None:
                 store.requests.append((self.command, key, None, 0))
                 return self._say(404, _xml_error("NoSuchKey"))
             asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
             headers = {"ETag": '"1"', "x-goog-generation": "1", "Accept-Ranges": "bytes"}
+            headers |= {"Content-Type": "text/html; charset=utf-8"} if is_page else {}
             if asked is None or store.ignores_ranges:
                 first, last, code = 0, total - 1, 200
             else:
@@ -158,10 +163,13 @@ def _handler(store):
                 if first >= total:
                     return self._say(416, b"", {"Content-Range": f"bytes */{total}"})
                 headers["Content-Range"] = f"bytes {first}-{last}/{total}"
-            body = b"" if self.command == "HEAD" else store.data(key, first, last)
+            body = store.page[first : last + 1] if is_page else store.data(key, first, last)
+            body = b"" if self.command == "HEAD" else body
             store.requests.append((self.command, key, None if asked is None else (first, last), len(body)))
             if key in store.stalled:
                 self._headers(code, headers | {"Content-Length": str(len(body))})
+                self.wfile.write(body[: store.stalled[key]])
+                self.wfile.flush()
                 store.released.wait()
                 self.close_connection = True
                 return None
