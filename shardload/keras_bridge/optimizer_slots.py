@@ -111,6 +111,12 @@ def described_accumulation(described: Any) -> int | None:
     return max(1, found or 1) if found is None or type(found) is int else None
 
 
+def owner_of(optimizer: Any, variable: Variable) -> Any:
+    """Return the one of several optimizers (``MultiOptimizer``) that a variable belongs to; else the optimizer."""
+    several = getattr(innermost(optimizer), "optimizers", ())
+    return next((one for one in several if any(v is variable for v in one.variables)), optimizer)
+
+
 _BASES = ("base_optimizer", "optimizer", "multi_optimizer")
 
 
@@ -177,6 +183,8 @@ def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Variabl
             return float(getattr(inner, "initial_accumulator_value", 0.0))
         case "u_product":
             return 1.0
+        case "learning_rate":  # as the optimizer was made with
+            return None
         case "dynamic_scale":
             return float(getattr(optimizer, "initial_scale", 1.0))
     return 0.0 if kind else None

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardload.keras_bridge.model_state import optimizers_by_path
-from shardload.keras_bridge.optimizer_slots import start_of
+from shardload.keras_bridge.optimizer_slots import owner_of, start_of
 from shardload.manifest import Manifest, Tensor
-from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, is_core, part_of
+from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, attribute_of, is_core, part_of
 from shardload.mapping.state_tree import StateLeaf, Stored, describe
 from shardload.mapping.variable_map import Begun
 from shardload.transfer.read_tensor import read_tensor
@@ -110,8 +110,9 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
     weights = {leaf.key: leaf.variable for leaf in describe(model).leaves if leaf.kind == "weight"}
     found = []
     for leaf in wanted:
-        part = part_of(leaf.role, forms)
-        start = start_of(optimizers[leaf.role.optimizer], part, weights.get(leaf.role.of or ""))
+        part = attribute_of(part_of(leaf.role, forms))
+        owner = owner_of(optimizers[leaf.role.optimizer], leaf.variable)
+        start = start_of(owner, part, weights.get(leaf.role.of or ""))
         found.append(Begun(leaf.variable, start, is_average=part == AVERAGE))
     return tuple(found)
 
@@ -154,7 +155,7 @@ def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: b
 
 
 def _beginning(paired: Paired, leaves: Iterable[StateLeaf]) -> str:
-    parts = list(dict.fromkeys(paired.part(leaf) for leaf in leaves))
+    parts = list(dict.fromkeys(attribute_of(paired.part(leaf)) for leaf in leaves))
     scale = "the scale of the loss (LossScaleOptimizer)"
     new = _listed(scale if part.startswith(WRAPPER) else part for part in parts if part != AVERAGE)
     texts = [f"as in a new optimizer: {new}"] if new else []
@@ -168,8 +169,8 @@ def _listed(parts: Iterable[str]) -> str:
 
 def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired:
     """Leave the learning rate out if only one side has it as a variable: the other one computes it by a schedule."""
-    stored = [found for found in paired.left if found.optimizer == name and found.part == RATE]
-    own = [leaf for leaf in paired.missing if leaf.role.optimizer == name and paired.part(leaf) == RATE]
+    stored = [found for found in paired.left if found.optimizer == name and attribute_of(found.part) == RATE]
+    own = [leaf for leaf in paired.missing if leaf.role.optimizer == name and attribute_of(paired.part(leaf)) == RATE]
     if stored and not own:
         noted.append("the stored learning rate is not used: the optimizer of the model has a schedule")
     if own and not stored:

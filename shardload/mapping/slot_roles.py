@@ -10,10 +10,11 @@ compared.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardload.mapping.state_keys import Role
+from shardload.mapping.state_keys import INNER, Role
 
 AVERAGE = "model_variables_moving_average"
 """The slots of ``use_ema``."""
@@ -42,6 +43,7 @@ _OF_EVERY_CLASS = {AVERAGE, "accumulated_gradients"}
 _MAY_BEGIN_LATER = {*_OF_EVERY_CLASS, "velocity_hats"}
 """Slots that are right from any step on, whatever the count of iterations."""
 _WRAPPED = "inner_optimizer/"
+_POSITION = re.compile(rf"^{INNER}\d+/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,9 @@ def part_of(role: Role, forms: Forms) -> str:
     # The wrapper has a count and a rate of its own, which Keras does not use.
     if form.is_wrapped and not name.startswith(_WRAPPED):
         return f"{WRAPPER}{name}"
-    return name.removeprefix(_WRAPPED)
+    name = name.removeprefix(_WRAPPED)
+    # The weights of an optimizer tell which of several it is, if it has any; its position may change.
+    return name if role.of is None else _POSITION.sub(INNER, name)
 
 
 def meaning_of(part: str, kind: str | None) -> str:
@@ -109,7 +113,12 @@ def kind_of_name(name: str) -> str | None:
 
 def is_core(part: str) -> bool:
     """Whether the count of iterations is wrong for an optimizer in which slots of this kind start at zero."""
-    return part not in _MAY_BEGIN_LATER
+    return attribute_of(part) not in _MAY_BEGIN_LATER
+
+
+def attribute_of(part: str) -> str:
+    """Return the attribute of the optimizer itself: ``momentums``, of ``inner_optimizers/Adam/momentums`` too."""
+    return part.rpartition("/")[2] if part.startswith(INNER) else part
 
 
 def _name(role: Role) -> str:

@@ -4,6 +4,7 @@
     seed       layers/dropout/seed_generators/0
     slot       momentums of layers/dense_1/vars/0, inner_optimizer/momentums of …
     optimizer  iteration, learning_rate, inner_optimizer/dynamic_scale
+               inner_optimizers/1/Adam/iteration      of a MultiOptimizer; `Role.of` is the first weight that it trains
     metric     0/total                            position of the metric, name of its variable
 
 Optimizers of a model other than the compiled one (a GAN's) prefix their keys and slots with their path:
@@ -24,6 +25,8 @@ from shardload.keras_bridge.model_state import other_optimizers, seeds_of, varia
 from shardload.keras_bridge.saving import saved_objects, stored_by_hook, stored_variables
 from shardload.keras_bridge.variables import numbered
 
+INNER = "inner_optimizers/"
+"""Before the variables of the optimizers in a ``MultiOptimizer``, with the position and class of each."""
 _NOT_SLOTS = frozenset({"_variables", "_trainable_variables"})
 _SHORT = {"iterations": "iteration"}
 """Attributes whose key is Keras' name for the variable."""
@@ -40,7 +43,7 @@ class Role:
     slot: str | None = None
     """The kind of slot: the optimizer's attribute, such as ``momentums``."""
     of: str | None = None
-    """Key of the weight a slot belongs to."""
+    """Key of the weight a slot belongs to; for one of several optimizers, of the first weight that it trains."""
     name: str | None = None
     """A metric's own name."""
     optimizer: str | None = None
@@ -93,6 +96,8 @@ def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -
         if hasattr(value, "apply_gradients"):
             adds_own = own != {id(v) for v in value.variables}
             roles |= optimizer_roles(value, weights, f"{prefix}{name}/" if adds_own else prefix)
+        elif isinstance(value, list) and any(hasattr(one, "apply_gradients") for one in value):
+            roles |= _of_several(value, weights, f"{prefix}{INNER}")
         # An attribute may contain variables of others, such as the weights, so only the optimizer's own count.
         elif attribute not in _NOT_SLOTS:
             for variable, role in _attribute_roles(optimizer, value, f"{prefix}{_SHORT.get(name, name)}", weights):
@@ -100,6 +105,17 @@ def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -
                     roles.setdefault(id(variable), role)
     for position, variable in enumerate(optimizer.variables):
         roles.setdefault(id(variable), Role("optimizer", f"{prefix}variables/{position}"))
+    return roles
+
+
+def _of_several(optimizers: Sequence[Any], weights: dict[int, str], prefix: str) -> dict[int, Role]:
+    """Return the roles of the variables of optimizers that each train some weights (``MultiOptimizer``)."""
+    roles: dict[int, Role] = {}
+    for position, optimizer in enumerate(optimizers):
+        first = next((weights.get(id(weight)) for weight in weights_optimized(optimizer)), None)
+        # By class too: the momentum of SGD is another quantity than Adam's.
+        found = optimizer_roles(optimizer, weights, f"{prefix}{position}/{type(optimizer).__name__}/")
+        roles |= {i: replace(role, of=role.of or first) for i, role in found.items()}
     return roles
 
 

@@ -124,7 +124,7 @@ class StateTree:
 
 def _weight_of(leaf: StateLeaf) -> str | None:
     """Return the key of the weight that a leaf is, or that a slot belongs to."""
-    return leaf.key if leaf.kind == "weight" else leaf.role.of
+    return leaf.key if leaf.kind == "weight" else leaf.role.of if leaf.kind == "slot" else None
 
 
 def describe(model: Any) -> StateTree:
@@ -274,6 +274,7 @@ def find(
     by_identity = {_identity(s.role, rename or {}, forms): s for s in stored}
     left_out = {_identity(s.role, rename or {}, forms): s for s in out}
     wanted = {_identity(leaf.role, {}, own): leaf for leaf in tree.leaves}
+    wanted = _by_position(wanted, by_identity)
     return Pairing(
         tuple((by_identity[i], leaf) for i, leaf in wanted.items() if i in by_identity),
         tuple(leaf for i, leaf in wanted.items() if i not in by_identity and i not in left_out),
@@ -282,6 +283,18 @@ def find(
         own,
         forms,
     )
+
+
+def _by_position(
+    wanted: dict[tuple[str, str, str], StateLeaf], stored: Mapping[tuple[str, str, str], Stored]
+) -> dict[tuple[str, str, str], StateLeaf]:
+    """Pair the state of several optimizers by position where an older step has no other role for it."""
+    own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
+    for position, (identity, leaf) in enumerate(own):
+        older = ("optimizer", f":variables/{position}", "")
+        if identity not in stored and older in stored and older not in wanted and stored[older].shape == leaf.shape:
+            wanted = {older if i == identity else i: found for i, found in wanted.items()}
+    return wanted
 
 
 def kinds_in(structure: Any) -> dict[str, str]:
