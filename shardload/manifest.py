@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +58,30 @@ class RowReader(Protocol):
             TransferError: When the file no longer matches its headers.
         """
         ...
+
+
+class EncodedRows(ABC):
+    """A `RowReader` of rows that any stored bytes decode to: that they can be read shows that the tensor is whole."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def ranges(self) -> tuple[tuple[Location, int, int], ...]:
+        """File, offset and number of the stored bytes."""
+
+    @property
+    @abstractmethod
+    def encoding(self) -> Hashable:
+        """What else the values depend on: with an equal encoding, equal bytes have equal values."""
+
+    @abstractmethod
+    def require_decoder(self) -> None:
+        """Raise if the rows cannot be decoded here.
+
+        Raises:
+            MissingExtraError: When a package that decodes them is not installed.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shardload.errors import LimitError, MissingExtraError, ShardloadError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import open_manifest
-from shardload.manifest import Decoded, Tensor, UnreadableRows
+from shardload.manifest import Decoded, EncodedRows, Tensor, UnreadableRows
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.steps import digests
@@ -22,7 +22,7 @@ from shardload.steps.listing import StepInfo, is_ours, list_steps
 from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.steps.remote_listing import foreign
 from shardload.stores.remote import is_url
-from shardload.transfer.read_tensor import read_rows, row_ranges
+from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 
 READ_BYTES = 8 << 20
 """Bytes read at once, then discarded."""
@@ -155,6 +155,10 @@ def _readable(path: Path, shown: Progress) -> Verdict:
 
 
 def _read(tensor: Tensor, shown: Progress) -> None:
+    if isinstance(tensor.storage, Decoded) and isinstance(rows := tensor.storage.reader, EncodedRows):
+        for stored in stored_chunks(rows, limit_bytes=READ_BYTES):
+            shown.advance(stored.nbytes)
+        return
     for start, stop in row_ranges(tensor, limit_bytes=READ_BYTES):
         read_rows(tensor, start, stop)
         # Stored bytes, in proportion to the rows: decoded rows have more bytes than the file.

@@ -58,6 +58,9 @@ class ModelValues:
         for start in range(0, shape[0], step):
             yield start, min(start + step, shape[0])
 
+    def encoded(self, key: str) -> None:
+        """Return ``None``: a weight is a view of a tensor, or computed, so its stored bytes do not tell it."""
+
     def rows(self, key: str, start: int, stop: int) -> Array:
         """Read rows of a weight; a scalar counts as one row."""
         value = self.values[key]

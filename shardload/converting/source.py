@@ -32,6 +32,7 @@ from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, 
 from shardload.mapping.state_keys import roles_of
 from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
+from shardload.transfer.read_tensor import require_decoders
 from shardload.units import plural
 
 SHOWN = 5
@@ -102,6 +103,7 @@ def open_source(
     Raises:
         UnsupportedError: When the checkpoint describes no model.
         MismatchError: When model and tensors disagree, or tensors would be lost.
+        MissingExtraError: When a package that decodes its tensors is not installed.
     """
     manifest = open_manifest(path)
     # The weights file of a preset does not describe a model, but its folder does.
@@ -114,6 +116,7 @@ def open_source(
     # As in a load: a part that the checkpoint's class lacks gets initial values, and a note says so.
     mapping = without_parts(found, manifest)
     lost = _check(mapping, manifest, model, ignore)
+    require_decoders(manifest.tensors[name] for name in mapping.read)
     values = {id(b.variable): viewed(b, manifest) for b in mapping.bindings}
     # A step that computes may use all of a tensor, so only tensors that are merely viewed can be used in part.
     used = {name for computed in mapping.computed for name in computed.tensors}

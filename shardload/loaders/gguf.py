@@ -25,7 +25,7 @@ from shardload.loaders.gguf_config import head_counts
 from shardload.loaders.gguf_experts import fused
 from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf_parts import first_part, read_model
-from shardload.loaders.gguf_rows import Undo, original_shape, require_package, storage
+from shardload.loaders.gguf_rows import Undo, original_shape, storage
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.location import Location
@@ -65,10 +65,8 @@ def open_file(path: Location) -> Manifest:
         SourceNotFoundError: When parts are missing.
         SourceError: When the header contradicts itself, the file or the other parts.
         UnsupportedError: When an element type or the GGUF version is not supported.
-        MissingExtraError: When tensors are quantised and the gguf package is not installed.
     """
     first, header = read_model(path)
-    require_package(header.tensors, str(first))
     undescribed: ShardloadError | None = None
     try:
         config, tensors = _as_hugging_face(header, str(first))

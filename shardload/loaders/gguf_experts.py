@@ -8,7 +8,7 @@ ffn_down_exps                (experts, out, in)   ─►   down_proj      (exper
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardload.errors import SourceError
 from shardload.loaders.gguf_header import GgufHeader, TensorInfo
 from shardload.loaders.gguf_rows import PLAIN, GgufRows, Undo
-from shardload.manifest import Decoded, Tensor
+from shardload.manifest import Decoded, EncodedRows, Tensor
 from shardload.stores.location import Location
 
 _PARTS: Mapping[str, tuple[str, ...]] = {
@@ -29,7 +29,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(EncodedRows):
     """Experts whose outputs interleave those of several tensors; a row is an expert."""
 
     parts: tuple[GgufRows, ...]
@@ -48,6 +48,21 @@ class Experts:
     def row_alignment(self) -> int:
         """One expert."""
         return 1
+
+    @property
+    def ranges(self) -> tuple[tuple[Location, int, int], ...]:
+        """Those of the parts."""
+        return tuple(found for part in self.parts for found in part.ranges)
+
+    @property
+    def encoding(self) -> Hashable:
+        """Those of the parts."""
+        return tuple(part.encoding for part in self.parts)
+
+    def require_decoder(self) -> None:
+        """Raise unless all parts can be decoded."""
+        for part in self.parts:
+            part.require_decoder()
 
     @property
     def shape(self) -> tuple[int, ...]:

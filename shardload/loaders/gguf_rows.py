@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import MissingExtraError, SourceError, SourceNotFoundError, TransferError
 from shardload.loaders.gguf_header import TensorInfo
-from shardload.manifest import Decoded, Extent, Storage
+from shardload.manifest import Decoded, EncodedRows, Extent, Storage
 from shardload.stores.location import Location
 
 PLAIN: dict[str, np.dtype[Any]] = {
@@ -61,7 +61,7 @@ class Undo(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GgufRows:
+class GgufRows(EncodedRows):
     """Rows of one tensor in Hugging Face's order, with the dtype from `decoded_dtype`."""
 
     info: TensorInfo
@@ -88,11 +88,31 @@ class GgufRows:
             return self.info.shape[0] // self.heads
         return self.info.kind.block_elements if len(self.info.shape) == 1 else 1
 
+    @property
+    def ranges(self) -> tuple[tuple[Location, int, int], ...]:
+        """The tensor's blocks."""
+        return ((self.info.path, self.info.offset, self.info.nbytes),)
+
+    @property
+    def encoding(self) -> Hashable:
+        """The element type, and what is undone."""
+        return self.info.kind.name, self.info.shape, self.undo, self.heads
+
+    def require_decoder(self) -> None:
+        """Raise unless the gguf package is installed, for a quantised tensor."""
+        if self.info.kind.name not in PLAIN and importlib.util.find_spec("gguf") is None:
+            raise MissingExtraError("gguf", extra="gguf", needed_for=self._decoding)
+
+    @property
+    def _decoding(self) -> str:
+        return f"Decoding {self.info.kind.name} tensors of {self.info.path}"
+
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
         """Read rows ``[start, stop)``; see `shardload.manifest.RowReader`.
 
         Raises:
             TransferError: When the file became shorter or was removed after its header was read.
+            MissingExtraError: When the tensor is quantised and the gguf package is not installed.
         """
         if self.undo is Undo.TRANSPOSE:
             # Any row of the transpose needs every stored row, so `row_alignment` asks for the whole matrix at once.
@@ -139,8 +159,10 @@ class GgufRows:
         name = self.info.kind.name
         if name in PLAIN:
             return raw.view(PLAIN[name])
-        from gguf import GGMLQuantizationType, dequantize
-
+        try:
+            from gguf import GGMLQuantizationType, dequantize
+        except ImportError as error:
+            raise MissingExtraError.explaining(error, needed_for=self._decoding, extra="gguf") from error
         # `dequantize` raises for an empty array.
         if not raw.size:
             return np.empty(0, np.float32)
@@ -148,17 +170,6 @@ class GgufRows:
         with np.errstate(all="ignore"):
             found: NDArray[np.float32] = dequantize(raw, GGMLQuantizationType(self.info.kind.id))
         return found
-
-
-def require_package(infos: Iterable[TensorInfo], path: str) -> None:
-    """Refuse a file that cannot be decoded here; called once per file, because finding a package searches the disk.
-
-    Raises:
-        MissingExtraError: When a tensor is quantised and the gguf package is not installed.
-    """
-    quantised = next((info.kind.name for info in infos if info.kind.name not in PLAIN), None)
-    if quantised is not None and importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError("gguf", extra="gguf", needed_for=f"Decoding {quantised} tensors of {path}")
 
 
 def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:

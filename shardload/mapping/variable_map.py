@@ -165,6 +165,12 @@ class VariableMap:
         found = [b.variable for b in self.bindings] + [v for c in self.computed for v in c.variables]
         return tuple(unique(found))
 
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Names of the tensors whose values are read, once."""
+        found = (*(b.view.tensor for b in self.bindings), *(name for c in self.computed for name in c.tensors))
+        return tuple(dict.fromkeys(found))
+
     def without_mismatched(self) -> VariableMap:
         """Return the mapping without mismatches: layers that failed are skipped, their weights missing."""
         return replace(

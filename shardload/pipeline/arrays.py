@@ -51,6 +51,7 @@ from shardload.transfer import execution
 from shardload.transfer.binding import Binding
 from shardload.transfer.casts import ENABLE_64_BITS, check_cast, overflow_notes
 from shardload.transfer.planning import make_plan
+from shardload.transfer.read_tensor import require_decoders
 from shardload.typing import MeshLike, PathLike
 from shardload.units import parse_bytes, plain_dtype_name
 
@@ -340,6 +341,7 @@ def _bindings(group: Iterable[WantedArray], mesh: MeshSpec) -> list[Binding]:
 
 
 def _transfer(opened: OpenedSource, wanted: Sequence[WantedArray], *, budget: int | None, shown: Any) -> dict[str, Any]:
+    require_decoders(opened.manifest.tensors[one.view.tensor] for one in wanted)
     arrays: dict[str, Any] = {one.name: checked_value(opened, one) for one in wanted if is_checked(opened, one)}
     overflowed: tuple[str, ...] = ()
     # A plan has one mesh, so each mesh gets a plan and a transfer; a single device is a mesh too.

@@ -23,6 +23,7 @@ from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, local_positions
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import LoadPlan, make_plan
+from shardload.transfer.read_tensor import require_decoders
 from shardload.typing import LayoutLike
 
 NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
@@ -85,7 +86,9 @@ class PreparedLoad:
         Raises:
             MismatchError: Under ``strict``, when shapes disagree, integers would become floats, a weight of the model
                 has no tensor, or a tensor has no place in the model.
+            MissingExtraError: When a package that decodes its tensors is not installed.
         """
+        require_decoders(self.manifest.tensors[name] for name in self.mapping.read)
         if not self.request.strict:
             return replace(self, mapping=self.mapping.without_mismatched(), left_out=self.mapping.mismatched)
         problems = [f"does not match: {m}" for m in self.mapping.mismatched]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
+from shardload.errors import SourceError, SourceNotFoundError, TransferError
+from shardload.manifest import Chunked, Decoded, EncodedRows, Extent, Manifest, Packed, Tensor
 from shardload.stores.location import Location
 
 
@@ -73,6 +74,34 @@ def stored_of(packed: Packed) -> bytes | bytearray:
     found = bytearray(packed.n_bytes)
     _read(np.frombuffer(found, np.uint8), packed.path, packed.offset)
     return found
+
+
+def stored_chunks(rows: EncodedRows, *, limit_bytes: int) -> Iterator[NDArray[np.uint8]]:
+    """Yield the stored bytes of encoded rows, without decoding them.
+
+    Raises:
+        TransferError: When a file no longer contains them.
+    """
+    for path, offset, n_bytes in rows.ranges:
+        for start in range(0, n_bytes, limit_bytes):
+            value = np.empty(min(limit_bytes, n_bytes - start), np.uint8)
+            try:
+                _read(value, path, offset + start)
+            except (SourceError, SourceNotFoundError) as error:
+                raise TransferError(f"Cannot read {path} any longer: {error}") from error
+            yield value
+
+
+def require_decoders(tensors: Iterable[Tensor]) -> None:
+    """Raise before tensors are read, if some cannot be decoded here.
+
+    Raises:
+        MissingExtraError: When a package that decodes them is not installed.
+    """
+    readers = (t.storage.reader for t in tensors if isinstance(t.storage, Decoded))
+    # One of each encoding: to find a package searches the disk.
+    for reader in {r.encoding: r for r in readers if isinstance(r, EncodedRows)}.values():
+        reader.require_decoder()
 
 
 def _unpacked(packed: Packed) -> NDArray[Any]:

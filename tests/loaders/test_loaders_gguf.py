@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import gguf_pairs
 import keras_hub
 import ml_dtypes
 import numpy as np
@@ -276,12 +277,79 @@ def test_no_tokenizer(tmp_path):
         tokenizer_metadata(located(write_gguf(tmp_path / "x.gguf", {})))
 
 
-def test_missing_package_names_the_extra(tmp_path, monkeypatch):
-    raw = gguf.quantize(np.zeros((2, 32), np.float32), Q8)
-    path = write_gguf(tmp_path / "x.gguf", {"output.weight": (raw, Q8)})
+def quantised_pair(tmp_path):
+    """Three files: the second has the same values in its quantised tensor, the third others."""
+    rng = np.random.default_rng(0)
+    first, other = (gguf.quantize(rng.normal(size=(8, 32)).astype(np.float32), Q8) for _ in range(2))
+    names = {"a": (first, (2, 32)), "b": (first, (3, 32)), "c": (other, (2, 32))}
+    return [
+        write_gguf(tmp_path / f"{name}.gguf", {"output.weight": (raw, Q8), "blk.0.ffn_up.weight": np.ones(shape, "f4")})
+        for name, (raw, shape) in names.items()
+    ]
+
+
+NEEDS_NO_PACKAGE = {
+    "inspect": lambda a, b, c: shardload.inspect(a).tensors["lm_head.weight"].shape == (8, 32),
+    "verify": lambda a, b, c: verify(a)[0].verdict == "readable",
+    "diff of equal bytes": lambda a, b, c: [d.what for d in diff(a, b).differences] == ["shape"],
+    "load_arrays of others": lambda a, b, c: shardload.load_arrays(a, only("model.embed_tokens.weight"), mesh="1x1"),
+    "plan": lambda a, b, c: shardload.plan(a).bytes,
+}
+DECODES = {
+    "diff of values": lambda a, b, c: diff(a, c),
+    "load_arrays": lambda a, b, c: shardload.load_arrays(a, only("lm_head.weight"), mesh="1x1"),
+    "load": lambda a, b, c: shardload.load(a, mesh="1x1", strict=False),
+    "load_weights": lambda a, b, c: shardload.load_weights(llama(), a, mesh="1x1", strict=False),
+    "rows": lambda a, b, c: shardload.inspect(a).tensors["lm_head.weight"].storage.reader.read_rows(0, 1),
+}
+
+
+def only(name):
+    return lambda tensor, shape: PartitionSpec() if tensor == name else None
+
+
+def llama():
+    sizes = {"num_layers": 1, "num_query_heads": 2, "num_key_value_heads": 2, "hidden_dim": 32, "intermediate_dim": 64}
+    return keras_hub.models.Llama3Backbone(vocabulary_size=8, **sizes)
+
+
+@pytest.fixture
+def without_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingExtraError, match=r"shardload\[gguf\]"):
-        open_manifest(path)
+
+
+@pytest.mark.parametrize("what", NEEDS_NO_PACKAGE)
+def test_what_decodes_nothing_needs_no_package(what, tmp_path, request):
+    files = quantised_pair(tmp_path)
+    request.getfixturevalue("without_package")
+    assert NEEDS_NO_PACKAGE[what](*files)
+
+
+@pytest.mark.parametrize("what", DECODES)
+def test_what_decodes_names_the_extra(what, tmp_path, request):
+    files = quantised_pair(tmp_path)
+    request.getfixturevalue("without_package")
+    with pytest.raises(
+        MissingExtraError, match=r"Decoding Q8_0 tensors of .*gguf needs .*pip install 'shardload\[gguf\]'"
+    ):
+        DECODES[what](*files)
+
+
+def test_a_conversion_without_the_package_writes_nothing(tmp_path, request):
+    file, _ = gguf_pairs.write(tmp_path, "llama", "Q8_0")
+    request.getfixturevalue("without_package")
+    with pytest.raises(MissingExtraError, match=r"pip install 'shardload\[gguf\]'"):
+        shardload.convert(file, tmp_path / "out", to="h5")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "model.gguf"]
+
+
+def test_verify_reads_stored_bytes_to_their_end(tmp_path):
+    first, _, other = quantised_pair(tmp_path)
+    assert [v.n_bytes for v in verify(first)] == [
+        sum(t.stored_bytes for t in shardload.inspect(first).tensors.values())
+    ]
+    found = diff(first, other)
+    assert [(d.name, d.what) for d in found.differences] == [("lm_head.weight", "values")]
 
 
 def test_a_file_that_shrinks_is_a_transfer_error(tmp_path):

@@ -494,16 +494,22 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path):
         """
         sys.modules["keras_hub"] = sys.modules["gguf"] = None
         import shardload
-        for call, source in ((shardload.load, sys.argv[1]), (shardload.inspect, sys.argv[2])):
+        from shardload.cli import main
+        from jax.sharding import PartitionSpec
+        load_arrays = lambda source: shardload.load_arrays(source, lambda *_: PartitionSpec(), mesh="1x1")
+        for call, source in ((shardload.load, sys.argv[1]), (load_arrays, sys.argv[2])):
             try:
                 call(source)
             except shardload.errors.MissingExtraError as error:
                 print(error.extra, "|", error)
+        for command in ("inspect", "verify", "diff"):
+            assert main([command, *sys.argv[2:3] * (1 + (command == "diff"))]) == 0, command
         """,
         folder,
         file,
     )
-    hub, decoder = out.splitlines()
+    hub, decoder, *rest = out.splitlines()
+    assert "self_attn.q_proj.weight" in "".join(rest) and "no digests" in "".join(rest)
     assert hub.startswith("hub | ") and "pip install 'shardload[hub]'" in hub
     assert decoder.startswith("gguf | ") and "pip install 'shardload[gguf]'" in decoder
 
