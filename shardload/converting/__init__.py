@@ -13,7 +13,6 @@ bits unless another dtype is requested.
 
 from __future__ import annotations
 
-import errno
 import html
 import os
 import time
@@ -24,7 +23,7 @@ from typing import Any, Literal
 
 from shardload.converting import adapters, hugging_face_copy
 from shardload.converting.plans import ConversionPlan
-from shardload.converting.replace_target import check_description, check_free, check_shard
+from shardload.converting.replace_target import check_description, check_free, check_shard, write_error
 from shardload.converting.source import Source, open_source
 from shardload.converting.staging import RESULT, ConversionFolder, staged
 from shardload.converting.targets import TARGETS, Target, is_file_name, plan_for, shard_bytes_for, target_of
@@ -241,7 +240,7 @@ def _write(
             files.check()  # a source that changed during the copy would give a mixture
             _finish(plan, staging, overwrite=overwrite)
         except BaseException as error:
-            raise _with_way_on(explained(error, target), staging) from error
+            raise _with_way_on(explained(error, target, plan.nbytes), staging) from error
         finally:
             shown.stop()
     return resumed
@@ -333,8 +332,8 @@ def check_result(plan: ConversionPlan, staging: ConversionFolder) -> None:
         )
 
 
-def explained(error: BaseException, target: Path) -> BaseException:
-    """Return the error to raise for one that stopped the writing of a target."""
+def explained(error: BaseException, target: Path, n_bytes: int) -> BaseException:
+    """Return the error to raise for one that stopped the writing of a target with ``n_bytes`` of tensors."""
     if isinstance(error, ProcessLostError):
         return error
     number = errno_of(error) if isinstance(error, Exception) else None
@@ -342,8 +341,7 @@ def explained(error: BaseException, target: Path) -> BaseException:
     if not isinstance(error, SaveError) and isinstance(error, ShardloadError):
         return error
     if number in WAYS_OUT:  # HDF5 mentions it in the text of a RuntimeError
-        why = "the disk is full" if number == errno.ENOSPC else os.strerror(number or 0)
-        return WriteError(f"Cannot write {target}: {why}. {WAYS_OUT[number or 0]}.")
+        return write_error(target, number or 0, n_bytes)
     if isinstance(error, OSError):
         why = str(error.strerror or error) if number is None else os.strerror(number)
         return WriteError(f"Cannot write {target}: {why}.")

@@ -267,7 +267,7 @@ def _write(plan: ConversionPlan, request: _Request, call: JointLoad, progress: P
             call.meet("all values are written")
             call.first(lambda: converting.publish(plan, staging, overwrite=request.overwrite), "the publishing")
         except BaseException as error:
-            raise converting.explained(error, target) from error
+            raise converting.explained(error, target, plan.nbytes) from error
         finally:
             progress.stop()
 

@@ -5,21 +5,35 @@ Replacing removes everything in a folder, so a folder is only replaced if its co
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 from shardload.converting.sidecar_files import is_weights
-from shardload.errors import ShardloadError, WriteError
+from shardload.errors import WAYS_OUT, ShardloadError, WriteError
 from shardload.loaders import recognise
 from shardload.loaders.contents import FolderContent
 from shardload.steps.file_tree import is_empty
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import located
+from shardload.units import format_bytes
 
 
 def exists(target: Path) -> WriteError:
     """Return the error for an existing target."""
     return WriteError(f"{target} already exists. Replace it with overwrite=True (--overwrite), or choose another name")
+
+
+def write_error(target: Path, number: int, n_bytes: int | None = None) -> WriteError:
+    """Build the error for a disk, or a limit of this process, that refuses a target with ``n_bytes`` of tensors."""
+    why = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
+    size = f", for {format_bytes(n_bytes)} of tensors" if n_bytes and number in _ROOM else ""
+    made = WriteError(f"Cannot write {target}: {why}{size}.{f' {WAYS_OUT[number]}.' if number in WAYS_OUT else ''}")
+    made.errno = number
+    return made
+
+
+_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:

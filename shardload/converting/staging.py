@@ -12,6 +12,7 @@ otherwise it reads finished tensors back, and copies again those whose digest di
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardload.converting.replace_target import check_free, check_shard
+from shardload.converting.replace_target import check_free, check_shard, write_error
 from shardload.errors import WriteError
 from shardload.interrupts import defer_interrupt
 from shardload.steps.digest_list import hasher
@@ -228,7 +229,7 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
     except OSError as error:
         with contextlib.suppress(OSError):  # missing or not empty
             home.rmdir()
-        raise WriteError(f"Cannot write to {home}: {error.strerror or error}") from error
+        raise write_error(target, error.errno or errno.EIO) from error
     try:
         if lock.state == "taken":  # where the file system has no locks, go on without
             raise WriteError(

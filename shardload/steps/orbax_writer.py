@@ -36,8 +36,11 @@ DEFAULT_TIMEOUT_S = 1200
 class PendingSave:
     """A save that runs in the background."""
 
-    def __init__(self, response: Any, *, path: Path, step: int | str, parent: os.stat_result) -> None:
+    def __init__(
+        self, response: Any, *, path: Path, step: int | str, parent: os.stat_result, n_bytes: int | None = None
+    ) -> None:
         self.path = path
+        self._n_bytes = n_bytes
         self._step = step
         self._parent = parent
         self._error: BaseException | None = None
@@ -62,7 +65,9 @@ class PendingSave:
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"Step {self._step} is still being written to {self.path} after {timeout_s} s")
         if self._error is not None:
-            raise save_error(self._error, step=self._step, folder=self.path) from self._error
+            raise save_error(
+                self._error, step=self._step, folder=self.path, needed_bytes=self._n_bytes
+            ) from self._error
         if not self.path.is_dir():
             raise describe("the folder is gone after Orbax wrote it", step=self._step, folder=self.path)
         # Orbax recreates missing parents and reports success, so compare with the folder seen before the save.
@@ -128,18 +133,29 @@ def start_save(
             number=errno.ENOENT,
             advice="Create it first",
         )
+    n_bytes = _bytes_of(items)
     try:
         parent = target.parent.stat()
-        return PendingSave(_start(target, items, compression, timeout_s), path=target, step=step, parent=parent)
+        response = _start(target, items, compression, timeout_s)
+        return PendingSave(response, path=target, step=step, parent=parent, n_bytes=n_bytes)
     except SaveError:
         raise
     except (OSError, ValueError) as error:
-        raise save_error(error, step=step, folder=target) from error
+        raise save_error(error, step=step, folder=target, needed_bytes=n_bytes) from error
     except KeyError as error:  # no handler of Orbax accepts the item
         raise UsageError(
             "Cannot save an item that Orbax has no handler for. Expected a pytree of arrays, a dict of text, or an "
             f"object with its own handler: {error.args[0] if error.args else error}"
         ) from error
+
+
+def _bytes_of(items: Any) -> int:
+    """Return the bytes of all arrays in nested containers."""
+    if isinstance(items, Mapping):
+        return sum(map(_bytes_of, items.values()))
+    if isinstance(items, list | tuple):
+        return sum(map(_bytes_of, items))
+    return int(getattr(items, "nbytes", 0))
 
 
 def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: float | None) -> Any:

@@ -191,10 +191,14 @@ class Staging:
         return target
 
     def discard(self) -> None:
-        """Remove the folder and its files. Does nothing after `publish` or an earlier `discard`."""
+        """Remove the folder and its files, and ``.staging`` if it has no other.
+
+        Does nothing after `publish` or an earlier `discard`.
+        """
         if self._lock is not None:
             _remove_for_good(self.home)
             self._finish()
+            remove_staging(self.root.path)
 
     def _check_complete(self) -> None:
         """Check that the digests exist and match the files on disk."""

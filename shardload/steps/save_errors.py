@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from shardload.errors import WAYS_OUT, SaveError, errno_of
+from shardload.units import format_bytes
 
 _ADVICE = {
     **WAYS_OUT,
@@ -23,20 +24,26 @@ _ADVICE = {
     errno.ENOENT: "Something removed it while the step was being written; find out what before saving again",
 }
 
+_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-def save_error(cause: BaseException, *, step: int | str, folder: str | os.PathLike[str]) -> SaveError:
+
+def save_error(
+    cause: BaseException, *, step: int | str, folder: str | os.PathLike[str], needed_bytes: int | None = None
+) -> SaveError:
     """Build the `SaveError` that names the underlying reason for ``cause``.
 
     Args:
         cause: The exception raised by the operating system, TensorStore or Orbax.
         step: The step that was being saved, for the message.
         folder: The folder being written; if it is gone, that is the reason for any error.
+        needed_bytes: The size of the step's arrays, if known: what a full disk has no room for.
     """
     if isinstance(cause, SaveError):
         return cause
     number = errno_of(cause)
     reported = f"{type(cause).__name__}: {str(cause).rstrip('. ')}"
-    why = f"{os.strerror(number)} ({reported})" if number else reported
+    room = f", for {format_bytes(needed_bytes)} of arrays" if needed_bytes and number in _ROOM else ""
+    why = f"{os.strerror(number)}{room} ({reported})" if number else reported
     # Writers report a removed folder in many ways, often as an error of their own metadata.
     if not Path(folder).parent.exists() and number in (None, errno.ENOENT):
         number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({reported})"

@@ -151,7 +151,8 @@ def synth(
             )
     # Only safetensors are cut into shards.
     largest = min(job.nbytes, shard_bytes) if job.format == "safetensors" else job.nbytes
-    with _as_write_errors(folder), _workspace(folder, stem, job.nbytes, largest_file=largest) as work:
+    what = f"{stem} ({format_bytes(job.nbytes)}) "
+    with _as_write_errors(folder, what), _workspace(folder, stem, job.nbytes, largest_file=largest) as work:
         shown.start(job.nbytes, f"Writing {stem}")
         try:
             _write(job, work, stem=stem, shard_bytes=shard_bytes, progress=shown)
@@ -323,17 +324,19 @@ def _recover(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _as_write_errors(folder: Path) -> Iterator[None]:
+def _as_write_errors(folder: Path, what: str = "") -> Iterator[None]:
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
         advice = f"{WAYS_OUT[error.errno]}. The" if error.errno in WAYS_OUT else "The"
-        raise WriteError(
-            f"Cannot write to {folder}: {error.strerror or error}. {advice} unfinished files were removed. To choose "
-            "another folder, set SHARDLOAD_HOME, or pass directory= (--directory)"
-        ) from error
+        made = WriteError(
+            f"Cannot write {what}to {folder}: {error.strerror or error}. {advice} unfinished files were removed. To "
+            "choose another folder, set SHARDLOAD_HOME, or pass directory= (--directory)"
+        )
+        made.errno = error.errno
+        raise made from error
 
 
 __all__ = ["FORMATS", "MAX_SEED", "ArchitectureSummary", "Format", "names", "synth"]

@@ -228,7 +228,8 @@ def test_a_conversion_that_fills_the_disk_goes_on_once_there_is_room(disk, to):
         said = r"\. Free some space, or choose another disk\." + (
             r" The finished part is in .*again to continue.*" if kept else ""
         )
-        assert re.fullmatch(rf"Error: Cannot write .*/out: the disk is full{said}", paragraph)
+        full = r"the disk is full, for [\d.]+ [KM]iB of tensors"
+        assert re.fullmatch(rf"Error: Cannot write .*/out: {full}{said}", paragraph)
         assert kept or " -1 " in name, "work that was lost"
         assert (seen["again"]["code"], seen["again"]["names"]) == (0, ["out"]), seen
         assert seen["same"] in (None, 0)

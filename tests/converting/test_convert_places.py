@@ -167,7 +167,7 @@ def test_a_disk_without_room_for_the_lock_keeps_no_empty_folder(tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(WriteError, match="No space"), staged(tmp_path / "out", folder=True, overwrite=False):
+    with pytest.raises(WriteError, match="the disk is full"), staged(tmp_path / "out", folder=True, overwrite=False):
         pass
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ EDGES = {
     "progress": {"errors", "reports", "units"},
     "transfer": {"errors", "manifest", "sharding", "stores"},
     "keras_bridge": {"distributed", "errors", "sharding", "transfer"},
-    "steps": {"errors", "loaders", "stores"},
+    "steps": {"errors", "loaders", "stores", "units"},
     "data": {"errors", "keras_bridge"},
     "hub": {"errors", "keras_bridge", "loaders", "manifest", "stores", "transfer"},
     "optimizers": {"errors", "keras_bridge", "sharding", "units"},

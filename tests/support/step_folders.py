@@ -34,4 +34,4 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

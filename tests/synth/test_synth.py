@@ -240,7 +240,7 @@ def test_a_full_disk_is_seen_before_writing(home, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WriteError, match=r"Cannot write to .* set SHARDLOAD_HOME"):
+    with pytest.raises(WriteError, match=r"Cannot write gpt2.* to .* set SHARDLOAD_HOME"):
         synth("gpt2", directory=tmp_path / "file" / "root", **TINY)
 
 
