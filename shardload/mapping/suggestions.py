@@ -19,12 +19,15 @@ def unknown_tensor(name: str, manifest: Manifest) -> MismatchError:
 
 
 def suggestion(wanted: str, known: Iterable[str]) -> str:
-    """Suggest the most likely existing names: those with the same ending first, else some of them.
+    """Suggest the most likely existing names: what is below the name, those with the same ending, else some of them.
 
     Returns:
         ``". Did you mean 'a' or 'b'?"``, ``". Available: 'x', 'y', …"``, or an empty string if there are none.
     """
     names = sorted(set(known))
+    # A box of Flax (`kernel/value`): the tensors of other layers, whose names are like it, are others.
+    if inside := [n for n in names if n.startswith((f"{wanted}/", f"{wanted}."))]:
+        return f". Did you mean {' or '.join(map(repr, inside[:SHOWN]))}?"
     # The last two parts: the variable's name alone ("kernel") would match every layer.
     ending = wanted.rsplit("/", 2)[-2:]
     close = [n for n in names if n.split("/")[-len(ending) :] == ending]

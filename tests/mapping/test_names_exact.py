@@ -105,6 +105,7 @@ def test_structural_keys_tell_equal_paths_apart(tmp_path):
     [
         (["q"], {"q": "no/such"}, "no variable with that path"),
         (["q"], {"r": "a/kernel"}, "Cannot map tensor 'r': .* does not contain it"),
+        (["a/kernel/value", "b/kernel"], {"a/kernel": "a/kernel"}, r"contain it\. Did you mean 'a/kernel/value'\?$"),
         (["q", "a/kernel"], {"q": "a/kernel"}, "two tensors to variable 'a/kernel': tensor"),
         (["a/kernel", "layers/dense/vars/0"], None, "tensor 'a/kernel', and the tensor of its structural key"),
     ],
