@@ -41,15 +41,22 @@ def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed
     Args:
         name: Of the array, for errors.
         found: The target, or the sharding that it has.
-        mesh: That of a `PartitionSpec`.
+        mesh: That of a `PartitionSpec`, and of shardings on an abstract mesh.
 
     Raises:
-        UsageError: When a `PartitionSpec` comes without a mesh.
+        UsageError: When a `PartitionSpec`, or a sharding on an abstract mesh, comes without a mesh.
         LayoutError: When it does not fit the mesh.
         UnsupportedError: When the target is of another kind.
     """
     if found is None:
         return SingleDeviceSharding(jax.devices()[0])
+    if isinstance(found, NamedSharding) and not isinstance(found.mesh, jax.sharding.Mesh):
+        # As of `jax.eval_shape` under `jax.set_mesh`.
+        if mesh is None:
+            raise UsageError(
+                f"Cannot place {name!r} by {found.spec}: its mesh is abstract, without devices. Pass mesh="
+            )
+        found = found.spec
     if isinstance(found, PartitionSpec):
         if mesh is None:
             raise UsageError(f"Cannot place {name!r} by {found}: a PartitionSpec needs a mesh. Pass mesh=")
@@ -63,10 +70,7 @@ def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed
                 f"{', '.join(mesh.axis_names)}"
             )
         return NamedSharding(mesh, found)
-    # An AbstractMesh has no devices to place an array on.
-    if isinstance(found, NamedSharding) and isinstance(found.mesh, jax.sharding.Mesh):
-        return found
-    if isinstance(found, SingleDeviceSharding):
+    if isinstance(found, NamedSharding | SingleDeviceSharding):
         return found
     shown = f"the class {found.__name__}" if isinstance(found, type) else f"{found!r:.80}"
     raise UnsupportedError(

@@ -224,6 +224,17 @@ def test_a_tree_of_shapes_is_whole_on_each_device_of_a_mesh(path, mesh):
         shardload.load_arrays(path, boxes, mesh={"x": 2, "y": 4})
 
 
+def test_shapes_on_an_abstract_mesh_take_the_mesh_that_is_given(path, mesh):
+    """As of `jax.eval_shape` under `jax.set_mesh`: JAX has no devices there."""
+    abstract = NamedSharding(mesh.abstract_mesh, P(None, "model"))
+    shapes = {"weight": struct((8, 4), sharding=abstract), "bias": struct((4,))}
+    found = shardload.load_arrays(path, shapes, mesh=mesh)
+    assert found["weight"].sharding == NamedSharding(mesh, P(None, "model"))
+    assert np.array_equal(found["weight"], WEIGHT)
+    with pytest.raises(UsageError, match=r"'weight' by .*: its mesh is abstract, without devices\. Pass mesh="):
+        shardload.load_arrays(path, shapes)
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_typed_keys_come_back_as_from_orbax(tmp_path, mesh, impl):
     keys = {"one": jax.random.key(3, impl=impl), "many": jax.random.split(jax.random.key(4, impl=impl), 8)}

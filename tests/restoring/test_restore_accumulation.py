@@ -175,6 +175,14 @@ def test_a_file_that_does_not_say_the_number_is_read_as_keras_reads_it(tmp_path)
         assert f"it counted 40 batches, and optimizer.iterations is {updates}, as for" in told
 
 
+def test_an_optimizer_of_a_loop_of_ones_own(tmp_path):
+    shardload.save(trained("adam", 4, 42), tmp_path, step=7)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, name="first")], name="net")
+    optimizer = MAKE["adam"](8)
+    report = shardload.restore(model, tmp_path, optimizer=optimizer)
+    assert int(optimizer.iterations) == 10 and any("from 42 to 80" in note for note in report.notes)
+
+
 class Gan(keras.Model):
     """A model with an optimizer besides the compiled one."""
 
