@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from keras.src.backend.jax.core import JaxVariable
 
 from shardload.keras_bridge.keras_types import Variable
@@ -108,7 +109,12 @@ def described_accumulation(described: Any) -> int | None:
         if argument in config:
             return described_accumulation(config[argument])
     found = config.get(ACCUMULATION, "")
-    return max(1, found or 1) if found is None or type(found) is int else None
+    return 1 if found is None or found == 0 else batches_of_update(found)
+
+
+def batches_of_update(found: Any) -> int | None:
+    """Return a number of batches from a file, if it is one."""
+    return found if type(found) is int and 0 < found <= _LARGEST else None
 
 
 def owner_of(optimizer: Any, variable: Variable) -> Any:
@@ -133,6 +139,8 @@ def kind_of_class(found: type) -> str:
 
 
 ACCUMULATION = "gradient_accumulation_steps"
+_LARGEST = np.iinfo(np.int32).max
+"""Of the counts of Keras on JAX."""
 _SLOT_OPTIONS = ("use_ema", ACCUMULATION, "amsgrad", "momentum", "centered", "exclude_embeddings")
 """Arguments of Keras' optimizers that decide which slots there are."""
 _WRAPPED_ARGUMENTS = ("inner_optimizer", "base_optimizer")

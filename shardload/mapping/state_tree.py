@@ -19,7 +19,7 @@ from shardload.errors import SourceError, UninitialisedError
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.layer_settings import settings_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, optimizers_by_path, other_optimizers
-from shardload.keras_bridge.optimizer_slots import accumulations_in, kind_of
+from shardload.keras_bridge.optimizer_slots import accumulations_in, batches_of_update, kind_of
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
 from shardload.mapping.slot_roles import Forms, OptimizerForm, forms_of, meaning_of, part_of
 from shardload.mapping.state_keys import Role, roles_of
@@ -230,8 +230,7 @@ class Stored:
         texts += [t for t in (role.slot, role.of, role.name, role.optimizer) if t is not None]
         if not all(isinstance(t, str) for t in texts) or not all(type(n) is int and n >= 0 for n in shape):
             raise SourceError(f"structure.json has a leaf with values of the wrong type: {leaf}")
-        steps = leaf.get(_ACCUMULATES)
-        return cls(path, role, shape, leaf["dtype"], steps if type(steps) is int and steps > 0 else None)
+        return cls(path, role, shape, leaf["dtype"], batches_of_update(leaf.get(_ACCUMULATES)))
 
 
 @dataclass(frozen=True, slots=True)

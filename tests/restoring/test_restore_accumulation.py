@@ -131,6 +131,19 @@ def test_gradients_that_wait_for_an_update_continue_with_the_same_number_only(lo
         assert len(dropped) == (now != 4)
 
 
+@pytest.mark.parametrize("said", [0, -4, "4", True, 10**30, None])
+def test_a_manipulated_number_is_as_good_as_none(said, tmp_path):
+    shardload.save(trained("adam", 4, 40), tmp_path, step=7)
+    path = tmp_path / "7" / "shardload" / "structure.json"
+    structure = json.loads(path.read_text())
+    next(leaf for leaf in structure["leaves"] if leaf["key"] == "iteration")["gradient_accumulation_steps"] = said
+    path.write_text(json.dumps(structure))
+    Digests.compute(tmp_path / "7").write(tmp_path / "7")
+    target = build("adam", 8)
+    shardload.restore(target, tmp_path)
+    assert int(target.optimizer.iterations) == 10  # the configuration says it
+
+
 def test_weights_alone_say_nothing_of_the_optimizer(tmp_path):
     shardload.save(trained("adam", 4, 42), tmp_path, step=7)
     target = trained("adam", 8, 3)
