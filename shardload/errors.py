@@ -225,6 +225,8 @@ def errno_of(error: BaseException) -> int | None:
     for link in _chain(error):
         if isinstance(link, OSError) and link.errno:
             return link.errno
+        if isinstance(link, MemoryError):  # NumPy's says how many bytes, not why
+            return errno.ENOMEM
         # TensorStore's code is exact; the words after it are a guess for errors without one.
         text = str(link)
         if found := _OS_CODE.search(text):
@@ -387,16 +389,23 @@ def import_failure(error: BaseException) -> ImportError | None:
 
 
 def suggests_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: an unknown keyword argument is a `UsageError` that names the closest known one."""
-    known = inspect.signature(function).parameters
+    """Decorate a public function: arguments that it cannot be called with are a `UsageError`.
+
+    Of an unknown keyword argument, it names the closest known one.
+    """
+    signature = inspect.signature(function)
+    known = signature.parameters
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if unknown := [name for name in kwargs if name not in known]:
-            raise UsageError(
-                f"{function.__qualname__.removesuffix('.__init__')}() has no argument {unknown[0]!r}."
-                f"{did_you_mean(unknown[0], known)}"
-            )
+        name = function.__qualname__.removesuffix(".__init__")
+        if unknown := [given for given in kwargs if given not in known]:
+            raise UsageError(f"{name}() has no argument {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            shown = ", ".join(n if p.default is p.empty else f"{n}=…" for n, p in known.items() if n != "self")
+            raise UsageError(f"Cannot call {name}({shown:.200}): {error}") from None
         return function(*args, **kwargs)
 
     return checked

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import ShardloadError, UnsupportedError
 from shardload.stores.location import Location
+from shardload.units import plural
 
 
 class RowReader(Protocol):
@@ -239,8 +240,8 @@ class Manifest:
 
     def __repr__(self) -> str:
         return (
-            f"<Manifest {self.source} ({self.format}): {len(self.tensors)} tensors, {self.parameters:,} parameters, "
-            f"{self.nbytes:,} bytes>"
+            f"<Manifest {self.source} ({self.format}): {plural(len(self.tensors), 'tensor')}, "
+            f"{plural(self.parameters, 'parameter')}, {self.nbytes:,} bytes>"
         )
 
     def require_description(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardload.accelerating.attempt import Accelerated
+from shardload.errors import suggests_arguments
 from shardload.keras_bridge.entry_points import calls_to
 from shardload.pipeline.arguments import check_backend
 from shardload.reports.calls import FastReport
@@ -21,6 +22,7 @@ from shardload.reports.calls import FastReport
 __all__ = ["FastReport", "fast"]
 
 
+@suggests_arguments
 @contextmanager
 def fast() -> Iterator[FastReport]:
     """Make Keras and KerasHub load through shardload inside the block; the program stays as it is.

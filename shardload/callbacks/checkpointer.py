@@ -89,9 +89,9 @@ class Checkpointer:
         self._monitor = Monitor(monitor, mode=mode)
         self._best = Best(self._monitor, of="folder", rule="keep_best" if keep_best else None)
         self._background, self._compression, self._timeout_s = save_on_background, compression, async_timeout_s
+        selection = Selection(save_trainable_only, variables)  # before a folder is made
         self._root = Root(directory, create=True)
         self._writer = Writer(self._root)
-        selection = Selection(save_trainable_only, variables)
         self._contents = Contents(weights_only=False, warn=warn_caller, selection=selection)
         self._has_begun = False
         self._newest = -1

@@ -158,11 +158,11 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._monitor = Monitor(monitor, mode=mode, threshold=initial_value_threshold)
         rule = "save_best_only" if save_best_only else "keep_best"
         self._best = Best(self._monitor, of=best_of, rule=rule if self._retention.best else None)
+        selection = Selection(save_trainable_only, variables)  # before a folder is made
         self._root = Root(directory, create=True)
         self._writer = Writer(self._root)
         self._decisions = processes.Channel()
         """Used by the training thread only; the writer's channel is also used by the writing thread."""
-        selection = Selection(save_trainable_only, variables)
         self._contents = Contents(weights_only=save_weights_only, warn=self._warn, selection=selection)
         self._total = 0
         self._since_save = 0

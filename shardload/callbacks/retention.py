@@ -58,7 +58,8 @@ class Retention:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a positive integer or None")
-        if self.every_hours is not None and not self.every_hours > 0:
+        hours = self.every_hours
+        if hours is not None and not (isinstance(hours, int | float) and hours > 0):
             raise UsageError(f"Cannot use keep_every_hours={self.every_hours!r:.60}: expected more than 0, or None")
 
     def removable(self, steps: Sequence[StepInfo], *, newest: int, by: BestRule) -> list[int]:

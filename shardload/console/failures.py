@@ -93,14 +93,14 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
             return 2, str(error)
         case ShardloadError() | streams.OutputError():
             return 1, _with_way_out(error)
+        case MemoryError():
+            return 1, "The machine ran out of memory, or this process's limit (ulimit -v). " + _LESS_MEMORY
         # Also a module that cannot be opened, which is installed.
         case _ if limit := LimitError.explaining(error, "run this command"):
             return 1, str(limit)
         # A module of shardload itself that is missing is a bug, or half an installation: see `_unexpected`.
         case ImportError() if (error.name or "").partition(".")[0] != "shardload":
             return 1, str(MissingExtraError.explaining(error, needed_for="This command"))
-        case MemoryError():
-            return 1, "The machine ran out of memory, or this process's limit (ulimit -v). " + _LESS_MEMORY
         case OSError():
             return 1, _os_error(error)
     # JAX has one class for all errors of XLA; the status is in the text.

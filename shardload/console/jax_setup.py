@@ -21,6 +21,7 @@ from shardload.console import failures
 from shardload.console.processes import GiveUp, Processes
 from shardload.errors import MeshError
 from shardload.sharding.mesh import MeshSpec
+from shardload.units import plural
 
 KEEP_TENSORFLOW_VARIABLE = "SHARDLOAD_KEEP_TENSORFLOW"
 MAX_SIMULATED = 1024
@@ -171,7 +172,7 @@ def _start(jax: Any) -> list[Any]:
 def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
     found = devices[0].platform
     count = f"is 1 {found}" if len(devices) == 1 else f"are {len(devices)} {found}"
-    here = f"The mesh {mesh} needs {needed} devices"
+    here = f"The mesh {mesh} needs {plural(needed, 'device')}"
     if found == "cpu" and needed > MAX_SIMULATED:
         return (
             f"{here}; on the CPU at most {MAX_SIMULATED} can be simulated. Use a smaller mesh, or `shardload plan`, "

@@ -165,6 +165,7 @@ def convert(
     """
     began = time.monotonic()
     # Check all that the arguments tell before anything is opened.
+    arguments.check_kind("dst", dst, str | os.PathLike, "a path")
     if not os.fspath(dst):
         raise UsageError("Cannot convert to an empty path. Give a folder, or NAME.weights.h5")
     target = Path(os.path.abspath(local_target(dst)))  # noqa: PTH100  resolve() would follow a link that is to be replaced

@@ -28,6 +28,7 @@ from shardload.keras_bridge.lora import LoraKernel, lora_kernels, merge
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
 from shardload.mapping import map_state
+from shardload.units import plural
 
 
 def check_base(manifest: Manifest, base: Any) -> None:
@@ -64,7 +65,7 @@ def on_base(base: Source, path: str) -> Source:
             "its model was loaded from"
         )
     values = base.values | {id(b.variable): viewed(b, step) for b in mapping.bindings}
-    note = f"{len(mapping.bindings)} weights come from {path}, the others from {base.manifest.source}"
+    note = f"{plural(len(mapping.bindings), 'weight')} from {path}, the others from {base.manifest.source}"
     return replace(base, values=values, adapters=step, notes=(*base.notes, note))
 
 
@@ -110,8 +111,8 @@ def merged(source: Source, layers: Sequence[Any]) -> Source:
 def merge_note(kernels: Sequence[LoraKernel]) -> str:
     """Describe a merge for the report."""
     return (
-        f"LoRA was merged into {len(kernels)} kernels ({kernels[0].kernel.path!r} …): computed in float32 and rounded "
-        "once to the dtype of each kernel"
+        f"LoRA was merged into {plural(len(kernels), 'kernel')} ({kernels[0].kernel.path!r} …): computed in float32 "
+        "and rounded once to the dtype of each kernel"
     )
 
 

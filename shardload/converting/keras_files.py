@@ -266,4 +266,4 @@ def _left_out(variables: Sequence[Any]) -> tuple[str, ...]:
     if not variables:
         return ()
     first = variables[0].path
-    return (f"{len(variables)} states of seed generators were left out, as in Keras: {first!r} …",)
+    return (f"left out, as in Keras: {plural(len(variables), 'state')} of seed generators ({first!r} …)",)

@@ -172,9 +172,9 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
         notes.append(f"{left_out}: only weights are converted")
     if unread:
         raise MismatchError(
-            f"Cannot convert {source}: {len(unread)} tensors would be lost, because its model has no variable for "
-            f"them: {some(unread)}. Correct its configuration, or leave them out: ignore=[{unread[0]!r}] (--ignore "
-            f"{unread[0]})"
+            f"Cannot convert {source}: {plural(len(unread), 'tensor')} would be lost, because its model has no "
+            f"variable for them: {some(unread)}. Correct its configuration, or leave them out: ignore=[{unread[0]!r}] "
+            f"(--ignore {unread[0]})"
         )
     return tuple(notes)
 
@@ -259,7 +259,7 @@ def _fresh(made: list[StoredValue]) -> tuple[str, ...]:
     if not made:
         return ()
     return (
-        f"{len(made)} variables are not in the source and get their initial values: "
+        f"initial values for {plural(len(made), 'variable')} that the source lacks: "
         f"{some([v.variable.path for v in made])}",
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardload.errors import UnsupportedError, UsageError
@@ -36,6 +36,8 @@ def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
     Raises:
         UsageError: When a field is never checked: a misspelt name must not count as consent.
     """
+    if not isinstance(ignore, Iterable) or not all(isinstance(name, str) for name in ignore):
+        raise UsageError(f"Cannot use ignore_config={ignore!r:.60}: expected a list of fields: ['rope_scaling']")
     names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     known = sorted({*families.KNOWN, quantised.FIELD, quantised.ADAPTER})
     if unknown := [name for name in names if name not in known]:

@@ -163,20 +163,23 @@ def preset_saver(folder: Path) -> Any:
     return KerasPresetSaver(str(folder))
 
 
-def keras_hub() -> Any:
+def keras_hub(needed_for: str = "Building this model") -> Any:
     """Import and return KerasHub.
+
+    Args:
+        needed_for: What fails without it, as the subject of the error.
 
     Raises:
         MissingExtraError: When it is not installed.
     """
-    with _hub_extra(), any_home(), timed():
+    with _hub_extra(needed_for), any_home(), timed():
         import keras_hub as package
     return package
 
 
 def preset_handles() -> dict[str, str]:
     """Return KerasHub's built-in presets, name → handle. Imports KerasHub."""
-    keras_hub()
+    keras_hub("Listing the presets")
     from keras_hub.src.utils.preset_utils import BUILTIN_PRESETS
 
     return {name: str(entry["kaggle_handle"]) for name, entry in BUILTIN_PRESETS.items()}
@@ -401,8 +404,8 @@ def _transformers_loader(manifest: Manifest) -> Any:
 
 
 @contextlib.contextmanager
-def _hub_extra() -> Iterator[None]:
+def _hub_extra(needed_for: str = "Building this model") -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise MissingExtraError.explaining(error, needed_for="Building this model", extra="hub") from error
+        raise MissingExtraError.explaining(error, needed_for=needed_for, extra="hub") from error

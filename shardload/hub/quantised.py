@@ -22,6 +22,7 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location
+from shardload.units import plural
 
 FIELD = "quantization_config"
 """Field to ignore if only the configuration mentions quantisation, or if float8 values need no scales."""
@@ -122,7 +123,7 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
     decoded = _DECODED.get(str(manifest.config.get("model_type")))
     ignored = [f"{where} sets {method}" for method, where in _described(manifest) if method != decoded]
     if bare := _widened(manifest, bindings):
-        ignored.append(f"{len(bare)} tensors are float8 ({bare[0]!r} …)")
+        ignored.append(f"{plural(len(bare), 'tensor')} in float8 ({bare[0]!r} …)")
     return (*notes, *(f"{FIELD} ignored: {one}; the tensors are loaded as plain weights" for one in ignored))
 
 

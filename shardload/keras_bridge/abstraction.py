@@ -30,7 +30,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardload.distributed.same_values import require_agreement
-from shardload.errors import UninitialisedError, UnsupportedError, suggests_arguments
+from shardload.errors import UninitialisedError, UnsupportedError, UsageError, suggests_arguments
 from shardload.keras_bridge.hub_imports import HUB, hub_patched
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.model_state import refresh_derived, state_of
@@ -51,6 +51,7 @@ from shardload.keras_bridge.variables import (
     value_of,
 )
 from shardload.sharding.layout import Layout
+from shardload.units import plural
 
 __all__ = ["abstract", "check_initialised", "initialise", "is_abstract", "uninitialised"]
 
@@ -130,14 +131,18 @@ def check_initialised(target: Model | Iterable[Variable]) -> None:
     if left := uninitialised(target):
         shown = ", ".join(map(repr, left[:5])) + (" …" if len(left) > 5 else "")
         raise UninitialisedError(
-            f"{len(left)} variables have no value: {shown}. Load them, or call shardload.initialise(model)"
+            f"No value for {plural(len(left), 'variable')}: {shown}. Load them, or call shardload.initialise(model)"
         )
 
 
 def _variables(target: Model | Iterable[Variable]) -> list[Variable]:
     if isinstance(target, keras.Layer):
         return state_of(target)
-    return unique(getattr(target, "variables", target))
+    given = getattr(target, "variables", target)
+    found = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(variable, keras.Variable) for variable in found):
+        raise UsageError(f"Cannot use {target!r:.60}: expected a model, or variables of Keras")
+    return unique(found)
 
 
 # ---- one variable's initial value ----------------------------------------------------------------

@@ -19,6 +19,7 @@ from shardload.keras_bridge.variables import has_value
 from shardload.manifest import Manifest
 from shardload.mapping.state_tree import StateLeaf, Stored
 from shardload.mapping.variable_map import Mismatch
+from shardload.units import plural
 
 
 def require_values(model: Any, manifest: Manifest, left_out: Sequence[tuple[Stored, StateLeaf]]) -> None:
@@ -28,8 +29,8 @@ def require_values(model: Any, manifest: Manifest, left_out: Sequence[tuple[Stor
         adapters = _adapters(manifest.metadata["structure"].get("form"))
         lora = f", call {_call(model, adapters)}" if adapters else ""
         raise MismatchError(
-            f"Cannot load {manifest.source} alone: it is a partial step, without {len(weights)} weights of its model, "
-            f"such as {empty[0].variable.path!r}. Load the base model first{lora}, then "
+            f"Cannot load {manifest.source} alone: it is a partial step, without {plural(len(weights), 'weight')} of "
+            f"its model, such as {empty[0].variable.path!r}. Load the base model first{lora}, then "
             "shardload.restore(model, directory)"
         )
 

@@ -23,6 +23,7 @@ from shardload.keras_bridge.optimizer_slots import accumulations_in, batches_of_
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
 from shardload.mapping.slot_roles import Forms, OptimizerForm, forms_of, meaning_of, part_of
 from shardload.mapping.state_keys import Role, roles_of
+from shardload.units import plural
 
 _ACCUMULATES = "gradient_accumulation_steps"
 VERSION = 1
@@ -88,8 +89,8 @@ class StateTree:
         if empty:
             shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
             raise UninitialisedError(
-                f"Cannot save the model: {len(empty)} variables have no value: {shown}. Load weights or train the "
-                "model first"
+                f"Cannot save the model: no value for {plural(len(empty), 'variable')}: {shown}. Load weights or "
+                "train the model first"
             )
         tree: dict[str, Any] = {group: {} for group in _groups_of(self.leaves)}
         for leaf in (leaf for leaf in self.leaves if 0 not in leaf.shape):

@@ -12,7 +12,7 @@ Never `pmap`, which ignores the mesh. The names are those of Keras pull request 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -57,7 +57,7 @@ def all_reduce(
         MeshError: When the mesh has no such axis.
         UnsupportedError: When a derivative of ``"max"`` or ``"min"`` is needed.
     """
-    if op not in _REDUCE:
+    if not isinstance(op, str) or op not in _REDUCE:
         raise UsageError(f"Cannot reduce by op={op!r:.60}. Choose {', '.join(_REDUCE)}")
     axes = _names(axis_name)
     local = partial(_REDUCE[op], axis_name=axes)
@@ -180,7 +180,8 @@ def split_tensor_for_parallelism(tensor: Any, index: int, device_count: int, dim
 
 
 def _names(axis_name: Axes) -> tuple[str, ...]:
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str)
+    names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
     if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
         raise UsageError(
             f"Cannot use axis_name={axis_name!r:.60}: expected the name of a mesh axis, or different names"
@@ -234,6 +235,8 @@ def _on_mesh(
         spec: As the caller gave it.
         derivative: What has no derivative; ``None`` if it has one.
     """
+    if not isinstance(mesh, Mesh | None):
+        raise UsageError(f"Cannot use mesh={mesh!r:.60}: expected a jax.sharding.Mesh")
 
     def mapped(x: Any) -> Callable[[Any], Any]:
         on, split = _placed(x, mesh, spec)

@@ -13,7 +13,7 @@ from shardload.keras_bridge.joint_optimizer import FLOAT32_UPDATE
 from shardload.parallel.hlo_collectives import Collective, as_json
 from shardload.parallel.programs import Kind
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import format_bytes
+from shardload.units import format_bytes, plural
 
 _WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
 
@@ -101,7 +101,7 @@ class CompiledStep:
             f"{_WORDS[self.kind]} on {self.mesh}, compiled for {self.platform} in {self.compile_s:.1f} s",
             f"each device: {format_bytes(self.total_bytes)} (arguments {format_bytes(self.argument_bytes)}, outputs "
             f"{format_bytes(self.output_bytes - self.alias_bytes)}, temporaries {format_bytes(self.temporary_bytes)})",
-            f"collectives: {len(self.collectives)} instructions, {format_bytes(self.collective_bytes)}",
+            f"collectives: {plural(len(self.collectives), 'instruction')}, {format_bytes(self.collective_bytes)}",
         ]
         # One line for all that differ only in their source: the same collective of each layer.
         runs = Counter[Collective]()

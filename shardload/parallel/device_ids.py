@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
-from shardload.errors import MeshError
+from shardload.errors import MeshError, UsageError
 from shardload.keras_bridge.caller import warn_caller
 
 
@@ -32,6 +32,8 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
         MeshError: As in `list_devices`.
     """
     found = list_devices(device_type)
+    if not isinstance(count, int):
+        raise UsageError(f"Cannot use count={count!r:.60}: expected a number of devices")
     if count > len(found):
         warn_caller(f"{count} devices were requested, but there are only {len(found)}")
     return found[: max(0, count)]
@@ -44,7 +46,10 @@ def devices_of(ids: str | Sequence[str]) -> list[Any]:
         MeshError: When there is no device with one of the ids.
     """
     found = []
-    for wanted in [ids] if isinstance(ids, str) else ids:
+    every_id = [ids] if isinstance(ids, str) else ids
+    if not isinstance(every_id, Iterable) or not all(isinstance(wanted, str) for wanted in every_id):
+        raise UsageError(f"Cannot use the devices {ids!r:.60}: expected ids such as 'cpu:0', or a list of them")
+    for wanted in every_id:
         platform, _, number = wanted.lower().partition(":")
         every = {device_id(device): device for device in _devices(platform)}
         if (key := f"{platform}:{number}") not in every:
@@ -59,6 +64,8 @@ def device_id(device: Any) -> str:
 
 
 def _devices(device_type: str | None) -> list[Any]:
+    if not isinstance(device_type, str | None):
+        raise UsageError(f"Cannot use device_type={device_type!r:.60}: expected 'cpu', 'gpu' or 'tpu'")
     try:
         return list(jax.devices(device_type and device_type.lower()))
     except RuntimeError as error:

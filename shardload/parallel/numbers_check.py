@@ -140,7 +140,7 @@ class NumbersCheck:
     def summary(self) -> str:
         """Return a few lines for people."""
         lines = [
-            f"{self._verdict()} one device on {self.mesh}: {len(self.comparisons)} results compared, "
+            f"{self._verdict()} one device on {self.mesh}: {plural(len(self.comparisons), 'result')} compared, "
             f"{len(self.wrong)} wrong",
             f"{self.variables} variables where planned, {format_bytes(self.device_bytes)} on each device"
             if not self.misplaced

@@ -17,6 +17,7 @@ from shardload.keras_bridge.variables import has_value, value_of
 from shardload.parallel.device_ids import device_id
 from shardload.parallel.placement_check import bytes_by_device
 from shardload.parallel.result import LayoutChoice
+from shardload.units import plural
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest accepted difference, as a part of the largest output: devices add partial sums in another order, and each
@@ -98,7 +99,7 @@ def _shardings(model: Any, choice: LayoutChoice, binding: ModelBinding) -> Check
             wanted = binding.distribution.replicated(len(variable.shape))
         if not value_of(variable).sharding.is_equivalent_to(wanted, len(variable.shape)):
             wrong.append(f"{variable.path} is {value_of(variable).sharding}, planned {wanted}")
-    detail = "; ".join(wrong[:3]) or f"{len(known)} variables are sharded as planned"
+    detail = "; ".join(wrong[:3]) or f"{plural(len(known), 'variable')} sharded as planned"
     return Check("shardings", not wrong, detail)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +56,8 @@ def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
 def patterns(ignore: Sequence[str]) -> tuple[str, ...]:
     """Return the patterns of tensor names to ignore as a tuple; raise `UsageError` for anything but a list of them."""
     # A string is a sequence of strings: ignore="head" would ignore tensors called "h", "e", "a" and "d".
-    if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
+    is_list = isinstance(ignore, Iterable) and not isinstance(ignore, str)
+    if not is_list or not all(isinstance(pattern, str) for pattern in ignore):
         raise UsageError(f"Cannot use ignore={ignore!r:.60}: expected a list of tensor names, such as ['score.*']")
     return tuple(ignore)
 

@@ -242,8 +242,8 @@ class _Reader:
     def wanted(self, leaves: Mapping[str, Any]) -> list[WantedArray]:
         if words := [name for name, target in leaves.items() if isinstance(target, str)]:
             raise UsageError(
-                f"Cannot place {words[0]!r} by {leaves[words[0]]!r}: a tuple is a tree of targets. "
-                "Write PartitionSpec(…)"
+                f"Cannot place {words[0]!r} by {leaves[words[0]]!r}: it is text, expected a target "
+                "(a tuple is a tree of targets). Write PartitionSpec(…)"
             )
         tensors = {name: self.names.tensor(name) for name in leaves}
         self.names.check(tensors, {name: stated(target).shape for name, target in leaves.items()})

@@ -265,7 +265,7 @@ def _skipped_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     others = [name for name in prepared.mapping.skipped if not name.startswith("metrics_variables/")]
     found = []
     if others:
-        what = f"{len(others)} tensors of parts this model does not have, or that were not requested, were skipped"
+        what = f"skipped {plural(len(others), 'tensor')} of parts that this model lacks, or that were not requested"
         found.append(f"{what}: {others[0]} …")
     if counts:
         found.append(f"metrics start over: their {len(counts)} saved values were skipped")

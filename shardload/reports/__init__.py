@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardload.sharding.layout import Fallback
+from shardload.units import plural
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -230,11 +231,12 @@ class Report:
         yield from sections(self, ascii_only=options.ascii_only)
 
     def __repr__(self) -> str:
-        counts = {"missing": self.missing, "unused": self.unused, "mismatched": self.mismatched, "notes": self.notes}
-        more = "".join(f", {len(found)} {name}" for name, found in counts.items() if found)
+        counts = {"missing": self.missing, "unused": self.unused, "mismatched": self.mismatched}
+        more = "".join(f", {len(found):,} {name}" for name, found in counts.items() if found)
+        more += f", {plural(len(self.notes), 'note')}" if self.notes else ""
         return (
-            f"<{type(self).__name__} {self.source} ({self.format}) on {self.mesh}: {self.variables} variables, "
-            f"{self.weight_bytes:,} bytes{more}; print it for the table>"
+            f"<{type(self).__name__} {self.source} ({self.format}) on {self.mesh}: "
+            f"{plural(self.variables, 'variable')}, {self.weight_bytes:,} bytes{more}; print it for the table>"
         )
 
     def _repr_html_(self) -> str:

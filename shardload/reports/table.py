@@ -54,7 +54,10 @@ def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
     yield "Weights", Text(_weights(report))
     if report.devices:
         yield "Devices", _devices(report.devices, block)
-    yield "Layout", Text(f"{report.layout.sharded:,} variables sharded, {report.layout.replicated:,} replicated")
+    yield (
+        "Layout",
+        Text(f"{plural(report.layout.sharded, 'variable')} sharded, {report.layout.replicated:,} replicated"),
+    )
     if report.layout.fallbacks:
         yield "Fallbacks", _fallbacks(report.layout.fallbacks)
     yield "Disk", Text(_disk(report))

@@ -41,7 +41,7 @@ def test_a_converted_step_has_the_bits_of_the_saved_model(tuned, presets, tmp_pa
         found, wanted = (shardload.load(tmp_path / n, dtype="bfloat16").get_weights() for n in (name, "live"))
         assert all(a.tobytes() == b.tobytes() for a, b in zip(found, wanted, strict=True))
     assert any("LoRA was merged into 4 kernels" in note and "float32" in note for note in report.notes)
-    assert any("8 weights come from" in note for note in report.notes)
+    assert any("8 weights from" in note for note in report.notes)
     assert not lora_layers(shardload.load(tmp_path / "one"))
 
 

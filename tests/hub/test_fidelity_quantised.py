@@ -167,7 +167,7 @@ def test_float8_is_no_weight_of_a_float_variable_unless_the_caller_says_so(dense
         with pytest.raises(UnsupportedError, match="float8"):
             shardload.load_weights(dense, file, strict=strict)
     notes = shardload.load_weights(dense, file, ignore_config=(OPTION,)).notes
-    assert any("1 tensors are float8 ('hidden/kernel' …)" in note for note in notes)
+    assert any("1 tensor in float8 ('hidden/kernel' …)" in note for note in notes)
     np.testing.assert_array_equal(dense.weights[0].numpy(), value.astype(np.float32))
 
 

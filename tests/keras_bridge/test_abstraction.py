@@ -365,7 +365,7 @@ def test_outside_of_builds_reading_is_refused_inside_the_block_too():
 def test_what_is_left_is_named():
     with abstract():
         model = built_custom()
-    with pytest.raises(UninitialisedError, match=r"3 variables have no value: .*kernel"):
+    with pytest.raises(UninitialisedError, match=r"No value for 3 variables: .*kernel"):
         check_initialised(model)
     model.dense.kernel.assign(np.zeros((4, 8)))
     assert initialise(model) == [v.path for v in (model.scale, model.dense.bias)]

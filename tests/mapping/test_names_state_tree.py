@@ -172,7 +172,7 @@ def test_uncompiled_and_abstract_models():
     with abstract():
         empty = sequential()
         empty.build((None, 4))
-    with pytest.raises(UninitialisedError, match="Cannot save the model: 4 variables have no value"):
+    with pytest.raises(UninitialisedError, match="Cannot save the model: no value for 4 variables"):
         _ = describe(empty).tree
     assert len(find(empty, describe(model).to_json()).pairs) == 4
 

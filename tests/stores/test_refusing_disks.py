@@ -101,6 +101,18 @@ def test_a_disk_that_refuses_in_the_middle(model, tmp_path, monkeypatch, name, n
     assert [path.name for path in folder.iterdir()] == left
 
 
+def test_memory_that_is_refused_is_a_limit_too(model, tmp_path, monkeypatch):
+    def refuses(*arguments):
+        raise MemoryError("Unable to allocate 70.3 MiB for an array with shape (36864000,)")
+
+    monkeypatch.setattr(os, "pwrite", refuses)
+    said = r"Cannot write .*/m\.weights\.h5: Cannot allocate memory\. .*ulimit -v"
+    with pytest.raises(WriteError, match=said) as caught:
+        shardload.save_as(model, tmp_path / "m.weights.h5")
+    assert caught.value.errno == errno.ENOMEM
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_read_only_disk_names_the_target(model, tmp_path, monkeypatch):
     def refuses(*arguments, **options):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -1,0 +1,80 @@
+"""Arguments of a wrong kind are a `UsageError` with the name, what was given and what is expected; numbers agree."""
+
+import keras
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import shardload
+from shardload import parallel
+from shardload.errors import UsageError
+from shardload.synth import synth
+
+NOWHERE = "./there/is/nothing"
+WRONG = {
+    "fast": (lambda: shardload.fast(1), r"Cannot call fast\(\): too many positional arguments"),
+    "load_arrays": (lambda: shardload.load_arrays(NOWHERE), r"Cannot call load_arrays\(source, targets, .*'targets'"),
+    "convert": (
+        lambda: shardload.convert(NOWHERE),
+        r"Cannot call convert\(src, dst, .*argument: 'dst'",
+    ),
+    "dst": (lambda: shardload.convert(NOWHERE, 3), "Cannot use dst=3: expected a path"),
+    "ignore": (lambda: shardload.load(NOWHERE, ignore=3), "Cannot use ignore=3: expected a list of tensor names"),
+    "ignore of plan": (lambda: shardload.plan(NOWHERE, ignore=None), "Cannot use ignore=None: expected a list"),
+    "ignore_config": (
+        lambda: shardload.load(NOWHERE, ignore_config=3),
+        "Cannot use ignore_config=3: expected a list",
+    ),
+    "keep_every_hours": (
+        lambda: shardload.Checkpointer("run", keep_every_hours="1"),
+        "Cannot use keep_every_hours='1': expected more than 0, or None",
+    ),
+    "variables": (lambda: shardload.Checkpointer("run", variables=3), "Cannot use variables=3: expected patterns"),
+    "initialise": (lambda: shardload.initialise(3), "Cannot use 3: expected a model, or variables"),
+    "initialise a list": (lambda: shardload.initialise([3]), r"Cannot use \[3\]: expected a model, or variables"),
+    "axis_name": (lambda: parallel.all_reduce(np.ones(8), axis_name=3), "Cannot use axis_name=3: expected the name"),
+    "op": (lambda: parallel.all_reduce(np.ones(8), op=["sum"]), r"Cannot reduce by op=\['sum'\]\. Choose sum"),
+    "mesh": (
+        lambda: parallel.all_reduce(np.ones(8), mesh="1x8"),
+        "Cannot use mesh='1x8': expected a jax",
+    ),
+    "count": (lambda: parallel.get_best_devices("2"), "Cannot use count='2': expected a number of devices"),
+    "device_type": (lambda: parallel.get_best_devices(1, device_type=3), "Cannot use device_type=3: expected 'cpu'"),
+    "ids": (lambda: parallel.devices_of(3), "Cannot use the devices 3: expected ids such as 'cpu:0'"),
+    "one_slash": (
+        lambda: synth("gpt2_base", directory="gs:/bucket/out"),
+        r"Cannot write to gs:/bucket/out: it is a URL \(gs\)",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_kind_is_named_with_what_is_expected(case, tmp_path):
+    call, message = WRONG[case]
+    with pytest.raises(UsageError, match=message) as caught:
+        call()
+    assert isinstance(caught.value, TypeError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_as_a_target_is_not_called_a_tuple(tmp_path):
+    save_file({"a": np.zeros(8, np.float32)}, tmp_path / "a.safetensors")
+    with pytest.raises(UsageError, match=r"Cannot place 'a' by 'x': it is text, expected a target"):
+        shardload.load_arrays(tmp_path / "a.safetensors", {"a": "x"}, mesh="x=8")
+
+
+def test_one_of_something_is_singular(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    model.save(tmp_path / "one.keras")
+    report = shardload.report(shardload.load(tmp_path / "one.keras", mesh="1x1"))
+    assert ": 1 variable, 8 bytes" in repr(report) and "0 variables sharded" in str(report)
+    assert ": 1 tensor, 2 parameters, 8 bytes" in repr(shardload.inspect(tmp_path / "one.keras"))
+    with shardload.abstract():
+        empty = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    with pytest.raises(shardload.errors.UninitialisedError, match="no value for 1 variable: "):
+        shardload.save(empty, tmp_path / "run", step=0)
