@@ -44,6 +44,7 @@ from shardload.errors import (
 )
 from shardload.interrupts import Worker, defer_interrupt
 from shardload.loaders.orbax import open_orbax
+from shardload.manifest import Manifest
 from shardload.steps import orbax_writer
 from shardload.steps.digests import OWN_FOLDER, Digests
 from shardload.steps.file_tree import sync_files
@@ -306,12 +307,25 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
         if name != "pytree" and not (staging.path / name / TREE_FILE).is_file():  # not a tree of arrays
             continue
         try:
-            open_orbax(located(staging.path / name))  # finds each chunk of each array
+            found = open_orbax(located(staging.path / name))  # finds each chunk of each array
         except UnsupportedError:  # a user's item of a kind that open_orbax does not read
             continue
         except (SourceError, SourceNotFoundError) as error:
             why = f"the written data is incomplete: {error}"
             raise describe(why, step=job.step, folder=staging.path, number=errno.ENOENT) from error
+        if name == "pytree" and (other := _not_as_listed(found, job)):
+            raise describe(f"{other} was not written as structure.json lists it", step=job.step, folder=staging.path)
+
+
+def _not_as_listed(found: Manifest, job: SaveJob) -> str | None:
+    """Return the first leaf of the step that is missing, or has another shape or dtype."""
+    for leaf in job.records.get("structure.json", {}).get("leaves", ()):
+        if not math.prod(leaf["shape"]):  # Orbax stores no arrays without elements
+            continue
+        tensor = found.tensors.get("/".join(leaf["path"]))
+        if tensor is None or [*tensor.shape] != [*leaf["shape"]] or tensor.dtype.name != leaf["dtype"]:
+            return "/".join(leaf["path"])
+    return None
 
 
 def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:

@@ -5,7 +5,7 @@
               every file of the target without its values                                      `writers/`
               copy, one tensor after the other, noted in a journal       `writing.py`, `strided_copy.py`, `staging.py`
               values that loading computes: run the same steps, a layer at a time              `computing.py`
-              open the result's headers like any checkpoint ─► flush ─► one rename
+              open the result's headers as its readers do ─► flush ─► one rename               `checking.py`
 
 Both sides are views of the same variables, so every pair of formats uses the same copy. Values keep their dtype and
 bits unless another dtype is requested.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload.converting import adapters, hugging_face_copy
+from shardload.converting.checking import check_result
 from shardload.converting.plans import ConversionPlan
 from shardload.converting.replace_target import check_description, check_free, check_shard, write_error
 from shardload.converting.source import Source, open_source
@@ -34,18 +35,15 @@ from shardload.errors import (
     ProcessLostError,
     SaveError,
     ShardloadError,
-    SourceError,
     UsageError,
     WriteError,
     errno_of,
     suggests_arguments,
 )
-from shardload.hub import fidelity, kerashub
-from shardload.keras_bridge import abstraction
+from shardload.hub import fidelity
 from shardload.keras_bridge.lora import hidden, lora_layers
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.registry import spec_named
-from shardload.mapping import map_weights
 from shardload.pipeline import arguments
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.reports.names import printable
@@ -239,7 +237,7 @@ def _write(
         try:
             resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=shown)
             files.check()  # a source that changed during the copy would give a mixture
-            _finish(plan, staging, overwrite=overwrite)
+            _finish(source, plan, staging, overwrite=overwrite)
         except BaseException as error:
             raise _with_way_on(explained(error, target, plan.nbytes), staging) from error
         finally:
@@ -290,11 +288,11 @@ def _check_digests(source: Source, progress: Progress) -> None:
                 raise DamagedError(f"Cannot convert {path}: it is damaged: {damage[0]}. See: shardload verify {path}")
 
 
-def _finish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
+def _finish(source: Source, plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
     """Write digests for a step, check the result, and publish it."""
     if spec_named(plan.format).is_step:
         digests.Digests.compute(staging.result).write(staging.result)
-    check_result(plan, staging)
+    check_result(plan, source, staging)
     publish(plan, staging, overwrite=overwrite)
 
 
@@ -306,31 +304,6 @@ def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool)
         made.write_bytes(content)
         sidecars[made] = staging.target.with_name(name)
     (staging.publish_index if plan.shards else staging.publish)(sidecars=sidecars, overwrite=overwrite)
-
-
-def check_result(plan: ConversionPlan, staging: ConversionFolder) -> None:
-    """Open the result: check that all tensors are there and match a model built from the result's own description."""
-    # The result is opened as a reader would open it, so a header that readers reject fails here, not in their hands.
-    result = staging.result / staging.target.name if plan.shards else staging.result
-    manifest = open_manifest(result, format=plan.format)
-    written = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
-    wanted = {c.wanted.name: (c.wanted.shape, c.wanted.dtype) for c in plan.copies}
-    if written != wanted:
-        name = next(n for n in {**written, **wanted} if written.get(n) != wanted.get(n))
-        raise SourceError(
-            f"Cannot read back {result}: tensor {name!r} is {written.get(name)}, expected {wanted.get(name)}"
-        )
-    if is_file_name(staging.target) or plan.is_copy:  # a file alone describes no model, and a copy needs none
-        return
-    with abstraction.abstract():
-        model = kerashub.build_model(manifest)
-    mapping = map_weights(model, manifest)
-    computed = mapping.computed and not spec_of(manifest).is_hugging_face  # fine if KerasHub's converter computes
-    if mapping.missing or mapping.mismatched or computed or mapping.unused:
-        raise SourceError(
-            f"Cannot verify {result}: loading it back would not give the same model: "
-            f"{[*mapping.missing, *map(str, mapping.mismatched), *mapping.unused][:3]}"
-        )
 
 
 def explained(error: BaseException, target: Path, n_bytes: int) -> BaseException:

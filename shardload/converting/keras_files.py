@@ -20,15 +20,17 @@ from typing import Any
 import numpy as np
 
 from shardload.converting import preprocessing, sidecar_files
+from shardload.converting.checking import description_fault
 from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
 from shardload.errors import UnsupportedError, is_of_system
 from shardload.keras_bridge.dtype_policies import with_dtype
-from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
-from shardload.keras_bridge.saving import SavedLayout, saved_layout
+from shardload.keras_bridge.model_state import own_layers
+from shardload.keras_bridge.saving import SavedLayout, optimizers_of, saved_layout
 from shardload.keras_bridge.set_attributes import serialised_with_attributes
+from shardload.keras_bridge.weights_files import dataset
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.keras_h5 import SPEC as KERAS_H5
@@ -49,13 +51,20 @@ SHARD_BYTES = 5 << 30
 class Saved:
     """The content that Keras would write for one object."""
 
-    copies: tuple[Copy, ...]
+    weights: tuple[Copy, ...]
     names: Mapping[str, str]
     """Group → name of the object saved there."""
     left: tuple[Any, ...]
     """Variables that Keras does not save: the states of seed generators."""
-    optimizers: tuple[str, ...]
-    """Paths of optimizers besides the compiled one, whose state is left out."""
+    optimizers: tuple[Copy, ...] = ()
+    """The few variables of optimizers that were not built: Keras requires them."""
+    omitted: tuple[str, ...] = ()
+    """Paths of the optimizers whose state is left out."""
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """Return everything that is written."""
+        return (*self.weights, *self.optimizers)
 
     @property
     def tensors(self) -> list[Wanted]:
@@ -88,7 +97,7 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
             "save_own_variables",
             instead=("orbax",),
         )
-    return Saved(copies, layout.names, tuple(left), layout.optimizers)
+    return _with_optimizers(Saved(copies, layout.names, tuple(left)), layout.optimizers, source, prefix=prefix)
 
 
 def _refuse_computing(layout: SavedLayout) -> None:
@@ -110,21 +119,30 @@ def file(
     root = source.model
     found = saved(root, source, dtypes)
     notes: tuple[str, ...] = ()
+    if found.omitted:
+        notes += (f"the state of the optimizer {', '.join(found.omitted)} was left out: only weights are saved",)
+    compiled = optimizers_of(root)
     # KerasHub compiles every new task, whatever its source has.
-    optimizer = getattr(root, "optimizer", None) if source.is_live or source.is_hub else None
-    if getattr(optimizer, "built", False):
-        notes = ("the state of the optimizer was left out: only weights are saved, so Keras warns when it loads them",)
-    elif optimizer is not None:  # Keras requires the few variables of an optimizer that was not built
-        found = _with_optimizer(found, root, source)
-    if found.optimizers:
-        notes += (f"the state of the optimizer {', '.join(found.optimizers)} was left out: only weights are saved",)
+    if source.is_live or source.is_hub:
+        found = _with_optimizers(found, compiled, source)
+        if "optimizer" in found.omitted:
+            why = "only weights are saved, so Keras warns when it loads them"
+            notes = (f"the state of the optimizer was left out: {why}", *notes)
+    else:
+        found = replace(found, omitted=(*found.omitted, *compiled))
     stem = target.name.removesuffix(ENDING).removesuffix(INDEX_ENDING)
     sidecars = {}
     try:
         described = with_dtype(model_config(root), dtype)
         if original := source.companions.config(TRANSFORMERS):
             described[sidecar_files.ENTRY] = original
-        sidecars[f"{stem}.json"] = json.dumps(described, indent=2).encode()
+        if fault := description_fault(str(root.name), described, [copy.wanted for copy in found.weights]):
+            notes += (
+                f"{stem}.json was not written, because the model that Keras builds from it does not fit the file: "
+                f"{fault}. Load the file into a model that your program builds",
+            )
+        else:
+            sidecars[f"{stem}.json"] = json.dumps(described, indent=2).encode()
     except Exception as error:  # of any kind: a live model's own get_config, or none
         if not source.is_live or is_of_system(error):
             raise
@@ -140,6 +158,8 @@ def file(
             lambda path: h5.write_skeleton(path, found.tensors, names=found.names),
             sidecars,
             notes,
+            is_keras_file=True,
+            omitted=found.omitted,
         )
     limit = SHARD_BYTES if shard_bytes is None else shard_bytes
 
@@ -148,7 +168,16 @@ def file(
         return h5.write_shards(folder / target.name, found.tensors, names=found.names, shard_bytes=limit)
 
     shards = h5.shard_names(target.name, found.tensors, shard_bytes=limit)
-    return ConversionPlan(KERAS_SHARDED.name, found.copies, make, sidecars, notes, shards)
+    return ConversionPlan(
+        KERAS_SHARDED.name,
+        found.copies,
+        make,
+        sidecars,
+        notes,
+        shards,
+        is_keras_file=True,
+        omitted=found.omitted,
+    )
 
 
 def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
@@ -163,7 +192,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
         head = saved(source.model, source, dtypes, skip=source.backbone, prefix=TASK_PREFIX)
         # A reader builds the task as KerasHub compiles it: store that optimizer, not the one of a user's compile().
         compiled = source.model if source.fresh is None else source.fresh
-        parts.append(_with_optimizer(head, compiled, source, prefix=TASK_PREFIX))
+        parts.append(_with_optimizers(head, optimizers_of(compiled), source, prefix=TASK_PREFIX))
     state = state_of(source, parts[0].left)
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
@@ -179,21 +208,31 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
     return ConversionPlan(PRESET.name, tuple(copy for part in parts for copy in part.copies), make, {}, notes)
 
 
-def _with_optimizer(found: Saved, model: Any, source: Source, *, prefix: str = "") -> Saved:
-    """Return what is saved together with the variables of the model's optimizer.
+def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:
+    """Return what is saved together with the variables of optimizers that were not built; the state of others is left.
 
-    KerasHub compiles every new task, and Keras then requires a stored optimizer.
+    Args:
+        found: What is saved.
+        optimizers: Path → optimizer.
+        source: The source of the values.
+        prefix: Put before the names of the tensors.
     """
-    variables = optimizer_variables_of(model)
-    if not variables:
-        return found
+    new = {path: list(each.variables) for path, each in optimizers.items() if not each.built}
     # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.
-    fresh = {id(v.variable): v for v in made_now([v for v in variables if id(v) not in source.values])}
-    values = [source.values.get(id(v)) or fresh[id(v)] for v in variables]
-    dtypes = {id(value.variable): value.dtype for value in values}
-    group = "optimizer/vars"
-    copies = tuple(whole(f"{prefix}{group}/{i}", value, dtypes) for i, value in enumerate(values))
-    return replace(found, copies=(*found.copies, *copies), names={**found.names, group: str(model.optimizer.name)})
+    unknown = [v for variables in new.values() for v in variables if id(v) not in source.values]
+    values = {**source.values, **{id(v.variable): v for v in made_now(unknown)}}
+    dtypes = {id(v): values[id(v)].dtype for variables in new.values() for v in variables}
+    copies = tuple(
+        whole(f"{prefix}{dataset(path, str(i))}", values[id(v)], dtypes)
+        for path, variables in new.items()
+        for i, v in enumerate(variables)
+    )
+    return replace(
+        found,
+        optimizers=(*found.optimizers, *copies),
+        names={**found.names, **{f"{path}/vars": str(optimizers[path].name) for path in new}},
+        omitted=(*found.omitted, *(path for path in optimizers if path not in new)),
+    )
 
 
 def head_of(source: Source) -> list[Any]:

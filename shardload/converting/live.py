@@ -25,10 +25,12 @@ import numpy as np
 
 from shardload import converting
 from shardload.converting import ConvertReport
+from shardload.converting.checking import check_result
 from shardload.converting.live_source import live_source
 from shardload.converting.live_values import local_boxes_of, part_of, reader_of_box
 from shardload.converting.plans import ConversionPlan, Copy
 from shardload.converting.replace_target import check_free
+from shardload.converting.source import Source
 from shardload.converting.staging import ConversionFolder, staged
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, reader_of_value
 from shardload.converting.targets import is_file_name, plan_for, shard_bytes_for, stem_of, target_of, without_ending
@@ -134,7 +136,7 @@ def save_as(
             plan = plan_for(source, request.target, request.kind, dtype=request.dtype, shard_bytes=request.shard_bytes)
         call.require([Topic("the model", lambda: _facts(plan), "Build the same model on every process")])
         preparing_s = time.monotonic() - began
-        _write(plan, request, call, shown)
+        _write(source, plan, request, call, shown)
     seconds = time.monotonic() - began
     notes = (*source.notes, *plan.notes)
     return ConvertReport(
@@ -246,14 +248,14 @@ def _facts(plan: ConversionPlan) -> dict[str, str]:
     }
 
 
-def _write(plan: ConversionPlan, request: _Request, call: JointLoad, progress: Progress) -> None:
+def _write(source: Source, plan: ConversionPlan, request: _Request, call: JointLoad, progress: Progress) -> None:
     """Make the files, fill in the values, and publish the result."""
     target = request.target
     staging = ConversionFolder(working_folder(target), target)
     # `_make` locks the folder on process 0 only; the stack keeps the lock until the result is published.
     with ExitStack() as stack:
         try:
-            made = call.first(lambda: _make(plan, request, staging, stack), "the files")
+            made = call.first(lambda: _make(source, plan, request, staging, stack), "the files")
             _check_shared(staging, made["run"])
             places = {place.name: place for place in map(TensorPlace.of_json, made["places"])}
             shown = call.watched(progress)
@@ -272,7 +274,9 @@ def _write(plan: ConversionPlan, request: _Request, call: JointLoad, progress: P
             progress.stop()
 
 
-def _make(plan: ConversionPlan, request: _Request, staging: ConversionFolder, stack: ExitStack) -> dict[str, Any]:
+def _make(
+    source: Source, plan: ConversionPlan, request: _Request, staging: ConversionFolder, stack: ExitStack
+) -> dict[str, Any]:
     """Make all files of the target without their values, and check that they describe the model."""
     target, overwrite = request.target, request.overwrite
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
@@ -287,7 +291,7 @@ def _make(plan: ConversionPlan, request: _Request, staging: ConversionFolder, st
     staging.note_places(places)
     # Before any value is written, because headers tell all that can be wrong.
     with seeded(0):
-        converting.check_result(plan, staging)
+        check_result(plan, source, staging)
     return {"run": run, "places": [place.to_json() for place in places]}
 
 

@@ -41,6 +41,10 @@ class ConversionPlan:
     """Requested limit on a file's bytes. With another limit, the same tensors go to other files."""
     is_copy: bool = False
     """Whether its tensors are those of the source, whatever model they belong to."""
+    is_keras_file: bool = False
+    """Whether it is weights alone, for any model with the layers of the source's."""
+    omitted: tuple[str, ...] = ()
+    """Paths of the optimizers whose state Keras would write, and the result lacks."""
 
     @property
     def tensors(self) -> dict[str, tuple[Copy, ...]]:

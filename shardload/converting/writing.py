@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload.converting.checking import check_result
 from shardload.converting.computing import compute
 from shardload.converting.plans import ConversionPlan, Copy
 from shardload.converting.source import Source
@@ -37,7 +38,9 @@ def write_all(
     staging.begin(identity(source, plan, staging.target))
     if staging.places is None:
         check_room(staging.target, plan)
-        staging.note_places(plan.make(staging.result))
+        places = plan.make(staging.result)
+        check_result(plan, source, staging)  # before hours of copying
+        staging.note_places(places)
     assert staging.places is not None
     work = _Work(staging, {place.name: place for place in staging.places}, block_bytes, progress)
     progress.start(plan.nbytes, f"Converting to {staging.target.name}")

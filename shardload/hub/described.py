@@ -53,7 +53,7 @@ def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> 
     # A name is enough, also bfloat16: ml_dtypes, which JAX imports, registers its types with NumPy.
     dtype = np.dtype(stored)
     specs = [(spec.name, spec.shape, dtype) for spec in transformers_tensors(config)]
-    return Manifest(where, HUGGING_FACE.name, _placed(specs, where), {}, config)
+    return Manifest(where, HUGGING_FACE.name, placed(specs, where), {}, config)
 
 
 def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> Manifest:
@@ -73,7 +73,7 @@ def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> M
             found = _of_hugging_face(described)
         else:
             preset = _as_preset(described, ignore_config) if spec_of(described).is_hugging_face else described
-            found = replace(preset, tensors=_placed(_saved(preset), described.location))
+            found = replace(preset, tensors=placed(_saved(preset), described.location))
     if found.nbytes > MAX_BYTES:
         raise SourceError(
             f"Cannot plan {described.source}: its configuration describes {found.nbytes >> 40:,} TiB of weights, "
@@ -126,7 +126,7 @@ def _saved(described: Manifest) -> Iterator[tuple[str, tuple[int, ...], np.dtype
             yield name, tuple(variable.shape), stored_dtype(variable)
 
 
-def _placed(specs: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]], where: Location) -> dict[str, Tensor]:
+def placed(specs: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]], where: Location) -> dict[str, Tensor]:
     """Return the tensors one after the other, as in one file."""
     # The plan sorts reads by file and offset, so even tensors without a file need distinct ones.
     found: dict[str, Tensor] = {}

@@ -351,11 +351,13 @@ def _deserialize(
 def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[str, Any]) -> Any:
     import keras
 
+    from shardload.keras_bridge.saving import model_of
+
     # Keras modifies the configuration while it reads it.
     rest = copy.deepcopy({key: value for key, value in config.items() if key != "compile_config"})
     omit_preprocessor(rest)
     config_forms.tie_as_stored(rest, manifest)
-    model = keras.saving.deserialize_keras_object(rest, **scope)
+    model = model_of(rest, **scope)
     if not isinstance(model, keras.Model):
         raise UnsupportedError(
             f"Cannot build the model of {manifest.source}: it describes a {type(model).__name__}, expected a "

@@ -33,7 +33,7 @@ from keras.src.saving import saving_api, saving_lib
 
 from shardload.keras_bridge.hub_imports import HUB, hub_patched
 from shardload.keras_bridge.patches import Patch, Patches
-from shardload.keras_bridge.recording import GLOBAL_GENERATOR, GLOBAL_SEED
+from shardload.keras_bridge.recording import GLOBAL_GENERATOR, GLOBAL_SEED, NAMES
 from shardload.keras_bridge.variables import current_value, restore_value
 
 Kind = Literal["model", "weights", "preset", "layer", "legacy"]
@@ -281,7 +281,7 @@ def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator
 def rewound_on_error() -> Iterator[None]:
     """If the block fails, restore the counters of names and the random states, for a second attempt."""
     # Auto-generated names count on: in a second attempt, a first Dense layer would be called dense_1.
-    names = copy.copy(global_state.get_global_attribute("object_name_uids"))
+    names = copy.copy(global_state.get_global_attribute(NAMES))
     seed, generator = map(global_state.get_global_attribute, (GLOBAL_SEED, GLOBAL_GENERATOR))
     # Layers without a seed draw one from Python's generator; what users define may draw from NumPy's.
     drawn = None if generator is None else current_value(generator.state)
@@ -289,7 +289,7 @@ def rewound_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        global_state.set_global_attribute("object_name_uids", names)
+        global_state.set_global_attribute(NAMES, names)
         global_state.set_global_attribute(GLOBAL_SEED, seed)
         global_state.set_global_attribute(GLOBAL_GENERATOR, generator)
         if generator is not None:

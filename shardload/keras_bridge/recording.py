@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import weakref
@@ -39,6 +40,8 @@ GLOBAL_SEED, GLOBAL_GENERATOR = "global_random_seed", "global_seed_generator"
 
 _created: ContextVar[list[weakref.ref[Variable]] | None] = ContextVar("shardload_created", default=None)
 
+NAMES = "object_name_uids"
+"""Where Keras counts the names that it gives: a second Dense layer is called dense_1."""
 UNINITIALISED = "uninitialized_variables"
 """Keras' thread-local list of variables created in a ``StatelessScope``."""
 
@@ -61,6 +64,16 @@ def seeded(seed: int) -> Iterator[None]:
             global_state.set_global_attribute(name, value)
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def keeping_names() -> Iterator[None]:
+    """Restore the counters of automatic names after the block, so that a model built in it changes no later name."""
+    names = copy.copy(global_state.get_global_attribute(NAMES))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(NAMES, names)
 
 
 def unregistered(since: int = 0) -> list[Variable]:

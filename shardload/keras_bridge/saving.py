@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import keras
-from keras.src.backend.common import variables
+from keras.src.backend.common import global_state, variables
 from keras.src.backend.jax.core import JaxVariable
-from keras.src.saving import saving_lib
+from keras.src.saving import saving_lib, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import naming
 
@@ -105,7 +105,7 @@ def load_state(model: Model, source: StateSource, *, skip: Iterable[Any] = ()) -
     Errors of single saveables do not stop it (nor Keras): ``visit`` receives them. Saveables in ``skip`` are omitted.
     """
     # Keras raises the first error unless it is given a set of failed saveables.
-    with _LOAD_STATE_PATCH.applied():
+    with WALK_PATCH.applied():
         saving_lib._load_state(
             model,
             weights_store=_ServedStore(source),
@@ -165,7 +165,7 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
                 if isinstance(child, (KerasSaveable, list, dict, tuple)):
                     enter(child, f"{path}/{saving_lib._get_unique_name(kind, used)}", containers)
 
-    with _LOAD_STATE_PATCH.applied():
+    with WALK_PATCH.applied():
         visit(model, "")
     return found
 
@@ -200,8 +200,8 @@ class SavedLayout:
     """Group (``layers/dense/vars``) → name of the object saved there."""
     computing: tuple[tuple[str, Any], ...]
     """Path and object of each whose hook stores other values than variables, which ``variables`` lacks."""
-    optimizers: tuple[str, ...]
-    """Paths of optimizers besides the compiled one, whose state ``variables`` lacks."""
+    optimizers: Mapping[str, Any]
+    """Path → optimizer besides the compiled one; ``variables`` lacks their state."""
 
 
 def saved_layout(model: Model, *, skip: Iterable[Any] = ()) -> SavedLayout:
@@ -209,19 +209,36 @@ def saved_layout(model: Model, *, skip: Iterable[Any] = ()) -> SavedLayout:
     variables: dict[str, Variable] = {}
     names: dict[str, str] = {}
     computing: list[tuple[str, Any]] = []
-    optimizers: list[str] = []
+    optimizers: dict[str, Any] = {}
     for path, saveable in saved_objects(model, skip=skip):
         group = f"{path}/vars" if path else "vars"
         if hasattr(saveable, "save_own_variables") and isinstance(getattr(saveable, "name", None), str):
             names[group] = saveable.name
-        stored = _run_hook(saveable)
         if isinstance(saveable, keras.optimizers.Optimizer):
-            optimizers += [path] if saveable.built else []
-        elif stored is None or not all(isinstance(value, JaxVariable) for value in stored.values()):
+            optimizers[path] = saveable
+            continue
+        stored = _run_hook(saveable)
+        if stored is None or not all(isinstance(value, JaxVariable) for value in stored.values()):
             computing.append((path, saveable))
         else:
             variables |= {f"{group}/{key}": variable for key, variable in stored.items()}
-    return SavedLayout(variables, names, tuple(computing), tuple(optimizers))
+    return SavedLayout(variables, names, tuple(computing), optimizers)
+
+
+def optimizers_of(model: Model) -> dict[str, Any]:
+    """Return the compiled optimizer and those that it wraps, by path; empty without one."""
+    optimizer = getattr(model, "optimizer", None)
+    found = [] if optimizer is None else saved_objects(optimizer)
+    return {f"optimizer/{p}".rstrip("/"): o for p, o in found if isinstance(o, keras.optimizers.Optimizer)}
+
+
+def model_of(config: Any, **scope: Any) -> Any:
+    """Build what a configuration describes, as Keras' ``load_model``: a layer used in several places is one layer."""
+    with serialization_lib.ObjectSharingScope():
+        # Without the half for saving: layers that copy others by their configuration (`Bidirectional`) would join what
+        # they keep apart everywhere else, and the weights of some copies would be lost, as in Keras.
+        global_state.set_global_attribute("shared_objects/id_to_config_map", None)
+        return keras.saving.deserialize_keras_object(config, **scope)
 
 
 def serialised_model(model: Model) -> str:
@@ -232,7 +249,7 @@ def serialised_model(model: Model) -> str:
 
 def assets_of(model: Model) -> dict[str, Any] | None:
     """Return the files that layers save (vocabularies) as nested uint8 arrays; ``None`` if there are none."""
-    with _LOAD_STATE_PATCH.applied():
+    with WALK_PATCH.applied():
         found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)
     return found
 
@@ -245,7 +262,7 @@ def load_assets(model: Model, folder: Path) -> list[tuple[Any, Exception]]:
         folder: Directory structured like the ``assets`` of a ``.keras`` archive.
     """
     failed: dict[int, tuple[Any, Exception]] = {}
-    with _LOAD_STATE_PATCH.applied():
+    with WALK_PATCH.applied():
         saving_lib._load_state(
             model,
             weights_store=None,
@@ -263,7 +280,7 @@ _ASSIGN_PATCH = _InheritedPatch()
 
 # Keras means to cache the attributes to skip, but looks them up under a different name than it stores them under, so
 # it creates a layer for each layer it visits: most of the walk's time.
-_LOAD_STATE_PATCH = Patches(
+WALK_PATCH = Patches(
     lambda: [
         (saving_lib, "_load_state", _visited_load_state),
         (saving_lib, "get_attr_skipset", functools.cache),

@@ -181,6 +181,8 @@ def _write(job: _Job, work: Path, *, stem: str, shard_bytes: int, progress: Prog
 
 def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Progress) -> None:
     # A tensor's number seeds its values, so a checkpoint has the same values however it is cut into files.
+    from shardload.loaders import open_manifest
+
     specs = transformers_tensors(job.config)
     tensors = [Wanted(spec.name, spec.shape, np.dtype(job.dtype)) for spec in specs]
     places = safetensors.write_skeleton(work, tensors, shard_bytes=shard_bytes)
@@ -190,6 +192,9 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
             _stream(file, spec, job, number=number, progress=progress)
     config = {**job.config, "torch_dtype": job.dtype, "shardload": job.label}
     (work / "config.json").write_text(json.dumps(config, indent=2))
+    written = {name: (tensor.shape, tensor.dtype) for name, tensor in open_manifest(work).tensors.items()}
+    if written != {t.name: (t.shape, t.dtype) for t in tensors}:
+        raise WriteError(f"Cannot read back {work}: it has other tensors than were written")
 
 
 def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress) -> None:
@@ -208,6 +213,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     from shardload.keras_bridge.abstraction import abstract
     from shardload.keras_bridge.hub_imports import backbone_of
     from shardload.keras_bridge.saving import saved_layout
+    from shardload.keras_bridge.weights_files import check_for_keras, listed_by_keras
     from shardload.writers import h5
 
     with abstract():
@@ -219,6 +225,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     layout = saved_layout(backbone)
     tensors = [Wanted(name, tuple(v.shape), np.dtype(v.dtype)) for name, v in layout.variables.items()]
     places = h5.write_skeleton(work / filename, tensors, names=layout.names)
+    check_for_keras(work / filename, listed_by_keras(backbone))
     numbers = {id(v): number for number, v in enumerate(backbone.variables)}  # seeds the values
     # Gemma's norms store their scale minus one.
     near_one = () if str(job.config["model_type"]).startswith("gemma") else ("/scale", "/gamma")

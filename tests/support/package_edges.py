@@ -41,7 +41,7 @@ EDGES = {
         "typing",
         "units",
     },
-    "synth": {"errors", "hub", "keras_bridge", "progress", "resolve", "stores", "units", "writers"},
+    "synth": {"errors", "hub", "keras_bridge", "loaders", "progress", "resolve", "stores", "units", "writers"},
     "text": {"errors", "hub", "keras_bridge", "loaders", "manifest", "resolve", "stores", "typing"},
     "verifying": {"errors", "loaders", "manifest", "progress", "resolve", "steps", "stores", "transfer"},
     "converting": {
@@ -100,6 +100,7 @@ EDGES = {
         "interrupts",
         "keras_bridge",
         "loaders",
+        "manifest",
         "mapping",
         "pipeline",
         "reports",

@@ -82,6 +82,9 @@ class Hooked(LAYERS.Layer):
     def call(self, x):
         return x * self.a * keras.ops.sum(self.b)
 
+    def compute_output_shape(self, shape):
+        return shape
+
     def load_own_variables(self, store):
         self.a.assign(store["a"])
         self.b.assign(store["b"])
@@ -117,6 +120,9 @@ class Collecting(LAYERS.Layer):
 
     def call(self, x):
         return self.inner(x)
+
+    def compute_output_shape(self, shape):
+        return shape
 
     def save_own_variables(self, store):
         store["kernel"] = self.inner.kernel
@@ -176,6 +182,9 @@ class State(LAYERS.Layer):
     def call(self, x):
         return x
 
+    def compute_output_shape(self, shape):
+        return shape
+
 
 @registered
 class Empty(LAYERS.Layer):
@@ -187,6 +196,9 @@ class Empty(LAYERS.Layer):
 
     def call(self, x):
         return x
+
+    def compute_output_shape(self, shape):
+        return shape
 
 
 def around(*layers):
@@ -271,3 +283,67 @@ def adversaries():
 def spectrogram():
     layer = LAYERS.STFTSpectrogram(frame_length=8, frame_step=4, fft_length=8)
     return keras.Sequential([keras.Input((32, 1)), layer, LAYERS.Dense(2)])
+
+
+@registered
+class Undecided(keras.Model):
+    """Has optimizers as attributes, which were not built."""
+
+    def __init__(self, **named):
+        super().__init__(**named)
+        self.one, self.second = LAYERS.Dense(2), keras.optimizers.Adam(0.25)
+        self.third = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+
+    def build(self, shape):
+        self.one.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.one(x)
+
+
+def undecided():
+    model = Undecided()
+    model.build((None, 4))
+    return model
+
+
+def scaled():
+    """Compiled with an optimizer in another, and with a compiled model inside."""
+    inner = keras.Sequential([keras.Input((4,)), LAYERS.Dense(3)])
+    inner.compile(keras.optimizers.Adam(0.5), "mse")
+    model = keras.Sequential([keras.Input((4,)), inner, LAYERS.Dense(2)])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.25)), "mse")
+    return model
+
+
+def before_spectral():
+    x, one = keras.Input((4,)), LAYERS.Dense(4)
+    return keras.Model(x, LAYERS.SpectralNormalization(one)(one(x)))
+
+
+def after_spectral():
+    x, one = keras.Input((4,)), LAYERS.Dense(4)
+    return keras.Model(x, one(LAYERS.SpectralNormalization(one)(x)))
+
+
+def before_steps():
+    x, one = keras.Input((3, 4)), LAYERS.Dense(4)
+    return keras.Model(x, LAYERS.TimeDistributed(one)(one(x)))
+
+
+def after_steps():
+    x, one = keras.Input((3, 4)), LAYERS.Dense(4)
+    return keras.Model(x, one(LAYERS.TimeDistributed(one)(x)))
+
+
+def one_cell():
+    x, cell = keras.Input((3, 4)), LAYERS.GRUCell(4)
+    return keras.Model(x, LAYERS.RNN(cell)(LAYERS.RNN(cell, return_sequences=True)(x)))
+
+
+def copied_cells():
+    """A cell twice in what is copied, and a layer used twice, which makes Keras look for what is shared."""
+    x, one, cell = keras.Input((3, 4)), LAYERS.Dense(4), LAYERS.GRUCell(4)
+    y = LAYERS.Bidirectional(LAYERS.RNN([cell, LAYERS.LSTMCell(4), cell], return_sequences=True), merge_mode="sum")(x)
+    return keras.Model(x, LAYERS.TimeDistributed(one)(one(y)))

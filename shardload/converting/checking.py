@@ -1,0 +1,119 @@
+"""Open a result by the rules of the readers it is for, before it gets its name; headers only.
+
+every result       our own reader: the tensors are those of the plan
+Keras' files       Keras' own reader finds in every group what Keras would have written for the model
+a folder           the model that its description builds finds all its weights, and no others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardload.converting.plans import ConversionPlan
+from shardload.converting.source import Source
+from shardload.converting.staging import ConversionFolder
+from shardload.errors import ShardloadError, SourceError
+from shardload.hub import kerashub
+from shardload.hub.described import placed
+from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.model_state import own_layers
+from shardload.keras_bridge.recording import keeping_names, seeded
+from shardload.keras_bridge.weights_files import check_for_keras, listed_by_keras
+from shardload.loaders import open_manifest, spec_of
+from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_WEIGHTS, WEIGHTS
+from shardload.loaders.hub_preset import SPEC as PRESET
+from shardload.loaders.keras_archive import SPEC as KERAS_ARCHIVE
+from shardload.manifest import Manifest
+from shardload.mapping import map_weights
+from shardload.stores.nowhere import nowhere
+from shardload.writers import Wanted
+
+_OF_KERAS = ("keras.", "keras_hub.")
+
+
+def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder) -> None:
+    """Open the result as its readers do: check that all tensors are there, and match the model that asks for them.
+
+    Raises:
+        SourceError: When our own reader finds other tensors, or other ones than the model of the description needs.
+        UnsupportedError: When Keras would not find what it would have written.
+    """
+    index = staging.result / staging.target.name if plan.shards else staging.result
+    manifest = open_manifest(index, format=plan.format)
+    _check_tensors(plan, manifest, index)
+    if plan.is_copy:  # it has the tensors of its source, whatever model they are for
+        return
+    if plan.is_keras_file:
+        check_for_keras(index, listed_by_keras(source.model), omitted=plan.omitted, is_index=bool(plan.shards))
+        return
+    with abstraction.abstract():
+        model = kerashub.build_model(manifest)
+    if plan.format == PRESET.name:
+        _check_preset(index, model)
+    mapping = map_weights(model, manifest)
+    computed = mapping.computed and not spec_of(manifest).is_hugging_face  # fine if KerasHub's converter computes
+    if mapping.missing or mapping.mismatched or computed or mapping.unused:
+        raise SourceError(
+            f"Cannot verify {index}: loading it back would not give the same model: "
+            f"{[*mapping.missing, *map(str, mapping.mismatched), *mapping.unused][:3]}"
+        )
+
+
+def _check_tensors(plan: ConversionPlan, manifest: Manifest, result: Path) -> None:
+    written = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
+    wanted = {c.wanted.name: (c.wanted.shape, c.wanted.dtype) for c in plan.copies}
+    if written != wanted:
+        name = next(n for n in {**written, **wanted} if written.get(n) != wanted.get(n))
+        raise SourceError(
+            f"Cannot read back {result}: tensor {name!r} is {written.get(name)}, expected {wanted.get(name)}"
+        )
+
+
+def _check_preset(folder: Path, model: Any) -> None:
+    """Compare the files of a preset with what KerasHub would save of the model that the preset describes."""
+    backbone = backbone_of(model)
+    sharded = (folder / SHARDED_WEIGHTS).is_file()
+    file = folder / (SHARDED_WEIGHTS if sharded else WEIGHTS)
+    check_for_keras(file, listed_by_keras(backbone), is_index=sharded)
+    if (head := folder / TASK_WEIGHTS).is_file():
+        check_for_keras(head, listed_by_keras(model, skip=own_layers(backbone)))
+
+
+def description_fault(name: str, described: Mapping[str, Any], tensors: list[Wanted]) -> str | None:
+    """Return what is wrong with the model that a description builds for the file next to it; ``None`` if nothing.
+
+    Keras describes a layer that is used in several places once for each, and does not always join them again.
+
+    Args:
+        name: The name of the model.
+        described: Its description. If it has classes or functions of other packages than Keras and KerasHub, nothing
+            is built, because that would run their code.
+        tensors: What the file has.
+    """
+    if not _is_of_keras(described):
+        return None
+    where = nowhere(name)
+    specs = [(t.name, t.shape, t.dtype) for t in tensors]
+    manifest = Manifest(where, KERAS_ARCHIVE.name, placed(specs, where), {}, described)
+    try:
+        with abstraction.abstract(), seeded(0), keeping_names():
+            again = kerashub.build_model(manifest, compile=False)
+    except ShardloadError as error:
+        return f"{error.__cause__ or error}".partition("\n")[0]
+    mapping = map_weights(again, manifest)
+    lacking = [f"no tensor for {name!r}" for name in mapping.missing]
+    lacking += [*map(str, mapping.mismatched), *(f"no variable for {name!r}" for name in mapping.unused)]
+    return lacking[0] if lacking else None
+
+
+def _is_of_keras(described: Any) -> bool:
+    """Whether Keras and KerasHub define all that a description names."""
+    if isinstance(described, Mapping):
+        module = described.get("module", "keras") or "keras"
+        known = module == "builtins" or f"{module}.".startswith(_OF_KERAS)
+        is_code = described.get("class_name") in ("function", "__lambda__")
+        return known and not is_code and all(map(_is_of_keras, described.values()))
+    return not isinstance(described, list) or all(map(_is_of_keras, described))
