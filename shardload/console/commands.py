@@ -50,6 +50,7 @@ def load(
     coordinator_address: options.CoordinatorAddress = None,
     num_processes: options.NumProcesses = None,
     process_id: options.ProcessId = None,
+    initialization_timeout: options.InitializationTimeout = None,
     format: options.FormatOption = None,
     ignore_config: options.IgnoreConfig = None,
     json: options.Json = False,
@@ -69,7 +70,13 @@ def load(
     """
     # What the options alone can say is wrong comes first, before seconds of imports.
     spec, which = options.mesh_spec(mesh, axes, layout), options.step(step)
-    processes = options.processes(coordinator_address, num_processes, process_id, distributed=distributed)
+    processes = options.processes(
+        coordinator_address,
+        num_processes,
+        process_id,
+        distributed=distributed,
+        initialization_timeout=initialization_timeout,
+    )
     _check_together(spec, processes, prompt, max_new_tokens)
     note = streams.note if processes is None or processes.is_first else _nothing
     if processes is None and (alone := alone_among_several(os.environ)) is not None:

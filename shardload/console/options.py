@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from shardload.console import completion
 from shardload.console.jax_setup import Platform
-from shardload.console.processes import Processes, detected
+from shardload.console.processes import WAIT_S, Processes, detected
 from shardload.errors import MeshError, UsageError
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec
@@ -128,7 +129,12 @@ def step(text: str) -> int | str:
 
 
 def processes(
-    coordinator_address: str | None, num_processes: int | None, process_id: int | None, *, distributed: bool = False
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    *,
+    distributed: bool = False,
+    initialization_timeout: int | None = None,
 ) -> Processes | None:
     """Return this process among several, from options named as in `jax.distributed.initialize`.
 
@@ -137,6 +143,7 @@ def processes(
         num_processes: The number of processes.
         process_id: The number of this process.
         distributed: Whether the launcher of the processes tells what is not given.
+        initialization_timeout: Seconds to wait for all to connect; `WAIT_S` by default.
 
     Raises:
         typer.BadParameter: When only some of them are given, or they contradict each other.
@@ -145,6 +152,8 @@ def processes(
     """
     given = [coordinator_address, num_processes, process_id]
     if not distributed and given == [None] * 3:
+        if initialization_timeout is not None:
+            raise typer.BadParameter("It is for several processes.", param_hint="--initialization-timeout")
         return None
     if not distributed and None in given:
         raise typer.BadParameter(
@@ -160,8 +169,10 @@ def processes(
             param_hint="--process-id",
         )
     if distributed:
-        return detected(coordinator_address, num_processes, process_id, os.environ)
-    return Processes(coordinator_address, num_processes, process_id)
+        found = detected(coordinator_address, num_processes, process_id, os.environ)
+    else:
+        found = Processes(coordinator_address, num_processes, process_id)
+    return replace(found, initialization_timeout=initialization_timeout or WAIT_S)
 
 
 def _check_address(coordinator_address: str) -> None:
@@ -335,6 +346,16 @@ NumProcesses = Annotated[
 ]
 ProcessId = Annotated[
     int | None, typer.Option("--process-id", metavar="I", min=0, help="Number of this process, from 0.")
+]
+InitializationTimeout = Annotated[
+    int | None,
+    typer.Option(
+        "--initialization-timeout",
+        metavar="SECONDS",
+        min=1,
+        max=1 << 20,
+        help="How long to wait for all processes to connect: 300 by default.",
+    ),
 ]
 FormatOption = Annotated[
     Format | None,

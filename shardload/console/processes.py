@@ -16,8 +16,8 @@ from shardload.console.launchers import Launcher, launched
 from shardload.errors import MeshError, MissingExtraError
 from shardload.sharding.mesh import MeshSpec
 
-WAIT_S = 300.0
-"""Seconds to wait for all processes to connect."""
+WAIT_S = 300
+"""Seconds to wait for all processes to connect, as in JAX: pods of a job may start minutes apart."""
 DEAD_S = 28
 """JAX's own time limit for a process that dies before shardload's heartbeat has begun, which notices it after 15 s.
 
@@ -48,6 +48,8 @@ class Processes:
     process_id: int | None
     launcher: Launcher | None = None
     """What started the processes, where ``--distributed`` asks for it."""
+    initialization_timeout: int = WAIT_S
+    """Seconds to wait for all processes to connect."""
 
     @property
     def is_first(self) -> bool:
@@ -91,7 +93,7 @@ class Processes:
                     self.process_id,
                     cluster_detection_method=_method(self),
                     # JAX's own limit, which must not end the process before ours does.
-                    initialization_timeout=int(2 * WAIT_S) + 60,
+                    initialization_timeout=2 * self.initialization_timeout + 60,
                     heartbeat_timeout_seconds=DEAD_S,
                 )
             except Exception as error:  # JAX, MPI and the client of Kubernetes have many classes
@@ -163,11 +165,12 @@ def _not_connected(processes: Processes, found: str) -> MeshError:
 @contextlib.contextmanager
 def _watched(processes: Processes, give_up: GiveUp) -> Iterator[None]:
     def miss() -> None:
-        error = _not_connected(processes, f"some have not connected within {WAIT_S:.0f} s")
+        found = f"some have not connected within {processes.initialization_timeout} s"
+        error = _not_connected(processes, f"{found} (--initialization-timeout)")
         # The main thread is inside C++ code, where no exception reaches it.
         os._exit(give_up(error))
 
-    watch = threading.Timer(WAIT_S, miss)
+    watch = threading.Timer(processes.initialization_timeout, miss)
     watch.daemon = True
     watch.start()
     try:

@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+import typer
 import warm_start
 from cli_fakes import COMMAND, Done, environment, run
 from process_runs import free_port
@@ -104,13 +105,20 @@ def test_ctrl_c_ends_the_waiting_for_others(checkpoint):
 
 
 def test_those_that_never_come_are_missed_in_a_sentence(checkpoint):
-    start = "import sys; from shardload.cli import main; from shardload.console import processes as p; p.WAIT_S = 1.0"
-    address = ("--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id", "0")
-    done = run(
-        (COMMAND[0], "-c", f"{start}; sys.exit(main())", "load", str(checkpoint), "--mesh=1x2", "--json", *address)
+    address = (
+        "--initialization-timeout",
+        "2",
+        "--coordinator-address",
+        f"127.0.0.1:{free_port()}",
+        "--num-processes",
+        "2",
+        "--process-id",
+        "0",
     )
+    done = run((*COMMAND, "load", str(checkpoint), "--mesh=1x2", "--json", *address))
     assert done.code == 1
     assert "Cannot connect the 2 processes at 127.0.0.1:" in done.stderr
+    assert "some have not connected within 2 s (--initialization-timeout)" in done.stderr
     assert "--process-id" in done.stderr and "@ " not in done.stderr  # a stack of C++ frames
     assert done.json["error"]["type"] == "MeshError"
 
@@ -134,6 +142,9 @@ def test_options_that_contradict_each_other(given, named):
 
 def test_a_mesh_that_processes_cannot_share_is_refused():
     assert options.processes(None, None, None) is None
+    assert options.processes("host:1", 3, 0, initialization_timeout=60).initialization_timeout == 60
+    with pytest.raises(typer.BadParameter, match="several processes"):
+        options.processes(None, None, None, initialization_timeout=60)
     with pytest.raises(MeshError, match="8 devices, which 3 processes cannot share evenly"):
         Processes("host:1", 3, 0).devices_of(MeshSpec.parse("1x8"))
 
