@@ -21,16 +21,21 @@ from saving_models import (
 from written_everywhere import SHARD_BYTES, check, load_by_keras, randomise, same, state
 
 import shardload
+from shardload.callbacks import writer
 from shardload.converting import keras_files
-from shardload.errors import UnsupportedError
+from shardload.errors import SaveError, UnsupportedError, WriteError
+from shardload.keras_bridge import saving
 from shardload.keras_bridge.saving import saved_layout
+from shardload.loaders.orbax import open_orbax
 from shardload.synth import synth
+from shardload.writers import safetensors
 
 
-def without(key):
+def without_last():
     def layout(model, **named):
         found = saved_layout(model, **named)
-        return replace(found, variables={k: v for k, v in found.variables.items() if k != key})
+        last = [k for k in found.variables if k.endswith("/vars/0")][-1]
+        return replace(found, variables={k: v for k, v in found.variables.items() if k != last})
 
     return layout
 
@@ -89,6 +94,39 @@ def test_a_preset_is_compared_with_what_kerashub_would_save(tmp_path, monkeypatc
     with pytest.raises(UnsupportedError, match=f"nothing at '{key}'"):
         shardload.save_as(model, tmp_path / "out", to="preset")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["preset", "h5"])
+def test_a_synthetic_file_is_compared_with_what_keras_would_save(format, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "saved_layout", without_last())
+    with pytest.raises(UnsupportedError, match=r"nothing at 'layers/.*/vars/0', expected bfloat16"):
+        synth("gemma2_2b", scale=0.02, format=format, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_synthetic_folder_is_read_back(tmp_path, monkeypatch):
+    skeleton = safetensors.write_skeleton
+    monkeypatch.setattr(
+        safetensors, "write_skeleton", lambda folder, tensors, **named: skeleton(folder, doubled(tensors), **named)
+    )
+    with pytest.raises(WriteError, match=r"Cannot read back .*: it has other tensors than were written"):
+        synth("gemma2_2b", scale=0.02, format="safetensors", directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def doubled(tensors):
+    return [replace(tensor, shape=(2, *tensor.shape)) for tensor in tensors]
+
+
+def test_a_step_is_compared_with_its_structure(tmp_path, monkeypatch):
+    def without_bias(location):
+        found = open_orbax(location)
+        return replace(found, tensors={k: v for k, v in found.tensors.items() if not k.endswith("bias")})
+
+    monkeypatch.setattr(writer, "open_orbax", without_bias)
+    with pytest.raises(SaveError, match=r"dense.*/bias was not written as structure.json lists it"):
+        shardload.save(plain(), tmp_path / "steps", step=0)
+    assert list((tmp_path / "steps").iterdir()) == []
 
 
 def test_optimizers_in_attributes_that_were_not_built_are_written_as_by_keras(tmp_path):
