@@ -85,11 +85,11 @@ def with_updates_kept(found: VariableMap, model: Any, manifest: Manifest) -> Var
         if (tensor := tensors.get(id(one.count))) is None:
             continue
         before = _stored_steps(tensor, manifest, is_innermost=one.count is innermost(optimizer)._iterations)
-        if before == one.steps:
+        if before == one.steps or (before is None and not _may_differ(one, manifest)):
             continue
         batches = int(read_tensor(manifest, tensor))
         if before is None:
-            notes += _unknown(batches, one, manifest)
+            notes.append(_unknown(batches, one))
             continue
         values[id(one.count)] = (one.count, partial(_recount, before=before, now=one.steps))
         if batches % before:
@@ -149,10 +149,13 @@ def _has_sums(manifest: Manifest) -> bool:
     return any(name.endswith(_ACCUMULATOR) for name in manifest.tensors)
 
 
-def _unknown(batches: int, one: Accumulation, manifest: Manifest) -> Iterator[str]:
-    if one.steps > 1 or _has_sums(manifest):
-        here = f"optimizer.iterations is {batches // one.steps}, as for {_argument(one.steps)}"
-        yield f"{_UNKNOWN}it counted {_batches(batches)}, and {here}"
+def _may_differ(one: Accumulation, manifest: Manifest) -> bool:
+    return one.steps > 1 or _has_sums(manifest)
+
+
+def _unknown(batches: int, one: Accumulation) -> str:
+    here = f"optimizer.iterations is {batches // one.steps}, as for {_argument(one.steps)}"
+    return f"{_UNKNOWN}it counted {_batches(batches)}, and {here}"
 
 
 def _changed(batches: int, before: int, one: Accumulation) -> str:

@@ -476,7 +476,8 @@ def test_of_a_hugging_face_model_only_the_configuration_is_downloaded(tmp_path, 
     )
     asked = []
 
-    def download(name, *, allow_patterns, local_files_only=False):
+    def download(name, *, allow_patterns, revision=None, local_files_only=False):
+        assert revision is None
         if local_files_only:
             return str(cache)
         asked.append(allow_patterns)
