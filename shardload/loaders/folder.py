@@ -13,80 +13,11 @@ Any other link could make a private file public: a conversion would copy ``token
 from __future__ import annotations
 
 import re
-from itertools import islice
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
 from shardload.stores.location import Location
 
-_PART = re.compile(
-    r"(?P<stem>.+?[-_. ])(?P<number>\d{1,6})(?P<of>[-_. ]of[-_. ])(?P<count>\d{1,6})( ?\(\d+\))?(?P<ending>\.\w+)",
-    re.IGNORECASE,
-)
-"""``model-00002-of-00003.safetensors``, in every spelling; a browser that downloads twice adds `` (1)``.
-
-Five digits are usual; DeepSeek's ``model-00001-of-000163.safetensors`` has both widths.
-"""
 _TENSOR_FILES = (".safetensors", ".gguf", ".h5")
-_SHOWN = 8
-"""Most missing files that an error lists."""
-
-
-def part_number(name: str) -> tuple[int, int] | None:
-    """Return 2 and 3 for ``model-00002-of-00003.safetensors``; ``None`` for a name that claims no other parts."""
-    found = _PART.fullmatch(name)
-    return (int(found["number"]), int(found["count"])) if found and int(found["count"]) > 1 else None
-
-
-def stem_of(name: str) -> str:
-    """Return a file's name without its ending and the number of its part."""
-    found = _PART.fullmatch(name)
-    return found["stem"][:-1] if found else name.rpartition(".")[0]
-
-
-def part_name(name: str, number: int) -> str:
-    """Return the name of another part of the checkpoint that a part belongs to; ``name`` itself if it is none."""
-    if (found := _PART.fullmatch(name)) is None:
-        return name
-    written = found["number"]
-    width = len(written) if written.startswith("0") or len(written) > 4 else 1
-    return f"{found['stem']}{number:0{width}d}{found['of']}{found['count']}{found['ending']}"
-
-
-def all_parts(path: Location) -> list[Location]:
-    """Return the files of all parts of the checkpoint that a file's name claims to be a part of, in order.
-
-    Raises:
-        SourceNotFoundError: When some are missing.
-        SourceError: When the number is not one of the parts', or two files have the same.
-        UnsafeSourceError: When one is a symbolic link that leaves the folder.
-    """
-    number, count = part_number(path.name) or (1, 1)
-    there = _numbered(path) if count > 1 else {1: path.name}
-    first = 0 if 0 in there else 1  # some writers count from 0
-    if not first <= number < first + count:
-        raise SourceError(f"{path} is part {number} of {count} according to its name. Rename it")
-    # The name may be hostile: no list of a million names is made.
-    numbers = range(first, first + count)
-    if (lacking := sum(1 for i in numbers if i not in there)) > 0:
-        shown = islice((part_name(path.name, i) for i in numbers if i not in there), _SHOWN)
-        raise SourceNotFoundError(
-            f"{path} is one of {count} parts, but {path.parent} lacks {lacking} of them: "
-            f"{', '.join(shown)}{' …' if lacking > _SHOWN else ''}. Download them into that folder"
-        )
-    return [member(path.parent, there[i], named_by=str(path)) for i in numbers]
-
-
-def _numbered(path: Location) -> dict[int, str]:
-    """Return the files beside a part that are parts of the same checkpoint, by number."""
-    asked = _PART.fullmatch(path.name)
-    found: dict[int, str] = {}
-    for name in path.parent.names():
-        part = _PART.fullmatch(name)
-        if part is None or asked is None or any(part[key] != asked[key] for key in ("stem", "of", "count", "ending")):
-            continue
-        if (other := found.setdefault(int(part["number"]), name)) != name:
-            raise SourceError(f"{other} and {name} in {path.parent} are the same part by their names. Remove one")
-    return found
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardload.errors import SourceError
-from shardload.loaders.folder import all_parts, part_name, part_number
 from shardload.loaders.gguf_header import GgufHeader, LongArray, read_header
+from shardload.loaders.parts import all_parts, part_name, part_number
 from shardload.stores.location import Location
 
 

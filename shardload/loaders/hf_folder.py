@@ -12,6 +12,7 @@ names for it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -21,9 +22,10 @@ from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
 from shardload.loaders.contents import CONFIG, FileContent, FolderContent
 from shardload.loaders.extents import collect
-from shardload.loaders.folder import all_parts, listing, member, part_name, part_number, plain_name, shards_of, stem_of
+from shardload.loaders.folder import listing, member, plain_name, shards_of
 from shardload.loaders.hub_preset import is_preset
 from shardload.loaders.other_formats import refused_folder
+from shardload.loaders.parts import all_parts, part_number, set_of
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
@@ -31,6 +33,8 @@ from shardload.stores.location import Location
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_INDEXES = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
+"""Names of indexes, also of a variant: ``diffusion_pytorch_model.safetensors.index.fp16.json``."""
 
 
 def open_folder(folder: Location) -> Manifest:
@@ -101,7 +105,10 @@ def folder_of(file: Location) -> Location | None:
             return None
         names = file.parent.names()
         if INDEX not in names:
-            return file.parent if file.name in _files(file.parent, names, is_described=True) else None
+            found = _files(file.parent, names, is_described=True)
+            # Of several sets of parts, the file means its own.
+            is_all = part_number(file.name) is None or len(set(map(set_of, found))) == 1
+            return file.parent if file.name in found and is_all else None
         return file.parent if file.name == INDEX or file.name in _weight_map(file.parent / INDEX).values() else None
     except (SourceError, SourceNotFoundError):
         # This only asks whether there is such a folder; opening a damaged one reports the damage.
@@ -147,14 +154,35 @@ def _without_index(folder: Location, names: list[str], *, is_described: bool) ->
     if len(indexes) == 1 and SINGLE not in names:  # of a library that calls its files otherwise
         return open_index(member(folder, indexes[0], named_by=str(folder)))
     found = _files(folder, names, is_described=is_described)
-    for name in {part_name(name, 1): name for name in found}.values():
-        all_parts(member(folder, name, named_by=str(folder)))
-    return _joined(folder, [member(folder, name, named_by=str(folder)) for name in found])
+    sets: dict[str, list[Location]] = {}
+    for name in found:
+        sets.setdefault(set_of(name), []).append(member(folder, name, named_by=str(folder)))
+    for paths in sets.values():
+        all_parts(paths[0])
+    headers = {path: safetensors.read_header(path) for paths in sets.values() for path in paths}
+    _check_variants(folder, sets, headers)
+    return _joined(folder, headers)
 
 
-def _joined(location: Location, paths: Sequence[Location]) -> Manifest:
+def _check_variants(
+    folder: Location, sets: Mapping[str, Sequence[Location]], headers: Mapping[Location, safetensors.SafetensorsHeader]
+) -> None:
+    """Refuse two sets of parts that have a tensor in common: variants of one model, such as float32 and float16."""
+    if not any(part_number(paths[0].name) for paths in sets.values()):
+        return
+    owner: dict[str, str] = {}
+    for paths in sets.values():
+        name = paths[0].name
+        for tensor in {tensor.name for path in paths for tensor in headers[path].tensors}:
+            if (other := owner.setdefault(tensor, name)) != name:
+                raise SourceError(
+                    f"Cannot tell which checkpoint {folder} means: {tensor!r} is in the files of {other} and of "
+                    f"{name}. Open one of these files, which opens all of its parts, or move the others elsewhere"
+                )
+
+
+def _joined(location: Location, headers: Mapping[Location, safetensors.SafetensorsHeader]) -> Manifest:
     """Return the manifest of files that are one checkpoint together; a tensor in two of them is an error."""
-    headers = {path: safetensors.read_header(path) for path in paths}
     sizes = {path: header.file_bytes for path, header in headers.items()}
     tensors = [tensor for header in headers.values() for tensor in header.tensors]
     metadata: dict[str, Any] = {}
@@ -197,9 +225,11 @@ def _open_file(path: Location) -> Manifest:
     # A part alone would be a checkpoint with some tensors only.
     if part_number(path.name) is None:
         return safetensors.open_file(path)
-    index = path.parent / f"{stem_of(path.name)}.safetensors.index.json"
-    is_listed = index.is_file() and path.name in _weight_map(index).values()
-    return open_index(index) if is_listed else _joined(path, all_parts(path))
+    for name in filter(_INDEXES.fullmatch, path.parent.names()):
+        index = member(path.parent, name, named_by=str(path))
+        if path.name in _weight_map(index).values():
+            return open_index(index)
+    return _joined(path, {part: safetensors.read_header(part) for part in all_parts(path)})
 
 
 SPEC = FormatSpec(

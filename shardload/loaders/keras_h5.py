@@ -12,6 +12,7 @@ from shardload.errors import SourceNotFoundError
 from shardload.loaders import keras_sharded
 from shardload.loaders.contents import FileContent
 from shardload.loaders.extents import collect
+from shardload.loaders.parts import refuse_part
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores.location import Location
@@ -24,7 +25,7 @@ def open_file(path: Location) -> Manifest:
     """Return the manifest of one ``.weights.h5`` file.
 
     Raises:
-        SourceError: See `shardload.loaders.hdf5.read_tensors`.
+        SourceError: See `shardload.loaders.hdf5.read_tensors`; also when it is a part by its name and its content.
         SourceNotFoundError: When it is a part, and the index is missing.
         UnsupportedError: When the file is a legacy Keras HDF5 file, or a dataset needs a missing filter.
     """
@@ -42,6 +43,8 @@ def open_file(path: Location) -> Manifest:
             f"{path} is one of several parts, but {path.parent} lacks their index {index.name}. Copy the index and all "
             "parts there; to open this part alone, rename it"
         )
+    if not content.is_whole:
+        refuse_part(path)
     return Manifest(path, "keras-h5", collect(content.tensors, files=files), files, notes=content.notes)
 
 

@@ -19,6 +19,7 @@ from shardload.errors import ShardloadError, SourceError
 from shardload.loaders.contents import FileContent
 from shardload.loaders.extents import collect
 from shardload.loaders.keras_h5 import is_hdf5
+from shardload.loaders.parts import refuse_part
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import parse_object
@@ -46,7 +47,8 @@ def open_file(path: Location) -> Manifest:
     """Return the manifest of one ``.h5`` file of Keras 2.
 
     Raises:
-        SourceError: See `shardload.loaders.hdf5.read_tensors`; also when it lists weights that it does not contain.
+        SourceError: See `shardload.loaders.hdf5.read_tensors`; also when it lists weights that it does not contain,
+            or is a part of several by its name.
         UnsupportedError: When a dataset cannot be read as numbers, or names are stored in an unsafe way.
     """
     # Imported late: formats are listed without h5py.
@@ -58,6 +60,9 @@ def open_file(path: Location) -> Manifest:
         tensors = collect(reader.tensors(), files=files)
         metadata = _order(reader, tensors, path)
         config, described = _described(reader, path)
+    # transformers splits the weights of TensorFlow so: tf_model-00001-of-00002.h5.
+    if not config:
+        refuse_part(path)
     return Manifest(path, "keras-legacy-h5", tensors, files, config, metadata | described, notes=reader.notes())
 
 

@@ -9,6 +9,7 @@ from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders.contents import CONFIG, FileContent, FolderContent
 from shardload.loaders.folder import listing, member
 from shardload.loaders.other_formats import refused_file, refused_folder
+from shardload.loaders.parts import refuse_bytes, set_of
 from shardload.loaders.registry import FormatSpec, spec_named, specs
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
@@ -101,6 +102,7 @@ def _open_file(path: Location, format: str | None) -> Manifest:
 
 
 def _recognise_file(path: Location) -> FormatSpec:
+    refuse_bytes(path, endings=tuple(ending for spec in specs() for ending in spec.endings))
     with closing(path.open()) as file:
         if not file.n_bytes:
             raise SourceError(f"{path} is empty (0 bytes). The download or the save did not finish; repeat it")
@@ -196,7 +198,7 @@ def _unknown_config(content: FolderContent) -> SourceError | UnsupportedError:
 def _single(folder: Location, spec: FormatSpec) -> str:
     found = [name for name in folder.names() if name.lower().endswith(spec.endings)]
     firsts = sorted({spec.first_part(name) for name in found})
-    if len(firsts) == 1:
+    if len(firsts) == 1 or (spec.joins_parts and len(set(map(set_of, found))) == 1):
         return found[0]
     if not found:
         raise SourceNotFoundError(f"{folder} should contain {spec.description}, but contains {listing(folder)}")

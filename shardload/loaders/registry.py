@@ -95,6 +95,11 @@ class FormatSpec:
     """Whether its tensors can be quantisation codes or belong to an adapter, which only names and values show."""
 
     @property
+    def joins_parts(self) -> bool:
+        """Whether a model may be split over several files, which its names tell."""
+        return self.first_part is not str
+
+    @property
     def is_hugging_face(self) -> bool:
         """Whether KerasHub's converters build the model and name its tensors."""
         return self.described_by == "hugging-face"

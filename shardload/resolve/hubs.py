@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shardload.errors import MissingExtraError, SourceNotFoundError
-from shardload.loaders.folder import part_number, stem_of
+from shardload.loaders.parts import part_number, pattern_of
 from shardload.resolve.hub_cache import HubName
 from shardload.stores.local import any_home, home
 
@@ -145,7 +145,7 @@ def _hf_patterns(path: str) -> list[str]:
         return _HF_PATTERNS
     folder, _, name = path.rpartition("/")
     beside = _HF_PATTERNS if name.endswith(".json") else _HF_SMALL
-    parts = [f"{glob.escape(stem_of(name))}*"] if part_number(name) else []
+    parts = [pattern_of(name)] if part_number(name) else []
     of_folder = [f"{glob.escape(folder)}/{pattern}" if folder else pattern for pattern in (*beside, *parts)]
     return [glob.escape(path), *(f"{glob.escape(path)}/{pattern}" for pattern in _HF_PATTERNS), *of_folder]
 
@@ -157,7 +157,7 @@ def _is_there(path: Path) -> bool:
     _, count = part_number(path.name) or (1, 1)
     if path.name.endswith(".json"):
         return path.exists() and _is_complete(path.parent)
-    return path.exists() and len(list(path.parent.glob(f"{glob.escape(stem_of(path.name))}*"))) >= count
+    return path.exists() and len(list(path.parent.glob(pattern_of(path.name)))) >= count
 
 
 def _is_complete(folder: Path) -> bool:
