@@ -25,7 +25,6 @@ from shardload.mapping.optimizer_pairs import (
     is_untrained,
     resolve_optimizers,
 )
-from shardload.mapping.slot_roles import part_of
 from shardload.mapping.state_keys import Role, optimizer_roles, roles_of
 from shardload.mapping.state_tree import Pairing, find
 from shardload.mapping.variable_map import DirectStep, VariableMap, bind, variable_names
@@ -113,7 +112,7 @@ def _leaf(name: str, role: Role, shape: tuple[int, ...], dtype: str) -> dict[str
 def _paired(found: Pairing, manifest: Manifest) -> Paired:
     def tensors() -> Iterator[Left]:
         for stored in found.unexpected:
-            yield Left("/".join(stored.path), stored.role.kind, part=part_of(stored.role, found.stored_forms))
+            yield Left.of(stored.role, "/".join(stored.path), found.stored_forms)
 
     missing = tuple(leaf for leaf in found.missing if leaf.kind in OPTIMIZER_KINDS and leaf.role.optimizer is None)
     pairs = tuple((manifest.tensors["/".join(stored.path)], leaf) for stored, leaf in found.pairs)

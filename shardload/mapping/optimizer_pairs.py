@@ -18,10 +18,12 @@ from typing import Any
 from shardload.keras_bridge.model_state import optimizers_by_path
 from shardload.keras_bridge.optimizer_slots import owner_of, start_of
 from shardload.manifest import Manifest, Tensor
-from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, attribute_of, is_core, part_of
+from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, attribute_of, is_core, kind_in, part_of
+from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe
 from shardload.mapping.variable_map import Begun
 from shardload.transfer.read_tensor import read_tensor
+from shardload.units import plural
 
 OPTIMIZER_KINDS = frozenset({"slot", "optimizer"})
 UNTRAINED = "the step was saved before training and has no optimizer slots; the model's are unchanged"
@@ -39,6 +41,16 @@ class Left:
     """Like `Role.optimizer`."""
     part: str = ""
     """As of `part_of`, for the state of an optimizer."""
+    is_core: bool = False
+    """As of `is_core`."""
+
+    @classmethod
+    def of(cls, role: Role, tensor: str, forms: Forms) -> Left:
+        """Describe a tensor by its role in the step, whose optimizers have these forms."""
+        if role.kind not in OPTIMIZER_KINDS:
+            return cls(tensor, role.kind, role.optimizer)
+        part = part_of(role, forms)
+        return cls(tensor, role.kind, role.optimizer, part, role.kind == "slot" and is_core(part, kind_in(forms, role)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,10 @@ class Paired:
     def part(self, leaf: StateLeaf) -> str:
         """Return the attribute of its optimizer that a variable is in."""
         return part_of(leaf.role, self.forms)
+
+    def is_core(self, leaf: StateLeaf) -> bool:
+        """Whether the optimizer's iterations are wrong if a slot begins as in a new one."""
+        return leaf.kind == "slot" and is_core(self.part(leaf), kind_in(self.forms, leaf.role))
 
 
 def resolve_optimizers(
@@ -124,14 +140,22 @@ def leaves_other_alone(note: str) -> bool:
 
 def takes_state(paired: Paired, optimizer: str | None) -> bool:
     """Whether an optimizer can continue with the state in a step: whether its iterations are those of its slots."""
-    slots = [leaf for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and leaf.kind == "slot"]
-    core = [leaf for leaf in slots if is_core(paired.part(leaf))]
-    lacking = [leaf for leaf in paired.missing if leaf.role.optimizer == optimizer and leaf.kind == "slot"]
-    lacking = [leaf for leaf in lacking if is_core(paired.part(leaf))]
-    unused = [found for found in paired.left if found.optimizer == optimizer and found.kind == "slot"]
-    if {leaf.role.of for leaf in lacking} & {leaf.role.of for leaf in slots}:
-        return False
-    return bool(core) or not (lacking or any(is_core(found.part) for found in unused))
+    incomplete = _incomplete(paired, optimizer)
+    core = [leaf for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and paired.is_core(leaf)]
+    if any(leaf.role.of not in incomplete for leaf in core):
+        return True
+    unused = any(found.optimizer == optimizer and found.is_core for found in paired.left)
+    lacking = any(leaf.role.optimizer == optimizer and paired.is_core(leaf) for leaf in paired.missing)
+    return not (core or lacking or unused)
+
+
+def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
+    """Return the weights for which the step has some slots, but not all: its iterations are not those of the others.
+
+    All weights, if it is of another class; some, of a Muon that now excludes them.
+    """
+    lacking = {leaf.role.of for leaf in paired.missing if leaf.role.optimizer == optimizer and paired.is_core(leaf)}
+    return lacking & {leaf.role.of for _, leaf in paired.pairs if leaf.role.optimizer == optimizer}
 
 
 def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: bool) -> Paired:
@@ -151,7 +175,20 @@ def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: b
         return _without_pairs(paired, name)
     if of_it:
         noted.append(f"{which} continues with what is stored of it. {_beginning(paired, of_it)}")
-    return replace(paired, begun=(*paired.begun, *of_it))
+    return _beginning_whole(replace(paired, begun=(*paired.begun, *of_it)), name, noted)
+
+
+def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Paired:
+    """Let all slots begin of weights that lack some: Adam's momentum without its velocity is too large."""
+    if not (incomplete := _incomplete(paired, name)):
+        return paired
+    whole = [p for p in paired.pairs if p[1].role.optimizer == name and p[1].role.of in incomplete]
+    noted.append(
+        f"the step lacks a slot of {plural(len(incomplete), 'weight')}, whose slots all begin as in a new optimizer"
+    )
+    pairs = tuple(pair for pair in paired.pairs if pair not in whole)
+    begun = (*paired.begun, *(leaf for _, leaf in whole))
+    return replace(paired, pairs=pairs, dropped=(*paired.dropped, *whole), begun=begun)
 
 
 def _beginning(paired: Paired, leaves: Iterable[StateLeaf]) -> str:

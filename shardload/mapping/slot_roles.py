@@ -42,6 +42,11 @@ _SCALARS = ("iteration", RATE, "step_counter", "dynamic_scale")
 _OF_EVERY_CLASS = {AVERAGE, "accumulated_gradients"}
 _MAY_BEGIN_LATER = {*_OF_EVERY_CLASS, "velocity_hats"}
 """Slots that are right from any step on, whatever the count of iterations."""
+_OF_OPTIONS: Mapping[str, frozenset[str]] = {
+    "RMSprop": frozenset({"momentums", "average_gradients"}),
+    "SGD": frozenset({"momentums"}),
+}
+"""Slots of an option (``momentum=``, ``centered=``) of an optimizer that corrects no bias by its iterations."""
 _WRAPPED = "inner_optimizer/"
 _POSITION = re.compile(rf"^{INNER}\d+/")
 
@@ -74,6 +79,11 @@ def forms_of(roles: Iterable[Role], kinds: Mapping[str, str]) -> Forms:
             is_wrapped = before.is_wrapped or _name(role).startswith(_WRAPPED)
             found[role.optimizer] = OptimizerForm(before.kind, is_wrapped)
     return found
+
+
+def kind_in(forms: Forms, role: Role) -> str | None:
+    """Return the class of the optimizer that a variable belongs to, if known."""
+    return forms.get(role.optimizer, OptimizerForm()).kind
 
 
 def part_of(role: Role, forms: Forms) -> str:
@@ -111,9 +121,15 @@ def kind_of_name(name: str) -> str | None:
     return next((kind for kind in KINDS if kind.lower() == plain), None)
 
 
-def is_core(part: str) -> bool:
-    """Whether the count of iterations is wrong for an optimizer in which slots of this kind start at zero."""
-    return attribute_of(part) not in _MAY_BEGIN_LATER
+def is_core(part: str, kind: str | None) -> bool:
+    """Whether the count of iterations is wrong for an optimizer in which slots of this kind start at zero.
+
+    Args:
+        part: As of `part_of`.
+        kind: The class of the optimizer; inside of several, `part` states it.
+    """
+    own = part.removeprefix(INNER).partition("/")[0] if part.startswith(INNER) else kind
+    return attribute_of(part) not in _MAY_BEGIN_LATER | _OF_OPTIONS.get(own or "", frozenset())
 
 
 def attribute_of(part: str) -> str:

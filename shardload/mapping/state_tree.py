@@ -21,7 +21,7 @@ from shardload.keras_bridge.layer_settings import settings_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, optimizers_by_path, other_optimizers
 from shardload.keras_bridge.optimizer_slots import accumulations_in, batches_of_update, kind_of
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
-from shardload.mapping.slot_roles import Forms, OptimizerForm, forms_of, meaning_of, part_of
+from shardload.mapping.slot_roles import Forms, forms_of, kind_in, meaning_of, part_of
 from shardload.mapping.state_keys import Role, roles_of
 from shardload.units import plural
 
@@ -320,8 +320,7 @@ def _identity(role: Role, rename: Mapping[str, str], forms: Forms) -> tuple[str,
         # A slot by what it is and its weight, as its own key would keep the old name of a renamed weight.
         part = part_of(role, forms)
         of = _renamed(role.of or "", rename)
-        kind = forms.get(role.optimizer, OptimizerForm()).kind
-        name = f"{role.optimizer or ''}:{meaning_of(part, kind) if role.kind == 'slot' else part}"
+        name = f"{role.optimizer or ''}:{meaning_of(part, kind_in(forms, role)) if role.kind == 'slot' else part}"
         return (role.kind, name, of)
     return (role.kind, "", _renamed(role.key, rename) if role.kind in ("weight", "seed") else role.key)
 

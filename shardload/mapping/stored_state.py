@@ -40,12 +40,11 @@ from shardload.mapping.optimizer_pairs import (
 from shardload.mapping.partial_steps import different_base, lora_advice, lora_differences, require_values
 from shardload.mapping.slot_roles import (
     WRAPPER,
-    Forms,
     forms_of,
+    is_core,
     is_scalar,
     kind_of_name,
     meaning_of,
-    part_of,
     part_of_name,
 )
 from shardload.mapping.state_keys import Role
@@ -163,15 +162,10 @@ def _by_structure(
             )
     tensors = {id(s): _tensor_of(s, manifest) for s in stored}
     known = {tensor.name for tensor in tensors.values()}
-    left = [_left(s.role, tensors[id(s)].name, found.stored_forms) for s in found.unexpected]
+    left = [Left.of(s.role, tensors[id(s)].name, found.stored_forms) for s in found.unexpected]
     left += [Left(name, "weight") for name in manifest.tensors if name not in known]
     pairs = tuple((tensors[id(s)], leaf) for s, leaf in found.pairs)
     return Paired(pairs, found.missing, tuple(left), found.forms, left_out=found.left_out)
-
-
-def _left(role: Role, tensor: str, forms: Forms) -> Left:
-    part = part_of(role, forms) if role.kind in _OPTIMIZER else ""
-    return Left(tensor, role.kind, role.optimizer, part)
 
 
 def _tensor_of(stored: Stored, manifest: Manifest) -> Tensor:
@@ -207,7 +201,7 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> Paired
         else:
             rest[name] = tensor
     taken_names = {id(leaf) for _, leaf in pairs}
-    forms = forms_of([leaf.role for leaf in leaves], {})
+    forms = forms_of([leaf.role for leaf in leaves], tree.optimizers)
     renamed = _in_another_optimizer(rest, [leaf for leaf in leaves if id(leaf) not in taken_names], tree.optimizers)
     pairs += [(rest[name], leaf) for name, leaf in renamed.items()]
     left = [_left_by_name(name) for name in rest if name not in renamed]
@@ -245,7 +239,9 @@ def _left_by_name(name: str) -> Left:
         return Left(name, kind)
     if name.split("/")[1].startswith(_SCALING):
         part = f"{WRAPPER}{part}"
-    return Left(name, "optimizer" if is_scalar(part.removeprefix(WRAPPER)) else "slot", part=part)
+    if is_scalar(part.removeprefix(WRAPPER)):
+        return Left(name, "optimizer", part=part)
+    return Left(name, "slot", part=part, is_core=is_core(part, kind_of_name(name.split("/")[1])))
 
 
 def _kind_of(name: str) -> str:
