@@ -241,7 +241,7 @@ class Manifest:
     def __repr__(self) -> str:
         return (
             f"<Manifest {self.source} ({self.format}): {plural(len(self.tensors), 'tensor')}, "
-            f"{plural(self.parameters, 'parameter')}, {self.nbytes:,} bytes>"
+            f"{plural(self.parameters, 'parameter')}, {plural(self.nbytes, 'byte')}>"
         )
 
     def require_description(self) -> None:

@@ -51,7 +51,9 @@ def parse_bytes(text: str | int, *, least: int = 0) -> int:
 
 def _with_unit(n: int, text: str, *, least: int) -> int:
     if n < least:
-        raise ValueError(f"{text} means {text} bytes. Write {text}GiB, or {text}B if you mean bytes")
+        raise ValueError(
+            f"{text} means {text} {'byte' if text == '1' else 'bytes'}. Write {text}GiB, or {text}B if you mean bytes"
+        )
     return n
 
 
@@ -121,8 +123,19 @@ def format_rate(gb_per_s: float | None) -> str:
 
 
 def plural(n: int, noun: str) -> str:
-    """Format as ``1 tensor``, ``1,234 tensors``."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+    """Format as ``1 tensor``, ``1,234 tensors``, ``2 batches``, ``3 entries``."""
+    return f"{n:,} {noun if n == 1 else _plural_of(noun)}"
+
+
+def exact_bytes(n: int) -> str:
+    """Format as ``1 byte``, ``1048576 bytes``: without separators, as `parse_bytes` reads a budget back."""
+    return f"{n} byte" if n == 1 else f"{n} bytes"
+
+
+def _plural_of(noun: str) -> str:
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
 
 
 FLOATS = ("bfloat16", "float16", "float32")

@@ -31,6 +31,7 @@ from shardload.reports import LoadReport
 from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.stores import json_files
+from shardload.units import plural
 
 ITERATOR_FILE = "iterator.json"
 _OWN_RATE = "To train with another, call shardload.restore before fit and set it then"
@@ -99,7 +100,7 @@ class Resumption:
     def notices(self, *, epochs: int | None, newest: int) -> Iterator[str]:
         """Yield notices for the user; ``epochs`` is the argument of ``fit``, ``newest`` the folder's newest step."""
         if self.undone:
-            had = f"this model had trained {self.trained} batches, so its last {self.undone} are undone"
+            had = f"this model had trained {plural(self.trained, 'batch')}, so its last {self.undone} are undone"
             way_out = "To continue from the model's current state, pass resume=False"
             yield f"Resumed step {self.info.step} (epoch {(self.info.epoch or 0) + 1}); {had}. {way_out}"
         for changed in self.changed:
@@ -118,7 +119,7 @@ class Resumption:
             given = f"fit() was given epochs={epochs}, so nothing is left to train."
             if self.epoch != self.complete:
                 return f"{which}: training begins with epoch {self.epoch + 1}, and {given}"
-            done = "1 epoch is" if self.complete == 1 else f"{self.complete} epochs are"
+            done = f"{plural(self.complete, 'epoch')} {'is' if self.complete == 1 else 'are'}"
             way_out = "OrbaxCheckpoint(initial_epoch=0) to continue from this step and count epochs from 0."
             return f"{which}: {done} complete, and {given} Pass a larger epochs, or {way_out}"
         if self.info.step < newest:
@@ -233,7 +234,7 @@ def resumption(
         return _begun(model, Resumption(info, complete, complete))
     if goes_on is None and not own_goes_on:
         # Within an epoch, but no data can return to that batch.
-        place = f"{batch} batches of epoch {epoch + 1}"
+        place = f"{plural(batch, 'batch')} of epoch {epoch + 1}"
         warn_caller(f"{_END[stood is not None].format(step=info.step, place=place)} The epoch starts again.{_WAY_OUT}")
         return _begun(model, Resumption(info, complete, complete))
     if stood is not None and goes_on is not None:
@@ -333,8 +334,9 @@ def _give_back(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bo
     record = _of_this_process(records)
     if record is None and any("state" in one for one in records):
         warn_caller(
-            f"Cannot restore the position of data_iterator: step {info.step} stores one for each of {len(records)} "
-            f"processes, but this run has {processes.count()}. The data starts where data_iterator is now"
+            f"Cannot restore the position of data_iterator: step {info.step} stores one for each of "
+            f"{plural(len(records), 'process')}, but this run has {processes.count()}. The data starts where "
+            "data_iterator is now"
         )
     if record is None or "state" not in record:
         return False

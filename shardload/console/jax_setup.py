@@ -116,8 +116,8 @@ def provide_devices(
         raise MeshError(_too_few(needed, mesh, devices))
     if processes is not None and len(devices) != needed:
         raise MeshError(
-            f"The mesh {mesh} needs {needed} devices, but the {processes.num_processes} processes have {len(devices)}, "
-            "and all must be used. Use a mesh of that size"
+            f"The mesh {mesh} needs {plural(needed, 'device')}, but the processes "
+            f"have {len(devices)}, and all must be used. Use a mesh of that size"
         )
     if found == "cpu" and simulated:
         note(f"simulating {needed} CPU devices for the mesh {mesh}; no accelerator is used.")
@@ -171,7 +171,7 @@ def _start(jax: Any) -> list[Any]:
 
 def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
     found = devices[0].platform
-    count = f"is 1 {found}" if len(devices) == 1 else f"are {len(devices)} {found}"
+    has = f"there {'is' if len(devices) == 1 else 'are'} {plural(len(devices), f'{found} device')}"
     here = f"The mesh {mesh} needs {plural(needed, 'device')}"
     if found == "cpu" and needed > MAX_SIMULATED:
         return (
@@ -179,8 +179,8 @@ def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
             "which takes a mesh of any size."
         )
     if found == "cpu":
-        return f"{here}, but there {count} devices, and JAX is already running. Use a smaller mesh."
+        return f"{here}, but {has}, and JAX is already running. Use a smaller mesh."
     return (
-        f"{here}, but there {count} here. Use a mesh of at most {len(devices)}, or add --platform cpu to simulate "
-        f"{needed} devices."
+        f"{here}, but {has} here. Use a mesh of at most {len(devices)}, or add --platform cpu to simulate "
+        f"{plural(needed, 'device')}."
     )

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardload.errors import MeshError
+from shardload.units import plural
 
 _BY_HAND = "pass --coordinator-address, --num-processes and --process-id"
 
@@ -102,10 +103,11 @@ def alone_among_several(environ: Mapping[str, str]) -> str | None:
         found = launched(environ)
     except MeshError:
         return None
-    if found.by is None or found.process_id != 0 or (found.num_processes or 1) < 2:
+    count = found.num_processes or 1
+    if found.by is None or found.process_id != 0 or count < 2:
         return None
     return (
-        f"{found.by.title} started {found.num_processes} processes, and each loads everything by itself. With "
+        f"{found.by.title} started {plural(count, 'process')}, and each loads everything by itself. With "
         "--distributed they load together."
     )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from shardload.console.launchers import Launcher, launched
 from shardload.errors import MeshError, MissingExtraError
 from shardload.sharding.mesh import MeshSpec
+from shardload.units import plural
 
 WAIT_S = 300
 """Seconds to wait for all processes to connect, as in JAX: pods of a job may start minutes apart."""
@@ -66,8 +67,8 @@ class Processes:
             return None
         if mesh.size % self.num_processes:
             raise MeshError(
-                f"The mesh {mesh} has {mesh.size} devices, which {self.num_processes} processes cannot share evenly. "
-                "Use a mesh whose size is a multiple of the number of processes"
+                f"The mesh {mesh} has {plural(mesh.size, 'device')}, which {plural(self.num_processes, 'process')} "
+                "cannot share evenly. Use a mesh whose size is a multiple of the number of processes"
             )
         return mesh.size // self.num_processes
 
@@ -153,7 +154,7 @@ def _waiting(processes: Processes) -> str:
 
 def _not_connected(processes: Processes, found: str) -> MeshError:
     count, by = processes.num_processes, processes.launcher
-    which = "the processes" if count is None else f"the {count} processes"
+    which = "the processes" if count is None else f"the {plural(count, 'process')}"
     at = "" if processes.coordinator_address is None else f" at {processes.coordinator_address}"
     if by is not None:
         advice = f"{by.command}, all of this command"

@@ -36,8 +36,8 @@ def check_base(manifest: Manifest, base: Any) -> None:
     left_out = manifest.n_left_out
     if left_out and base is None:
         raise UsageError(
-            f"Cannot convert {manifest.source} alone: it is a partial step, without {left_out} weights of its model. "
-            "Pass the checkpoint that has them: base=SOURCE (--base SOURCE)"
+            f"Cannot convert {manifest.source} alone: it is a partial step, without {plural(left_out, 'weight')} of "
+            "its model. Pass the checkpoint that has them: base=SOURCE (--base SOURCE)"
         )
     if base is not None and not left_out:
         quantised.check(manifest)  # "has all weights" would be wrong of an adapter

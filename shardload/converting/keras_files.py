@@ -149,7 +149,7 @@ def file(
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         notes += (f"{stem}.json was not written, because Keras cannot describe this model: {why}",)
     others = [*source.companions.keras, *(set(source.companions.transformers) - {"config.json"})]
-    notes += (f"{len(others)} other files were left out: {others[0]} …",) if others else ()
+    notes += (f"{plural(len(others), 'other file')} left out: {others[0]} …",) if others else ()
     notes += _left_out(found.left)
     if target.name.endswith(ENDING):
         return ConversionPlan(

@@ -30,6 +30,7 @@ from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest
 from shardload.stores.local import located
 from shardload.text.sources import manifest_of
+from shardload.units import plural
 
 _DESCRIPTIONS = (CONFIG, TASK, METADATA)
 
@@ -122,7 +123,7 @@ def _with_files(source: Source, folder: Path) -> Source:
 def _shown(names: Iterable[str]) -> list[str]:
     """Return a few file names, the configuration first."""
     found = sorted(names, key=lambda name: (name != CONFIG, name))
-    return found if len(found) < SHOWN else [*found[: SHOWN - 1], f"{len(found) - SHOWN + 1} other files"]
+    return found if len(found) < SHOWN else [*found[: SHOWN - 1], f"{plural(len(found) - SHOWN + 1, 'other file')}"]
 
 
 def _describes(loaded: Manifest, backbone: Any) -> bool:

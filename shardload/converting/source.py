@@ -202,7 +202,7 @@ def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
 def _computed(mapping: VariableMap) -> tuple[str, ...]:
     owners = Counter(step.owner for step, _ in computed_by(mapping))
     return tuple(
-        f"{owner} computes {count} tensors; while it runs, the tensors that it reads are in memory as a whole"
+        f"{owner} computes {plural(count, 'tensor')}; while it runs, the tensors that it reads are in memory as a whole"
         for owner, count in owners.items()
     )
 
@@ -215,7 +215,7 @@ def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Contain
             taken[value.view.tensor] += math.prod(value.view.shape)
     sizes = {name: (count, manifest.tensors[name].size) for name, count in taken.items() if name not in used}
     return tuple(
-        f"the model uses {count} of the {size} elements of tensor {name!r}; the others were left out"
+        f"the model uses {count} of the {plural(size, 'element')} of tensor {name!r}; the others were left out"
         for name, (count, size) in sizes.items()
         if count < size
     )

@@ -31,6 +31,7 @@ from shardload.data.position import (
 )
 from shardload.errors import MissingExtraError, UsageError
 from shardload.keras_bridge.training import epoch_iterator_of_fit, grain_dataset
+from shardload.units import plural
 
 __all__ = ["Origin", "Position", "Reading", "follow", "resumable", "resumable_of_fit", "stop_following"]
 
@@ -101,7 +102,9 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
         raise UsageError(f"Cannot use global_batch_size={global_batch_size!r:.60}: expected a positive integer")
     if (size := len(dataset)) < global_batch_size:
-        raise UsageError(f"Cannot make a global batch of {global_batch_size}: the dataset has only {size} examples")
+        raise UsageError(
+            f"Cannot make a global batch of {global_batch_size}: the dataset has only {plural(size, 'example')}"
+        )
     try:
         # Grain refuses to batch a filtered dataset, which is the only public sign that examples may be missing.
         dataset.batch(global_batch_size)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardload.errors import UsageError
+from shardload.units import plural
 
 NO_NUMBERS = (
     "Cannot cut a filtered dataset into global batches: they count examples by index, so none may be missing. Filter "
@@ -90,8 +91,8 @@ def read(dataset: Any, global_batch_size: int) -> Any:
     rows, left = divmod(global_batch_size, part.count)
     if left:
         raise UsageError(
-            f"global_batch_size={global_batch_size} cannot be cut into {part.count} equal parts, one for each share "
-            f"of the mesh's batch axis. Use a multiple of {part.count}"
+            f"global_batch_size={global_batch_size} cannot be cut into {plural(part.count, 'equal part')}, one for "
+            f"each share of the mesh's batch axis. Use a multiple of {part.count}"
         )
     return iter(_share_class()(dataset, part, rows).batch(rows, drop_remainder=True).to_iter_dataset())
 

@@ -22,6 +22,7 @@ from shardload.keras_bridge.training import (
     forget_epoch_length,
     has_unknown_length,
 )
+from shardload.units import plural
 
 KEPT = 8
 """The number of states kept; Keras reads at most two batches ahead of training."""
@@ -76,8 +77,8 @@ class Origin:
         if (then.global_batch_size is None) != (now.global_batch_size is None):
             saved, given = ("with", "without") if then.global_batch_size else ("without", "with")
             raise self._cannot(f"it was saved {saved} global_batch_size, and resumable() was called {given} it now")
-        if then.global_batch_size != now.global_batch_size:
-            sizes = f"{then.global_batch_size} examples, and now of {now.global_batch_size}"
+        if then.global_batch_size and then.global_batch_size != now.global_batch_size:
+            sizes = f"{plural(then.global_batch_size, 'example')}, and now of {now.global_batch_size}"
             raise self._cannot(f"it counts global batches of {sizes}")
         for field, what in _LENGTHS.items():
             before, after = getattr(then, field), getattr(now, field)
@@ -85,8 +86,8 @@ class Origin:
                 raise self._cannot(f"its dataset had {_number(before)} {what}, and now has {_number(after)}")
         if then.global_batch_size is None and self.processes != self.processes_now:
             raise self._cannot(
-                f"it was saved by {self.processes} processes, each with a dataset of its own, and now there are "
-                f"{self.processes_now}",
+                f"it was saved by {plural(self.processes, 'process')}, each with a dataset of its own, and now there "
+                f"are {self.processes_now}",
                 more=". To change the number of processes in later runs, pass the same grain.MapDataset of all "
                 "examples on each of them: resumable(dataset, global_batch_size=…)",
             )
@@ -99,7 +100,7 @@ class Origin:
         """
         then = self.reading.rows
         if then is not None and now != then and not (at_end and now < then):
-            raise self._cannot(f"its batches had {then} rows in this process, and now have {now}")
+            raise self._cannot(f"its batches had {plural(then, 'row')} in this process, and now have {now}")
 
     def _cannot(self, why: str, more: str = "") -> UsageError:
         return UsageError(

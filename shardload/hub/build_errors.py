@@ -16,6 +16,7 @@ from shardload.errors import (
 from shardload.hub.tensors import MAX_LAYERS
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
+from shardload.units import plural
 
 _LAYER_KEYS = (
     *("num_layers", "num_hidden_layers", "n_layer", "n_layers", "depths"),
@@ -39,7 +40,7 @@ def check_layer_count(manifest: Manifest) -> None:
     """
     # A layer has at least one tensor, so a larger number is damage or an attack. Without files, use a fixed limit.
     n_tensors = len(manifest.tensors) if manifest.files else MAX_LAYERS
-    found = f"it has only {n_tensors} tensors" if manifest.files else f"expected at most {MAX_LAYERS}"
+    found = f"it has only {plural(n_tensors, 'tensor')}" if manifest.files else f"expected at most {MAX_LAYERS}"
     parts = [manifest.config.get(key) for key in _PARTS]
     for config in (manifest.config, *(part for part in parts if isinstance(part, Mapping))):
         for key in _LAYER_KEYS:

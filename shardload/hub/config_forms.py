@@ -16,6 +16,7 @@ from shardload.errors import UnsupportedError
 from shardload.hub.config_defaults import IMAGE_MODELS, completed
 from shardload.manifest import Manifest, Tensor
 from shardload.transfer.read_tensor import read_rows
+from shardload.units import plural
 
 _ALIASES = {
     "qwen3_moe": {"num_experts": "num_local_experts"},
@@ -194,7 +195,7 @@ def _lacking(manifest: Manifest, name: str, arguments: Mapping[str, Any]) -> str
             "and transformers from pad_token_id + 1; expected 'rotary'"
         )
     if kind == "gemma3" and (pooled := _pooled(config)) is not None:
-        return f"config.json sets mm_tokens_per_image={pooled[0]}, but KerasHub makes {pooled[1]} tokens per image"
+        return f"config.json sets mm_tokens_per_image={pooled[0]}, but KerasHub makes {pooled[1]} for each image"
     if kind in _NEEDS_BIASES and config.get("qkv_bias") is False:
         return "config.json sets qkv_bias=False, but KerasHub's converter needs biases of query, key and value"
     if kind in _MIXED and (dense := _dense(config)) is not None:
@@ -254,9 +255,9 @@ def _windows(config: Mapping[str, Any], side: int, name: str) -> str | None:
     for stage, depth in enumerate(depths):
         if side % window and (depth != 1 or side < window):  # the first block of a stage has no mask
             needs = f"a multiple of window_size={window}"
-            return f"{sizes}: {side} x {side} patches in stage {stage}, but {name} needs {needs}"
+            return f"{sizes}: {side} x {plural(side, 'patch')} in stage {stage}, but {name} needs {needs}"
         if side % 2 and stage + 1 < len(depths):
-            return f"{sizes}: {side} x {side} patches in stage {stage}, but {name} needs an even number"
+            return f"{sizes}: {side} x {plural(side, 'patch')} in stage {stage}, but {name} needs an even number"
         side //= 2
     return None
 

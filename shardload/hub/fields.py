@@ -28,6 +28,7 @@ from shardload.hub.families import (
     text_of,
     windows_of,
 )
+from shardload.units import plural
 
 SMALL_EPSILON = 1e-4
 """Largest epsilon that is set on layers if the constructor has no parameter for it: the change is small."""
@@ -112,14 +113,15 @@ def limits(config: Config) -> Iterator[str]:
     if rotation.kind == "longrope" and parameters.get("long_factor") != parameters.get("short_factor"):
         longest = parameters["original_max_position_embeddings"]
         yield (
-            f"{rope.field_of(text)}: texts longer than {longest} tokens use other rotary factors; if prompt and answer "
-            "together come near that length, generate() may choose other factors than transformers, and results differ"
+            f"{rope.field_of(text)}: texts longer than {plural(longest, 'token')} use other rotary factors; if "
+            "prompt and answer together come near that length, generate() may choose other factors than "
+            "transformers, and results differ"
         )
     if rotation.kind == "dynamic":
         longest = text.get("max_position_embeddings")
         yield (
-            f"{rope.field_of(text)}: transformers scales positions dynamically after {longest} tokens, KerasHub does "
-            "not, so results for longer texts differ"
+            f"{rope.field_of(text)}: transformers scales positions dynamically beyond position {longest}, "
+            "KerasHub does not, so results for longer texts differ"
         )
 
 
@@ -174,7 +176,9 @@ def _epsilon(config: Config, family: Family, backbone: Any) -> Iterator[FieldDif
     # Only a small change may be set on layers: files that Keras writes lack it, and a large one would be lost.
     actual = wrong[0].epsilon
     small = isinstance(wanted, float) and 0 < wanted <= SMALL_EPSILON and actual <= SMALL_EPSILON
-    yield FieldDifference(field, f"{wanted:g}", f"{actual:g} in {len(wrong)} layers", (field,), fix if small else None)
+    yield FieldDifference(
+        field, f"{wanted:g}", f"{actual:g} in {plural(len(wrong), 'layer')}", (field,), fix if small else None
+    )
 
 
 def _activation(config: Config, family: Family, backbone: Any) -> Iterator[FieldDifference]:
@@ -292,7 +296,7 @@ def _windows(config: Config, family: Family, backbone: Any) -> Iterator[FieldDif
         yield FieldDifference(
             "sliding_window",
             f"{wanted[i] or 'no window'} (layer {i})",
-            f"{actual[i] or 'no window'} ({len(wrong)} of {len(blocks)} layers differ)",
+            f"{actual[i] or 'no window'} ({len(wrong)} of {plural(len(blocks), 'layer')} differ)",
             WINDOW,
             fix if config.get("model_type") == "gpt_oss" else None,  # has windows in the layers that should have none
         )

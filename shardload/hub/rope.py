@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError
+from shardload.units import plural
 
 Config = Mapping[str, Any]
 Angles = NDArray[np.float64]
@@ -185,7 +186,7 @@ def _longrope(plain: Angles, base: float, parameters: Config) -> tuple[Angles, f
     length, factor = _stretch(parameters)
     short = parameters.get("short_factor")
     if not isinstance(short, list) or len(short) != len(plain):
-        raise SourceError(f"Cannot read rotary positions: short_factor is not a list of {len(plain)} numbers")
+        raise SourceError(f"Cannot read rotary positions: short_factor is not a list of {plural(len(plain), 'number')}")
     # For texts that are no longer than those of the first training; `fields` compares long_factor, for longer texts.
     divisors = np.array([_number("short_factor", one) for one in short])
     scale = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0

@@ -13,6 +13,7 @@ from typing import Any
 from shardload.errors import SourceError, UnsupportedError
 from shardload.hub.config_defaults import completed
 from shardload.hub.config_forms import GENERATORS, architecture_of, renamed
+from shardload.units import plural
 
 Config = Mapping[str, Any]
 MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 1000, 1 << 24, 1 << 15
@@ -74,8 +75,8 @@ def _check(config: Config, sizes: tuple[str, ...]) -> None:
     experts = config.get("num_local_experts") or config.get("num_experts") or 0
     if experts * config.get("num_hidden_layers", 0) > MAX_EXPERTS:
         raise SourceError(
-            f"its configuration sets {experts} experts in {config['num_hidden_layers']} layers, expected at most "
-            f"{MAX_EXPERTS} in all layers. Correct it"
+            f"its configuration sets {plural(experts, 'expert')} in {plural(config['num_hidden_layers'], 'layer')}, "
+            f"expected at most {MAX_EXPERTS} in all layers. Correct it"
         )
     # Each key-value head serves as many query heads as any other.
     if "num_key_value_heads" in sizes and config["num_attention_heads"] % config["num_key_value_heads"]:

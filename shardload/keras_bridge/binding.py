@@ -47,6 +47,7 @@ from shardload.keras_bridge.variables import has_value, is_abstract, relocate, s
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.placement import named_sharding
+from shardload.units import plural
 
 METHODS = (
     "fit",
@@ -177,7 +178,9 @@ def bind(
         LayoutError: When a layout does not divide its variable, or belongs to another mesh.
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
-        raise MeshError(f"Cannot bind the model to {mesh}: expected {mesh.size} different devices, got {list(devices)}")
+        raise MeshError(
+            f"Cannot bind the model to {mesh}: expected {plural(mesh.size, 'different device')}, got {list(devices)}"
+        )
     shardings = _shardings(model, mesh, devices, layouts, batch_axis=batch_axis)
     # Everything that can fail comes first, so that an error leaves the old binding.
     unbind(model)
@@ -273,7 +276,9 @@ def _shardings(
 def _aligned(model: Model, layouts: Sequence[Layout]) -> dict[int, Layout]:
     variables = variables_of(model)
     if len(variables) != len(layouts):
-        raise LayoutError(f"Cannot bind {model.name!r}: got {len(layouts)} layouts for {len(variables)} variables")
+        raise LayoutError(
+            f"Cannot bind {model.name!r}: got {plural(len(layouts), 'layout')} for {plural(len(variables), 'variable')}"
+        )
     return {id(v): layout for v, layout in zip(variables, layouts, strict=True)}
 
 

@@ -20,6 +20,7 @@ from shardload.errors import BackendError, MismatchError
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.variables import current_value, sharding_of
 from shardload.sharding.layout import Layout
+from shardload.units import plural
 
 FLOAT32_UPDATE = "float32_update"
 """The name scope of operations that are computed in float32 for weights of any dtype."""
@@ -84,8 +85,8 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         variables = self.trained if trainable_variables is None else list(trainable_variables)
         if len(grads) != len(variables) and self.built:
             raise MismatchError(
-                f"Cannot update {len(variables)} variables with {self.name!r} and {len(grads)} gradients: expected one "
-                "for each, None where a variable has none"
+                f"Cannot update {plural(len(variables), 'variable')} with {self.name!r} and "
+                f"{plural(len(grads), 'gradient')}: expected one for each, None where a variable has none"
             )
         # Lengths may differ before it is built: Keras then raises its own error, which asks for the variables.
         for gradient, variable in zip(grads, variables, strict=False):

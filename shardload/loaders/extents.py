@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from shardload.errors import SourceError, TruncatedSourceError
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor
 from shardload.stores.location import Location
+from shardload.units import exact_bytes, plural
 
 MAX_RANK = 32
 """HDF5's limit; no real weight has as many dims."""
@@ -48,7 +49,7 @@ def check_shape(shape: tuple[int, ...], *, name: str, path: object) -> None:
         SourceError: When a dim is negative or does not fit 63 bits, or there are too many dims.
     """
     if len(shape) > MAX_RANK:
-        raise SourceError(f"{path}: tensor {name!r} has {len(shape)} dims; at most {MAX_RANK} are possible")
+        raise SourceError(f"{path}: tensor {name!r} has {plural(len(shape), 'dim')}; at most {MAX_RANK} are possible")
     if any(not 0 <= n <= MAX_DIM for n in shape):
         raise SourceError(f"{path}: tensor {name!r} has the shape {shape}; each dim must be from 0 to 2**63 - 1")
 
@@ -60,7 +61,7 @@ def _check(tensor: Tensor, files: Mapping[Location, int]) -> None:
         if start < 0 or stop > files[path]:
             raise TruncatedSourceError(
                 f"{path} is truncated: tensor {tensor.name!r} should end at byte {stop}, "
-                f"but the file has {files[path]} bytes. Download or save it again"
+                f"but the file has {exact_bytes(files[path])}. Download or save it again"
             )
 
 

@@ -16,6 +16,7 @@ import re
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
 from shardload.stores.location import Location
+from shardload.units import plural
 
 _TENSOR_FILES = (".safetensors", ".gguf", ".h5")
 
@@ -60,7 +61,7 @@ def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Lo
     files = {name: member(index.parent, name, named_by=str(index)) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.exists()]:
         raise SourceNotFoundError(
-            f"{index} lists {len(files)} shards, but {index.parent} lacks {len(missing)} of them: "
+            f"{index} lists {plural(len(files), 'shard')}, but {index.parent} lacks {len(missing)} of them: "
             f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. {way_out} them into that folder"
         )
     return files

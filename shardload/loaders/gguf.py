@@ -29,6 +29,7 @@ from shardload.loaders.gguf_rows import Undo, original_shape, storage
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.location import Location
+from shardload.units import plural
 
 MAX_ROPE_BYTES = 1 << 16
 """Limit on the factors of rotary positions: one number for each pair of a head's elements, 64 for most models."""
@@ -141,7 +142,7 @@ def tokenizer_metadata(path: Location) -> TokenizerMetadata:
     for what, items in (("scores", found.scores), ("token types", found.token_types)):
         if len(items) not in (0, len(tokens)):
             raise SourceError(
-                f"{name} contains {len(tokens)} tokens, but {len(items)} {what}; expected one for each token"
+                f"{name} contains {plural(len(tokens), 'token')}, but {len(items)} {what}; expected one for each token"
             )
     return found
 
@@ -182,8 +183,8 @@ def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
     is_quantised_vector = info.kind.block_elements > 1 and len(info.shape) == 1
     if parts and (info.shape[0] % parts or is_quantised_vector):
         raise SourceError(
-            f"{info.path}: tensor {info.name!r} has {info.shape[0]} rows, which do not make {heads} heads: expected a "
-            f"multiple of {parts}, unquantised if a vector"
+            f"{info.path}: tensor {info.name!r} has {plural(info.shape[0], 'row')}, not a whole number for "
+            f"{plural(heads, 'head')}: expected a multiple of {parts}, unquantised if a vector"
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from shardload.errors import SourceError, UnsupportedError
 from shardload.loaders.gguf_header import GgufHeader
 from shardload.loaders.gguf_values import Config, Values, shortest
+from shardload.units import plural
 
 
 def head_counts(header: GgufHeader, path: str) -> tuple[int, int]:
@@ -155,9 +156,9 @@ def _rotated_part(values: Values, width: int) -> float:
     in_order = factors[:rotated] == (1.0,) * rotated and all(one > 1e29 for one in factors[rotated:])
     if 2 * len(factors) != width or not in_order:
         raise UnsupportedError(
-            f"{values.path}: 'rope_freqs.weight' should have {width // 2} numbers, 1 for the first pairs of a head and "
-            f"1e30 for the others, but has {len(factors)}: {str(factors)[:80]}. Load the safetensors of this model "
-            "instead"
+            f"{values.path}: 'rope_freqs.weight' should have {plural(width // 2, 'number')}, 1 for the first pairs "
+            f"of a head and 1e30 for the others, but has {len(factors)}: {str(factors)[:80]}. Load the safetensors "
+            "of this model instead"
         )
     return 2 * rotated / width
 

@@ -20,6 +20,7 @@ from shardload.loaders.gguf_header import GgufHeader, TensorInfo
 from shardload.loaders.gguf_rows import PLAIN, GgufRows, Undo
 from shardload.manifest import Decoded, EncodedRows, Tensor
 from shardload.stores.location import Location
+from shardload.units import plural
 
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
@@ -109,5 +110,7 @@ def _alike(names: list[str], stored: Mapping[str, TensorInfo]) -> list[TensorInf
     rank = 3 if names[0].endswith(".weight") else 2
     if len(found) < len(names) or len(shapes) > 1 or len(found[0].shape) != rank:
         there = ", ".join(f"{info.name} {info.shape}" for info in found)
-        raise SourceError(f"{found[0].path}: {' and '.join(names)} should have one shape of {rank} dims, found {there}")
+        raise SourceError(
+            f"{found[0].path}: {' and '.join(names)} should have one shape of {plural(rank, 'dim')}, found {there}"
+        )
     return found

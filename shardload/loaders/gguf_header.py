@@ -25,6 +25,7 @@ from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceErro
 from shardload.stores.headers import read_header as read_bytes
 from shardload.stores.location import Location
 from shardload.stores.store import File
+from shardload.units import exact_bytes, plural
 
 MAGIC = b"GGUF"
 MAX_DIMS = 4
@@ -212,7 +213,7 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
     for count, least, what in ((tensors, 24, "tensors"), (pairs, 13, "key-values")):
         if count * least > cursor.size:
             raise UnsafeSourceError(
-                f"{cursor.path} declares {count} {what}, more than fit into its {cursor.size} bytes"
+                f"{cursor.path} declares {count} {what}, more than fit into its {exact_bytes(cursor.size)}"
             )
     return tensors, pairs
 
@@ -256,7 +257,7 @@ def _array(cursor: _Cursor, key: str, depth: int = 1) -> list[Any] | LongArray:
         raise SourceError(f"{cursor.path}: {key!r} is an array of type {kind}, which does not exist")
     item_bytes = 8 if kind == _STRING else struct.calcsize("<" + _SCALARS[kind])
     # Before anything is allocated: `count` may be any 64-bit number.
-    cursor.require(count * item_bytes, f"the array {key!r} of {count} items")
+    cursor.require(count * item_bytes, f"the array {key!r} of {plural(count, 'item')}")
     # All arrays share one budget, as many short ones could take as much memory as a long one.
     if count <= min(INLINE_ITEMS, cursor.inline_items):
         cursor.inline_items -= count
@@ -277,11 +278,11 @@ def _arrays(cursor: _Cursor, key: str, count: int, depth: int) -> list[Any]:
     if depth == MAX_DEPTH:
         raise UnsupportedError(f"{cursor.path}: {key!r} has arrays in more than {MAX_DEPTH} levels")
     # An inner array has at least its type and its count. Checked before any of them is read.
-    cursor.require(count * 12, f"the array {key!r} of {count} arrays")
+    cursor.require(count * 12, f"the array {key!r} of {plural(count, 'array')}")
     if count > cursor.nested:
         raise UnsupportedError(
-            f"{cursor.path}: {key!r} is an array of {count} arrays, expected at most {cursor.nested}. Convert the "
-            "model again without this key"
+            f"{cursor.path}: {key!r} is an array of {plural(count, 'array')}, expected at most {cursor.nested}. "
+            "Convert the model again without this key"
         )
     cursor.nested -= count
     return [_array(cursor, key, depth + 1) for _ in range(count)]
@@ -292,7 +293,7 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     what = f"the entry of tensor {name!r}"
     (rank,) = cursor.unpack("<I", what)
     if not 1 <= rank <= MAX_DIMS:
-        raise SourceError(f"{cursor.path}: tensor {name!r} has {rank} dims; GGUF has 1 to {MAX_DIMS}")
+        raise SourceError(f"{cursor.path}: tensor {name!r} has {plural(rank, 'dim')}; GGUF has 1 to {MAX_DIMS}")
     *dims, kind_id, offset = cursor.unpack(f"<{rank}QIQ", what)
     if (kind := TYPES.get(kind_id)) is None:
         raise UnsupportedError(f"{cursor.path}: tensor {name!r} has the GGML type {kind_id}, which cannot be decoded")
@@ -301,7 +302,7 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     if any(n >= 1 << 63 for n in shape) or shape[-1] % kind.block_elements:
         raise SourceError(
             f"{cursor.path}: tensor {name!r} has the shape {shape}, but {kind.name} rows are whole blocks "
-            f"of {kind.block_elements} elements"
+            f"of {plural(kind.block_elements, 'element')}"
         )
     return TensorInfo(cursor.path, name, shape, kind, offset)
 
@@ -318,7 +319,7 @@ def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tu
         if info.offset + info.nbytes > size:
             raise TruncatedSourceError(
                 f"{path} is truncated: tensor {info.name!r} should end at byte {info.offset + info.nbytes}, "
-                f"but the file has {size} bytes. Download it again"
+                f"but the file has {exact_bytes(size)}. Download it again"
             )
         if info.offset < end:
             raise SourceError(f"{path}: tensors {before!r} and {info.name!r} overlap at byte {info.offset}")
@@ -342,8 +343,8 @@ class _Cursor:
         """Raise unless ``count`` more bytes are in the file."""
         if self.position + count > self.size:
             raise TruncatedSourceError(
-                f"{self.path} is truncated: {what} should take {count} bytes at offset {self.position}, "
-                f"but the file has {self.size} bytes. Download it again"
+                f"{self.path} is truncated: {what} should take {exact_bytes(count)} at offset {self.position}, "
+                f"but the file has {exact_bytes(self.size)}. Download it again"
             )
 
     def unpack(self, code: str, what: str) -> tuple[Any, ...]:
@@ -360,7 +361,7 @@ class _Cursor:
         (count,) = self.unpack("<Q", what)
         if limit is not None and count > limit:
             raise SourceError(
-                f"{self.path}: {what} has {count} bytes; at most {limit} are allowed. Convert the model again"
+                f"{self.path}: {what} has {exact_bytes(count)}; at most {limit} are allowed. Convert the model again"
             )
         at = self._load(count, what)
         self.position += count

@@ -16,6 +16,7 @@ from shardload.errors import SourceError
 from shardload.loaders.gguf_header import GgufHeader, LongArray, read_header
 from shardload.loaders.parts import all_parts, part_name, part_number
 from shardload.stores.location import Location
+from shardload.units import plural
 
 
 def first_part(name: str) -> str:
@@ -99,7 +100,7 @@ def _joined(headers: Mapping[Location, GgufHeader]) -> GgufHeader:
     total = _number(described, "split.tensors.count", first)
     if len(owner) != total:
         raise SourceError(
-            f"The {len(headers)} parts of {first} contain {len(owner)} tensors, expected {total}. "
+            f"The {plural(len(headers), 'part')} of {first} contain {plural(len(owner), 'tensor')}, expected {total}. "
             "One of them belongs to another model: download the parts again"
         )
     tensors = tuple(info for header in headers.values() for info in header.tensors)

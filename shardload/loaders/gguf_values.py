@@ -10,6 +10,7 @@ import numpy as np
 
 from shardload.errors import SourceError, UnsupportedError
 from shardload.loaders.gguf_header import GgufHeader
+from shardload.units import plural
 
 Config = dict[str, Any]
 
@@ -65,8 +66,8 @@ class Values:
             return [self.count(key)] * layers
         if len(found) != layers or not all(isinstance(one, int) and 0 <= one < 1 << 31 for one in found):
             raise SourceError(
-                f"{self.path}: '{self.architecture}.{key}' should have one integer for each of {layers} layers, but is "
-                f"{str(found)[:80]}"
+                f"{self.path}: '{self.architecture}.{key}' should have one integer for each of "
+                f"{plural(layers, 'layer')}, but is {str(found)[:80]}"
             )
         # A pattern may be a list of booleans.
         return [int(one) for one in found]

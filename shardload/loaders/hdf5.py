@@ -42,6 +42,7 @@ from shardload.loaders.hdf5_walk import SHOWN, HeaderLimit, LinkWalk, decoded, o
 from shardload.manifest import Decoded, Extent, Storage, Tensor
 from shardload.stores.location import Location
 from shardload.stores.streams import FileStream
+from shardload.units import exact_bytes
 
 MAX_EXPANSION = 1100
 """Decoded bytes per stored byte. Zeros compress to 1/1029 in gzip; trained weights expand by less than 10."""
@@ -382,7 +383,9 @@ def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
     _refuse_expansion(where, declared=declared, stored=stored, file_bytes=region.nbytes)
     if layout == h5py.h5d.CONTIGUOUS and stored:
         if stored != declared:
-            raise SourceError(f"{where} declares {declared} bytes, shape {shape} of {dtype}, but stores {stored}")
+            raise SourceError(
+                f"{where} declares {exact_bytes(declared)}, shape {shape} of {dtype}, but stores {stored}"
+            )
         offset = node.get_offset()
         if offset is None or not 0 <= offset <= region.nbytes - stored:
             raise TruncatedSourceError(f"{where} should end at byte {(offset or 0) + stored}, past the file's end")
@@ -397,12 +400,14 @@ def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
 
 def _refuse_expansion(where: str, *, declared: int, stored: int, file_bytes: int, most: int = MAX_EXPANSION) -> None:
     if not stored and declared > EXPANSION_FLOOR_BYTES:
-        raise UnsafeSourceError(f"{where} declares {declared} bytes, but stores none of them. Save the file again")
+        raise UnsafeSourceError(
+            f"{where} declares {exact_bytes(declared)}, but stores none of them. Save the file again"
+        )
     if stored > file_bytes:
-        raise TruncatedSourceError(f"{where} says it stores {stored} bytes, but the file has {file_bytes}")
+        raise TruncatedSourceError(f"{where} says it stores {exact_bytes(stored)}, but the file has {file_bytes}")
     if declared > EXPANSION_FLOOR_BYTES and declared > most * stored:
         raise UnsafeSourceError(
-            f"{where} declares {declared} bytes, but stores only {stored}; data may expand at most "
+            f"{where} declares {exact_bytes(declared)}, but stores only {stored}; data may expand at most "
             f"{most} times. The file is damaged or hostile; if you trust it, save it uncompressed"
         )
 

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 
 from shardload.loaders.hdf5_structures import Structures
+from shardload.units import plural
 
 _ATTRIBUTE = 0x0C
 _REFERENCE = struct.Struct("<IQI")
@@ -35,7 +36,7 @@ class Strings:
         """
         body = self._find(header, name.encode())
         if len(body) < count * _REFERENCE.size:
-            raise self._file.damaged(f"the attribute {name!r} is too short for {count} strings")
+            raise self._file.damaged(f"the attribute {name!r} is too short for {plural(count, 'string')}")
         for length, address, index in _REFERENCE.iter_unpack(body[: count * _REFERENCE.size]):
             yield self._string(address, index, length) if length else b""
 

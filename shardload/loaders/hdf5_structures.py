@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from shardload.errors import SourceError, UnsupportedError
 from shardload.stores.location import Location
+from shardload.units import exact_bytes
 
 _PREFIX = struct.Struct("<BxHII4x")
 _MESSAGE = struct.Struct("<HHB3x")
@@ -94,7 +95,7 @@ class Structures:
     def read(self, address: int, n_bytes: int) -> bytes:
         """Read a structure, and count the work of it."""
         if n_bytes > MAX_BLOCK_BYTES:
-            raise self.unsupported(f"a structure of {n_bytes} bytes in one piece")
+            raise self.unsupported(f"a structure of {exact_bytes(n_bytes)} in one piece")
         self.spend(1 + n_bytes // BYTES_PER_STEP)
         return self._read(address, n_bytes)
 

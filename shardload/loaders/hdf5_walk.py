@@ -20,6 +20,7 @@ from shardload.loaders.hdf5_links import HARD, SOFT, Link, dense_links, has_dens
 from shardload.loaders.hdf5_structures import Structures
 from shardload.stores.location import Location
 from shardload.stores.streams import MemoryStream
+from shardload.units import exact_bytes
 
 FREE_HEADER_BYTES = 1 << 20
 """Longest object header that is always allowed; longer ones up to half of the file. libhdf5 allocates and reads the
@@ -51,7 +52,7 @@ class HeaderLimit:
         if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
                 f"{self._path}: the header of the object at byte {at} or before it should take "
-                f"{n_bytes} bytes, more than half of the {self._n_bytes} there are. The file is damaged, so "
+                f"{exact_bytes(n_bytes)}, more than half of the {self._n_bytes} there are. The file is damaged, so "
                 "download or save it again; if it is not, store fewer attributes on that object"
             )
 

@@ -30,6 +30,7 @@ from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
+from shardload.units import plural
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -69,8 +70,9 @@ def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[
         found = open_index(member(folder, INDEX, named_by=str(folder)))
         if SINGLE in names and folder / SINGLE not in found.files:
             raise SourceError(
-                f"Cannot tell which checkpoint {folder} means: {INDEX} lists {len(found.files)} shards, and {SINGLE} "
-                "is not one of them; transformers would load the file, KerasHub the shards. Move one of them elsewhere"
+                f"Cannot tell which checkpoint {folder} means: {INDEX} lists {plural(len(found.files), 'shard')}, "
+                f"and {SINGLE} is not one of them; transformers would load the file, KerasHub the shards. Move one "
+                "of them elsewhere"
             )
     else:
         found = _without_index(folder, names, is_described=CONFIG in names)
@@ -144,8 +146,7 @@ def _unlisted(
     if not found:
         return ()
     name, shard = found[0]
-    n = len(found)
-    what, example = ("1 unlisted tensor", "") if n == 1 else (f"{n} unlisted tensors", ", for example")
+    what, example = plural(len(found), "unlisted tensor"), ", for example" if len(found) > 1 else ""
     return (f"left out {what}: {index.name} does not assign {name[:200]!r} to {shard}{example}",)
 
 

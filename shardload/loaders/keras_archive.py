@@ -24,6 +24,7 @@ from shardload.stores import private_copies
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object
 from shardload.stores.location import Location
 from shardload.stores.store import File
+from shardload.units import exact_bytes
 
 WEIGHTS = "model.weights.h5"
 CONFIG = "config.json"
@@ -84,8 +85,9 @@ def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
     for info in files:
         if info.file_size > ASSET_FLOOR_BYTES and info.file_size > ASSET_EXPANSION * info.compress_size:
             raise UnsafeSourceError(
-                f"{path}: {info.filename} declares {info.file_size} bytes, but stores only {info.compress_size}; "
-                f"assets may expand at most {ASSET_EXPANSION} times. Save the model again with Keras"
+                f"{path}: {info.filename} declares {exact_bytes(info.file_size)}, but stores only "
+                f"{info.compress_size}; assets may expand at most {ASSET_EXPANSION} times. Save the model again with "
+                "Keras"
             )
     with closing(path.open()) as file:
         starts = zip_members.data_starts(path, file, members)
@@ -116,15 +118,18 @@ def _weights(path: Location, members: Mapping[str, zipfile.ZipInfo]) -> zipfile.
         _check_expansion(path, info)
     # The region must end where the member does, or libhdf5 would read its neighbour.
     elif info.compress_size != info.file_size:
-        raise SourceError(f"{path}: {WEIGHTS} is stored, but has {info.compress_size} bytes for {info.file_size}")
+        raise SourceError(
+            f"{path}: {WEIGHTS} is stored, but has {exact_bytes(info.compress_size)} for {info.file_size}"
+        )
     return info
 
 
 def _check_expansion(path: Location, info: zipfile.ZipInfo) -> None:
     if info.file_size > WEIGHTS_FLOOR_BYTES and info.file_size > WEIGHTS_EXPANSION * info.compress_size:
         raise UnsafeSourceError(
-            f"{path}: {WEIGHTS} declares {info.file_size} bytes, but stores only {info.compress_size}; compressed "
-            f"weights may expand at most {WEIGHTS_EXPANSION} times. If you trust it, unzip it and open {WEIGHTS}"
+            f"{path}: {WEIGHTS} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; "
+            f"compressed weights may expand at most {WEIGHTS_EXPANSION} times. If you trust it, unzip it and open "
+            f"{WEIGHTS}"
         )
 
 
@@ -138,8 +143,8 @@ def _json(
     # Up to 1 KiB stored counts as 1 KiB: small configurations that compress well are harmless.
     if info.file_size > MAX_JSON_BYTES or info.file_size > MAX_EXPANSION * max(info.compress_size, 1024):
         raise UnsafeSourceError(
-            f"{path}: {name} declares {info.file_size} bytes, but stores only {info.compress_size}; it may expand at "
-            f"most {MAX_EXPANSION} times, to {MAX_JSON_BYTES} bytes. Save the model again with Keras"
+            f"{path}: {name} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; it may "
+            f"expand at most {MAX_EXPANSION} times, to {MAX_JSON_BYTES} bytes. Save the model again with Keras"
         )
     content = b"".join(zip_members.blocks(path, file, info, start=starts[name]))
     return parse_object(content, path=f"{path}:{name}")

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from shardload.errors import LimitError, SourceError, TruncatedSourceError, UnsafeSourceError
 from shardload.loaders.folder import descendant
 from shardload.stores.location import Location
+from shardload.units import exact_bytes, plural
 
 MANIFEST = "manifest.ocdbt"
 MAX_MANIFEST_BYTES = 1 << 20
@@ -64,7 +65,9 @@ class OcdbtValue:
             UnsafeSourceError: When it has more.
         """
         if self.length > limit:
-            raise UnsafeSourceError(f"{self.path}: {what} should have at most {limit} bytes, but has {self.length}")
+            raise UnsafeSourceError(
+                f"{self.path}: {what} should have at most {exact_bytes(limit)}, but has {self.length}"
+            )
         if self.inline is not None:
             return self.inline
         return self.path.read_header(self.length, offset=self.offset, what=what)
@@ -117,14 +120,16 @@ class OcdbtWalk:
         # An early answer for honest stores; `_node` counts, because a hostile manifest may declare too few.
         declared = root["statistics"]["num_keys"]
         if declared > MAX_KEYS:
-            raise UnsafeSourceError(f"{manifest} declares {declared} keys; at most {MAX_KEYS} are allowed")
+            raise UnsafeSourceError(f"{manifest} declares {plural(declared, 'key')}; at most {MAX_KEYS} are allowed")
         if "location" in root:
             yield from self._node(root["location"], b"", MAX_HEIGHT)
 
     def _node(self, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, OcdbtValue]]:
         found = self.locate(location, "btreenode")
         if found.length > MAX_NODE_BYTES or not depth:
-            raise UnsafeSourceError(f"{found.path} contains a B-tree node of {found.length} bytes, or too many levels")
+            raise UnsafeSourceError(
+                f"{found.path} contains a B-tree node of {exact_bytes(found.length)}, or too many levels"
+            )
         self._count(found)
         # TensorStore opens the file itself: a remote one is fetched now, and only once.
         found.path.local_path()
@@ -148,8 +153,9 @@ class OcdbtWalk:
             self.node_file_bytes += node.path.size
         if self.node_bytes > VISITS_FLOOR_BYTES + MAX_VISITS * self.node_file_bytes:
             raise UnsafeSourceError(
-                f"{node.path}: the nodes of the B-tree refer to the same nodes again and again: {self.node_bytes} "
-                f"bytes of them were read from files of {self.node_file_bytes}. Save the checkpoint again"
+                f"{node.path}: the nodes of the B-tree refer to the same nodes again and again: "
+                f"{exact_bytes(self.node_bytes)} of them were read from files of {self.node_file_bytes}. Save the "
+                "checkpoint again"
             )
 
     def _value(self, entry: Mapping[str, Any], node_path: Location) -> OcdbtValue:
@@ -169,8 +175,8 @@ class OcdbtWalk:
         path, size = self._file(name)
         if offset + length > size:
             raise TruncatedSourceError(
-                f"{path} is truncated: the B-tree puts {length} bytes at offset {offset}, but the file has {size} "
-                "bytes. Copy it again, or use another step"
+                f"{path} is truncated: the B-tree puts {exact_bytes(length)} at offset {offset}, but the file has "
+                f"{exact_bytes(size)}. Copy it again, or use another step"
             )
         return OcdbtValue(path, offset, length)
 
@@ -226,7 +232,8 @@ def _refuse_inflation(raw: bytes, path: Location) -> None:
             inflated += _ZSTD_BLOCK_BYTES if kind >= 2 else size
             if inflated > MAX_NODE_BYTES:
                 raise UnsafeSourceError(
-                    f"{path} contains a node of {len(raw)} bytes that inflates to more than {MAX_NODE_BYTES} bytes"
+                    f"{path} contains a node of {exact_bytes(len(raw))} that inflates to more than {MAX_NODE_BYTES} "
+                    "bytes"
                 )
             if header & 1 or at >= len(raw):
                 break

@@ -15,6 +15,7 @@ from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
 from shardload.stores.local import located
 from shardload.stores.location import Location
+from shardload.units import exact_bytes, plural
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 """Endings of weights in formats that are not supported."""
@@ -146,7 +147,7 @@ def _unknown(path: Location, head: bytes, size: int) -> SourceError | Unsupporte
         return refused
     promised = _promised(path)
     promise = f"has the ending of a {promised.name} file, but " if promised else ""
-    reason = f"{promise}begins with {head[:16]!r} ({size} bytes), which matches no known format"
+    reason = f"{promise}begins with {head[:16]!r} ({exact_bytes(size)}), which matches no known format"
     kind = SourceError if promised else UnsupportedError
     return kind(f"{path} {reason}. Supported formats: {_supported()}")
 
@@ -203,7 +204,8 @@ def _single(folder: Location, spec: FormatSpec) -> str:
     if not found:
         raise SourceNotFoundError(f"{folder} should contain {spec.description}, but contains {listing(folder)}")
     raise SourceError(
-        f"{folder} contains {len(firsts)} checkpoints of that format ({', '.join(firsts[:8])}); open one of them"
+        f"{folder} contains {plural(len(firsts), 'checkpoint')} of that format ({', '.join(firsts[:8])}); open one "
+        "of them"
     )
 
 

@@ -28,6 +28,7 @@ from shardload.manifest import Decoded, Extent, Manifest, Tensor, UnreadableRows
 from shardload.stores.headers import read_header as read_bytes
 from shardload.stores.json_files import require_brace, unique_pairs
 from shardload.stores.location import Location
+from shardload.units import exact_bytes, plural
 
 MAX_HEADER_BYTES = 100_000_000
 """The reference library's limit."""
@@ -100,7 +101,7 @@ def read_header(path: Location) -> SafetensorsHeader:
         length = int.from_bytes(read_bytes(file, 8, offset=0, path=name, what="the header's length"), "little")
         if length > MAX_HEADER_BYTES:
             raise UnsafeSourceError(
-                f"{path} declares a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed. "
+                f"{path} declares a header of {exact_bytes(length)}; at most {MAX_HEADER_BYTES} are allowed. "
                 "It is damaged or not a safetensors file; download it again"
             )
         what = "the safetensors header"
@@ -206,13 +207,15 @@ class _Parser:
             raise self._wrong(f"should give tensor {name!r} a list of integers as shape, but gives {str(shape)[:200]}")
         check_shape(tuple(shape), name=name, path=self._path)
         if (n_bits := math.prod(shape) * bits) % 8:
-            raise self._wrong(f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}: {n_bits} bits")
+            raise self._wrong(
+                f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}: {plural(n_bits, 'bit')}"
+            )
         expected = n_bits // 8
         # Python's integers do not overflow, so a shape cannot wrap around to a plausible size.
         if expected != stop - start:
             raise self._wrong(
-                f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}, which is {expected} bytes, "
-                f"but data_offsets [{start}, {stop}], which is {stop - start} bytes"
+                f"gives tensor {name!r} the shape {tuple(shape)} of {entry['dtype']}, which is "
+                f"{exact_bytes(expected)}, but data_offsets [{start}, {stop}], which is {exact_bytes(stop - start)}"
             )
         self._spans[name] = first, last = self._data_start + start, self._data_start + stop
         if entry["dtype"] in SUB_BYTE:
@@ -237,7 +240,7 @@ class _Parser:
         if stop > self._data_bytes:
             raise TruncatedSourceError(
                 f"{self._path} is truncated: tensor {name!r} should end at byte {self._data_start + stop}, "
-                f"but the file has {self._data_start + self._data_bytes} bytes. Download it again"
+                f"but the file has {exact_bytes(self._data_start + self._data_bytes)}. Download it again"
             )
         return start, stop
 
@@ -253,7 +256,7 @@ class _Parser:
             end, before = stop, f"tensor {tensor.name!r}"
         if end != self._data_start + self._data_bytes:
             raise self._wrong(
-                f"covers the file up to byte {end}, but it has {self._data_start + self._data_bytes} bytes"
+                f"covers the file up to byte {end}, but it has {exact_bytes(self._data_start + self._data_bytes)}"
             )
 
     def _wrong(self, what: str) -> SourceError:

@@ -24,6 +24,7 @@ from shardload.loaders.ocdbt import MAX_KEYS, OcdbtValue, said
 from shardload.loaders.zarr_metadata import Array, Sharding, key_of, one_chunk
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Storage
 from shardload.stores.location import Location
+from shardload.units import exact_bytes
 
 Cell = tuple[int, ...]
 MAX_GROWTH, GROWTH_FLOOR_BYTES = 32, 1 << 16
@@ -103,8 +104,8 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
     nbytes = math.prod(codec.shape) * codec.dtype.itemsize
     if value.length > GROWTH_FLOOR_BYTES + MAX_GROWTH * nbytes:
         raise UnsafeSourceError(
-            f"{value.path}: a chunk of {nbytes} bytes is stored in {value.length} at byte {value.offset}; no codec "
-            "needs that many. Copy it again, or use another step"
+            f"{value.path}: a chunk of {exact_bytes(nbytes)} is stored in {value.length} at byte {value.offset}; no "
+            "codec needs that many. Copy it again, or use another step"
         )
     if value.inline is not None:
         return Packed(value.path, 0, 0, codec, value.inline)
@@ -124,7 +125,7 @@ def _inner(
     codec = ZarrCodec("zarr3", metadata, key_of(shape), shape, np.dtype(np.uint64), _path(chunks) if chunks else "")
     for shard, value in sorted(chunks.items()):
         if value.length < index_bytes:
-            raise SourceError(f"{value.path}: a shard has {value.length} bytes, its index alone {index_bytes}")
+            raise SourceError(f"{value.path}: a shard has {exact_bytes(value.length)}, its index alone {index_bytes}")
         at = 0 if sharding.index_first else value.length - index_bytes
         raw = _part(value, at, index_bytes).read(index_bytes, what="the index of a shard")
         try:
@@ -152,8 +153,9 @@ def _of_shard(
         if (length != nbytes and nbytes is not None) or not length or offset + length > value.length:
             wanted = "some" if nbytes is None else nbytes
             raise SourceError(
-                f"{value.path}: the shard at byte {value.offset} puts inner chunk {cell} at {offset}, {length} bytes; "
-                f"it should have {wanted} within {value.length}. Copy it again, or use another step"
+                f"{value.path}: the shard at byte {value.offset} puts inner chunk {cell} at {offset}, "
+                f"{exact_bytes(length)}; it should have {wanted} within {value.length}. Copy it again, or use "
+                "another step"
             )
         yield cell, _part(value, offset, length)
 
@@ -161,8 +163,8 @@ def _of_shard(
 def _exact(value: OcdbtValue, nbytes: int) -> OcdbtValue:
     if value.length != nbytes:
         raise SourceError(
-            f"{value.path}: the chunk at byte {value.offset} should have {nbytes} bytes, but has {value.length}. "
-            "Copy it again, or use another step"
+            f"{value.path}: the chunk at byte {value.offset} should have {exact_bytes(nbytes)}, but has "
+            f"{value.length}. Copy it again, or use another step"
         )
     return value
 
@@ -280,7 +282,7 @@ class ZarrCodec:
             found = self._open(context).read().result()
         except _FAILURES as error:
             raise LimitError.explaining(error, f"read {self.where}") or TransferError(
-                f"{self.where}: a chunk of shape {self.shape}, stored in {n_bytes} bytes, does not decode: "
+                f"{self.where}: a chunk of shape {self.shape}, stored in {exact_bytes(n_bytes)}, does not decode: "
                 f"{said(error)}. Copy the checkpoint again, or use another step"
             ) from error
         return np.ascontiguousarray(found).reshape(self.shape).astype(self.dtype, copy=False)
@@ -303,7 +305,7 @@ class ZarrCodec:
         if stored and _is_blosc(self._codecs()[-1:]):
             declared = int.from_bytes(stored[4:8], "little")
             if declared > (most := math.prod(self.shape) * self.dtype.itemsize):
-                raise ValueError(f"its header declares {declared} bytes, but it should have {most}")
+                raise ValueError(f"its header declares {exact_bytes(declared)}, but it should have {most}")
 
 
 _MEMORY = {"driver": "memory"}

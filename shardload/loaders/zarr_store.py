@@ -12,6 +12,7 @@ from shardload.loaders.zarr_chunks import Cell, storage
 from shardload.manifest import Extent, Tensor
 from shardload.stores.location import Location
 from shardload.stores.remote_failures import COPY_FIRST
+from shardload.units import exact_bytes, plural
 
 _HEADERS = frozenset({zarr_metadata.ZARR2, zarr_metadata.ZARR3})
 MAX_EXPANSION = 40_000
@@ -115,21 +116,23 @@ class Arrays:
         # Otherwise a missing chunk contains the fill value: Orbax skips chunks that are all zeros.
         if self._is_complete and len(found) != cells:
             raise SourceError(
-                f"{where} should have {cells} chunks, but has {len(found)}. Copy the step again, or use another one"
+                f"{where} should have {plural(cells, 'chunk')}, but has {len(found)}. Copy the step again, or use "
+                "another one"
             )
         return found
 
     def _refuse_expansion(self, array: zarr_metadata.Array, where: str) -> None:
         size, chunk = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, array.chunk_shape))
         if chunk > max(EXPANSION_FLOOR_BYTES, MAX_OVERHANG * size):
-            raise UnsafeSourceError(f"{where} declares chunks of {chunk} bytes for a tensor of {size}")
+            raise UnsafeSourceError(f"{where} declares chunks of {exact_bytes(chunk)} for a tensor of {size}")
         most = max(EXPANSION_FLOOR_BYTES, MAX_EXPANSION * self._total)
         for what, shape in (("tensor", array.shape), ("chunk", array.chunk_shape)):
             declared = math.prod(shape) * array.dtype.itemsize
             if declared > most:
                 raise UnsafeSourceError(
-                    f"{where} declares a {what} of {declared} bytes, but all arrays together store {self._total}; "
-                    f"at most {MAX_EXPANSION} times as many are possible. Copy the step again, or use another one"
+                    f"{where} declares a {what} of {exact_bytes(declared)}, but all arrays together store "
+                    f"{self._total}; at most {MAX_EXPANSION} times as many are possible. Copy the step again, or use "
+                    "another one"
                 )
 
 

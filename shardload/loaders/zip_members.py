@@ -23,6 +23,7 @@ from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, 
 from shardload.stores.headers import read_header
 from shardload.stores.location import Location
 from shardload.stores.store import File
+from shardload.units import exact_bytes, plural
 
 MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -47,7 +48,7 @@ def read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
     # zipfile returns the last of several members with one name; other readers may return the first.
     if len(members) < len(infos):
         raise UnsafeSourceError(
-            f"{path} contains {len(infos)} members under {len(members)} names; save it again with Keras"
+            f"{path} contains {plural(len(infos), 'member')} under {len(members)} names; save it again with Keras"
         )
     # zipfile tolerates data before the archive, such as a self-extracting program, and adjusts all offsets.
     if not members or min(info.header_offset for info in infos) != 0:
@@ -55,7 +56,9 @@ def read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
     size = path.size
     for info in infos:
         if info.header_offset + info.compress_size > size:
-            raise TruncatedSourceError(f"{path} is truncated: member {info.filename!r} ends past its {size} bytes")
+            raise TruncatedSourceError(
+                f"{path} is truncated: member {info.filename!r} ends past its {exact_bytes(size)}"
+            )
     return members
 
 
@@ -130,7 +133,7 @@ def blocks(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> 
             left, crc = left - len(block), zlib.crc32(block, crc)
             yield block
     if left or crc != info.CRC:
-        found = f"ends {left} bytes early" if left else "does not match its checksum"
+        found = f"ends {exact_bytes(left)} early" if left else "does not match its checksum"
         raise SourceError(f"{path} is damaged: member {info.filename} {found}. Download or save it again")
 
 
@@ -225,7 +228,7 @@ def _lzma(info: zipfile.ZipInfo, head: bytes) -> _Decoder:
     dictionary = max(1 << 12, min(declared, info.file_size))
     if dictionary > MAX_DICTIONARY_BYTES:
         raise UnsupportedError(
-            f"Cannot unpack {info.filename}: its LZMA dictionary has {declared} bytes, expected at most "
+            f"Cannot unpack {info.filename}: its LZMA dictionary has {exact_bytes(declared)}, expected at most "
             f"{MAX_DICTIONARY_BYTES}. Unzip the archive, and zip it again with a smaller one"
         )
     rest, lc = divmod(properties, 9)

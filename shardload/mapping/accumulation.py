@@ -26,6 +26,7 @@ from shardload.manifest import Manifest
 from shardload.mapping.state_tree import Stored
 from shardload.mapping.variable_map import Runtime, Step, VariableMap
 from shardload.transfer.read_tensor import read_tensor
+from shardload.units import plural
 
 KEPT = "optimizer.iterations stays "
 """How the note about a converted count begins."""
@@ -170,7 +171,7 @@ def _changed(batches: int, before: int, one: Accumulation) -> str:
 
 
 def _batches(n: int) -> str:
-    return "1 batch" if n == 1 else f"{n:,} batches"
+    return plural(n, "batch")
 
 
 def _argument(steps: int) -> str:

@@ -24,6 +24,7 @@ from shardload.keras_bridge.pending import pending_of
 from shardload.keras_bridge.variables import current_value, drop_value, forget_initializer, restore_value, stored_dtype
 from shardload.mapping.attributes import AttributeSnapshot
 from shardload.mapping.variable_map import Step, VariableMap
+from shardload.units import plural
 
 ReadTensor = Callable[[str], NDArray[Any]]
 """Reads a whole stored tensor by name."""
@@ -41,9 +42,9 @@ class Interrupted:
     """Variables without a value: built abstractly and not reached, or released before the failure."""
 
     def __str__(self) -> str:
-        return f"{len(self.new)} variables have new values, {len(self.old)} their old ones, {len(self.none)} none" + (
-            f" (first without: {self.none[0]!r})" if self.none else ""
-        )
+        new = f"{plural(len(self.new), 'variable')} {'has' if len(self.new) == 1 else 'have'} new values"
+        without = f" (first without: {self.none[0]!r})" if self.none else ""
+        return f"{new}, {len(self.old)} their old ones, {len(self.none)} none{without}"
 
 
 @dataclass(slots=True)
@@ -128,7 +129,9 @@ class Assigner:
         absent = [n for n in self._waiting if n not in self._arrays]
         absent += [n for step in self._late for n in step.needs if n not in self._arrays]
         if absent:
-            raise LoadInterruptedError(f"{len(absent)} arrays were never received, the first for {absent[0]!r}")
+            raise LoadInterruptedError(
+                f"Cannot finish the load: no value for {plural(len(absent), 'variable')}, the first {absent[0]!r}"
+            )
         # Converters compute from variables, so these steps run after all bindings are assigned.
         for step in self._late:
             self._run(step)

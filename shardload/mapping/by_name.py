@@ -26,6 +26,7 @@ from shardload.mapping.variable_map import (
     split_missing,
     variable_names,
 )
+from shardload.units import plural
 
 
 def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
@@ -72,7 +73,7 @@ def _chosen(
         found = variables.get(names.get(name, name), [])
         if len(found) > 1:
             raise MismatchError(
-                f"Cannot map tensor {name!r}: {len(found)} variables share the path {found[0].path!r}. "
+                f"Cannot map tensor {name!r}: {plural(len(found), 'variable')} share the path {found[0].path!r}. "
                 "Give their layers different names, or save with model.save_weights"
             )
         if found:

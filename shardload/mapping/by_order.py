@@ -31,6 +31,7 @@ from shardload.mapping.variable_map import (
     variable_names,
 )
 from shardload.transfer.planning import Binding
+from shardload.units import plural
 
 _NO_STATE = (
     "the optimizer's state in the file was left out: its order is that of the library that wrote it, and Keras 3 does "
@@ -126,9 +127,9 @@ def _pairs(model: Any, manifest: Manifest) -> list[_Pair]:
     layers = [(layer, found) for layer in model.layers if (found := legacy_weights(layer))]
     if len(stored) != len(layers):
         raise MismatchError(
-            f"Cannot load {manifest.source} into {model.name!r} by order: the file has {len(stored)} layers with "
-            f"weights ({_some([name for name, _ in stored])}), the model {len(layers)} "
-            f"({_some([layer.name for layer, _ in layers])}). Build the model that was saved"
+            f"Cannot load {manifest.source} into {model.name!r} by order: the file has "
+            f"{plural(len(stored), 'layer')} with weights ({_some([name for name, _ in stored])}), the model "
+            f"{len(layers)} ({_some([layer.name for layer, _ in layers])}). Build the model that was saved"
         )
     pairs: list[_Pair] = []
     for (name, tensors), (layer, variables) in zip(stored, layers, strict=True):

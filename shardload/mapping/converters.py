@@ -157,8 +157,8 @@ def _kept(names: tuple[str, ...]) -> tuple[str, ...]:
     if not names:
         return ()
     return (
-        f"{len(names)} variables keep their initial zeros or ones, because KerasHub's converter requests no tensor "
-        f"for them: {names[0]} …",
+        f"initial zeros or ones remain in {plural(len(names), 'variable')}, because KerasHub's converter requests "
+        f"no tensor for them: {names[0]} …",
     )
 
 

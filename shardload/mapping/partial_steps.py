@@ -85,7 +85,7 @@ def lora_advice(model: Any, form: Any) -> str:
 def _layers(adapters: Mapping[str, Mapping[str, Any]]) -> str:
     forms = sorted({(found["rank"], found["alpha"]) for found in adapters.values()})
     texts = [f"rank {rank}" + (f", alpha {alpha:g}" if alpha != rank else "") for rank, alpha in forms]
-    return f"{len(adapters)} layer{'s' if len(adapters) > 1 else ''} ({' and '.join(texts)})"
+    return f"{plural(len(adapters), 'layer')} ({' and '.join(texts)})"
 
 
 def _call(model: Any, adapters: Mapping[str, Mapping[str, Any]]) -> str:

@@ -35,6 +35,7 @@ from shardload.errors import UnsupportedError
 from shardload.keras_bridge.array_casts import casts_by_astype
 from shardload.manifest import Tensor, View, c_strides
 from shardload.transfer.casts import is_float
+from shardload.units import exact_bytes
 
 FloatCasts = Literal["computed", "viewed"]
 """What a cast between floating dtypes of a placeholder returns: a computed value, or the placeholder itself."""
@@ -235,8 +236,8 @@ def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tupl
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     except (OSError, OverflowError, ValueError) as error:
         raise UnsupportedError(
-            f"Cannot map {name} of shape {shape}: it takes {nbytes} bytes, more than a process can address ({error}). "
-            "Is the file's header damaged?"
+            f"Cannot map {name} of shape {shape}: it takes {exact_bytes(nbytes)}, more than a process can address "
+            f"({error}). Is the file's header damaged?"
         ) from error
     # frombuffer exports the pages, so closing them fails while any array of them is alive (`was_used`).
     array = np.frombuffer(pages, np.uint8, count=nbytes).view(dtype).reshape(shape)

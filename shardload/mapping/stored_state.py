@@ -51,6 +51,7 @@ from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
 from shardload.mapping.suggestions import suggestion, unknown_tensor
 from shardload.mapping.variable_map import DirectStep, Mismatch, VariableMap, bind, variable_names
+from shardload.units import plural
 
 Items = Literal["all", "weights", "optimizer", "metrics"]
 _KINDS = {
@@ -253,7 +254,7 @@ def _named(path: str, by_path: Mapping[str, list[StateLeaf]]) -> StateLeaf:
     found = by_path.get(path, [])
     if len(found) != 1:
         raise MismatchError(
-            f"Cannot map a tensor to {path!r}: the model has {len(found) or 'no'} variables with that path"
+            f"Cannot map a tensor to {path!r}: the model has {plural(len(found), 'variable')} with that path"
             + ("" if found else suggestion(path, by_path))
         )
     return found[0]

@@ -17,6 +17,7 @@ from shardload.optimizers.matrices import MatrixView
 from shardload.optimizers.options import Options
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Layout
+from shardload.units import plural
 
 FACTOR_SLOTS = {
     "left_factors": "left_factor",
@@ -97,8 +98,8 @@ def _split_state(variable: Variable, own: NamedSharding | None, side: int, optio
     if side % parts and options.uneven == "error":
         raise LayoutError(
             f"Cannot shard the factors of {variable.path!r} of shape {tuple(variable.shape)}: a factor of length "
-            f"{side} does not divide into {parts} parts, as {own.spec} splits the variable. Replicate such factors "
-            "with uneven='replicate', leave the variable to AdamW with adamw_for=, or choose another layout"
+            f"{side} does not divide into {plural(parts, 'part')}, as {own.spec} splits the variable. Replicate such "
+            "factors with uneven='replicate', leave the variable to AdamW with adamw_for=, or choose another layout"
         )
     axes = along_first(layout, (side,)).spec[0]
     return NamedSharding(own.mesh, PartitionSpec(axes) if axes else PartitionSpec())

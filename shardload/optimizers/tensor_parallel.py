@@ -18,6 +18,7 @@ from shardload.keras_bridge.pending import recording
 from shardload.optimizers.sharding import spread_slots
 from shardload.optimizers.slot_report import SlotReport
 from shardload.sharding.layout import Layout
+from shardload.units import plural
 
 
 @keras.saving.register_keras_serializable(package="shardload")
@@ -124,8 +125,8 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             where = "no mesh" if mesh is None else f"the mesh {mesh}"
             expected = " or ".join(map(str, sorted(counts)))
             raise MeshError(
-                f"Cannot split the state of {self.name!r} over {self.device_count} devices: its weights are on "
-                f"{where}, expected device_count={expected}. Leave out device_count, or use another mesh"
+                f"Cannot split the state of {self.name!r} over {plural(self.device_count, 'device')}: its weights "
+                f"are on {where}, expected device_count={expected}. Leave out device_count, or use another mesh"
             )
 
     @property

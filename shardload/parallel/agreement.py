@@ -73,7 +73,7 @@ def check_numbers(
         UsageError: When ``steps`` is not positive, or Keras has no optimizer ``training``.
     """
     if steps < 1:
-        raise UsageError(f"Cannot compare a model after {steps} steps: expected a positive number as steps=")
+        raise UsageError(f"Cannot compare a model after {plural(steps, 'step')}: expected a positive number as steps=")
     model = model if hasattr(model, "trainable_variables") else model()
     choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import LayoutError, MeshError, UnsupportedError, UsageError
+from shardload.units import plural
 
 Op: TypeAlias = Literal["sum", "mean", "max", "min"]
 Axes: TypeAlias = str | Sequence[str]
@@ -133,8 +134,8 @@ def reduce_scatter(
         parts = math.prod(jax.lax.axis_size(name) for name in axes)
         if shard.shape[dim] % parts:
             raise LayoutError(
-                f"Cannot divide dim {dim} of shards of shape {tuple(shard.shape)} into {parts} parts, one for each "
-                f"device along {', '.join(axes)}"
+                f"Cannot divide dim {dim} of shards of shape {tuple(shard.shape)} into {plural(parts, 'part')}, one "
+                f"for each device along {', '.join(axes)}"
             )
         # JAX has no scattered mean: divide the sum.
         found = jax.lax.psum_scatter(shard, axes, scatter_dimension=dim, tiled=True)
@@ -308,7 +309,7 @@ def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh
 def _split(spec: PartitionSpec, rank: int) -> _Spec:
     found = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
     if len(found) > rank:
-        raise UsageError(f"Cannot split an array of {rank} dims by {spec}")
+        raise UsageError(f"Cannot split an array of {plural(rank, 'dim')} by {spec}")
     return (*found, *((),) * (rank - len(found)))
 
 

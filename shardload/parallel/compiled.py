@@ -31,6 +31,7 @@ from shardload.parallel.result import LayoutChoice
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.placement import named_sharding
+from shardload.units import plural
 
 CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """The machine code is never run. Partitioning and buffers are decided before it is generated."""
@@ -93,8 +94,9 @@ def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...
     found = tuple(jax.devices()[: mesh.size] if devices is None else np.ravel(np.array(devices, dtype=object)))
     if len(found) != mesh.size:
         raise MeshError(
-            f"Cannot compile for the mesh {mesh}: found {len(found)} devices, expected {mesh.size}. Simulate them on "
-            f"CPU with jax.config.update('jax_num_cpu_devices', {mesh.size}) before JAX starts, or pass devices="
+            f"Cannot compile for the mesh {mesh}: found {plural(len(found), 'device')}, expected {mesh.size}. "
+            f"Simulate them on CPU with jax.config.update('jax_num_cpu_devices', {mesh.size}) before JAX starts, or "
+            "pass devices="
         )
     return found
 

@@ -22,6 +22,7 @@ from shardload.parallel.result import KEEP_LAYOUT
 from shardload.sharding.devices import MeshDevices
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.units import plural
 
 # Weak keys: a model that is dropped takes its entry with it.
 _lost: weakref.WeakKeyDictionary[Any, MeshDevices] = weakref.WeakKeyDictionary()
@@ -42,7 +43,7 @@ def current_devices(model: Any) -> MeshDevices | None:
     meshes = {s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)}
     if len(meshes) > 1:
         raise MeshError(
-            f"The variables of {model.name!r} are spread over {len(meshes)} meshes; say which one with mesh="
+            f"The variables of {model.name!r} are spread over {plural(len(meshes), 'mesh')}; say which one with mesh="
         )
     if not shardings:
         return _lost.get(model)

@@ -9,6 +9,7 @@ import jax
 
 from shardload.errors import MeshError, UsageError
 from shardload.keras_bridge.caller import warn_caller
+from shardload.units import plural
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
@@ -35,7 +36,7 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
     if not isinstance(count, int):
         raise UsageError(f"Cannot use count={count!r:.60}: expected a number of devices")
     if count > len(found):
-        warn_caller(f"{count} devices were requested, but there are only {len(found)}")
+        warn_caller(f"{plural(count, 'device')} were requested, but there are only {len(found)}")
     return found[: max(0, count)]
 
 

@@ -76,8 +76,8 @@ class Misplaced:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: planned {self.planned} with {self.planned_bytes:,} bytes per device, found {self.found} "
-            f"with {self.found_bytes:,}"
+            f"{self.path}: planned {self.planned} with {plural(self.planned_bytes, 'byte')} per device, found "
+            f"{self.found} with {self.found_bytes:,}"
         )
 
 
@@ -142,9 +142,9 @@ class NumbersCheck:
         lines = [
             f"{self._verdict()} one device on {self.mesh}: {plural(len(self.comparisons), 'result')} compared, "
             f"{len(self.wrong)} wrong",
-            f"{self.variables} variables where planned, {format_bytes(self.device_bytes)} on each device"
+            f"{plural(self.variables, 'variable')} where planned, {format_bytes(self.device_bytes)} on each device"
             if not self.misplaced
-            else f"{len(self.misplaced)} of {self.variables} variables NOT where planned",
+            else f"{len(self.misplaced)} of {plural(self.variables, 'variable')} NOT where planned",
         ]
         # Of each kind of result, show the one that comes closest to its tolerance: the last of its name in this order.
         kinds = {c.name.partition(" of ")[0].partition("/")[0]: c for c in sorted(self.comparisons, key=_share)}

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardload.errors import LayoutError
 from shardload.parallel.layout_search.layout_plan import LayoutPlan, PlannedVariable
+from shardload.units import plural
 
 _NUMBER = re.compile(r"_(\d+)$")
 _SHOWN = 3
@@ -52,7 +53,7 @@ def _problems(variables: Sequence[Any], plan: LayoutPlan) -> list[str]:
         if planned is None:
             found.append(f"{variable.path!r} is not in the plan")
         elif counts[variable.path] > 1:
-            found.append(f"{variable.path!r} is the path of {counts[variable.path]} variables of the plan")
+            found.append(f"{variable.path!r} is the path of {plural(counts[variable.path], 'variable')} of the plan")
         elif planned.shape != shape:
             found.append(f"{variable.path!r} has shape {shape}, not {planned.shape}")
     return found

@@ -12,6 +12,7 @@ from shardload.keras_bridge.variables import numbered
 from shardload.parallel.roles import LARGE_BYTES, nbytes
 from shardload.sharding.layout import Fallback, Layout
 from shardload.sharding.mesh import AXIS_NAMES, MeshSpec
+from shardload.units import plural
 
 KEEP_LAYOUT = "as it was"
 """Mode of a `LayoutChoice` that keeps the current layout."""
@@ -111,8 +112,8 @@ class LayoutChoice:
     def idle_notes(self) -> tuple[str, ...]:
         """One sentence for each of `idle_axes`."""
         return tuple(
-            f"axis {axis!r} of the mesh {self.mesh} splits no weight: the {self.mesh.axis_size(axis)} devices along it "
-            "store the same weights"
+            f"axis {axis!r} of the mesh {self.mesh} splits no weight: the "
+            f"{plural(self.mesh.axis_size(axis), 'device')} along it store the same weights"
             for axis in self.idle_axes
         )
 
@@ -144,8 +145,8 @@ class LayoutChoice:
     def summary(self) -> str:
         """Return a few lines for people."""
         lines = [
-            f"layout {self.mode} on {self.mesh}: {self.sharded} variables split, {self.replicated} replicated; "
-            f"{self.device_bytes:,} of {self.nbytes:,} bytes on each device"
+            f"layout {self.mode} on {self.mesh}: {plural(self.sharded, 'variable')} split, {self.replicated} "
+            f"replicated; {self.device_bytes:,} of {plural(self.nbytes, 'byte')} on each device"
         ]
         if not weight_axes(self.mesh) and self.mode != "replicated":
             axis = self.mesh.batch_axis

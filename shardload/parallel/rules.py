@@ -32,6 +32,7 @@ from shardload.parallel.result import VariableLayout
 from shardload.parallel.role import Role
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
+from shardload.units import plural
 
 DEFAULTS = ("auto", "replicated")
 
@@ -244,8 +245,8 @@ def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str
     spec = (*rule.spec, *((),) * (len(shape) - len(rule.spec))) if rule.is_open else rule.spec
     if len(spec) != len(shape):
         raise LayoutError(
-            f"The rule {rule.pattern!r} of {origin} has {len(rule.spec)} entries, but {variable.path} has shape "
-            f"{shape}. Write one entry per dim"
+            f"The rule {rule.pattern!r} of {origin} has {plural(len(rule.spec), 'entry')}, but {variable.path} has "
+            f"shape {shape}. Write one entry per dim"
         )
     try:
         wanted = Layout(mesh, spec)

@@ -108,12 +108,13 @@ def _bytes(model: Any, choice: LayoutChoice) -> Check:
     expected = sum(choice.by_id[id(v)].device_bytes for v in planned)
     found = bytes_by_device(map(value_of, planned))
     wrong = {device_id(device): n for device, n in found.items() if n != expected}
-    held = f"{expected:,} of {sum(choice.by_id[id(v)].nbytes for v in planned):,} bytes on each device"
+    held = f"{expected:,} of {plural(sum(choice.by_id[id(v)].nbytes for v in planned), 'byte')} on each device"
     return Check("bytes", not wrong, f"planned {held}, found {wrong}" if wrong else f"{held}, as planned")
 
 
 def _split(choice: LayoutChoice) -> Check:
-    text = f"{choice.sharded} variables split, {choice.replicated} replicated over {choice.mesh.size} devices"
+    over = plural(choice.mesh.size, "device")
+    text = f"{plural(choice.sharded, 'variable')} split, {choice.replicated} replicated over {over}"
     # On several devices, a model with no split variable would pass the other checks.
     return Check("split", choice.sharded > 0 or choice.mesh.size == 1, text)
 
@@ -145,7 +146,7 @@ def _compared(found: Sequence[Any], wanted: Sequence[Any], tolerance: float) -> 
         off = float(np.max(np.abs(one - other), initial=0.0))
         accepted &= off <= tolerance * float(np.max(np.abs(other), initial=0.0))  # false for NaN
         difference = max(difference, off)
-    text = f"{len(found)} outputs differ by {difference:.2g} at most from those of the replicated model"
+    text = f"{plural(len(found), 'output')} compared: at most {difference:.2g} from those of the replicated model"
     return Check("outputs", accepted, f"{text}; accepted: {tolerance:g} of the largest output"), difference
 
 

@@ -304,7 +304,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         # A saved model must load on a smaller machine: take all devices there, with a warning.
         if wanted > (here := len(jax.devices())):
             lost = ", with layout='auto': its plan is for more" if planned else ""
-            text = f"{config['name']!r} was saved on {wanted} devices, and is loaded on {here}{lost}"
+            text = f"{config['name']!r} was saved on {plural(wanted, 'device')}, and is loaded on {here}{lost}"
             warn_caller(text)
             config |= {"device_count": None, "device_ids": None} | ({"layout": "auto"} if planned else {})
         return cls(model, **config)

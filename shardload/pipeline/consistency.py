@@ -31,6 +31,7 @@ from shardload.sharding.devices import MeshDevices
 from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
 from shardload.transfer.verifier import Verifier
+from shardload.units import exact_bytes
 
 SPOTS = 256
 """Places to read in all files: takes milliseconds, for a checkpoint of any size."""
@@ -169,7 +170,7 @@ def source(manifest: Manifest) -> Facts:
             case Extent(path, offset):
                 where = f" at byte {offset} of file {order.get(path, -1)}"
             case _:
-                where = f" in {tensor.stored_bytes} bytes"
+                where = f" in {exact_bytes(tensor.stored_bytes)}"
         found[f"Tensor {tensor.name!r}"] = f"{tensor.dtype} {tensor.shape}{where}"
     found["The sizes of its files"] = ", ".join(map(str, sorted(manifest.files.values())))
     found["Its configuration"] = _digest({"": json.dumps(manifest.config, sort_keys=True, default=repr)})

@@ -28,7 +28,7 @@ from shardload.pipeline.request import LoadRequest
 from shardload.progress import as_progress
 from shardload.sharding.devices import available, mesh_spec
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import format_bytes, format_count
+from shardload.units import format_bytes, format_count, plural
 
 OWN_OPTIMIZERS = ("rekls", "tprekls")
 """Names of optimizers that are not Keras' own."""
@@ -237,7 +237,7 @@ def _compared(plan: LayoutPlan, compiled: CompiledStep) -> str:
     counted = sum(e.count for e in plan.exchanges)
     return (
         f"estimated {format_bytes(estimated)} per device, compiled {format_bytes(found)} "
-        f"({found / max(estimated, 1):.2f} times); estimated {counted} collectives of "
+        f"({found / max(estimated, 1):.2f} times); estimated {plural(counted, 'collective')} of "
         f"{format_bytes(plan.exchanged_bytes)}, compiled {sum(c.count for c in compiled.collectives)} of "
         f"{format_bytes(compiled.collective_bytes)}"
     )

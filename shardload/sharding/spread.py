@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardload.sharding.layout import Layout, Spec
+from shardload.units import plural
 
 
 def spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> Layout:
@@ -43,7 +44,7 @@ def why_not_spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) 
             why.append(f"axis {axis!r} has one device")
         elif before == layout and not _splits(layout, axis):
             shards = "x".join(map(str, layout.shard_shape(shape))) or "scalar"
-            why.append(f"no dim of its {shards} shard divides by the {size} devices of axis {axis!r}")
+            why.append(f"no dim of its {shards} shard divides by the {plural(size, 'device')} of axis {axis!r}")
     return "; ".join(why)
 
 

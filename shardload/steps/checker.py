@@ -30,6 +30,7 @@ from shardload.steps.record import STEP_FILE
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES, File
+from shardload.units import exact_bytes
 
 PIECE_BYTES = 128 << 10
 """Bytes per read in `Checker.check`: fits into the L2 cache and is small compared with any budget."""
@@ -101,7 +102,7 @@ class SavedUnits:
         expected = self.of_file(name).n_bytes
         if found is not None:
             return self.damaged(size_damage(name, found, expected, ""))
-        return self.damaged(Damage(name, f"was truncated: it was saved with {expected} bytes, and has fewer"))
+        return self.damaged(Damage(name, f"was truncated: it was saved with {exact_bytes(expected)}, and has fewer"))
 
     def missing(self, name: str) -> DamagedError | TransferError:
         """Return the error for a missing file."""
@@ -207,7 +208,9 @@ class Checker:
         name = self._relative(path)
         size = self.saved.of_file(name).n_bytes
         if not 0 <= start <= stop <= size:
-            raise self.saved.damaged(Damage(name, f"should have at least {stop} bytes, but was saved with {size}"))
+            raise self.saved.damaged(
+                Damage(name, f"should have at least {exact_bytes(stop)}, but was saved with {size}")
+            )
         if start == stop or self.folder.store.is_checked:  # remote bytes are checked when they arrive
             return
         file = self._open(name)

@@ -27,6 +27,7 @@ from shardload.stores import json_files
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES
+from shardload.units import exact_bytes
 
 OWN_FOLDER = "shardload"
 DIGESTS_FILE = f"{OWN_FOLDER}/digests.json"
@@ -233,12 +234,14 @@ def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
 def size_damage(name: str, found: int, expected: int, step: str) -> Damage:
     """Describe a file whose size differs from what was saved."""
     verb = "was truncated" if found < expected else "has grown"
-    return Damage(name, f"{verb}: it has {found} bytes, but was saved with {expected}", min(found, expected), step)
+    return Damage(
+        name, f"{verb}: it has {exact_bytes(found)}, but was saved with {expected}", min(found, expected), step
+    )
 
 
 def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
     """Describe a digest mismatch in bytes ``first`` to ``last`` of a file."""
-    return Damage(name, f"is damaged: the next {last - first} bytes do not match their digest", first, step)
+    return Damage(name, f"is damaged: the digest does not match the next {exact_bytes(last - first)}", first, step)
 
 
 def _bad_list(folder: str | os.PathLike[str] | Location, why: str | SourceError) -> DamagedError:

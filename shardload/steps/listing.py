@@ -24,6 +24,7 @@ from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.stores.local import expanded, located, without_file_scheme
 from shardload.stores.location import Location
 from shardload.stores.remote import is_url, refuse_other_urls
+from shardload.units import plural
 
 ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
@@ -341,7 +342,7 @@ def _ranking(steps: Sequence[StepInfo]) -> StepRecord | None:
 
 def _existing(steps: Sequence[StepInfo]) -> str:
     shown = ", ".join(str(info.step) for info in steps[-10:])
-    return f"It has {len(steps)} step{'s' if len(steps) > 1 else ''}: {'…, ' if len(steps) > 10 else ''}{shown}"
+    return f"It has {plural(len(steps), 'step')}: {'…, ' if len(steps) > 10 else ''}{shown}"
 
 
 def why_no_steps(root: str | os.PathLike[str]) -> str:

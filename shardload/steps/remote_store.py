@@ -33,6 +33,7 @@ from shardload.stores.location import Location
 from shardload.stores.remote import Fetch, Folder
 from shardload.stores.remote_failures import COPY_FIRST, web_page
 from shardload.stores.store import UNIT_BYTES, File, FileIdentity, Kind, Store
+from shardload.units import exact_bytes, plural
 
 MAX_FILE_BYTES = 64 << 20
 """The largest file fetched as a whole: JSON is read up to 32 MiB, B-tree nodes take a few MiB, tokenizers 40."""
@@ -184,13 +185,13 @@ class RemoteStep(Store):
         for name in names:
             if sizes[name] > MAX_FILE_BYTES:
                 raise UnsupportedError(
-                    f"{self.shown(name)} has {sizes[name]} bytes and would have to be fetched whole; the limit "
+                    f"{self.shown(name)} has {exact_bytes(sizes[name])} and would have to be fetched whole; the limit "
                     f"is {MAX_FILE_BYTES}. {COPY_FIRST}"
                 )
         if sum(sizes.values()) > MAX_COPIED_BYTES or len(sizes) > MAX_FILES:
             raise UnsafeSourceError(
-                f"{self._remote.url} lists {len(sizes)} small files ({sum(sizes.values())} bytes in total); at most "
-                f"{MAX_FILES} files and {MAX_COPIED_BYTES} bytes are fetched. {COPY_FIRST}"
+                f"{self._remote.url} lists {plural(len(sizes), 'small file')} ({exact_bytes(sum(sizes.values()))} in "
+                f"total); at most {MAX_FILES} files and {MAX_COPIED_BYTES} bytes are fetched. {COPY_FIRST}"
             )
 
     def _write(self, name: str, data: bytes | memoryview) -> None:
@@ -228,7 +229,9 @@ class _RemoteFile:
     def read_into(self, buffer: memoryview, offset: int) -> None:
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
-            raise TransferError(f"{self._remote.url}/{self.name} has {self.n_bytes} bytes, not {offset + len(rest)}")
+            raise TransferError(
+                f"{self._remote.url}/{self.name} has {exact_bytes(self.n_bytes)}, not {offset + len(rest)}"
+            )
         while rest:
             unit, skip = divmod(offset, UNIT_BYTES)
             count = min(-(-(skip + len(rest)) // UNIT_BYTES), READ_UNITS)

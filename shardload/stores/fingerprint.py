@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from shardload.errors import TransferError
 from shardload.stores.location import Location
 from shardload.stores.store import FileIdentity
+from shardload.units import exact_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Fingerprint:
 
 def _difference(before: FileIdentity, now: FileIdentity) -> str:
     if now.size != before.size:
-        return f"expected {before.size} bytes, found {now.size}"
+        return f"expected {exact_bytes(before.size)}, found {now.size}"
     # Device and inode: writers often write a new file and rename it over the old one.
     if now.version[:2] != before.version[:2]:
-        return f"another file of {now.size} bytes took its place"
-    return f"its {now.size} bytes were written to"
+        return f"another file of {exact_bytes(now.size)} took its place"
+    return f"its {exact_bytes(now.size)} were written to"

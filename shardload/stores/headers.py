@@ -6,6 +6,7 @@ import os
 
 from shardload.errors import TransferError, TruncatedSourceError
 from shardload.stores.store import File
+from shardload.units import exact_bytes
 
 
 def read_header(file: File, count: int, *, offset: int, path: str, what: str) -> bytes:
@@ -23,8 +24,8 @@ def read_header(file: File, count: int, *, offset: int, path: str, what: str) ->
     """
     if offset + count > file.n_bytes:
         raise TruncatedSourceError(
-            f"{path} is truncated: {what} should take {count} bytes at offset {offset}, but the file has "
-            f"{file.n_bytes} bytes. Download or save it again"
+            f"{path} is truncated: {what} should take {exact_bytes(count)} at offset {offset}, but the file has "
+            f"{exact_bytes(file.n_bytes)}. Download or save it again"
         )
     # A remote store that does not respond says nothing about the file, so its errors stay as they are.
     if file.descriptor is None:
@@ -41,6 +42,6 @@ def read_header(file: File, count: int, *, offset: int, path: str, what: str) ->
         file.read_into(memoryview(buffer), offset)
     except (OSError, TransferError) as error:
         raise TruncatedSourceError(
-            f"Cannot read {what} of {path}: reading {count} bytes at offset {offset} failed: {error}"
+            f"Cannot read {what} of {path}: reading {exact_bytes(count)} at offset {offset} failed: {error}"
         ) from error
     return bytes(buffer)

@@ -17,6 +17,7 @@ from shardload.stores.headers import read_header
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.store import File
+from shardload.units import exact_bytes
 
 MAX_JSON_BYTES = 1 << 25
 """32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, the largest config 5 MB."""
@@ -42,7 +43,7 @@ def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
         size = file.n_bytes
         if size > MAX_JSON_BYTES:
             raise UnsafeSourceError(
-                f"{name} has {size} bytes, but a JSON description has at most {MAX_JSON_BYTES}. "
+                f"{name} has {exact_bytes(size)}, but a JSON description has at most {MAX_JSON_BYTES}. "
                 "It is probably another kind of file; download it again"
             )
         require_brace(file, size, path=name, what="the JSON text")
@@ -100,8 +101,8 @@ def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
         containers -= sum(_containers(text[0]) for text in _TEXT.finditer(raw))
     if containers > allowed:
         raise UnsafeSourceError(
-            f"Cannot parse {path}: it contains {containers} brackets and braces in {len(raw)} bytes of JSON, expected "
-            f"at most {allowed}; parsed, they would take many times that memory. Download it again"
+            f"Cannot parse {path}: it contains {containers} brackets and braces in {exact_bytes(len(raw))} of JSON, "
+            f"expected at most {allowed}; parsed, they would take many times that memory. Download it again"
         )
     try:
         # Like `json.loads` on bytes, accept a byte order mark.

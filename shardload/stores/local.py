@@ -19,6 +19,7 @@ from typing import Any
 from shardload.errors import LimitError, SourceError, SourceNotFoundError, TransferError, UsageError, WriteError
 from shardload.stores.location import Location
 from shardload.stores.store import FileIdentity, Kind, Store
+from shardload.units import exact_bytes, plural
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/")
 """The start of a URL; pathlib joins its two slashes. One letter is a drive of Windows."""
@@ -120,10 +121,12 @@ def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
         try:
             count = os.preadv(fd, [rest], offset)
         except OSError as error:
-            raise TransferError(f"Reading {len(rest)} bytes at offset {offset} of {path} failed: {error}") from error
+            raise TransferError(
+                f"Reading {exact_bytes(len(rest))} at offset {offset} of {path} failed: {error}"
+            ) from error
         if count == 0:
             raise TransferError(
-                f"{path} ends at or before byte {offset}, but {len(rest)} more bytes were expected there. "
+                f"{path} ends at or before byte {offset}, expected {plural(len(rest), 'more byte')} there. "
                 "The file shrank after its headers had been read; restore it and load again"
             )
         rest = rest[count:]

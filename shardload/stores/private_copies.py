@@ -12,6 +12,7 @@ from pathlib import Path
 from shardload.errors import ShardloadError, WriteError
 from shardload.stores.local import LocalFile, LocalStore
 from shardload.stores.location import Location
+from shardload.units import exact_bytes
 
 _folders: set[str] = set()
 
@@ -71,7 +72,7 @@ def write(blocks: Iterable[bytes], *, n_bytes: int, shown: str) -> Location:
         copy = _Copy(shown)
         free = shutil.disk_usage(copy.path.parent).free
         if n_bytes > free:
-            raise _no_room(shown, f"{copy.path.parent.parent} has {free} bytes free, expected {n_bytes}")
+            raise _no_room(shown, f"{copy.path.parent.parent} has {exact_bytes(free)} free, expected {n_bytes}")
         with copy.path.open("xb") as file:
             file.writelines(blocks)
     except ShardloadError:

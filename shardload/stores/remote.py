@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 from shardload.errors import SourceError, TransferError, UnsafeSourceError, UnsupportedError
 from shardload.stores import redirects, remote_failures
 from shardload.stores.remote_failures import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeError, aws_endpoint
+from shardload.units import exact_bytes
 
 DEFAULT_TIMEOUT_S = 120.0
 """Time without a response: 64 MiB in flight together take that long at 0.5 MB/s. TensorStore would wait forever."""
@@ -174,7 +175,7 @@ class Folder:
             return self.read(name)
         if beyond is None:
             return None
-        raise UnsafeSourceError(f"{self.url}/{name} should have at most {limit} bytes, but has more")
+        raise UnsafeSourceError(f"{self.url}/{name} should have at most {exact_bytes(limit)}, but has more")
 
     def names(self) -> list[str]:
         """Return the names of all objects in this folder and below, relative to it.

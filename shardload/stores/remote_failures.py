@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from shardload.errors import SourceNotFoundError, TransferError
 from shardload.stores import redirects
+from shardload.units import plural
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
 ASK_AGAIN_S = 5.0
@@ -82,7 +83,7 @@ def stalled(url: str, name: str, timeout_s: float, answer: redirects.Answer | No
     """
     found = "its server sent no complete answer"
     if answer is not None and answer.expected_bytes:
-        found += f" ({answer.received_bytes:,} of {answer.expected_bytes:,} bytes when asked again)"
+        found += f" ({answer.received_bytes:,} of {plural(answer.expected_bytes, 'byte')} when asked again)"
     return TransferError(
         f"{url}/{name}".rstrip("/")
         + f" cannot be read: {found} for {timeout_s:g} s. {_check(url)}; {TIMEOUT_VARIABLE}=SECONDS waits longer"

@@ -26,6 +26,7 @@ from shardload.keras_bridge.model_state import plain_model
 from shardload.text import sources
 from shardload.text.tokenizer import Tokenizer, from_keras_hub
 from shardload.typing import PathLike
+from shardload.units import plural
 
 LENGTH_STEP = 32
 """Sequences are padded to a multiple of this, so that prompts of similar length share one compiled loop."""
@@ -152,8 +153,8 @@ def _check_context(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
     context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
     if prompt_tokens + max_new_tokens > context:
         raise UnsupportedError(
-            f"Cannot generate {max_new_tokens} tokens after a prompt of {prompt_tokens} tokens: the context of "
-            f"{model.name} has {context}. {_SHORTER}"
+            f"Cannot generate {plural(max_new_tokens, 'token')} after a prompt of {plural(prompt_tokens, 'token')}: "
+            f"the context of {model.name} has {context}. {_SHORTER}"
         )
 
 
@@ -172,8 +173,8 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
     limit = getattr(backbone_of(model), "max_sequence_length", None)
     if limit is not None and longest > limit:
         raise UnsupportedError(
-            f"Cannot generate {max_new_tokens} tokens: prompt and continuation have {longest}, but the model has "
-            f"{limit} positions. {_SHORTER}"
+            f"Cannot generate {plural(max_new_tokens, 'token')}: prompt and continuation have {longest}, but the "
+            f"model has {plural(limit, 'position')}. {_SHORTER}"
         )
     # Rounded up, as -(-a // b) is.
     length = -(-longest // LENGTH_STEP) * LENGTH_STEP

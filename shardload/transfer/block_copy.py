@@ -25,6 +25,7 @@ from shardload.transfer.prefetch import PrefetchedReads
 from shardload.transfer.read_tensor import stored_of
 from shardload.transfer.scratch import PAD_BYTES, BlockMemory, CopyPart, RowCopy, copy, grid_of, pitch_row
 from shardload.transfer.verified_reads import VerifiedReads
+from shardload.units import exact_bytes, plural
 
 _NOWHERE = np.empty(0, np.uint8)
 """Placeholder for scratch memory when only its layout is needed."""
@@ -104,7 +105,7 @@ class BlockCopier:
                 raise
             block = task.block
             raise TransferError(
-                f"Cannot read tensor {block.tensor!r}, {block.read_bytes} bytes at offset {block.offset} of "
+                f"Cannot read tensor {block.tensor!r}, {exact_bytes(block.read_bytes)} at offset {block.offset} of "
                 f"{block.path}: {error}"
             ) from error
 
@@ -199,8 +200,8 @@ class BlockCopier:
         rows = np.ascontiguousarray(tensor.storage.reader.read_rows(first, last))
         if rows.size != block.stop - block.start or rows.dtype != tensor.dtype:
             raise TransferError(
-                f"Cannot decode rows {first} to {last} of tensor {tensor.name!r} in {block.path}: found {rows.size} "
-                f"elements of {rows.dtype}, expected {block.stop - block.start} of {tensor.dtype}"
+                f"Cannot decode rows {first} to {last} of tensor {tensor.name!r} in {block.path}: found "
+                f"{plural(rows.size, 'element')} of {rows.dtype}, expected {block.stop - block.start} of {tensor.dtype}"
             )
         return BlockMemory(rows.reshape(-1).view(np.uint8), tensor.dtype, block.start)
 
@@ -209,7 +210,7 @@ class BlockCopier:
         if found.size != block.stop or found.dtype != tensor.dtype:
             raise TransferError(
                 f"Cannot decode the chunk of tensor {tensor.name!r} at byte {packed.offset} of {block.path}: found "
-                f"{found.size} elements of {found.dtype}, expected {block.stop} of {tensor.dtype}"
+                f"{plural(found.size, 'element')} of {found.dtype}, expected {block.stop} of {tensor.dtype}"
             )
         return BlockMemory(found.reshape(-1).view(np.uint8), tensor.dtype, 0)
 
@@ -240,8 +241,8 @@ class BlockCopier:
     def _check(block: Block, offset: int, expected: int, received: int) -> None:
         if received != expected:
             raise TransferError(
-                f"Cannot read tensor {block.tensor!r}: {block.path} ends early. Found {received} bytes at offset "
-                f"{offset}, expected {expected}. The file changed while it was read; copy or download it again"
+                f"Cannot read tensor {block.tensor!r}: {block.path} ends early. Found {exact_bytes(received)} at "
+                f"offset {offset}, expected {expected}. The file changed while it was read; copy or download it again"
             )
 
 

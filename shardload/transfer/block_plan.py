@@ -22,6 +22,7 @@ from shardload.transfer.binding import Binding
 from shardload.transfer.casts import check_cast
 from shardload.transfer.regions import Region, RegionView, in_file_order, view_in_region
 from shardload.transfer.strides import SKIP_BYTES, Ordered, address, cut, is_injective, largest_stride, shard_run, span
+from shardload.units import exact_bytes, plural
 
 BLOCK_BYTES = 16 << 20
 """Longest block; see `shardload.transfer.planning`."""
@@ -179,8 +180,8 @@ class Planner:
         stop = view.offset + span(view.shape, view.strides)
         if 0 not in view.shape and stop > tensor.size:
             raise MismatchError(
-                f"Cannot load variable {binding.name!r} of shape {view.shape}: its view needs {stop} elements of "
-                f"tensor {view.tensor!r}, which has {tensor.size} (shape {tensor.shape})"
+                f"Cannot load variable {binding.name!r} of shape {view.shape}: its view needs "
+                f"{plural(stop, 'element')} of tensor {view.tensor!r}, which has {tensor.size} (shape {tensor.shape})"
             )
         check_cast(tensor.dtype, binding.dtype, variable=binding.name, tensor=view.tensor)
 
@@ -294,8 +295,9 @@ class Planner:
         unit = unit if unit <= max(most, limit) else row
         if 2 * unit > self.budget:
             raise BudgetError(
-                f"Cannot read tensor {tensor.name!r}: it decodes in units of {unit} bytes, and two of them exceed the "
-                f"host-memory budget of {self.budget} bytes. Raise the budget to at least {2 * unit} bytes"
+                f"Cannot read tensor {tensor.name!r}: it decodes in units of {exact_bytes(unit)}, and two of them "
+                f"exceed the host-memory budget of {exact_bytes(self.budget)}. Raise the budget to at least "
+                f"{exact_bytes(2 * unit)}"
             )
         return max(limit // unit, 1) * unit
 

@@ -7,6 +7,7 @@ memory, then asks again. Nothing waits inside a lock, and submission order rules
 from __future__ import annotations
 
 from shardload.errors import BudgetError
+from shardload.units import exact_bytes
 
 
 class Budget:
@@ -25,8 +26,8 @@ class Budget:
         """
         if n_bytes > self.limit_bytes:
             raise BudgetError(
-                f"{what} needs {n_bytes} bytes of host memory at once, but the budget is {self.limit_bytes} bytes. "
-                f"Raise the host-memory budget to at least {n_bytes} bytes"
+                f"{what} needs {exact_bytes(n_bytes)} of host memory at once, but the budget is "
+                f"{exact_bytes(self.limit_bytes)}. Raise the host-memory budget to at least {exact_bytes(n_bytes)}"
             )
         if self.taken_bytes + n_bytes > self.limit_bytes:
             return False

@@ -56,6 +56,7 @@ from shardload.transfer.staging import Chunk, Variable, limited_chunks, whole_ch
 from shardload.transfer.verification import TransferVerification
 from shardload.transfer.verifier import Verifier
 from shardload.transfer.workers import WorkerThreads, default_threads
+from shardload.units import exact_bytes
 
 __all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
@@ -343,8 +344,9 @@ class Transfer:
                 self._complete()
             else:
                 raise BudgetError(
-                    f"{what} needs {n_bytes} bytes while {self.budget.taken_bytes} of {self.budget.limit_bytes} are "
-                    f"taken. Raise the host-memory budget to at least {self.budget.taken_bytes + n_bytes} bytes"
+                    f"{what} needs {exact_bytes(n_bytes)} while {self.budget.taken_bytes} of "
+                    f"{self.budget.limit_bytes} are taken. Raise the host-memory budget to at least "
+                    f"{exact_bytes(self.budget.taken_bytes + n_bytes)}"
                 )
 
     def _file(self, path: Location) -> File:

@@ -25,6 +25,7 @@ from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.buffers import arena
+from shardload.units import plural
 
 
 @functools.lru_cache(maxsize=64)
@@ -36,7 +37,7 @@ def jax_mesh(spec: MeshSpec, devices: tuple[Any, ...]) -> Mesh:
 def check_devices(mesh: MeshSpec, devices: Sequence[Any]) -> None:
     """Raise `MeshError` unless there is one device per mesh position."""
     if len(devices) != mesh.size:
-        raise MeshError(f"Cannot use mesh {mesh} with {len(devices)} devices: expected {mesh.size}")
+        raise MeshError(f"Cannot use mesh {mesh} with {plural(len(devices), 'device')}: expected {mesh.size}")
 
 
 def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:

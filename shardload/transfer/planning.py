@@ -46,6 +46,7 @@ from shardload.transfer.block_plan import (
 )
 from shardload.transfer.regions import least_budget, paths_of, regions
 from shardload.transfer.runs import runs
+from shardload.units import exact_bytes
 
 __all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_bounds", "make_plan"]
 
@@ -108,8 +109,8 @@ class LoadPlan:
             found = path.identity().size
             if found != (expected := manifest.files.get(path, found)):
                 raise TransferError(
-                    f"Cannot load {path}: it changed since its headers were read, from {expected} to {found} bytes. "
-                    "Load it again once its writer has finished"
+                    f"Cannot load {path}: it changed since its headers were read, from {expected} to "
+                    f"{exact_bytes(found)}. Load it again once its writer has finished"
                 )
 
     @property
@@ -188,15 +189,15 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, verified: bool, upl
         return max(DEFAULT_HOST_MEMORY, least)
     if asked < BUDGET_PARTS * MIN_BLOCK_BYTES:
         raise BudgetError(
-            f"Cannot load with a host-memory budget of {asked} bytes: expected room for {BUDGET_PARTS} blocks. Raise "
-            f"it to at least {BUDGET_PARTS * MIN_BLOCK_BYTES >> 10}KiB"
+            f"Cannot load with a host-memory budget of {exact_bytes(asked)}: expected room for {BUDGET_PARTS} "
+            f"blocks. Raise it to at least {BUDGET_PARTS * MIN_BLOCK_BYTES >> 10}KiB"
         )
     if asked < least:
         tensor = next(tensor for tensor in tensors if needs[tensor.name] == least)
         chunk = max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
         raise BudgetError(
-            f"Cannot load tensor {tensor.name!r} with a host-memory budget of {asked} bytes: its chunks decode as a "
-            f"whole, to {chunk} bytes each. Raise the budget to at least {least} bytes"
+            f"Cannot load tensor {tensor.name!r} with a host-memory budget of {exact_bytes(asked)}: its chunks "
+            f"decode as a whole, to {exact_bytes(chunk)} each. Raise the budget to at least {exact_bytes(least)}"
         )
     return asked
 

@@ -23,6 +23,7 @@ from shardload.transfer.placement import IncrementalArray
 from shardload.transfer.planning import Binding, Block, BlockPiece
 from shardload.transfer.scratch import CopyPart
 from shardload.transfer.strides import largest_stride
+from shardload.units import exact_bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -134,8 +135,8 @@ class Chunk:
         except (OSError, MemoryError) as error:
             n_bytes = sum(box.size for box in self.common.values()) * self.variable.staged.itemsize
             raise TransferError(
-                f"Cannot allocate {n_bytes} bytes for the shards of variable {self.variable.binding.name!r} on this "
-                f"host: {error}. Use a mesh over more hosts, a smaller dtype, or a smaller model"
+                f"Cannot allocate {exact_bytes(n_bytes)} for the shards of variable {self.variable.binding.name!r} "
+                f"on this host: {error}. Use a mesh over more hosts, a smaller dtype, or a smaller model"
             ) from error
 
     def _take_memory(self) -> None:

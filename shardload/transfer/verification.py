@@ -18,6 +18,7 @@ from shardload.transfer.prefetch import MAX_AHEAD_BYTES, MIN_BUDGET_BYTES, Prefe
 from shardload.transfer.regions import regions
 from shardload.transfer.verified_reads import VerifiedReads
 from shardload.transfer.verifier import Verifier
+from shardload.units import exact_bytes
 
 VERIFIED_BUDGET_BYTES = 4 * UNIT_BYTES
 """Smallest budget with room for units; with less, bytes are read a second time to verify them."""
@@ -60,8 +61,8 @@ class TransferVerification:
         budget = self.plan.host_memory_bytes
         if budget < MIN_BUDGET_BYTES:
             raise BudgetError(
-                f"Cannot load from a remote store with a host-memory budget of {budget} bytes. Raise it to at least "
-                f"{MIN_BUDGET_BYTES >> 20}MiB"
+                f"Cannot load from a remote store with a host-memory budget of {exact_bytes(budget)}. Raise it to at "
+                f"least {MIN_BUDGET_BYTES >> 20}MiB"
             )
         limit = min(MAX_AHEAD_BYTES, budget // 4)
         self.verified = PrefetchedReads(blocks, limit_bytes=limit, threads=threads)

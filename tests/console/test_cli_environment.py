@@ -99,13 +99,13 @@ def provide(mesh: str, platform: Platform | None = None) -> list[str]:
 
 def test_too_few_accelerators_name_the_way_out(machine):
     machine("gpu", 4)
-    with pytest.raises(MeshError, match=r"needs 8 devices, but there are 4 gpu here.*at most 4, or add --platform cpu"):
+    with pytest.raises(MeshError, match=r"needs 8 devices, but there are 4 gpu devices here.*or add --platform cpu"):
         provide("1x8")
 
 
 def test_one_accelerator_is_singular(machine):
     machine("tpu", 1)
-    with pytest.raises(MeshError, match="there is 1 tpu here"):
+    with pytest.raises(MeshError, match="there is 1 tpu device here"):
         provide("2x4")
 
 
@@ -116,7 +116,7 @@ def test_enough_accelerators_need_no_words(machine):
 
 def test_simulation_has_an_end(machine):
     machine("cpu", 1)
-    with pytest.raises(MeshError, match="needs 4096 devices; on the CPU at most 1024 can be simulated"):
+    with pytest.raises(MeshError, match="needs 4,096 devices; on the CPU at most 1024 can be simulated"):
         provide("64x64")
 
 

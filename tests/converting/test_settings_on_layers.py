@@ -131,7 +131,7 @@ def test_layers_of_two_epsilons_are_said_to_be_written_with_one(models, tmp_path
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("epsilon", 1e-2, r"layer_norm_eps is 1e-12 in the configuration, but 0.01 in 1 layers in the model"),
+        ("epsilon", 1e-2, r"layer_norm_eps is 1e-12 in the configuration, but 0.01 in 1 layer in the model"),
         ("activation", keras.activations.elu, r"hidden_act is gelu_new in the configuration, but elu in the model"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_truncated_part(folder):
 FOREIGN = {
     "another count": (((1, 3, 2), ["blk.0.ffn_up.weight"]), r"split\.count 3, expected 2"),
     "another total": (((1, 2, 9), ["blk.0.ffn_up.weight"]), r"split\.tensors\.count 9, expected 2"),
-    "fewer tensors": (((1, 2, 2), []), r"contain 1 tensors, expected 2"),
+    "fewer tensors": (((1, 2, 2), []), r"contain 1 tensor, expected 2"),
     "a tensor twice": (((1, 2, 2), ["token_embd.weight"]), r"both contain the tensor 'token_embd\.weight'"),
     "other metadata": (
         ((1, 2, 2), ["blk.0.ffn_up.weight"], lambda w: w.add_block_count(7)),

@@ -396,7 +396,7 @@ RAW = {
     "arrays of arrays": (
         struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 1 << 60) + b"x" * 99,
         TruncatedSourceError,
-        "'k' of 1152921504606846976 arrays",
+        "'k' of 1,152,921,504,606,846,976 arrays",
     ),
     "many arrays": (
         struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 100) + struct.pack("<IQ", 0, 0) * 100,
@@ -543,7 +543,7 @@ def test_unsupported_models(tmp_path, name):
 
 def test_heads_that_do_not_divide(tmp_path):
     path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_q.weight": np.zeros((10, 4), np.float32)}, heads=4)
-    with pytest.raises(SourceError, match="do not make 4 heads"):
+    with pytest.raises(SourceError, match="not a whole number for 4 heads"):
         open_manifest(path).require_description()
 
 

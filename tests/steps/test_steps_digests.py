@@ -88,7 +88,7 @@ def test_neighbouring_damage_is_reported_once(step):
     flip(step / BIG, offset=5)
     flip(step / BIG, offset=MIB + 5)
     (found,) = verify(step)
-    assert str(found) == (f"step 7: {BIG} from byte 0 is damaged: the next {2 * MIB} bytes do not match their digest")
+    assert str(found) == (f"step 7: {BIG} from byte 0 is damaged: the digest does not match the next {2 * MIB} bytes")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from shardload.parallel.layout_search.problem import Assignment, Problem, Weight
 from shardload.parallel.layout_search.program import UNSPLIT
 from shardload.parallel.layout_search.tables import differences, moves_batch
 from shardload.sharding.layout import Layout, Spec
+from shardload.units import plural
 
 SMALL_BYTES = 1 << 16
 """A variable of fewer bytes is not stored split where its use needs it whole: the gather costs more than it saves.
@@ -189,7 +190,8 @@ def _impossible(problem: Problem, weight: WeightKind) -> LayoutError:
     why, fix = f"its shape is {weight.shape} on the mesh {problem.mesh}", "Change or remove the pin"
     # A kernel that divides may have a factor in the optimizer's state that does not.
     if refused := [slot.shape[0] for slot in weight.slots if not slot.allows(layout)]:
-        why = f"the optimizer keeps a factor of {refused[0]} rows for it, which {parts} devices do not divide"
+        factor = f"a factor of {plural(refused[0], 'row')}"
+        why = f"the optimizer keeps {factor} for it, not a multiple of {plural(parts, 'device')}"
         fix = "Change the pin, or pass uneven='replicate' to the optimizer"
     return LayoutError(f"Cannot pin {path!r} to {layout}: {why}. {fix}")
 

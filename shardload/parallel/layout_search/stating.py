@@ -20,7 +20,7 @@ from shardload.parallel.layout_search.problem import Problem, WeightKind
 from shardload.parallel.layout_search.solving import Demand, Solution, WeightOption, gathers
 from shardload.parallel.layout_search.tables import differences
 from shardload.parallel.layout_search.tracing import described
-from shardload.units import format_bytes
+from shardload.units import format_bytes, plural
 
 
 def make_plan(
@@ -67,7 +67,9 @@ def _of_batch(problem: Problem, inputs: Any, batch_axis: str) -> list[str]:
     if size == 1 or batch_axis in problem.pinned:
         return []
     rows = " and ".join(map(str, sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(inputs) if np.shape(leaf)})))
-    return [f"a batch of {rows} does not divide over axis {batch_axis!r}: its {size} devices all do the same work"]
+    return [
+        f"a batch of {rows} does not divide over axis {batch_axis!r}: its {plural(size, 'device')} all do the same work"
+    ]
 
 
 def _of_generation(model: Any, inputs: Any) -> list[str]:
@@ -80,7 +82,7 @@ def _of_generation(model: Any, inputs: Any) -> list[str]:
     if per_token is not None and isinstance(inputs, Mapping) and inputs.keys() == {"token_ids", "padding_mask"}:
         rows, tokens = inputs["token_ids"].shape
         nbytes = rows * tokens * per_token * np.dtype(model.compute_dtype).itemsize
-        size = f": {format_bytes(nbytes)} over all devices for {rows} x {tokens} tokens"
+        size = f": {format_bytes(nbytes)} over all devices for {rows} x {plural(tokens, 'token')}"
     return [f"generate() also keeps a KV cache, which is not counted{size}"]
 
 
