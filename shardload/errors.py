@@ -286,9 +286,11 @@ class LimitError(ShardloadError, OSError):
             return error
         if (number := errno_of(error)) not in _LIMITS or number is None:
             return None
-        allowed = ""
+        allowed, memory = "", resource.getrlimit(resource.RLIMIT_AS)[0]
         if number == errno.EMFILE:
             allowed = f" (at most {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in this process)"
+        elif number == errno.ENOMEM and memory != resource.RLIM_INFINITY:
+            allowed = f" (ulimit -v allows this process {memory >> 20} MiB of address space)"
         made = cls(f"Cannot {doing}: {os.strerror(number)}{allowed}. {WAYS_OUT[number]}")
         made.errno = number
         return made
@@ -409,6 +411,16 @@ def suggests_arguments(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return checked
+
+
+def require_callable_with(function: Callable[..., object], *arguments: object, name: str) -> None:
+    """Raise a `UsageError` unless a function that was given as ``name`` can be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise UsageError(f"Cannot call {name}={function!r:.60} with {len(arguments)} argument: {error}") from None
+    except ValueError:  # a builtin that states no signature
+        return
 
 
 def did_you_mean(wanted: str, known: Iterable[str]) -> str:

@@ -14,7 +14,9 @@ The steps on disk are the same, so ``fit`` can continue from them, and such a lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -285,6 +287,20 @@ class Checkpointer:
         self.wait()
 
 
+@contextmanager
+def _no_empty_folders(directory: PathLike) -> Iterator[None]:
+    """If a call fails, remove the empty folders that it created for ``directory``."""
+    path = Path(directory).expanduser().absolute() if isinstance(directory, str | os.PathLike) else Path()
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # the first that is not empty, or that another process removed, ends it
+            for folder in missing:
+                folder.rmdir()
+        raise
+
+
 @suggests_arguments
 def save(
     model: Any,
@@ -324,7 +340,10 @@ def save(
         SaveError: If the step could not be saved; earlier steps are untouched.
     """
     options: dict[str, Any] = {"save_trainable_only": save_trainable_only, "variables": variables}
-    with Checkpointer(directory, compression=compression, **options) as checkpointer:
+    with (
+        _no_empty_folders(directory),
+        Checkpointer(directory, compression=compression, **options) as checkpointer,
+    ):
         checkpointer.save(
             step, model, optimizer=optimizer, metrics=metrics, epoch=epoch, metadata=metadata, iterator=iterator
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from shardload.errors import UsageError
+from shardload.errors import UsageError, require_callable_with
 from shardload.keras_bridge.model_state import trained_variables, variables_of
 from shardload.mapping.state_tree import StateTree
 
@@ -72,6 +72,7 @@ class Selection:
             return trained_variables(model)
         weights = variables_of(model)
         if callable(self.variables):
+            require_callable_with(self.variables, None, name="variables")
             return list(filter(self.variables, weights))
         patterns = self.patterns or ()
         for pattern in patterns:

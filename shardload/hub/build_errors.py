@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardload.errors import (
+    LimitError,
     MissingExtraError,
     SourceError,
     UninitialisedError,
@@ -73,13 +74,14 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
 
     Raises:
         MissingExtraError: When it needs a package that cannot be imported.
+        LimitError: When a limit of this process was reached.
         UnsupportedError: When a constructor fails; the message says what to do.
         SourceError: When the configuration lacks an entry.
     """
     try:
         yield
     # These name the checkpoint already.
-    except (UnsupportedError, SourceError, MissingExtraError):
+    except (UnsupportedError, SourceError, MissingExtraError, LimitError):
         raise
     except KeyError as error:
         raise SourceError(
@@ -97,6 +99,8 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
             raise MissingExtraError.explaining(
                 missing, needed_for=f"Building the model of {manifest.source}"
             ) from error
+        if limit := LimitError.explaining(error, f"build the model of {manifest.source}"):
+            raise limit from error
         raise UnsupportedError(
             f"Cannot build the model of {manifest.source} from its configuration: {_first(error)}. "
             f"{_advice(manifest, error)}"
@@ -150,4 +154,9 @@ def _advice(manifest: Manifest, error: Exception) -> str:
         return "Correct config.json, or build the model yourself and call shardload.load_weights(model, source)"
     if str(error).startswith(_CODE):
         return "It contains Python code. If you trust it, run it: shardload.load(source, safe_mode=False)"
+    if "DTypePolicy" in str(error):
+        return (
+            "A quantised dtype is for a model that was saved quantised. Load this one with dtype='float32', then call "
+            "model.quantize('int8')"
+        )
     return "Pass your own classes as custom_objects, or register them with keras.saving"

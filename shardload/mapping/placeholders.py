@@ -24,6 +24,7 @@ import ctypes
 import functools
 import math
 import mmap
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardload.errors import UnsupportedError
+from shardload.errors import LimitError, UnsupportedError
 from shardload.keras_bridge.array_casts import casts_by_astype
 from shardload.manifest import Tensor, View, c_strides
 from shardload.transfer.casts import is_float
@@ -229,12 +230,20 @@ def _ones_like(value: Any) -> Any:
     return np.ones((1,) * value.ndim, value.dtype) if isinstance(value, Reserved) else value
 
 
+ADDRESS_SPACE_BYTES = 1 << 47
+"""What a process can address on x86-64 and on most ARM systems."""
+
+
 def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tuple[Reserved, mmap.mmap]:
     nbytes = math.prod(shape) * dtype.itemsize
     # Private and anonymous: only address space until a page is read. Read-only, as writing would give a page memory.
     try:
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     except (OSError, OverflowError, ValueError) as error:
+        limited = LimitError.explaining(error, f"map {name} of {exact_bytes(nbytes)}")
+        has_limit = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        if limited and has_limit and nbytes < ADDRESS_SPACE_BYTES:
+            raise limited from error
         raise UnsupportedError(
             f"Cannot map {name} of shape {shape}: it takes {exact_bytes(nbytes)}, more than a process can address "
             f"({error}). Is the file's header damaged?"

@@ -72,9 +72,12 @@ def check_numbers(
         MeshError: When there are too few devices.
         UsageError: When ``steps`` is not positive, or Keras has no optimizer ``training``.
     """
-    if steps < 1:
-        raise UsageError(f"Cannot compare a model after {plural(steps, 'step')}: expected a positive number as steps=")
-    model = model if hasattr(model, "trainable_variables") else model()
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"Cannot compare a model after steps={steps!r:.60}: expected a positive number")
+    if not hasattr(model, "trainable_variables"):
+        if not callable(model):
+            raise UsageError(f"Cannot compare {model!r:.60}: expected a model, or a function that builds one")
+        model = model()
     choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)
     if training not in (None, "gradients"):

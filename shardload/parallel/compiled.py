@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.errors import MeshError
+from shardload.errors import MeshError, UsageError
 from shardload.parallel.compiled_step import CompiledStep
 from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.hlo_collectives import collectives_in
@@ -120,6 +120,8 @@ def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any
 
 def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return keyword arguments that are (structures of) arrays, and the others, which a program has built in."""
+    if not isinstance(kwargs, Mapping | None):
+        raise UsageError(f"Cannot use kwargs={kwargs!r:.60}: expected a dictionary of keyword arguments of call")
     found = dict(kwargs or {})
     # A structure with a flag or a string in it is built into the program, where `call` can branch on it.
     arrays = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardload.errors import LayoutError, UsageError
+from shardload.errors import LayoutError, UsageError, require_callable_with
 from shardload.parallel.choosing import choose
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.result import LayoutChoice
@@ -35,6 +35,7 @@ def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
         case type():
             pass
         case _ if callable(given):
+            require_callable_with(given, model, name="choice")
             return choice_for(model, given(model))
     raise UsageError(
         f"Cannot take layouts from {given!r:.80}: expected a LayoutChoice or a LayoutPlan. Call "

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from shardload.errors import UsageError
 from shardload.parallel.hlo_groups import group_axes, replica_groups
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
@@ -95,7 +96,12 @@ def collectives_in(text: str, mesh: MeshSpec) -> tuple[Collective, ...]:
     Args:
         text: ``compiled.as_text()`` of a program for one mesh.
         mesh: The mesh, whose positions are the program's devices, row-major.
+
+    Raises:
+        UsageError: When ``text`` is no text.
     """
+    if not isinstance(text, str):
+        raise UsageError(f"Cannot find collectives in {text!r:.60}: expected the text of a program, compiled.as_text()")
     entry, computations = _computations(text)
     return tuple(_walk(computations, entry, mesh)) if entry else ()
 

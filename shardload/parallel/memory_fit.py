@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardload.errors import UsageError
 from shardload.parallel.choosing import choose
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
@@ -42,6 +43,11 @@ def belongs_to_a_mesh(layout: Any) -> bool:
 
 def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit:
     """Compute whether ``model`` fits on the devices of ``mesh``: weights only, with `MARGIN` of their memory free."""
+    if isinstance(device_memory_bytes, bool) or not isinstance(device_memory_bytes, int | float):
+        raise UsageError(
+            f"Cannot use device_memory_bytes={device_memory_bytes!r:.60}: expected the bytes of one device, such as "
+            "16 << 30"
+        )
     return MeshFit(mesh, choose(model, mesh, layout).device_bytes, int(device_memory_bytes * (1 - MARGIN)))
 
 

@@ -224,7 +224,7 @@ def optimizer_of(training: Any) -> Any:
     """
     try:
         return keras.optimizers.get(training)
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"Cannot make a step with training={training!r:.60}: expected None, 'gradients', an optimizer, or the "
             "name of one that Keras has, such as 'adamw'"

@@ -354,6 +354,8 @@ def _devices(count: int | None, ids: Sequence[Any] | None) -> list[Any]:
                 f"jax.config.update('jax_num_cpu_devices', {count})"
             )
         return every[:count]
+    if not isinstance(ids, Iterable):
+        raise UsageError(f"Cannot use device_ids={ids!r:.80}: expected a list of devices, or of ids such as 'cpu:0'")
     found = [_device(given) for given in ids]
     if count not in (None, len(found)) or not found:
         raise UsageError(f"Cannot use device_count={count} with device_ids={ids!r:.80}: give as many ids, or no count")

@@ -1,5 +1,7 @@
 """Reservations say which part of which tensor an array is, and which tensors were computed with."""
 
+import resource
+
 import keras
 import ml_dtypes
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardload.errors import UnsupportedError
+from shardload.errors import LimitError, UnsupportedError
 from shardload.manifest import Extent, Tensor, View
 from shardload.mapping.placeholders import CASTS as CASTS_TO_VIEWS
 from shardload.mapping.placeholders import Reservations, tensors_behind
@@ -154,6 +156,16 @@ def test_small_shapes(shape):
 def test_more_than_an_address_space_is_refused():
     with pytest.raises(UnsupportedError, match=r"^Cannot map t of shape .* more than a process can address"):
         reserved("t", (1 << 50, 1 << 10))
+
+
+def test_a_limit_on_memory_is_named_with_its_way_out():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
+    try:
+        with pytest.raises(LimitError, match=r"^Cannot map t of .*ulimit -v allows .* 1048576 MiB.* unlimited"):
+            reserved("t", (1 << 42,), "int8")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @settings(max_examples=200, deadline=None)

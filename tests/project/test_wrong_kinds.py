@@ -10,6 +10,11 @@ from shardload import parallel
 from shardload.errors import UsageError
 from shardload.synth import synth
 
+
+def dense():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)])
+
+
 NOWHERE = "./there/is/nothing"
 WRONG = {
     "fast": (lambda: shardload.fast(1), r"Cannot call fast\(\): too many positional arguments"),
@@ -41,6 +46,35 @@ WRONG = {
     "count": (lambda: parallel.get_best_devices("2"), "Cannot use count='2': expected a number of devices"),
     "device_type": (lambda: parallel.get_best_devices(1, device_type=3), "Cannot use device_type=3: expected 'cpu'"),
     "ids": (lambda: parallel.devices_of(3), "Cannot use the devices 3: expected ids such as 'cpu:0'"),
+    "device_ids": (
+        lambda: shardload.TensorParallelKeras(dense(), device_ids=1),
+        "Cannot use device_ids=1: expected a list of devices",
+    ),
+    "model": (
+        lambda: parallel.check_numbers(3, None, 0),
+        "Cannot compare 3: expected a model, or a function that builds",
+    ),
+    "steps": (
+        lambda: parallel.check_numbers(dense(), None, 0, steps="2"),
+        "Cannot compare a model after steps='2': expected a positive",
+    ),
+    "kwargs": (
+        lambda: parallel.compile_step(dense(), lambda model: parallel.choose(model, "1x8"), 0, kwargs=3),
+        "Cannot use kwargs=3: expected a dictionary",
+    ),
+    "choice": (
+        lambda: parallel.check_numbers(dense(), lambda: 1, 0),
+        "Cannot call choice=.* with 1 argument: too many",
+    ),
+    "device_memory_bytes": (
+        lambda: parallel.fit(dense(), "1x8", device_memory_bytes="16"),
+        "Cannot use device_memory_bytes='16': expected the bytes of one device",
+    ),
+    "text": (lambda: parallel.collectives_in(3, "1x8"), "Cannot find collectives in 3: expected the text of a program"),
+    "callable variables": (
+        lambda: shardload.save(dense(), "run", step=0, variables=lambda: True),
+        "Cannot call variables=.* with 1 argument: too many",
+    ),
     "one_slash": (
         lambda: synth("gpt2_base", directory="gs:/bucket/out"),
         r"Cannot write to gs:/bucket/out: it is a URL \(gs\)",
@@ -60,6 +94,19 @@ def test_a_wrong_kind_is_named_with_what_is_expected(case, tmp_path):
         call()
     assert isinstance(caught.value, TypeError)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_save_that_fails_keeps_folders_that_were_there(tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UsageError):
+        shardload.save(dense(), tmp_path / "there" / "a" / "b", step=-1)
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_a_quantised_dtype_of_a_plain_model_is_no_matter_of_custom_objects(tmp_path):
+    dense().save(tmp_path / "m.keras")
+    with pytest.raises(shardload.errors.UnsupportedError, match=r"saved quantised\. Load this one with dtype"):
+        shardload.load(tmp_path / "m.keras", mesh="1x1", dtype="int8_from_float32")
 
 
 def test_text_as_a_target_is_not_called_a_tuple(tmp_path):
