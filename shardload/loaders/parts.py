@@ -20,6 +20,7 @@ from itertools import islice
 from shardload.errors import SourceError, SourceNotFoundError
 from shardload.loaders.folder import member
 from shardload.stores.location import Location
+from shardload.units import plural
 
 _CLAIM = re.compile(r"(?<![0-9])(?P<number>[0-9]+)(?P<of>[\W_]*of[\W_]*)(?P<count>[0-9]+)(?![^\W_])", re.IGNORECASE)
 _SPARSE = re.compile(r"spars|prun", re.IGNORECASE)
@@ -112,7 +113,7 @@ def all_parts(path: Location) -> list[Location]:
     if (lacking := count - sum(i in numbers for i in there)) > 0:
         shown = islice((part_name(path.name, i) for i in numbers if i not in there), _SHOWN)
         raise SourceNotFoundError(
-            f"{path} is one of {count} parts, but {path.parent} lacks {lacking} of them: "
+            f"{path} is one of {plural(count, 'part')}, but {path.parent} lacks {lacking} of them: "
             f"{', '.join(shown)}{' …' if lacking > _SHOWN else ''}. Download them into that folder; if it is a whole "
             "checkpoint, rename it"
         )

@@ -380,7 +380,7 @@ def test_hostile_lists_of_files(objects, store):
         ({"../../escape": FileDigest(0, ())}, "leads out of the step's folder"),
         ({"shardload/step.json": huge}, "one digest per MiB"),
         ({"pytree/_METADATA": large}, "the limit is 67108864"),
-        ({f"pytree/{k}": FileDigest(1, ("0" * 16,)) for k in range(20_000)}, "20000 small files"),
+        ({f"pytree/{k}": FileDigest(1, ("0" * 16,)) for k in range(20_000)}, "20,000 small files"),
         ({"pytree/\udcff": FileDigest(1, ("0" * 16,))}, "not valid Unicode"),
     ):
         forged(objects[0] / "forged" / "1", files)
