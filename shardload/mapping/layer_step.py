@@ -99,13 +99,15 @@ class LayerStep:
         """Call the hook.
 
         Raises:
-            MismatchError: When it computes a value for a variable to which it assigned a view when recorded.
+            MismatchError: When it does not assign what it assigned when it was recorded.
         """
         # The hook gets the bytes of tensors that it computes with, and reservations of others, as when it was recorded.
         # A view that it assigns is then found by variable and view, and replaced by the binding's sharded array.
         reservations = Reservations()
         bound = {(id(b.variable), b.view): b.name for b in self.bindings}
-        given: dict[int, Any] = {}
+        given: dict[int, tuple[str, Any]] = {}
+        filled: set[str] = set()
+        computed: set[int] = set()
 
         def read(key: str) -> Any:
             tensor = self.tensors[key]
@@ -113,27 +115,30 @@ class LayerStep:
                 return runtime.read(tensor.name)
             if (name := self._whole(tensor)) is None:
                 return reservations.make(tensor)
-            # `given` also keeps the array alive, so that no other object gets its id.
+            # It also keeps the array alive, so that no other object gets its id.
             array = runtime.take(name)
-            given[id(array)] = array
+            given[id(array)] = name, array
             return array
 
         def assign(variable: Variable, value: Any, original: Callable[[Variable, Any], Any]) -> Any:
             if id(value) in given:
+                filled.add(given[id(value)][0])
                 return runtime.assign(variable, value, original)
             view = reservations.locate(value)
             if view is None:
-                if id(variable) not in computed:
-                    raise self._deviates(variable)
+                if id(variable) not in computing:
+                    raise self._deviates(f"computed a value for {variable.path!r}, but assigned a stored tensor")
+                computed.add(id(variable))
                 _refuse_overflow(variable, value)
                 return runtime.compute(variable, value, original)
             name = bound.get((id(variable), view))
             if name is not None:
+                filled.add(name)
                 return runtime.assign(variable, runtime.take(name), original)
             # A later assignment replaces it, so no data was loaded for it.
             return value
 
-        computed = {id(v) for v in self.variables}
+        computing = {id(v) for v in self.variables}
         # Keras' warnings would name the line in this block, so they are repeated below at the user's line.
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -141,6 +146,9 @@ class LayerStep:
                 self.saveable.load_own_variables(Entry(self.tensors, read))
         for warning in caught:
             warn_caller(str(warning.message), warning.category)
+        left = [n for n in self.needs if n not in filled] + [v.path for v in self.variables if id(v) not in computed]
+        if left:
+            raise self._deviates(f"assigned nothing to {left[0]!r}, but assigned a value")
 
     def _whole(self, tensor: Tensor) -> str | None:
         """Return the binding that is a tensor's only use and all of it, if the hook can get the array itself.
@@ -154,8 +162,8 @@ class LayerStep:
         found = [b for b in self.bindings if b.view.tensor == tensor.name]
         return found[0].name if len(found) == 1 and found[0].view.is_whole(tensor) else None
 
-    def _deviates(self, variable: Variable) -> MismatchError:
+    def _deviates(self, what: str) -> MismatchError:
         return MismatchError(
-            f"Cannot load {self.owner}: its load_own_variables computed a value for {variable.path!r}, but assigned a "
-            "stored tensor when it was recorded. It must do the same for the same checkpoint each time"
+            f"Cannot load {self.owner}: its load_own_variables {what} when it was recorded. It must do the same for "
+            "the same checkpoint each time"
         )

@@ -51,11 +51,13 @@ class _AddressRange:
     start: int
 
     @property
-    def was_used(self) -> bool:
-        """Whether bytes were read, or an array of this range is still referenced."""
-        # Before closing, which unmaps the pages.
-        if _touched(self.start, self.tensor.nbytes):
-            return True
+    def was_read(self) -> bool:
+        """Whether bytes were read; ask before `is_referenced`, which unmaps the pages."""
+        return _touched(self.start, self.tensor.nbytes)
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether an array of this range still exists; frees the range if not."""
         try:
             self.pages.close()
         except BufferError:
@@ -70,6 +72,8 @@ class Reservations:
     float_casts: FloatCasts = "computed"
     used: set[str] = field(default_factory=set)
     """Tensors that were used in a computation, or are still referenced."""
+    computed: set[str] = field(default_factory=set)
+    """Those of `used` that were used in a computation."""
     rounding: dict[str, str] = field(default_factory=dict)
     """Tensors that code casts to a floating dtype of fewer values, and that dtype."""
     _ranges: list[_AddressRange] = field(default_factory=list)
@@ -103,12 +107,16 @@ class Reservations:
     def close(self) -> None:
         """Free every range; afterwards `used` names the tensors that were more than viewed."""
         for entry in self._ranges:
-            if entry.was_used:
+            if entry.was_read:
+                self.computed.add(entry.tensor.name)
+            elif entry.is_referenced:
                 self.used.add(entry.tensor.name)
+        self.used |= self.computed
         self._ranges.clear()
 
     def derive(self, shape: Sequence[int], dtype: np.dtype[Any], tensors: frozenset[str]) -> Reserved:
         """Return a placeholder for the result of a computation with ``tensors``."""
+        self.computed.update(tensors)
         self.used.update(tensors)
         array, _ = _reserve(tuple(shape), dtype, name=", ".join(sorted(tensors)))
         array.tensors, array.reservations = tensors, self
@@ -248,7 +256,7 @@ def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tupl
             f"Cannot map {name} of shape {shape}: it takes {exact_bytes(nbytes)}, more than a process can address "
             f"({error}). Is the file's header damaged?"
         ) from error
-    # frombuffer exports the pages, so closing them fails while any array of them is alive (`was_used`).
+    # frombuffer exports the pages, so closing them fails while any array of them is alive (`is_referenced`).
     array = np.frombuffer(pages, np.uint8, count=nbytes).view(dtype).reshape(shape)
     return array.view(Reserved), pages
 

@@ -5,34 +5,30 @@ stored once but reachable twice are found where Keras finds them::
 
     manifest "layers/dense/vars/0" ─► entry("layers/dense")["0"] = reserved ─► layer.kernel.assign(view of it)
 
-Each call is a `Visit`. A visit that only viewed its tensors becomes bindings; one that computed
-becomes a `LayerStep` that later gets the real bytes. Changes to attributes are undone after recording.
+Each call is a `Visit`, recorded by `hook_walk`. A visit that only viewed its tensors becomes bindings; one that
+computed becomes a `LayerStep` that later gets the real bytes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import jax
 import keras
-import numpy as np
 
 from shardload.keras_bridge.hub_imports import backbone_of, held_backbone
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import own_layers, state_of
-from shardload.keras_bridge.recording import is_tracing_error, without_computing
-from shardload.keras_bridge.saving import assignments_to, load_state, stored_variables
+from shardload.keras_bridge.recording import without_computing
+from shardload.keras_bridge.saving import stored_variables
 from shardload.keras_bridge.training import has_own_compile
-from shardload.keras_bridge.variables import stored_dtype, unique
+from shardload.keras_bridge.variables import unique
 from shardload.loaders import spec_of
-from shardload.manifest import Manifest, Tensor, View
-from shardload.mapping.attributes import AttributeSnapshot
-from shardload.mapping.layer_step import Entry, LayerStep, has_keras_hook
-from shardload.mapping.placeholders import Reservations
+from shardload.manifest import Manifest, Tensor
+from shardload.mapping.hook_walk import RecordedAssign, Visit, Walk
+from shardload.mapping.layer_step import LayerStep, has_keras_hook
 from shardload.mapping.variable_map import (
     Computed,
     Mismatch,
@@ -42,12 +38,11 @@ from shardload.mapping.variable_map import (
     split_missing,
     variable_names,
 )
+from shardload.stores.nowhere import is_nowhere
 from shardload.transfer.planning import Binding
 
 _UNUSED_OPTIMIZERS = "the checkpoint has the state of optimizers that the model has not built"
 _TASK = "task:"
-_LEGACY = "_layer_checkpoint_dependencies"
-"""The folder of a model's layers in files of Keras 2.13."""
 
 
 def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> VariableMap:
@@ -64,9 +59,10 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
     is_preset = spec_of(manifest).described_by == "keras-hub"
     backbone = backbone_of(model) if is_preset else model
     left_out = () if optimizer or getattr(model, "optimizer", None) is None else (model.optimizer,)
-    walks = [Walk(backbone, own, skip=left_out)]
+    has_values = not is_nowhere(manifest.location)
+    walks = [Walk(backbone, own, skip=left_out, has_values=has_values)]
     if backbone is not model and head:
-        walks.insert(0, Walk(model, head, skip=own_layers(backbone)))
+        walks.insert(0, Walk(model, head, skip=own_layers(backbone), has_values=has_values))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for walk in walks:
@@ -78,147 +74,6 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
         advice = f" The preset has the weights of a backbone, such as {name!r} of this model: pass model.{name}."
         return replace(found, advice=advice)
     return found
-
-
-@dataclass(slots=True, eq=False)
-class RecordedAssign:
-    """One ``assign`` recorded."""
-
-    variable: Variable
-    view: View | None
-    """``None`` if the value was computed."""
-
-
-@dataclass(slots=True, eq=False)
-class Visit:
-    """One call of one saveable's ``load_own_variables``."""
-
-    path: str
-    tensors: Mapping[str, Tensor]
-    """The tensors stored for it, by key."""
-    reservations: Reservations = field(default_factory=Reservations)
-    saveable: Any = None
-    read: set[str] = field(default_factory=set)
-    assigned: list[RecordedAssign] = field(default_factory=list)
-    mismatch: Mismatch | None = None
-    error: Exception | None = None
-
-    def reserve(self, key: str) -> Any:
-        """Return the placeholder for one of its tensors."""
-        tensor = self.tensors[key]
-        self.read.add(tensor.name)
-        return self.reservations.make(tensor)
-
-    @property
-    def computing(self) -> set[str]:
-        """Return the tensors whose bytes the hook needs, beyond viewing them."""
-        # A tensor read for no variable is kept elsewhere (the idf weights of a StringLookup), so it needs real bytes.
-        used = self.reservations.used | (self.read - {e.view.tensor for e in self.assigned if e.view})
-        dtypes = {t.name: t.dtype for t in self.tensors.values()}
-        used.update(e.view.tensor for e in self.assigned if e.view and _narrows(dtypes[e.view.tensor], e.variable))
-        # A variable both viewed and computed gets its last value only if the hook runs all of it on real bytes.
-        for event in self.assigned:
-            twice = [e for e in self.assigned if e.variable is event.variable]
-            if len(twice) > 1 and any(e.view is None for e in twice):
-                used.update(e.view.tensor for e in twice if e.view is not None)
-        return used
-
-
-class Walk:
-    """One recorded walk of Keras over ``root``."""
-
-    def __init__(self, root: Any, tensors: Mapping[str, Tensor], *, skip: Iterable[Any] = ()) -> None:
-        self.root = root
-        self.skip = tuple(skip)
-        self.visits: list[Visit] = []
-        self._groups, self._folders = _index(tensors)
-
-    def record(self) -> None:
-        """Visit everything; `visits` contains the result."""
-        with assignments_to(self._assign):
-            load_state(self.root, self, skip=self.skip)
-        self._close_reservations()
-
-    def entry(self, path: str) -> Entry:
-        """Begin the next visit; Keras calls this right before ``load_own_variables``."""
-        self._close_reservations()
-        # As in `H5IOStore.get`: files of Keras 2.13 name the folder of layers differently.
-        group = self._groups.get(path, {})
-        if not group and path and _LEGACY in self._folders:
-            group = self._groups.get(path.replace("layers", _LEGACY), {})
-        self.visits.append(Visit(path, group))
-        return Entry(group, self.visits[-1].reserve)
-
-    def has_path(self, path: str) -> bool:
-        """Whether the file has anything below ``path``."""
-        return path in self._folders
-
-    @contextmanager
-    def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
-        """Attach ``saveable`` to the visit that begins inside; afterwards undo its hook's changes to attributes."""
-        before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
-
-        # The block contains the visits of children, too, so this one's is the first that it opens, if it opens any.
-        def failed(error: Exception | None) -> None:
-            if len(self.visits) > before and self.visits[before].path == path:
-                self.visits[before].saveable = saveable
-                self.visits[before].error = error
-
-        try:
-            yield failed
-        finally:
-            snapshot.restore()
-        if len(self.visits) > before and is_tracing_error(self.visits[before].error):
-            self._again(self.visits[before], snapshot)
-
-    def _again(self, visit: Visit, snapshot: AttributeSnapshot) -> None:
-        """Run a hook that converts traced values to NumPy again, for real, on zeros."""
-        entry = self.entry(visit.path)
-        again = self.visits[-1]
-        again.saveable = visit.saveable
-        try:
-            # Outside the trace of the recording: NumPy code gets arrays of zeros there, instead of tracers.
-            with jax.ensure_compile_time_eval():
-                visit.saveable.load_own_variables(entry)
-        except Exception as error:
-            again.error = error
-        finally:
-            snapshot.restore()
-
-    def _close_reservations(self) -> None:
-        if self.visits:
-            self.visits[-1].reservations.close()
-
-    def _assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        del assign  # nothing is assigned while recording
-        visit = self.visits[-1]
-        view = visit.reservations.locate(value)
-        shape = tuple(getattr(value, "shape", ()))
-        if shape != tuple(variable.shape):
-            # The error that Keras' `assign` raises, so the hook ends here as it would in Keras.
-            visit.mismatch = Mismatch.of_shapes(variable, view.tensor if view else "", shape)
-            raise ValueError(visit.mismatch.message)
-        visit.assigned.append(RecordedAssign(variable, view))
-        return value
-
-
-def _index(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], set[str]]:
-    """Return tensors by group path and key, in HDF5's order of keys, and every existing path."""
-    groups: dict[str, dict[str, Tensor]] = {}
-    folders: set[str] = set()
-    for name in sorted(tensors, key=str.encode):  # HDF5 sorts by bytes: "10" comes before "2"
-        parts = name.split("/")
-        folders.update("/".join(parts[:n]) for n in range(1, len(parts)))
-        for n, part in enumerate(parts[:-1]):
-            if part == "vars":
-                groups.setdefault("/".join(parts[:n]), {})["/".join(parts[n + 1 :])] = tensors[name]
-    return groups, folders
-
-
-def _narrows(stored: np.dtype[Any], variable: Variable) -> bool:
-    """Whether integers lose bits, so that values must be checked: TensorFlow counts steps in int64, JAX in int32."""
-    wanted = stored_dtype(variable)
-    return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
 
 
 def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[str, ...]) -> VariableMap:

@@ -29,3 +29,8 @@ _NOWHERE = _Nowhere()
 def nowhere(name: str) -> Location:
     """Return the location of a model without files; it is shown by its name."""
     return Location(_NOWHERE, name)
+
+
+def is_nowhere(location: Location) -> bool:
+    """Whether a location was made by `nowhere`: tensors there have no values."""
+    return location.store is _NOWHERE

@@ -334,7 +334,7 @@ def test_a_hook_that_falls_back_keeps_its_fallback(tmp_path):
     assert len(found.bindings) == 2 and not found.mismatched
 
 
-def test_a_hook_that_leaves_jax_is_run_on_zeros(tmp_path):
+def test_a_hook_that_leaves_jax_is_run_on_values(tmp_path):
     class Leaving(Transposing):
         def load_own_variables(self, store):
             kernel = np.asarray(keras.ops.transpose(store["kernel_t"]))
@@ -383,6 +383,23 @@ def test_a_hook_that_turns_round_is_refused(tmp_path):
     found = map_keras(functional(Moody()), manifest)
     Moody.sober = False
     with pytest.raises(MismatchError, match=r"computed a value for 'transposing.*/kernel', but assigned a"):
+        fill(found, manifest)
+
+
+def test_a_hook_that_leaves_out_a_variable_the_second_time_is_refused(tmp_path):
+    class Skipping(layers.Dense):
+        skips = False
+
+        def load_own_variables(self, store):
+            self.kernel.assign(store["0"])
+            if not Skipping.skips:
+                self.bias.assign(store["1"])
+
+    Skipping.__name__ = "Dense"
+    manifest = saved(functional(layers.Dense(4)), tmp_path / "m.weights.h5")
+    found = map_keras(functional(Skipping(4)), manifest)
+    Skipping.skips = True
+    with pytest.raises(MismatchError, match=r"assigned nothing to .*bias., but assigned a value"):
         fill(found, manifest)
 
 
