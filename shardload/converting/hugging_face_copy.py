@@ -66,7 +66,8 @@ def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
     left_out = [name for name in manifest.tensors if name not in kept]
     notes = (f"{some(left_out)} left out on request",) if left_out else ()
     found = companions_of(manifest)
-    parts = _parts(Path(manifest.source))
+    listed = {str(path) for path in manifest.files}
+    parts = {name: path for name, path in _parts(Path(manifest.source)).items() if str(path) not in listed}
     companions = replace(found, transformers={**found.transformers, **parts})
     notes = (*manifest.notes, *notes, *found.notes, *_other_weights(manifest, companions))
     return Source(replace(manifest, tensors=kept), None, {}, companions, Preprocessing(), notes)

@@ -1,6 +1,7 @@
 """Files of a checkpoint folder, found by names that may come from an untrusted index.
 
-A name must be plain (no separator, no ``..``) and resolve to a path inside the folder. Symbolic links may leave it as
+A name must be plain (no separator, no ``..``), or be a path of plain names where an index may list subfolders, and
+resolve to a path inside the folder. Symbolic links may leave it as
 people's folders do: in Hugging Face's cache, in link farms, and in stores that name files after their content::
 
     models--org--name/snapshots/<revision>/tokenizer.json -> ../../blobs/<digest>     blobs of the same repository
@@ -18,6 +19,8 @@ from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
 from shardload.stores.location import Location
 from shardload.units import plural
 
+_MAX_PATH = 4096
+"""Most characters of a path in an index, as in Linux."""
 _TENSOR_FILES = (".safetensors", ".gguf", ".h5")
 
 
@@ -47,24 +50,36 @@ def member(folder: Location, name: object, *, named_by: str) -> Location:
     return path
 
 
-def plain_name(name: str) -> str:
-    """Return a file name from an index without ``./`` in front, which some tools write."""
-    return re.sub(r"^(\./)+", "", name)
+def inner_path(name: str) -> str:
+    """Return a relative path from an index without ``.`` and doubled slashes, which some tools write."""
+    if name.startswith("/"):  # `shards_of` refuses it
+        return name
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:
-    """Return the files that an index lists, by name, sorted; raises like `member`.
+    """Return the files that an index lists, by path within its folder, sorted; raises like `descendant`.
 
     Raises:
         SourceNotFoundError: When files are missing; ``way_out`` is the verb of the advice (``Download``).
     """
-    files = {name: member(index.parent, name, named_by=str(index)) for name in sorted(names)}
+    files = {name: _listed(index, name) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.exists()]:
         raise SourceNotFoundError(
             f"{index} lists {plural(len(files), 'shard')}, but {index.parent} lacks {len(missing)} of them: "
             f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. {way_out} them into that folder"
         )
     return files
+
+
+def _listed(index: Location, name: str) -> Location:
+    is_outside = name.startswith("/") or ".." in name.split("/") or re.match(r"[A-Za-z]:", name)
+    if is_outside or len(name) > _MAX_PATH:
+        raise UnsafeSourceError(
+            f"{index} names the file {name[:200]!r}, expected a path inside {index.parent}. "
+            "A checkpoint may only point into its own folder; correct the index or download it again"
+        )
+    return descendant(index.parent, name, named_by=str(index))
 
 
 def descendant(folder: Location, name: str, *, named_by: str) -> Location:

@@ -22,7 +22,7 @@ from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
 from shardload.loaders.contents import CONFIG, FileContent, FolderContent
 from shardload.loaders.extents import collect
-from shardload.loaders.folder import listing, member, plain_name, shards_of
+from shardload.loaders.folder import inner_path, listing, member, shards_of
 from shardload.loaders.hub_preset import is_preset
 from shardload.loaders.other_formats import refused_folder
 from shardload.loaders.parts import all_parts, part_number, set_of
@@ -124,7 +124,7 @@ def _weight_map(index: Location) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise SourceError(f"{index}: tensor {name!r} should map to a file name, but maps to {str(shard)[:200]}")
-    return {name: plain_name(shard) for name, shard in weight_map.items()}
+    return {name: inner_path(shard) for name, shard in weight_map.items()}
 
 
 def _find(name: str, shard: str, stored: Mapping[str, Mapping[str, Tensor]], index: Location) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from shardload.errors import SourceError
 from shardload.loaders.extents import collect
-from shardload.loaders.folder import plain_name, shards_of
+from shardload.loaders.folder import inner_path, shards_of
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
@@ -68,7 +68,7 @@ def _groups(weight_map: object, index: Location) -> dict[str, tuple[str, ...]]:
         if not listed or not all(isinstance(shard, str) for shard in listed):
             raise SourceError(f"{index}: group {group!r} should map to one or more file names, not {str(shards)[:200]}")
         # Keras writes "/layers/dense/vars"; names of datasets have no leading slash here.
-        found[group.strip("/")] = tuple(map(plain_name, listed))
+        found[group.strip("/")] = tuple(map(inner_path, listed))
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 from conversions import held
 from keras_hub.src.utils.transformers import preset_loader
 from safetensors import deserialize
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from transformers_cross import folders
 
 import shardload
@@ -148,6 +148,22 @@ def test_weights_next_to_the_checkpoint(tmp_path):
     assert all(repr(name) in note for name in others) and note.endswith("left out: weights outside of the checkpoint")
     copied = {path.relative_to(tmp_path / "copy").as_posix() for path in (tmp_path / "copy").rglob("*.*")}
     assert copied == {"config.json", "model.safetensors", "2_Dense/model.safetensors", "adapter_model.safetensors"}
+
+
+def test_shards_in_subfolders_are_written_into_the_folder_itself(tmp_path):
+    source = mixed(tmp_path / "hf", {"model_type": "x"})
+    expected, stored = tensors_of(source), load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    write_small_files(source)
+    placed = {name: f"{i % 2}_weights/model.safetensors" for i, name in enumerate(stored)}
+    for shard in {*placed.values()}:
+        (source / shard).parent.mkdir()
+        save_file({name: stored[name] for name in stored if placed[name] == shard}, source / shard)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    report = shardload.convert(source, tmp_path / "copy", to="safetensors")
+    assert tensors_of(tmp_path / "copy") == expected
+    assert small_files_of(tmp_path / "copy") == SMALL | {"config.json": (source / "config.json").read_bytes()}
+    assert not report.notes
 
 
 def test_a_part_that_is_a_link_to_a_private_file_is_refused(tmp_path):

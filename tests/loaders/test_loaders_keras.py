@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_same, read_tensor
+from memory_store import MemoryStore
 
 import shardload
 from shardload.errors import (
@@ -196,8 +197,20 @@ def test_sharded_map_that_lies(sharded):
 @pytest.mark.parametrize("name", ["../x.weights.h5", "/etc/passwd"])
 def test_sharded_map_may_not_leave_the_folder(sharded, name):
     edit(sharded, lambda m: m.update({"/layers/dense/vars": ["m_00000.weights.h5", name]}))
-    with pytest.raises(UnsafeSourceError, match="not a plain name"):
+    with pytest.raises(UnsafeSourceError, match="may only point into its own folder"):
         open_manifest(sharded)
+
+
+def test_a_sharded_map_may_list_files_in_subfolders(sharded):
+    before = open_manifest(sharded)
+    first = next(iter(before.files)).name
+    (sharded.parent / "sub").mkdir()
+    (sharded.parent / first).rename(sharded.parent / "sub" / first)
+    sharded.write_text(sharded.read_text().replace(first, f"sub/{first}"))
+    for source in (sharded, MemoryStore.copy_of(sharded.parent) / sharded.name):
+        found = open_manifest(source)
+        assert {file.name for file in found.files} == {file.name for file in before.files}
+        assert found.tensors.keys() == before.tensors.keys()
 
 
 @pytest.mark.parametrize("shards", [3, [], [3], {}])
