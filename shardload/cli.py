@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardload.interrupts import INTERRUPTED, raise_interrupt_safely, raised
+from shardload.interrupts import INTERRUPTED, drop, end_with, ignore_at_exit, raise_interrupt_safely, raised
 
 __all__ = ["main"]
 
@@ -31,18 +31,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    is_process = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if sys.stderr is None:  # started with 2>&-
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - lives as long as the process
+    if is_process:
+        ignore_at_exit()
     try:
-        with raise_interrupt_safely():
-            return _run(arguments)
-    except SystemExit as error:  # raised by typer: completion, or --help whose reader left
-        return 141 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
+        # Until the process ends: the default handlers would end it without a result, or with another exit code.
+        with raise_interrupt_safely(restore=not is_process):
+            code = _run(arguments)
+            if is_process:
+                end_with(code, _tidy)
+            return code
     except BaseException as error:
-        from shardload.console.failures import tell
+        if is_process:
+            drop()
+        code = _failed(error, arguments)
+    if is_process:
+        end_with(code, _tidy)
+    return code
 
-        return tell(error, json_wanted="--json" in arguments)
+
+def _failed(error: BaseException, arguments: list[str]) -> int:
+    if isinstance(error, SystemExit):  # raised by typer: completion, or --help whose reader left
+        return 141 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
+    from shardload.console.failures import tell
+
+    return tell(error, json_wanted="--json" in arguments)
+
+
+def _tidy(_: int) -> None:
+    """Do what a function registered with `atexit` does, if a signal ends the process first."""
+    if (copies := sys.modules.get("shardload.stores.private_copies")) is not None:
+        copies.remove_all()
 
 
 def _run(arguments: list[str]) -> int:

@@ -9,11 +9,13 @@ load continues for seconds) or aborts the process; raised inside Orbax, it leave
     exit_at_once             load, plan         nothing on disk     a thread ends the process, even inside C++ code
     raise_interrupt_safely   all else           a folder to remove  KeyboardInterrupt, but outside those callbacks
     defer_interrupt          handing over       a step              KeyboardInterrupt at the end of the block
+    end_with                 results written    nothing to lose     the process ends at once with its own exit code
     Worker.wait              waiting for it     a step              KeyboardInterrupt, and wait() can be called again
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -74,12 +76,7 @@ def exit_at_once(farewell: Callable[[int], None]) -> Iterator[None]:
     if not may_handle():
         yield
         return
-    # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    # CPython's C signal handler writes the number to this pipe even while the interpreter is busy.
-    previous_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=_wait, args=(read, farewell), name="interrupts", daemon=True).start()
+    write, previous_fd = _watched(farewell, None)
     try:
         # The thread ends the process; a KeyboardInterrupt in this one could only get ahead of it.
         with _handled_by(lambda signum, frame: None, _ENDING):
@@ -89,23 +86,64 @@ def exit_at_once(farewell: Callable[[int], None]) -> Iterator[None]:
         os.close(write)  # ends the thread
 
 
-def _wait(read: int, farewell: Callable[[int], None]) -> None:
+def ignore_at_exit() -> None:
+    """Ignore Ctrl-C, SIGTERM and SIGHUP once all functions registered with `atexit` later have run.
+
+    While it unloads modules, Python would restore the default handlers, and a process that has done its work would be
+    killed by a signal.
+    """
+    atexit.register(drop, signal.SIG_IGN)
+
+
+def drop(handler: Any = lambda number, frame: None) -> None:
+    """Let Ctrl-C, SIGTERM and SIGHUP do nothing from now on, not even interrupt what is about to be written."""
+    for number in _handled(_ENDING):
+        signal.signal(number, handler)
+
+
+def end_with(code: int, farewell: Callable[[int], None]) -> None:
+    """Make Ctrl-C, SIGTERM and SIGHUP exit the process at once with its own exit code: its results are written.
+
+    Args:
+        code: The exit code.
+        farewell: As for `exit_at_once`.
+    """
+    if _handled(_ENDING):
+        drop()
+        _watched(farewell, code)
+
+
+def _watched(farewell: Callable[[int], None], code: int | None) -> tuple[int, int]:
+    """Start a thread that ends the process on a signal; return the end of its pipe, and the one used before."""
+    # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    # CPython's C signal handler writes the number to this pipe even while the interpreter is busy.
+    previous_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=_wait, args=(read, farewell, code), name="interrupts", daemon=True).start()
+    return write, previous_fd
+
+
+def _wait(read: int, farewell: Callable[[int], None], code: int | None) -> None:
     while number := os.read(read, 1):
         if number[0] in _ENDING:
             # A farewell that fails must not keep the process running.
             with contextlib.suppress(Exception):
                 farewell(number[0])
-            os._exit(128 + number[0])
+            os._exit(128 + number[0] if code is None else code)
     os.close(read)
 
 
 @contextlib.contextmanager
-def raise_interrupt_safely() -> Iterator[None]:
+def raise_interrupt_safely(*, restore: bool = True) -> Iterator[None]:
     """Raise `KeyboardInterrupt` on Ctrl-C, and `Terminated` on SIGTERM and SIGHUP, unless the signal is ignored.
 
     Slightly later where it would be dropped, or end the process without tidying up.
+
+    Args:
+        restore: Whether the block restores the handlers at its end; if not, the process has none that do less.
     """
-    with _handled_by(_raise, _ENDING):
+    with _handled_by(_raise, _ENDING, restore=restore):
         yield
 
 
@@ -122,23 +160,24 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[None]:
-    """Handle the first Ctrl-C at the end of the block, and a second one at once."""
-    before = signal.getsignal(signal.SIGINT)
-    if not may_handle() or not callable(before):
+    """Handle the first Ctrl-C, and SIGTERM and SIGHUP if Python handles them, at the block's end; a second at once."""
+    before = {number: found for number in _ENDING if callable(found := signal.getsignal(number))}
+    if not may_handle() or signal.SIGINT not in before:
         yield
         return
-    deferred: list[FrameType | None] = []
+    deferred: list[tuple[int, FrameType | None]] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         if deferred:
-            before(number, frame)
-        deferred.append(frame)
+            before[number](number, frame)
+        deferred.append((number, frame))
 
-    with _handled_by(note):
+    with _handled_by(note, tuple(before)):
         yield
     # Not reached if the block raised: its error ends the work as well.
     if len(deferred) == 1:
-        before(signal.SIGINT, deferred[0])
+        [(number, frame)] = deferred
+        before[number](number, frame)
 
 
 class Worker:
@@ -167,17 +206,20 @@ class Worker:
 
 @contextlib.contextmanager
 def _handled_by(
-    handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = (signal.SIGINT,)
+    handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = _ENDING, *, restore: bool = True
 ) -> Iterator[None]:
-    """Handle signals, except ignored ones, and those that C code handles or that this thread cannot."""
-    in_main = threading.current_thread() is threading.main_thread()
-    handled = [n for n in numbers if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
-    previous: dict[int, Any] = {number: signal.signal(number, handler) for number in handled}
+    previous: dict[int, Any] = {number: signal.signal(number, handler) for number in _handled(numbers)}
     try:
         yield
     finally:
-        for number, before in previous.items():
+        for number, before in previous.items() if restore else ():
             signal.signal(number, before)
+
+
+def _handled(numbers: Sequence[int]) -> list[int]:
+    """Return the signals to handle: not ignored ones, nor those that C code handles or that this thread cannot."""
+    in_main = threading.current_thread() is threading.main_thread()
+    return [n for n in numbers if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
 
 
 def may_handle() -> bool:

@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import sys
 import textwrap
 import traceback
@@ -54,9 +53,6 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
         The exit code.
     """
     failure = describe(error)
-    # From here on the process only shuts down, which may take a while.
-    if _interruption(error) is not None:
-        _die_on_second_interrupt()
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         _to_stderr("".join(traceback.format_exception(error)))
     if failure.message:
@@ -185,10 +181,3 @@ def _to_stdout(failure: Failure, stdout: TextIO | None) -> None:
 def _interruption(error: BaseException) -> KeyboardInterrupt | None:
     found = error.__cause__ if isinstance(error, ShardloadError) else error
     return found if isinstance(found, KeyboardInterrupt) else None
-
-
-def _die_on_second_interrupt() -> None:
-    """Make a second Ctrl-C, while threads shut down, end the process at once without a traceback."""
-    # Python refuses to set handlers outside the main thread.
-    with contextlib.suppress(ValueError):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)

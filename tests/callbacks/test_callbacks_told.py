@@ -16,7 +16,7 @@ from shardload import interrupts
 from shardload.callbacks import OrbaxCheckpoint, retention, writer
 from shardload.distributed import watchdog
 from shardload.errors import SaveError, SourceError, StepExistsError
-from shardload.interrupts import Worker, defer_interrupt
+from shardload.interrupts import Worker, defer_interrupt, number_of, raise_interrupt_safely
 from shardload.steps import orbax_log_filter, orbax_writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -190,6 +190,15 @@ def test_the_first_ctrl_c_is_deferred_and_the_second_is_not():
         interrupt()
         done.append(2)
     assert done == [1] and signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_that_the_command_handles_is_deferred(number):
+    done = []
+    with pytest.raises(KeyboardInterrupt) as caught, raise_interrupt_safely(), defer_interrupt():
+        os.kill(os.getpid(), number)
+        done.append(1)
+    assert done == [1] and number_of(caught.value) == number
 
 
 def test_a_wait_that_ctrl_c_ended_can_be_taken_up_again():

@@ -321,6 +321,34 @@ def test_ctrl_c_is_an_object_for_programs():
     assert '"exit_code": 130' in stdout
 
 
+ENDING = """
+import atexit, os, signal, sys
+from shardload import cli
+
+class Late:  # goes when Python unloads its modules
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, {number})
+
+sys.argv = ["shardload", *{arguments}]
+if {late}:
+    sys.late = Late()
+    sys.exit(cli.main())
+code = cli.main()
+atexit.register(os.kill, os.getpid(), {number})
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("arguments", "code"), [(["sources", "--json"], 0), (["steps", "/no/such/run", "--json"], 1)])
+def test_a_signal_after_the_result_changes_neither_result_nor_exit_code(arguments, code, number, late):
+    script = ENDING.format(arguments=arguments, number=int(number), late=late)
+    done = run((sys.executable, "-c", script))
+    assert done.code == code
+    assert ("error" in json.loads(done.stdout)) == bool(code)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("command", ["plan", "verify"])
 def test_other_signals_are_one_line_and_an_object(number, command):
