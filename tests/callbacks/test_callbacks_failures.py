@@ -109,18 +109,18 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_one_save_in_flight(tmp_path, monkeypatch):
-    real, running, most = orbax_writer.PendingSave.result, [], []
+    real, running, most = orbax_writer.PendingSave.result, set(), []
 
     def slow(self, timeout_s=None):
-        running.append(self)
+        running.add(self)
         most.append(len(running))
         time.sleep(0.1)
-        real(self, timeout_s)
+        real(self, timeout_s)  # raises where the save takes longer, and is called again
         running.remove(self)
 
     monkeypatch.setattr(orbax_writer.PendingSave, "result", slow)
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=None))
-    assert most == [1, 1, 1, 1] and steps_in(tmp_path) == [1, 2, 3, 4]
+    assert set(most) == {1} and len(most) >= 4 and steps_in(tmp_path) == [1, 2, 3, 4]
 
 
 def test_training_goes_on_while_a_step_is_written(tmp_path, monkeypatch):
