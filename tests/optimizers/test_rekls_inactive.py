@@ -53,16 +53,16 @@ def rank_one():
     return [size * np.outer(u, v) for size in rng.normal(size=STEPS)], np.outer(u, u), np.outer(v, v)
 
 
-def without(where):
+def without(where, *, seed=0):
     """Return gradients that are always zero there."""
-    found = np.random.default_rng(0).normal(size=(STEPS, *SHAPE))
+    found = np.random.default_rng(seed).normal(size=(STEPS, *SHAPE))
     found[:, *where] = 0
     return list(found)
 
 
-def tokens():
+def tokens(*, seed=0):
     """Return gradients of an embedding: a step has three tokens of twelve, and twelve are never used."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     found = np.zeros((STEPS, *SHAPE))
     for gradient in found:
         gradient[2 * rng.integers(0, 12, 3)] = rng.normal(size=(3, SHAPE[1]))
@@ -82,6 +82,16 @@ def test_what_has_no_gradient_does_not_move(mode):
     assert np.abs(row[3]).max() < 1e-4 and np.abs(row[4]).max() > 1
     assert np.abs(column[:, 3]).max() < 1e-4 and np.abs(column[:, 4]).max() > 1
     assert np.abs(embedding[1::2]).max() < 1e-4 and np.abs(embedding[::2]).max() > 1
+
+
+@pytest.mark.parametrize("mode", ["qr", "qr, every third step"])
+def test_noise_of_dependent_images_reaches_no_weight(mode):
+    """Images of eigenvectors depend on each other in any place of the order, with other gradients in another one."""
+    seeds = range(1, 5)
+    found = moved(*(without((3,), seed=n) for n in seeds), *(tokens(seed=n) for n in seeds), **MODES[mode])
+    rows, embeddings = found[: len(seeds)], found[len(seeds) :]
+    assert all(np.abs(row[3]).max() < 1e-4 and np.abs(row[4]).max() > 1 for row in rows)
+    assert all(np.abs(each[1::2]).max() < 1e-4 and np.abs(each[::2]).max() > 1 for each in embeddings)
 
 
 def test_the_way_is_that_of_float64():
