@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from decimal import Decimal
+from numbers import Integral, Real
 from typing import Any
 
 from shardload.errors import UsageError
@@ -26,6 +27,16 @@ UNIT_NEEDED = 1 << 20
 """Below it, a number without a unit is more likely meant in GiB than in bytes."""
 
 
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer, of Python or NumPy; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a number, of Python or NumPy; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def parse_bytes(text: str | int, *, least: int = 0) -> int:
     """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"17179869184"`` to bytes; an int passes through.
 
@@ -36,8 +47,8 @@ def parse_bytes(text: str | int, *, least: int = 0) -> int:
     Raises:
         ValueError: When the text is not a positive quantity of bytes.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        return _with_unit(_positive(text, str(text)), str(text), least=least)
+    if is_integer(text):
+        return _with_unit(_positive(int(text), str(text)), str(text), least=least)
     if not isinstance(text, str):
         raise ValueError(f"A number of bytes is an int, or text like 16GiB, got {text!r}")
     match = _QUANTITY.fullmatch(text.strip())

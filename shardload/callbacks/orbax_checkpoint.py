@@ -14,6 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -131,11 +132,11 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         step_records.check_timeout(async_timeout_s)
         step_records.check_choices(compression=compression, best_of=best_of)
         step_records.check_initial_epoch(initial_epoch)
-        if not (isinstance(resume, int) or resume in ("latest", "best")):
+        if not (isinstance(resume, Integral) or resume in ("latest", "best")):
             raise UsageError(f'Cannot use resume={resume!r}: expected True, False, "latest", "best" or a step number')
         self.verbose = verbose
         self.save_best_only = save_best_only
-        self.save_freq = save_freq
+        self.save_freq = save_freq if isinstance(save_freq, str) else int(save_freq)
         self.max_to_keep = max_to_keep
         self.save_on_background = save_on_background
         self.save_weights_only = save_weights_only
@@ -151,7 +152,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.async_timeout_s = async_timeout_s
         self.resume = resume
         self.best_of = best_of
-        self.initial_epoch = initial_epoch
+        self.initial_epoch = None if initial_epoch is None else int(initial_epoch)
         self._retention = Retention(
             max_to_keep, 1 if save_best_only and keep_best is None else keep_best, keep_every_steps, keep_every_hours
         )

@@ -15,6 +15,7 @@ from typing import Literal
 from shardload.errors import SaveError, ShardloadError, UsageError
 from shardload.steps.listing import StepInfo, list_steps, ranked
 from shardload.steps.publish import remove_step
+from shardload.units import is_integer, is_real
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,12 @@ class Retention:
         names = {"latest": "max_to_keep", "best": "keep_best", "every_steps": "keep_every_steps"}
         for name, argument in names.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and not (is_integer(value) and value >= 1):
                 raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a positive integer or None")
+            # Stored in the step, as JSON, which has no integers of NumPy.
+            object.__setattr__(self, name, None if value is None else int(value))
         hours = self.every_hours
-        if hours is not None and not (isinstance(hours, int | float) and hours > 0):
+        if hours is not None and not (is_real(hours) and hours > 0):
             raise UsageError(f"Cannot use keep_every_hours={self.every_hours!r:.60}: expected more than 0, or None")
 
     def removable(self, steps: Sequence[StepInfo], *, newest: int, by: BestRule) -> list[int]:

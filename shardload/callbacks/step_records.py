@@ -25,6 +25,7 @@ from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
 from shardload.keras_bridge.variables import current_value
 from shardload.mapping.state_tree import StateTree
 from shardload.stores.local import local_target
+from shardload.units import is_integer, is_real
 
 VERSION = 1
 MAX_SHOWN = 200
@@ -188,7 +189,7 @@ def scalars(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 def check_timeout(seconds: float | None) -> None:
     """Raise a `UsageError` unless a time limit is ``None`` or positive."""
-    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+    if seconds is not None and not (is_real(seconds) and seconds > 0):
         raise UsageError(f"Cannot use async_timeout_s={seconds!r:.60}: expected a positive number of seconds, or None")
 
 
@@ -217,13 +218,13 @@ def check_choices(*, compression: str, best_of: str) -> None:
 
 def check_initial_epoch(found: Any) -> None:
     """Raise a `UsageError` for an invalid epoch number."""
-    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 0):
+    if found is not None and not (is_integer(found) and found >= 0):
         raise UsageError(f"Cannot use initial_epoch={found!r:.60}: expected a non-negative integer or None")
 
 
 def check_frequency(save_freq: Any) -> None:
     """Raise a `UsageError` for an invalid ``save_freq``, with Keras' message."""
-    if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
+    if save_freq != "epoch" and not (is_integer(save_freq) and save_freq >= 1):
         raise UsageError(
             f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"
         )

@@ -31,7 +31,7 @@ from shardload.data.position import (
 )
 from shardload.errors import MissingExtraError, UsageError
 from shardload.keras_bridge.training import epoch_iterator_of_fit, grain_dataset
-from shardload.units import plural
+from shardload.units import is_integer, plural
 
 __all__ = ["Origin", "Position", "Reading", "follow", "resumable", "resumable_of_fit", "stop_following"]
 
@@ -99,7 +99,7 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
             f"Cannot cut {type(dataset).__name__} into global batches: expected a grain.MapDataset of examples, which "
             "have indices"
         )
-    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
+    if not (is_integer(global_batch_size) and global_batch_size >= 1):
         raise UsageError(f"Cannot use global_batch_size={global_batch_size!r:.60}: expected a positive integer")
     if (size := len(dataset)) < global_batch_size:
         raise UsageError(
@@ -111,7 +111,7 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
     except ValueError as error:
         raise UsageError(global_batches.NO_NUMBERS) from error
     sizes = {"examples": length(dataset), "repeated": repeated_length(dataset)}
-    return Reading(global_batch_size=global_batch_size, **sizes)
+    return Reading(global_batch_size=int(global_batch_size), **sizes)
 
 
 def _grain() -> Any:

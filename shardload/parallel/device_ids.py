@@ -9,7 +9,7 @@ import jax
 
 from shardload.errors import MeshError, UsageError
 from shardload.keras_bridge.caller import warn_caller
-from shardload.units import plural
+from shardload.units import is_integer, plural
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
@@ -33,7 +33,7 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
         MeshError: As in `list_devices`.
     """
     found = list_devices(device_type)
-    if not isinstance(count, int):
+    if not is_integer(count):
         raise UsageError(f"Cannot use count={count!r:.60}: expected a number of devices")
     if count > len(found):
         warn_caller(f"{plural(count, 'device')} were requested, but there are only {len(found)}")

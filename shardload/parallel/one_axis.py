@@ -9,7 +9,7 @@ from shardload.parallel.choosing import choose, given_plan
 from shardload.parallel.result import LayoutChoice
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.typing import LayoutLike
-from shardload.units import plural
+from shardload.units import is_integer, plural
 
 
 def autoconfig(model: Any, device_count: int, layout: LayoutLike = "auto") -> LayoutChoice:
@@ -63,6 +63,6 @@ def tensor_parallel_mesh(device_count: int) -> MeshSpec:
     Raises:
         UsageError: When it is not a positive integer.
     """
-    if isinstance(device_count, bool) or not isinstance(device_count, int) or device_count < 1:
+    if not (is_integer(device_count) and device_count >= 1):
         raise UsageError(f"Cannot use device_count={device_count!r}: expected a positive integer")
-    return MeshSpec(DEFAULT_AXES, (1, device_count))
+    return MeshSpec(DEFAULT_AXES, (1, int(device_count)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from shardload.errors import BackendError, UnsupportedError, UsageError
 from shardload.transfer.casts import ENABLE_64_BITS
@@ -49,7 +50,7 @@ def check_backend() -> None:
 
 def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
     """Raise `UsageError` unless an argument is of a kind."""
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) and not (kind is bool and isinstance(value, np.bool_)):
         raise UsageError(f"Cannot use {argument}={value!r:.60}: expected {expected}")
 
 

@@ -22,7 +22,7 @@ from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.scratch import copy
 from shardload.transfer.verification import check_tensor
 
-KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array, jax.Device, Format, np.ndarray)
+KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array, jax.Device, Format, np.ndarray, np.generic)
 """Types of targets, all of them leaves: JAX takes none for a tree."""
 SCALARS = (bool, int, float)
 """Python's numbers, which become the tensor's value (the ``step`` of a Flax ``TrainState``)."""
@@ -72,8 +72,9 @@ def stated(target: Any) -> Stated:
         return Stated(target.sharding, finish=_laid_out(target))
     if isinstance(target, jax.Device):
         return Stated(SingleDeviceSharding(target))
-    if isinstance(target, np.ndarray):
-        return Stated(None, tuple(target.shape), target.dtype, on_host=True)
+    if isinstance(target, np.ndarray | np.generic):
+        finish = (lambda array: array[()]) if isinstance(target, np.generic) else None
+        return Stated(None, tuple(target.shape), target.dtype, finish, on_host=True)
     if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
         return Stated(target)
     if jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key):

@@ -167,7 +167,7 @@ def _check_kinds(*, names: Any, transpose: Any, strict: Any) -> None:
     for argument, value in (("names", names), ("transpose", transpose)):
         if not (value is None or callable(value) or isinstance(value, Mapping)):
             raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a mapping or a function")
-    if not isinstance(strict, bool):
+    if not isinstance(strict, bool | np.bool_):
         raise UsageError(f"Cannot use strict={strict!r:.60}: expected True or False")
 
 
@@ -271,7 +271,7 @@ class _Reader:
             here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             if not narrows(tensor.dtype, dtype):
                 check_cast(tensor.dtype, dtype, variable=name, tensor=tensor.name)
-            return WantedArray(name, view, dtype, here, self._order(name, tensor), on_host=True)
+            return WantedArray(name, view, dtype, here, self._order(name, tensor), found.finish, on_host=True)
         placed = sharding_of(name, self._sharding(name, found), self.mesh)
         _check_width(name, dtype)
         return WantedArray(name, view, dtype, placed, self._order(name, tensor), found.finish)

@@ -24,7 +24,7 @@ from shardload.steps.record import STEP_FILE, StepRecord
 from shardload.stores.local import expanded, located, without_file_scheme
 from shardload.stores.location import Location
 from shardload.stores.remote import is_url, refuse_other_urls
-from shardload.units import plural
+from shardload.units import is_integer, plural
 
 ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
@@ -174,7 +174,11 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         DamagedError: If "best" is requested and the record of a step that may be the best cannot be trusted.
     """
     # True == 1: without the check for bool, step=True would find step 1.
-    if step not in ("latest", "best") and (isinstance(step, bool) or not isinstance(step, int)):
+    if not isinstance(step, str):
+        if not is_integer(step):
+            raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
+        step = int(step)
+    elif step not in ("latest", "best"):
         raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
     root = without_file_scheme(root)
     if is_url(root):

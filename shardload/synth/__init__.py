@@ -37,7 +37,7 @@ from shardload.stores.json_files import read_optional
 from shardload.stores.local import local_target
 from shardload.stores.nowhere import nowhere
 from shardload.synth import noise
-from shardload.units import format_bytes, plain_dtype_name, spare_bytes
+from shardload.units import format_bytes, is_integer, plain_dtype_name, spare_bytes
 from shardload.writers import Wanted, safetensors
 
 Format = Literal["preset", "h5", "safetensors"]
@@ -133,9 +133,9 @@ def synth(
         raise UnsupportedError(f"Cannot write the format {format!r}, expected one of {', '.join(FORMATS)}")
     if not 0 < scale <= 1:
         raise UsageError(f"scale={scale} is out of range, expected more than 0 and at most 1")
-    if not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
+    if not is_integer(seed) or not 0 <= seed <= MAX_SEED:
         raise UsageError(f"seed={seed!r} is not valid, expected an integer from 0 to {MAX_SEED}")
-    dtype = plain_dtype_name(dtype, doing="write")
+    scale, seed, dtype = float(scale), int(seed), plain_dtype_name(dtype, doing="write")
     job = _Job(found, scaled(config, scale), format, scale, seed, dtype)
     folder = local_target(directory) if directory is not None else root()
     stem = found if scale == 1 else f"{found}-x{scale:g}"

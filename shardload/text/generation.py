@@ -26,7 +26,7 @@ from shardload.keras_bridge.model_state import plain_model
 from shardload.text import sources
 from shardload.text.tokenizer import Tokenizer, from_keras_hub
 from shardload.typing import PathLike
-from shardload.units import plural
+from shardload.units import is_integer, plural
 
 LENGTH_STEP = 32
 """Sequences are padded to a multiple of this, so that prompts of similar length share one compiled loop."""
@@ -86,7 +86,7 @@ def generate(
         raise UsageError(f"Cannot continue {prompts!r:.60}: expected text, or a list of texts")
     for text in texts:
         _check_characters(text)
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if not (is_integer(max_new_tokens) and max_new_tokens >= 1):
         raise UsageError(f"Cannot use max_new_tokens={max_new_tokens!r:.60}: expected a positive integer")
     encoded = [found.encode(text) for text in texts]
     # Before anything is compiled: a prompt that is too long would fail only after that, or exhaust the memory.
