@@ -11,7 +11,7 @@ import typer
 
 from shardload.console import jax_setup, lazy_api, options, streams
 from shardload.progress import on_stderr
-from shardload.stores.local import working_folder
+from shardload.stores.local import local_target, working_folder
 
 Target = Annotated[
     str,
@@ -95,6 +95,7 @@ def convert(
 
     $ shardload convert checkpoints/400 tuned --to safetensors --merge-lora --base model.gguf
     """
+    local_target(target)  # before seconds of imports
     with streams.results() as out, _way_on(target):
         jax_setup.prepare(note=streams.note)
         # Left out if not given: the default is that of `shardload.convert`.

@@ -90,6 +90,8 @@ def local_target(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if (scheme := _SCHEME.match(text)) is None:
         return Path(path)
+    if not isinstance(path, str) and "://" not in text:
+        text = text.replace(":/", "://", 1)  # as it was before pathlib
     copy = "Leave out file://" if scheme[1] == "file" else "Write to a local folder, and copy it from there"
     raise UsageError(
         f"Cannot write to {text}: it is a URL ({scheme[1]}), expected a path on this machine. {copy}. "

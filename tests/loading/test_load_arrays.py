@@ -234,7 +234,7 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
         ({"ids": 3}, {"strict": False}, UnsupportedError, "expected a ShapeDtypeStruct, NamedSharding"),
         ({"ids": P()}, {"host_memory_bytes": "much"}, UsageError, "host_memory_bytes: Cannot read 'much'"),
         ({"embed.wieght": P()}, {}, MismatchError, "embed.wieght, did you mean 'embed.weight'?"),
-        ({"embed.weight": (None, "model")}, {}, UsageError, "a tuple is a tree of targets. Write PartitionSpec"),
+        ({"embed.weight": (None, "model")}, {}, UsageError, r"a tuple is a tree of targets\)\. Write PartitionSpec"),
         ({"ids": P(P.UNCONSTRAINED)}, {"strict": False}, LayoutError, "leaves a dim unconstrained"),
         (jnp.zeros((8, 4)), {}, MismatchError, r"'embed.weight': its target has shape \(8, 4\)"),
         ({"ids": P()}, {"mesh": "1by8"}, MeshError, "Cannot read the mesh '1by8'"),

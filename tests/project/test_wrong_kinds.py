@@ -77,7 +77,7 @@ WRONG = {
     ),
     "one_slash": (
         lambda: synth("gpt2_base", directory="gs:/bucket/out"),
-        r"Cannot write to gs:/bucket/out: it is a URL \(gs\)",
+        r"Cannot write to gs:/+bucket/out: it is a URL \(gs\)",
     ),
 }
 
