@@ -10,7 +10,7 @@ from typing import Any
 from shardload.callbacks import step_records
 from shardload.callbacks.selection import ALL, Selection
 from shardload.callbacks.writer import SaveJob
-from shardload.keras_bridge.saving import assets_of
+from shardload.keras_bridge.saving import assets_of, not_in_steps
 from shardload.keras_bridge.set_attributes import serialised_with_attributes
 from shardload.mapping.state_tree import StateTree, describe
 from shardload.steps.record import StepRecord
@@ -40,6 +40,8 @@ class Contents:
         if self._whole is None or not self._whole.still_describes(model):
             # In this order: which items describe the model depends on the weights that the selection leaves out.
             self._whole = describe(model)
+            for lost in not_in_steps(model):
+                self._warn(f"{lost[0].upper()}{lost[1:]}. Keras' model.save_weights(path) saves it")
             self._state = self._selection.of(self._whole, model)
             self._items = {} if self.weights_only else dict(self._descriptions(model))
         return self._state.weights_only() if self.weights_only else self._state

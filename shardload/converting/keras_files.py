@@ -106,7 +106,7 @@ def _refuse_computing(layout: SavedLayout) -> None:
         raise NoPlaceError(
             f"Cannot write an HDF5 file: save_own_variables of {type(layer).__name__} at {path or 'the root'!r} saves "
             "arrays or numbers, expected variables, which have names in every format",
-            instead=("orbax",),
+            instead=("keras",),
         )
 
 

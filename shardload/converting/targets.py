@@ -169,6 +169,9 @@ def _instead(source: Source, target: Path, formats: Sequence[str]) -> str:
     if "orbax" in formats and not source.is_live:
         ways.append("the format orbax" + (" and the name of a folder" if is_file_name(target) else ""))
     saved = "save a step: shardload.save(model, directory, step=0)" if "orbax" in formats and source.is_live else ""
+    if "keras" in formats:
+        loaded = "" if source.is_live else "model = shardload.load(source), then "
+        saved = f"call {loaded}Keras' model.save_weights(path)"
     chosen = f"choose {' or '.join(ways)}" if ways else ""
     text = ", or ".join(filter(None, (chosen, saved)))
     return text[:1].upper() + text[1:]

@@ -51,9 +51,11 @@ def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None
         folder = made.resolve()
         _write(itertools.chain([first], files), manifest, folder)
         for layer, error in load_keras_assets(model, folder):
+            # They may belong to values that are no variables: the weights of a vocabulary (``tf_idf``).
+            lacking = "A step stores variables only, no other values of a layer. " if spec_of(manifest).is_step else ""
             raise SourceError(
                 f"Cannot load the files that {layer!r} saved in {manifest.source}: {type(error).__name__}: {error}. "
-                "Build the model yourself, set its vocabulary (adapt(), set_vocabulary()), then call "
+                f"{lacking}Build the model yourself, set its vocabulary (adapt(), set_vocabulary()), then call "
                 "shardload.load_weights(model, source)"
             ) from error
 

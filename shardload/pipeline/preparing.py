@@ -12,6 +12,7 @@ from typing import Any
 from shardload import mapping as tensor_mapping
 from shardload.errors import MismatchError
 from shardload.hub import quantised
+from shardload.keras_bridge.saving import not_in_steps
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping import Mismatch, OutsideTensor, VariableMap
@@ -171,7 +172,9 @@ def prepare(
     mapping = _map(request, manifest, model, optimizer=optimizer)
     quantised.check_mapped(manifest, mapping.bindings, mapping.unused, ignore=ignored)
     accepted = quantised.accepted(manifest, mapping.bindings, ignore=ignored)
-    mapping = replace(mapping, notes=(*accepted, *mapping.notes))
+    has_weights = spec_of(manifest).tensor_names == "step" and request.items in ("all", "weights")
+    lacking = not_in_steps(model) if has_weights else ()
+    mapping = replace(mapping, notes=(*accepted, *mapping.notes, *lacking))
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
     # Layouts come after mapping, because rules look at variables, and before planning, which needs every shard.
     mapping = replace(mapping, bindings=tuple(replace(b, layout=layouts.of(b.variable)) for b in mapping.bindings))
