@@ -146,7 +146,8 @@ def exact_bytes(n: int) -> str:
 def _plural_of(noun: str) -> str:
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{noun[:-1]}ies"
-    return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+    hisses = noun.endswith(("s", "x", "ch", "sh")) and noun != "epoch"
+    return f"{noun}es" if hisses else f"{noun}s"
 
 
 FLOATS = ("bfloat16", "float16", "float32")
