@@ -93,9 +93,8 @@ class TensorNames:
             tensor, shape = tensors[target], shapes[target]
             fits = [n for n in free if shape is None or sorted(self.manifest.tensors[n].shape) == sorted(shape)]
             close = _closest(tensor, fits)
-            return (
-                target + (f" ({tensor})" if tensor != target else "") + (f", did you mean {close!r}?" if close else "")
-            )
+            own = target or "the target itself"
+            return own + (f" ({tensor})" if tensor != target else "") + (f", did you mean {close!r}?" if close else "")
 
         raise MismatchError(
             f"Cannot load from {self.manifest.source}: it has no tensor for {plural(len(missing), 'target')}:\n  "

@@ -75,7 +75,8 @@ def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed
     shown = f"the class {found.__name__}" if isinstance(found, type) else f"{found!r:.80}"
     raise UnsupportedError(
         f"Cannot place {name!r} by {shown}: expected a ShapeDtypeStruct, NamedSharding, "
-        "SingleDeviceSharding, Device, Format, PartitionSpec, jax.Array or NumPy array"
+        "SingleDeviceSharding, Device, Format, PartitionSpec, jax.Array or NumPy array, or for a scalar "
+        "a number of the same kind (bool, int, float)"
     )
 
 

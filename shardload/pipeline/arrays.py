@@ -167,6 +167,12 @@ def _check_kinds(*, names: Any, transpose: Any, strict: Any) -> None:
     for argument, value in (("names", names), ("transpose", transpose)):
         if not (value is None or callable(value) or isinstance(value, Mapping)):
             raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a mapping or a function")
+    for argument, value, given, told in (
+        ("names", names, ("name",), "the name of a target"),
+        ("transpose", transpose, ("name", ()), "the name of a target and the shape of its tensor"),
+    ):
+        if callable(value) and not _takes(value, *given):
+            raise UsageError(f"Cannot call the function {argument}: expected one that takes {told}")
     if not isinstance(strict, bool | np.bool_):
         raise UsageError(f"Cannot use strict={strict!r:.60}: expected True or False")
 
@@ -213,13 +219,25 @@ def _by_rule(targets: Any, reader: _Reader) -> dict[str, Any]:
 def _rule(targets: Callable[..., Any], shape_of: Callable[[Tensor], tuple[int, ...]]) -> Callable[[Tensor], Any]:
     """Return a function of a tensor that calls ``targets`` with name, the array's shape, and the dtype if accepted."""
     # Asked of the signature, not tried: a TypeError raised inside of the function must reach the caller.
+    if _takes(targets, "name", (), np.dtype(np.float32)):
+        return lambda tensor: targets(tensor.name, shape_of(tensor), tensor.dtype)
+    if not _takes(targets, "name", ()):
+        raise UsageError(
+            "Cannot call the function of targets: expected one that takes the name and shape of an array, and its "
+            "dtype as well if it has three arguments"
+        )
+    return lambda tensor: targets(tensor.name, shape_of(tensor))
+
+
+def _takes(function: Callable[..., Any], *given: Any) -> bool:
+    """Whether the signature of a function accepts these arguments; of a builtin without one, ``True``."""
     try:
-        inspect.signature(targets).bind("name", (), np.dtype(np.float32))
+        inspect.signature(function).bind(*given)
     except TypeError:
-        return lambda tensor: targets(tensor.name, shape_of(tensor))
-    except ValueError:  # a builtin without a signature
+        return False
+    except ValueError:
         pass
-    return lambda tensor: targets(tensor.name, shape_of(tensor), tensor.dtype)
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,3 +322,29 @@ def test_tensors_without_elements_load_from_every_format(ending, tmp_path):
         assert sorted(value.shape for value in found.values()) == [(0,), (0, 4)]
     host = shardload.load_arrays(path, {name: np.ones(value.shape) for name, value in found.items()}, strict=False)
     assert all(type(value) is np.ndarray and not value.size for value in host.values())
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "told"),
+    [
+        (lambda name: None, {}, "takes the name and shape of an array, and its dtype as well"),
+        (lambda name, shape: P(), {"transpose": lambda name: None}, "takes the name of a target and the shape"),
+        (lambda name, shape: P(), {"names": lambda: ""}, "takes the name of a target$"),
+    ],
+)
+def test_functions_with_other_arguments_are_refused(targets, options, told, tmp_path):
+    save_file({"a": np.ones((2, 2), np.float32)}, tmp_path / "m.safetensors")
+    with pytest.raises(UsageError, match=f"^Cannot call the function .*{told}"):
+        shardload.load_arrays(tmp_path / "m.safetensors", targets, mesh="1x1", **options)
+
+
+def test_a_number_for_another_kind_is_told_which_numbers_are_targets(tmp_path):
+    save_file({"a": np.asarray(7, np.int32)}, tmp_path / "m.safetensors")
+    with pytest.raises(UnsupportedError, match=r"a number of the same kind \(bool, int, float\)"):
+        shardload.load_arrays(tmp_path / "m.safetensors", {"a": True})
+
+
+def test_an_object_that_is_no_tree_is_named_in_the_error(tmp_path):
+    save_file({"a": np.ones(2, np.float32)}, tmp_path / "m.safetensors")
+    with pytest.raises(MismatchError, match=r"no tensor for 1 target:\n  the target itself"):
+        shardload.load_arrays(tmp_path / "m.safetensors", object())
