@@ -19,7 +19,7 @@ from shardload.converting.computing import StoredValue, computed_by
 from shardload.converting.preprocessing import Preprocessing, preprocessing_of
 from shardload.converting.sidecar_files import KERAS, STATE, Companions, companions_of
 from shardload.errors import MismatchError, SourceError
-from shardload.hub import fidelity, kerashub, quantised
+from shardload.hub import config_forms, fidelity, kerashub, quantised
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import variables_of
@@ -147,6 +147,7 @@ def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore
     # express: dropout, dtype policies, names.
     described = manifest
     if spec_of(manifest).is_hugging_face and (config := companions.config(KERAS)) is not None:
+        config_forms.tie_as_described(config, manifest)
         task = companions.config(KERAS, "task.json")
         metadata = {"task": task} if task else {}
         described = replace(manifest, format=PRESET.name, config=config, metadata=metadata)

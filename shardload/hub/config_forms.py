@@ -133,6 +133,12 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
         _tie(described)
 
 
+def tie_as_described(described: Any, manifest: Manifest) -> None:
+    """Tie a Llama in a Keras configuration, in place, if the Hugging Face folder that contains it is tied."""
+    if ties_embeddings(manifest):
+        _tie(described)
+
+
 _STORED = (r"reversible_embedding/vars/0$|token_embedding/embeddings$", r"embedding/(vars/1|reverse_embeddings)$")
 """Names of the embedding and of an output layer, in files of Keras and in steps."""
 

@@ -13,6 +13,7 @@ import re
 import gguf_from_folder
 import hub_folders
 import jax
+import keras_hub
 import numpy as np
 import pytest
 from hub_settings import settings_of
@@ -21,6 +22,7 @@ from transformers_cross import folders
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import UnsupportedError
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.saving import saved_objects
 
 pytestmark = [
@@ -224,3 +226,29 @@ def test_a_gguf_file_in_every_format(kind, ends, tmp_path):
     first, other = (shardload.load(file, mesh="1x1") for _ in range(2))
     made = MADE if [note for note in shardload.report(first).notes if "keep their initial values" in note] else ()
     check(file, first, other, ends, made=made)
+
+
+SIZES = {"vocabulary_size": 20, "num_layers": 2, "num_query_heads": 2, "num_key_value_heads": 1}
+SIZES |= {"hidden_dim": 8, "intermediate_dim": 16}
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("as_task", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", ["Llama3", *(pytest.param(name, marks=pytest.mark.full) for name in ("Qwen", "Qwen3"))]
+)
+def test_a_preset_of_keras_hub_keeps_its_tie_in_every_format(family, as_task, tied, tmp_path):
+    more = {"head_dim": 4} if family == "Qwen3" else {}
+    first = getattr(keras_hub.models, f"{family}Backbone")(**SIZES, **more, tie_word_embeddings=tied)
+    model = getattr(keras_hub.models, f"{family}CausalLM")(first, preprocessor=None) if as_task else first
+    model.save_to_preset(tmp_path / "preset")
+    for to in FORMATS:
+        source = tmp_path / "preset"
+        for place, step in enumerate((to, "safetensors", "orbax", "safetensors")):
+            target = tmp_path / f"{to} {place}" / step
+            target.parent.mkdir()
+            shardload.convert(source, target, to=None if "." in step else step)
+            found = backbone_of(shardload.load(target, mesh="1x1"))
+            assert found.token_embedding.tie_weights is tied
+            assert values_of(found) == values_of(first)
+            source = target
