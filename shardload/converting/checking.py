@@ -24,7 +24,6 @@ from shardload.keras_bridge.recording import keeping_names, seeded
 from shardload.keras_bridge.weights_files import check_for_keras, listed_by_keras
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_WEIGHTS, WEIGHTS
-from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.keras_archive import SPEC as KERAS_ARCHIVE
 from shardload.manifest import Manifest
 from shardload.mapping import map_weights
@@ -43,6 +42,7 @@ def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder
     """
     index = staging.result / staging.target.name if plan.shards else staging.result
     manifest = open_manifest(index, format=plan.format)
+    spec = spec_of(manifest)
     _check_tensors(plan, manifest, index)
     if plan.is_copy:  # it has the tensors of its source, whatever model they are for
         return
@@ -51,10 +51,10 @@ def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder
         return
     with abstraction.abstract():
         model = kerashub.build_model(manifest)
-    if plan.format == PRESET.name:
+    if spec.described_by == "keras-hub":
         _check_preset(index, model)
     mapping = map_weights(model, manifest)
-    computed = mapping.computed and not spec_of(manifest).is_hugging_face  # fine if KerasHub's converter computes
+    computed = mapping.computed and not spec.is_hugging_face  # fine if KerasHub's converter computes
     if mapping.missing or mapping.mismatched or computed or mapping.unused:
         raise SourceError(
             f"Cannot verify {index}: loading it back would not give the same model: "
