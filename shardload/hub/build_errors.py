@@ -154,7 +154,7 @@ def _advice(manifest: Manifest, error: Exception) -> str:
         return "Correct config.json, or build the model yourself and call shardload.load_weights(model, source)"
     if str(error).startswith(_CODE):
         return "It contains Python code. If you trust it, run it: shardload.load(source, safe_mode=False)"
-    if "DTypePolicy" in str(error):
+    if str(error).startswith("Cannot convert ") and "to a mixed precision DTypePolicy" in str(error):
         return (
             "A quantised dtype is for a model that was saved quantised. Load this one with dtype='float32', then call "
             "model.quantize('int8')"

@@ -262,7 +262,7 @@ def test_experts_are_counted_as_published(config, published):
 
 
 def test_more_experts_than_any_model_has_are_refused():
-    with pytest.raises(SourceError, match="sets 2000 experts in 32 layers, expected at most 32768"):
+    with pytest.raises(SourceError, match="sets 2,000 experts in 32 layers, expected at most 32768"):
         transformers_tensors({**MIXTRAL, "num_local_experts": 2000})
 
 

@@ -101,7 +101,7 @@ def test_more_or_fewer_gradients_than_variables(count):
     variables = [weight((4, 4)), weight((4, 4))]
     optimizer = trained(variables, steps=1)
     before = values(optimizer, variables)
-    with pytest.raises(MismatchError, match=f"Cannot update 2 variables .* and {count} gradients"):
+    with pytest.raises(MismatchError, match=f"Cannot update 2 variables .* and {count} gradients?:"):
         optimizer.apply([np.ones((4, 4), "float32")] * count, variables)
     assert same(values(optimizer, variables), before)
 

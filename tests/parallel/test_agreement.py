@@ -34,7 +34,7 @@ def checked(name, mesh="2x4", **options):
 
 
 def test_no_steps_are_refused():
-    with pytest.raises(UsageError, match="after 0 steps"):
+    with pytest.raises(UsageError, match="after steps=0: expected a positive number"):
         checked("block", training="sgd", steps=0)
 
 
