@@ -44,7 +44,7 @@ def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder
     manifest = open_manifest(index, format=plan.format)
     spec = spec_of(manifest)
     _check_tensors(plan, manifest, index)
-    if plan.is_copy:  # it has the tensors of its source, whatever model they are for
+    if plan.is_copy:  # it has the tensors of its source, and no model is built
         return
     if plan.is_keras_file:
         check_for_keras(index, listed_by_keras(source.model), omitted=plan.omitted, is_index=bool(plan.shards))

@@ -159,7 +159,7 @@ def _is_sparsity(claim: re.Match[str]) -> bool:
 
 
 def _numbered(path: Location) -> dict[int, str]:
-    """Return the files beside a part that are parts of the same checkpoint, by number."""
+    """Return the files in a part's folder that are parts of the same checkpoint, by number."""
     asked = _PartName.of_name(path.name)
     found: dict[int, str] = {}
     for name in path.parent.names():

@@ -71,7 +71,7 @@ def remembered(model: Any) -> LoadReport:
 
 
 class Clock:
-    """Wall-clock seconds per stage, counted from creation. Imports are a stage of their own, wherever they happen."""
+    """Wall-clock seconds per stage, counted from creation. Imports are a stage of their own, also inside another."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()

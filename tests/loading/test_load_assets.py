@@ -6,6 +6,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from saving_models import Weighing
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
@@ -139,25 +140,6 @@ def test_files_a_layer_cannot_read_are_an_error(tmp_path, monkeypatch):
         shardload.load(path)
     filled = shardload.load_weights(model_of(Worded(2)), path)  # the way out that the message names
     assert filled.bytes.read > 0
-
-
-class Weighing(keras.layers.Layer):
-    """As ``StringLookup(output_mode="tf_idf")``, which needs TensorFlow: words, and weights that are no Variable."""
-
-    def call(self, x):
-        return x
-
-    def save_own_variables(self, store):
-        store["idf_weights"] = self.weights_const
-
-    def load_own_variables(self, store):
-        self.weights_const = np.asarray(store["idf_weights"])
-
-    def save_assets(self, folder):
-        (Path(folder) / "words.txt").write_text("cat dog")
-
-    def load_assets(self, folder):
-        self.table = dict(zip((Path(folder) / "words.txt").read_text().split(), self.weights_const, strict=True))
 
 
 def test_files_that_belong_to_stored_values_come_back_after_them(tmp_path):

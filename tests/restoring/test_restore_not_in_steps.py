@@ -1,11 +1,10 @@
 """What layers save besides variables is not in a training step: saving warns, loading and restoring say so."""
 
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
+from saving_models import Weighing
 
 import shardload
 from shardload.errors import SourceError, UnsupportedError
@@ -88,26 +87,6 @@ def test_a_layer_that_saves_what_follows_from_its_variables_loses_nothing(tmp_pa
     loaded = shardload.load(tmp_path)
     assert not any("variables only" in note for note in shardload.report(loaded).notes)
     np.testing.assert_array_equal(loaded.layers[0].kernel, model.layers[0].kernel)
-
-
-@keras.saving.register_keras_serializable("not_in_steps")
-class Weighing(layers.Layer):
-    """As ``StringLookup(output_mode="tf_idf")``, which needs TensorFlow: words, and weights that are no variable."""
-
-    def call(self, x):
-        return x
-
-    def save_own_variables(self, store):
-        store["idf_weights"] = self.weights_const
-
-    def load_own_variables(self, store):
-        self.weights_const = np.asarray(store["idf_weights"])
-
-    def save_assets(self, folder):
-        (Path(folder) / "words.txt").write_text("cat dog")
-
-    def load_assets(self, folder):
-        self.table = dict(zip((Path(folder) / "words.txt").read_text().split(), self.weights_const, strict=True))
 
 
 def test_files_that_belong_to_values_that_a_step_lacks_are_explained(tmp_path):

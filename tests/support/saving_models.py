@@ -3,6 +3,8 @@
 Every builder returns the same model each time.
 """
 
+from pathlib import Path
+
 import keras
 import numpy as np
 
@@ -347,3 +349,23 @@ def copied_cells():
     x, one, cell = keras.Input((3, 4)), LAYERS.Dense(4), LAYERS.GRUCell(4)
     y = LAYERS.Bidirectional(LAYERS.RNN([cell, LAYERS.LSTMCell(4), cell], return_sequences=True), merge_mode="sum")(x)
     return keras.Model(x, LAYERS.TimeDistributed(one)(one(y)))
+
+
+@keras.saving.register_keras_serializable("saving_models")
+class Weighing(keras.layers.Layer):
+    """As ``StringLookup(output_mode="tf_idf")``, which needs TensorFlow: words, and weights that are no Variable."""
+
+    def call(self, x):
+        return x
+
+    def save_own_variables(self, store):
+        store["idf_weights"] = self.weights_const
+
+    def load_own_variables(self, store):
+        self.weights_const = np.asarray(store["idf_weights"])
+
+    def save_assets(self, folder):
+        (Path(folder) / "words.txt").write_text("cat dog")
+
+    def load_assets(self, folder):
+        self.table = dict(zip((Path(folder) / "words.txt").read_text().split(), self.weights_const, strict=True))
