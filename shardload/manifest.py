@@ -130,25 +130,50 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class UnreadableRows:
-    """Rows of a tensor that is listed, but cannot be read."""
+class UnreadableRows(EncodedRows):
+    """Rows of a tensor that is listed, but cannot be decoded by any package."""
 
-    path: Location
-    """The file."""
-    stored_bytes: int
-    """Bytes in the file."""
+    stored: tuple[tuple[Location, int, int], ...]
+    """File, offset and number of the stored bytes; of at most so many, if `is_size_known` is false."""
     why: str
     """Ends the sentence ``Cannot read tensor 'x':``."""
+    way_out: str = "Convert it with the library that wrote it"
+    """What to do about it."""
+    is_size_known: bool = True
     row_alignment: int = 1
 
     @property
     def paths(self) -> tuple[Location, ...]:
-        """The file."""
-        return (self.path,)
+        """The files."""
+        return tuple(dict.fromkeys(path for path, _, _ in self.stored))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in the files."""
+        return sum(n_bytes for _, _, n_bytes in self.stored)
+
+    @property
+    def ranges(self) -> tuple[tuple[Location, int, int], ...]:
+        """File, offset and number of the stored bytes."""
+        return self.stored
+
+    @property
+    def encoding(self) -> Hashable:
+        """The reason, which names the element type."""
+        return self.why
+
+    def refusal(self, tensor: str | None = None) -> UnsupportedError:
+        """Return the error for a tensor of this name."""
+        what = "a tensor" if tensor is None else f"tensor {tensor!r}"
+        return UnsupportedError(f"Cannot read {what} of {self.paths[0]}: {self.why}. {self.way_out}")
+
+    def require_decoder(self) -> None:
+        """Raise: there is none."""
+        raise self.refusal()
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
         """Refuse to read; plans refuse such tensors before."""
-        raise UnsupportedError(f"Cannot read rows {start} to {stop} of a tensor in {self.path}: {self.why}")
+        raise self.refusal()
 
 
 @dataclass(frozen=True, slots=True)

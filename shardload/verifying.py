@@ -8,13 +8,14 @@ any other checkpoint     headers checked, every tensor read to its end  readable
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from shardload.errors import LimitError, MissingExtraError, ShardloadError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import open_manifest
-from shardload.manifest import Decoded, EncodedRows, Tensor, UnreadableRows
+from shardload.manifest import Decoded, EncodedRows, Manifest, Tensor, UnreadableRows
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.steps import digests
@@ -27,7 +28,7 @@ from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 READ_BYTES = 8 << 20
 """Bytes read at once, then discarded."""
 SHOWN = 20
-"""Most problems listed per checkpoint."""
+"""Most problems, and notes, listed per checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Verdict:
     problems: tuple[str, ...]
     left_out: int = 0
     """Number of weights that a partial step does not store."""
+    notes: tuple[str, ...] = ()
+    """What could not be checked."""
 
     @property
     def is_good(self) -> bool:
@@ -140,8 +143,6 @@ def _readable(path: Path, shown: Progress) -> Verdict:
     # Go on after a damaged tensor: the user wants to know of all of them.
     problems = []
     for tensor in manifest.tensors.values():
-        if isinstance(tensor.storage, Decoded) and isinstance(tensor.storage.reader, UnreadableRows):
-            continue  # its size is right, as the header was checked
         try:
             _read(tensor, shown)
         except (LimitError, MissingExtraError):
@@ -151,7 +152,17 @@ def _readable(path: Path, shown: Progress) -> Verdict:
                 raise limit from error
             problems.append(f"tensor {tensor.name!r}: {error}")
     verdict: Literal["readable", "damaged"] = "damaged" if problems else "readable"
-    return Verdict(str(path), verdict, len(manifest.tensors), size, _shortened(tuple(problems)))
+    notes = tuple(_without_known_size(manifest))
+    return Verdict(
+        str(path), verdict, len(manifest.tensors), size, _shortened(tuple(problems)), notes=_shortened(notes)
+    )
+
+
+def _without_known_size(manifest: Manifest) -> Iterator[str]:
+    for name, tensor in manifest.tensors.items():
+        match tensor.storage:
+            case Decoded(UnreadableRows(why=why, is_size_known=False)):
+                yield f"tensor {name!r} has an unknown size, so it may be incomplete: {why}"
 
 
 def _read(tensor: Tensor, shown: Progress) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
+from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor, UnreadableRows
 from shardload.reports.names import printable
 from shardload.stores.location import Location
 from shardload.units import format_bytes, format_count, plural
@@ -53,6 +53,8 @@ def _row(tensor: Tensor) -> tuple[str, ...]:
             files, storage = (path,), f"offset {offset}"
         case Packed(path):
             files, storage = (path,), f"decoded from {format_bytes(tensor.stored_bytes)}"
+        case Decoded(UnreadableRows(stored_bytes=n, why=why, is_size_known=is_known) as reader):
+            files, storage = reader.paths, f"{'' if is_known else 'at most '}{format_bytes(n)}, unreadable: {why}"
         case Decoded(reader):
             files, storage = reader.paths, f"decoded from {format_bytes(reader.stored_bytes)}"
         case Chunked(chunk_shape, extents) as grid:
@@ -127,6 +129,8 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
             return facts | {"storage": "extent", "files": [str(path)], "offset": offset}
         case Packed(path):
             return facts | {"storage": "decoded", "files": [str(path)], "offset": None}
+        case Decoded(UnreadableRows(why=why) as reader):
+            return facts | {"storage": "unreadable", "files": list(map(str, reader.paths)), "offset": None, "why": why}
         case Decoded(reader):
             return facts | {"storage": "decoded", "files": list(map(str, reader.paths)), "offset": None}
         case Chunked(chunk_shape) as grid:

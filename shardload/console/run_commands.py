@@ -179,4 +179,4 @@ def _verdict(verdict: Any) -> str:
     what += f", {listing.partial(verdict.left_out)}" if verdict.left_out else ""
     found = {"readable": "no digests; all headers and sizes right"}.get(verdict.verdict, verdict.verdict)
     lines = [f"{found:9} {printable(verdict.path)} ({what})"]
-    return "\n".join([*lines, *(f"          {printable(p)}" for p in verdict.problems)]) + "\n"
+    return "\n".join([*lines, *(f"          {printable(p)}" for p in (*verdict.problems, *verdict.notes))]) + "\n"

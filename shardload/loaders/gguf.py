@@ -65,7 +65,7 @@ def open_file(path: Location) -> Manifest:
     Raises:
         SourceNotFoundError: When parts are missing.
         SourceError: When the header contradicts itself, the file or the other parts.
-        UnsupportedError: When an element type or the GGUF version is not supported.
+        UnsupportedError: When the GGUF version is not supported.
     """
     first, header = read_model(path)
     undescribed: ShardloadError | None = None

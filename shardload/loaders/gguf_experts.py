@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import SourceError
 from shardload.loaders.gguf_header import GgufHeader, TensorInfo
-from shardload.loaders.gguf_rows import PLAIN, GgufRows, Undo
+from shardload.loaders.gguf_rows import PLAIN, GgufRows, Undo, unreadable
 from shardload.manifest import Decoded, EncodedRows, Tensor
 from shardload.stores.location import Location
 from shardload.units import plural
@@ -99,9 +99,11 @@ def fused(header: GgufHeader) -> Iterator[Tensor]:
             for suffix, ending in (("weight", ""), ("bias", "_bias")):
                 names = [f"blk.{block}.{part}.{suffix}" for part in parts]
                 if any(each in stored for each in names):
-                    reader = Experts(tuple(GgufRows(info, Undo.NOTHING) for info in _alike(names, stored)))
+                    infos = _alike(names, stored)
+                    reader = Experts(tuple(GgufRows(info, Undo.NOTHING) for info in infos))
+                    is_known = all(info.kind.is_known for info in infos)
                     at = f"model.layers.{block}.mlp.experts.{name}{ending}"
-                    yield Tensor(at, reader.shape, reader.dtype, Decoded(reader))
+                    yield Tensor(at, reader.shape, reader.dtype, Decoded(reader if is_known else unreadable(*infos)))
 
 
 def _alike(names: list[str], stored: Mapping[str, TensorInfo]) -> list[TensorInfo]:

@@ -40,6 +40,8 @@ MAX_DEPTH, MAX_NESTED = 8, 1 << 16
 NESTED_SHARE = 32
 INLINE_SHARE = 8
 """Bytes of the file per parsed array item, over all arrays: a Python number takes up to 36 bytes."""
+MAX_ELEMENTS_PER_BYTE = 64
+"""Limit for unknown element types; the densest known one has 5."""
 _WINDOW_BYTES = 1 << 20
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -55,6 +57,16 @@ class GgmlType:
     name: str
     block_elements: int
     block_bytes: int
+
+    @classmethod
+    def unknown(cls, number: int) -> GgmlType:
+        """Return a type of which only the number is known: rows may have any length."""
+        return cls(number, f"GGML type {number}", 1, 0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its tensors have a known size, and can be decoded."""
+        return self.block_bytes > 0
 
 
 # Sizes are GGML's. Missing ids below 40 were withdrawn (4, 5, 31 to 33, 36 to 38) or serve dot products only (9, 15).
@@ -122,10 +134,14 @@ class TensorInfo:
     kind: GgmlType
     offset: int
     """Byte offset in the file."""
+    span: int = 0
+    """Bytes up to the next tensor or the end of the file, of a tensor of an unknown type."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes in the file; at most as many for an unknown type."""
+        if not self.kind.is_known:
+            return self.span
         return math.prod(self.shape) // self.kind.block_elements * self.kind.block_bytes
 
 
@@ -146,7 +162,7 @@ def read_header(path: Location) -> GgufHeader:
 
     Raises:
         TruncatedSourceError: When the file ends before its header or a tensor does.
-        UnsupportedError: For big-endian files, version 1, unknown element types, arrays nested beyond `MAX_DEPTH`.
+        UnsupportedError: For big-endian files, version 1, arrays nested beyond `MAX_DEPTH`.
         SourceError: When the header contradicts itself.
     """
     with closing(path.open()) as file:
@@ -295,8 +311,7 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     if not 1 <= rank <= MAX_DIMS:
         raise SourceError(f"{cursor.path}: tensor {name!r} has {plural(rank, 'dim')}; GGUF has 1 to {MAX_DIMS}")
     *dims, kind_id, offset = cursor.unpack(f"<{rank}QIQ", what)
-    if (kind := TYPES.get(kind_id)) is None:
-        raise UnsupportedError(f"{cursor.path}: tensor {name!r} has the GGML type {kind_id}, which cannot be decoded")
+    kind = TYPES.get(kind_id) or GgmlType.unknown(kind_id)
     # GGML lists the innermost dim first.
     shape = tuple(reversed(dims))
     if any(n >= 1 << 63 for n in shape) or shape[-1] % kind.block_elements:
@@ -307,9 +322,19 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(cursor.path, name, shape, kind, offset)
 
 
+def _bounded(info: TensorInfo, limit: int) -> TensorInfo:
+    """Return a tensor that, if its type is unknown, extends to ``limit``, or further if it must have more bytes."""
+    elements = math.prod(info.shape)
+    if info.kind.is_known or not elements:
+        return info
+    return replace(info, span=max(limit - info.offset, -(-elements // MAX_ELEMENTS_PER_BYTE)))
+
+
 def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tuple[TensorInfo, ...]:
     # An empty tensor comes before the one that starts at the same byte, so that the two do not overlap.
-    ordered = sorted(infos, key=lambda info: (info.offset, info.nbytes))
+    ordered = sorted(infos, key=lambda info: (info.offset, 0 not in info.shape))
+    limits = [*(info.offset for info in ordered[1:]), size]
+    ordered = [_bounded(info, limit) for info, limit in zip(ordered, limits, strict=False)]
     if len({info.name for info in ordered}) < len(ordered):
         names = sorted(info.name for info in ordered)
         twice = next(a for a, b in itertools.pairwise(names) if a == b)

@@ -259,7 +259,8 @@ def _experts(info: TensorInfo) -> Iterator[TensorInfo]:
             f"{MAX_EXPERTS} experts"
         )
     for i in range(count):
-        yield replace(info, shape=info.shape[1:], offset=info.offset + i * (info.nbytes // count))
+        share = info.nbytes // count
+        yield replace(info, shape=info.shape[1:], offset=info.offset + i * share, span=share)
 
 
 def architecture(header: GgufHeader, path: str) -> GgufArchitecture:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import MissingExtraError, SourceError, SourceNotFoundError, TransferError
 from shardload.loaders.gguf_header import TensorInfo
-from shardload.manifest import Decoded, EncodedRows, Extent, Storage
+from shardload.manifest import Decoded, EncodedRows, Extent, Storage, UnreadableRows
 from shardload.stores.location import Location
 
 PLAIN: dict[str, np.dtype[Any]] = {
@@ -174,12 +174,25 @@ class GgufRows(EncodedRows):
 
 def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
     """Return the storage of a tensor and the dtype that reading it yields."""
+    if not info.kind.is_known:
+        return Decoded(unreadable(info)), np.dtype(np.float32)
     name = info.kind.name
     if name in PLAIN and undo is Undo.NOTHING:
         return Extent(info.path, info.offset), PLAIN[name]
     # `minus_one` computes in float32.
     dtype = PLAIN[name] if name in PLAIN and undo is not Undo.MINUS_ONE else np.dtype(np.float32)
     return Decoded(GgufRows(info, undo, heads)), dtype
+
+
+def unreadable(*parts: TensorInfo) -> UnreadableRows:
+    """Return the rows of a tensor with parts of an unknown type."""
+    kind = next(info.kind for info in parts if not info.kind.is_known)
+    return UnreadableRows(
+        tuple((info.path, info.offset, info.nbytes) for info in parts),
+        f"its {kind.name} is unknown",
+        way_out="Quantise the model again to another type, such as Q8_0, or load its safetensors",
+        is_size_known=False,
+    )
 
 
 def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:

@@ -220,7 +220,7 @@ class _Parser:
         self._spans[name] = first, last = self._data_start + start, self._data_start + stop
         if entry["dtype"] in SUB_BYTE:
             why = f"its dtype {entry['dtype']} packs several elements into a byte"
-            return Tensor(name, tuple(shape), dtype, Decoded(UnreadableRows(self._path, last - first, why)))
+            return Tensor(name, tuple(shape), dtype, Decoded(UnreadableRows(((self._path, first, last - first),), why)))
         return Tensor(name, tuple(shape), dtype, Extent(self._path, first))
 
     def _dtype(self, name: str, text: object) -> tuple[np.dtype[Any], int]:

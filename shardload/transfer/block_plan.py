@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Literal
 
-from shardload.errors import BudgetError, LayoutError, MismatchError, UnsupportedError
+from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.manifest import Decoded, Manifest, Packed, Tensor, UnreadableRows, View
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
@@ -169,10 +169,7 @@ class Planner:
         if tensor is None:
             raise MismatchError(f"Cannot load variable {binding.name!r}: the checkpoint has no tensor {view.tensor!r}")
         if isinstance(tensor.storage, Decoded) and isinstance(tensor.storage.reader, UnreadableRows):
-            raise UnsupportedError(
-                f"Cannot load variable {binding.name!r}: tensor {view.tensor!r} cannot be read, as "
-                f"{tensor.storage.reader.why}. Convert it with the library that wrote it"
-            )
+            raise tensor.storage.reader.refusal(tensor.name)
         if len(view.shape) != len(view.strides) or min(view.strides, default=0) < 0 or view.offset < 0:
             raise LayoutError(
                 f"Cannot load variable {binding.name!r}: found {view}, expected one stride per dim, and none < 0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError
-from shardload.manifest import Chunked, Decoded, EncodedRows, Extent, Manifest, Packed, Tensor
+from shardload.manifest import Chunked, Decoded, EncodedRows, Extent, Manifest, Packed, Tensor, UnreadableRows
 from shardload.stores.location import Location
 
 
@@ -96,11 +96,18 @@ def require_decoders(tensors: Iterable[Tensor]) -> None:
     """Raise before tensors are read, if some cannot be decoded here.
 
     Raises:
+        UnsupportedError: When no package decodes one of them.
         MissingExtraError: When a package that decodes them is not installed.
     """
-    readers = (t.storage.reader for t in tensors if isinstance(t.storage, Decoded))
     # One of each encoding: to find a package searches the disk.
-    for reader in {r.encoding: r for r in readers if isinstance(r, EncodedRows)}.values():
+    readers: dict[Hashable, EncodedRows] = {}
+    for tensor in tensors:
+        match tensor.storage:
+            case Decoded(UnreadableRows() as rows):
+                raise rows.refusal(tensor.name)
+            case Decoded(EncodedRows() as encoded):
+                readers[encoded.encoding] = encoded
+    for reader in readers.values():
         reader.require_decoder()
 
 

@@ -155,7 +155,7 @@ def test_packed_dtypes_are_listed_and_refused_when_asked_for(dtype, n_bytes, tmp
     assert "a " in as_text(found)
     whole = shardload.load_arrays(path, {"b": PartitionSpec()}, mesh="1x1", strict=False)
     assert whole["b"].tolist() == [1, 2]
-    with pytest.raises(UnsupportedError, match=f"'a': tensor 'a' cannot be read, as its dtype {dtype} packs several"):
+    with pytest.raises(UnsupportedError, match=f"Cannot read tensor 'a' of .*: its dtype {dtype} packs several"):
         shardload.load_arrays(path, PartitionSpec(), mesh="1x1")
     assert [each.verdict for each in verify(path)] == ["readable"]
 
