@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,7 @@ from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.transfer.casts import is_float
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
+from shardload.units import plural
 
 READ_BYTES = 8 << 20
 """Bytes read from each side at once."""
@@ -34,15 +35,18 @@ class TensorDifference:
     """One tensor, or weight of the model, that differs between the two checkpoints."""
 
     name: str
-    what: Literal["values", "dtype", "shape", "only in the first", "only in the second"]
-    """``dtype``: the shapes agree, and the values are compared as numbers."""
+    what: Literal["values", "dtype", "shape", "stored bytes", "not compared", "only in the first", "only in the second"]
+    """``dtype``: the shapes agree, and the values are compared as numbers. ``stored bytes``: these differ, and cannot
+    be decoded here. ``not compared``: one side cannot be decoded here, and the other is encoded differently."""
     first: str
     """Dtype and shape in the first checkpoint; empty if it is missing there."""
     second: str
     elements: int
-    """Number of elements that differ; all of them if shapes differ or one side is missing."""
+    """Number of elements that differ; all of them if values were not compared, shapes differ or one side is missing."""
     largest: float | None
     """The largest absolute difference; ``None`` if it is undefined."""
+    why: str = ""
+    """Why values were not compared; empty if they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,6 @@ def diff(
     Raises:
         SourceNotFoundError: When one of them does not exist.
         TransferError: When one of them cannot be read completely.
-        MissingExtraError: When values have to be decoded by a package that is not installed.
     """
     shown = as_progress(progress)
     shown.start(0, f"Comparing {first}")
@@ -102,7 +105,10 @@ def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], s
         except (UnsupportedError, MismatchError, MissingExtraError) as error:
             notes = (f"they have no tensor name in common, and cannot be compared by their models' weights: {error}",)
         else:
-            return Comparison(one.source, two.source, *_compared(*by_weight, shown), "weight")
+            equal, differences = _compared(*by_weight, shown)
+            return Comparison(
+                one.source, two.source, equal, differences, "weight", tuple(_without_values(differences, "weight"))
+            )
     # Decoders yield more digits than the model has, so nearly every value would differ: round them as a load would.
     decoded = [spec_of(side).model_dtype is not None for side in (one, two)]
     sides = (
@@ -114,7 +120,20 @@ def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], s
         for side in sides
         if side.like is not None
     )
-    return Comparison(one.source, two.source, *_compared(*sides, shown), notes=notes)
+    equal, differences = _compared(*sides, shown)
+    notes += tuple(_without_values(differences, "tensor"))
+    return Comparison(one.source, two.source, equal, differences, notes=notes)
+
+
+def _without_values(differences: Iterable[TensorDifference], matched_by: str) -> Iterator[str]:
+    """Yield a note for each reason why values were not compared."""
+    reasons: dict[str, list[str]] = {}
+    for found in differences:
+        if found.why:
+            reasons.setdefault(found.why, []).append(found.name)
+    for why, names in reasons.items():
+        listed = f"{names[0]!r}" + (" …" if len(names) > 1 else "")
+        yield f"{plural(len(names), matched_by)} could not be compared by value ({listed}): {why}"
 
 
 class _Values(Protocol):
@@ -209,6 +228,22 @@ def _compare(one: _Values, two: _Values, key: str, shown: Progress) -> TensorDif
     if titles[0] == titles[1] and _is_same_bytes(one.encoded(key), two.encoded(key)):
         shown.advance(_size(one, key) * one.dtype(key).itemsize)
         return None
+    try:
+        elements, largest = _compare_values(one, two, key, shown)
+    except (MissingExtraError, UnsupportedError) as error:  # report all the others nevertheless
+        encodings = {rows and rows.encoding for rows in (one.encoded(key), two.encoded(key))}
+        what: Literal["stored bytes", "not compared"] = "stored bytes" if len(encodings) == 1 else "not compared"
+        return TensorDifference(name, what, *titles, _size(one, key), None, str(error))
+    if one.dtype(key) != two.dtype(key):
+        return TensorDifference(name, "dtype", *titles, elements, largest)
+    return TensorDifference(name, "values", *titles, elements, largest) if elements else None
+
+
+def _compare_values(one: _Values, two: _Values, key: str, shown: Progress) -> tuple[int, float | None]:
+    """Return the number of elements that differ, and the largest difference."""
+    for side in (one, two):
+        if (rows := side.encoded(key)) is not None:
+            rows.require_decoder()
     elements, largest = 0, None
     for start, stop in one.ranges(key):
         a, b = one.rows(key, start, stop), two.rows(key, start, stop)
@@ -217,13 +252,14 @@ def _compare(one: _Values, two: _Values, key: str, shown: Progress) -> TensorDif
             by = _distance(a, b)
             largest = by if largest is None else max(largest, by)
         shown.advance(a.nbytes)
-    if one.dtype(key) != two.dtype(key):
-        return TensorDifference(name, "dtype", *titles, elements, largest)
-    return TensorDifference(name, "values", *titles, elements, largest) if elements else None
+    return elements, largest
 
 
 def _is_same_bytes(one: EncodedRows | None, two: EncodedRows | None) -> bool:
     if one is None or two is None or one.encoding != two.encoding:
+        return False
+    sizes, others = ([n_bytes for _, _, n_bytes in rows.ranges] for rows in (one, two))
+    if sizes != others:  # of types whose size is unknown
         return False
     both = (stored_chunks(rows, limit_bytes=READ_BYTES) for rows in (one, two))
     return all(np.array_equal(a, b) for a, b in zip(*both, strict=True))

@@ -1,5 +1,6 @@
 """A tensor of a GGML type that shardload does not know is listed, and refused only when it is asked for."""
 
+import re
 import struct
 
 import gguf
@@ -82,6 +83,23 @@ def test_what_needs_it_is_refused_with_the_way_out(tmp_path):
 
 def test_equal_bytes_are_equal(tmp_path):
     assert diff(with_unknown(tmp_path / "1.gguf"), with_unknown(tmp_path / "2.gguf")).equal == 3
+
+
+def test_other_bytes_are_named_and_the_rest_is_compared(tmp_path):
+    one, two = (with_unknown(tmp_path / name) for name in ("1.gguf", "2.gguf"))
+    two.write_bytes(two.read_bytes().replace(bytes(range(100)), bytes(range(1, 101)), 1))
+    three = patched(write_gguf(tmp_path / "3.gguf", {"output.weight": np.ones((8, 32), np.float32)}), "output.weight")
+    (found,) = (compared := diff(one, two)).differences
+    assert (found.name, found.what, compared.equal) == ("lm_head.weight", "stored bytes", 2)
+    assert re.match(
+        r"1 tensor could not be compared by value \('lm_head.weight'\): Cannot read a tensor of .*1.gguf: its GGML "
+        r"type 99 is unknown\. Quantise",
+        compared.notes[-1],
+    )
+    assert {d.name: d.what for d in diff(one, three).differences} == {
+        "lm_head.weight": "stored bytes",
+        "model.layers.0.mlp.up_proj.weight": "only in the first",
+    }
 
 
 def test_the_last_tensor_ends_with_the_file(tmp_path):

@@ -296,7 +296,6 @@ NEEDS_NO_PACKAGE = {
     "plan": lambda a, b, c: shardload.plan(a).bytes,
 }
 DECODES = {
-    "diff of values": lambda a, b, c: diff(a, c),
     "load_arrays": lambda a, b, c: shardload.load_arrays(a, only("lm_head.weight"), mesh="1x1"),
     "load": lambda a, b, c: shardload.load(a, mesh="1x1", strict=False),
     "load_weights": lambda a, b, c: shardload.load_weights(llama(), a, mesh="1x1", strict=False),
@@ -333,6 +332,27 @@ def test_what_decodes_names_the_extra(what, tmp_path, request):
         MissingExtraError, match=r"Decoding Q8_0 tensors of .*gguf needs .*pip install 'shardload\[gguf\]'"
     ):
         DECODES[what](*files)
+
+
+def test_diff_without_the_package_compares_the_rest(tmp_path, request):
+    first, _, other = quantised_pair(tmp_path)
+    plain = write_gguf(
+        tmp_path / "n.gguf", {"output.weight": np.ones((8, 32), "f4"), "blk.0.ffn_up.weight": np.ones((2, 32), "f4")}
+    )
+    request.getfixturevalue("without_package")
+    found = diff(first, other)
+    assert [(d.name, d.what, d.elements, d.largest) for d in found.differences] == [
+        ("lm_head.weight", "stored bytes", 256, None)
+    ]
+    assert found.equal == 2
+    assert re.fullmatch(
+        r"1 tensor could not be compared by value \('lm_head.weight'\): Decoding Q8_0 tensors of .*a.gguf needs "
+        r"the package 'gguf', which is not installed\. Install it with: pip install 'shardload\[gguf\]'",
+        found.notes[-1],
+    )
+    found = diff(first, plain)
+    assert [(d.name, d.what) for d in found.differences] == [("lm_head.weight", "not compared")]
+    assert (found.equal, len(found.notes)) == (2, 1)
 
 
 def test_a_conversion_without_the_package_writes_nothing(tmp_path, request):
