@@ -34,9 +34,11 @@ from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_objec
 from shardload.stores.location import Location
 
 MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
-ITEMS = ("pytree", "default", "state")
-"""Names of the item with the weights: Keras and Orbax v1, Orbax v0, v1's ``save_pytree``."""
-_MODEL_CONFIG = "model_config"
+ITEMS = ("pytree", "default")
+"""Names of the item with the weights: Keras and Orbax v1, Orbax v0."""
+ALONE = "state"
+"""The name in v1's ``save_pytree``, which writes nothing else; with other trees, it is one of several by a user."""
+_MODEL_CONFIG, _ASSETS = "model_config", "assets"
 # Bounded, because int() raises for thousands of digits.
 _NAME = re.compile(r"(?:[^/]*_)?([0-9]{1,19})")
 
@@ -68,7 +70,9 @@ def open_orbax(folder: Location) -> Manifest:
         found.append(tensor)
         names[tensor.name] = keys
     tensors = collect(found, files=files)
-    return Manifest(step, "orbax", tensors, files, _config(step), metadata, notes=_notes(tree.leaves))
+    return Manifest(
+        step, "orbax", tensors, files, _config(step), metadata, notes=(*_notes(tree.leaves), *_others(step, item))
+    )
 
 
 def is_checkpoint(folder: Location) -> bool:
@@ -76,7 +80,7 @@ def is_checkpoint(folder: Location) -> bool:
     names = set(folder.names())
     if names.intersection(MARKS) or TREE in names:
         return True
-    return any(name in names and (folder / name / TREE).is_file() for name in ITEMS)
+    return any(name in names and (folder / name / TREE).is_file() for name in (*ITEMS, ALONE))
 
 
 def steps(folder: Location) -> list[str]:
@@ -124,16 +128,26 @@ def _item(step: Location) -> Location:
     for name in ITEMS:
         if name in names:
             return _finished(member(step, name, named_by=str(step)))
-    # The name of an item is free; one tree that is not the model's configuration is unambiguous.
+    # Other names are free; one tree that is not the model's configuration is unambiguous.
     others = [n for n in names if n != _MODEL_CONFIG and (step / n / TREE).is_file()]
-    if len(others) == 1:
-        return member(step, others[0], named_by=str(step))
-    if others:
+    if len(others) > 1:
         raise SourceError(f"{step} contains several trees ({', '.join(others[:8])}); open the folder of one of them")
+    if others or ALONE in names:
+        return _finished(member(step, others[0] if others else ALONE, named_by=str(step)))
     raise SourceError(
-        f"{step} should contain a folder with a tree of arrays ({', '.join(ITEMS)}), but contains {listing(step)}. "
-        "The save did not finish; use another step"
+        f"{step} should contain a folder with a tree of arrays ({', '.join((*ITEMS, ALONE))}), "
+        f"but contains {listing(step)}. The save did not finish; use another step"
     )
+
+
+def _others(step: Location, item: Location) -> tuple[str, ...]:
+    """Name the trees beside the one that is read. A step of shardload has only those that ``checkpointables`` named."""
+    names = step.names()
+    if item == step or "shardload" in names:
+        return ()
+    known = (item.name, _MODEL_CONFIG, _ASSETS)
+    found = [name for name in names if name not in known and (step / name / TREE).is_file()]
+    return (f"only {item.name!r} is read, not {', '.join(found[:8])}: open their folders",) if found else ()
 
 
 def _finished(item: Location) -> Location:

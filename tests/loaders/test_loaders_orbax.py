@@ -249,6 +249,27 @@ def test_a_root_opens_its_newest_step(tmp_path: Path) -> None:
     assert rows_of(manifest.tensors["a"])[0] == 10
 
 
+def test_one_of_several_trees_is_chosen_by_the_caller(tmp_path: Path) -> None:
+    """A `CheckpointManager` saves a training state as items with names of the user's."""
+    with v0.CheckpointManager(tmp_path / "run") as manager:
+        items = {"state": v0.args.StandardSave({"w": jnp.ones(3)}), "opt": v0.args.StandardSave({"m": jnp.zeros(3)})}
+        manager.save(3, args=v0.args.Composite(**items))
+    for folder in (tmp_path / "run", tmp_path / "run/3"):
+        with pytest.raises(SourceError, match=r"contains several trees \((state, opt|opt, state)\); open the folder"):
+            open_manifest(folder)
+    for name, tensor in (("state", "w"), ("opt", "m")):
+        assert list(open_manifest(tmp_path / "run/3" / name).tensors) == [tensor]
+
+
+@pytest.mark.parametrize("other", ["opt", "assets"])
+def test_trees_beside_the_one_that_is_read_are_named(tmp_path: Path, other: str) -> None:
+    v1.save_checkpointables(tmp_path / "3", {"pytree": {"w": jnp.ones(3)}, other: {"m": jnp.zeros(3)}})
+    manifest = open_manifest(tmp_path / "3")
+    assert list(manifest.tensors) == ["w"]
+    # Keras' callback saves a model's assets like this.
+    assert manifest.notes == (() if other == "assets" else ("only 'pytree' is read, not opt: open their folders",))
+
+
 def test_what_lies_beside_is_told(tmp_path: Path) -> None:
     ours = save(tmp_path / "4", {"a": np.ones(3)}) / "shardload"
     ours.mkdir()
