@@ -154,7 +154,20 @@ class BackendError(UnsupportedError):
 
 
 class MismatchError(ShardloadError, ValueError):
-    """Checkpoint and model disagree: missing, unused, shape or dtype."""
+    """Checkpoint and model disagree: missing, unused, shape or dtype.
+
+    Args:
+        problem: What disagrees, and that the model is unchanged if it is.
+        advice: What to do about it, which is added to the message.
+        other_arguments: Whether the advice is to call the same function with other arguments.
+    """
+
+    problem = ""
+    other_arguments = False
+
+    def __init__(self, problem: str, advice: str = "", *, other_arguments: bool = False) -> None:
+        super().__init__(f"{problem}{advice}")
+        self.problem, self.other_arguments = problem, other_arguments
 
 
 class MeshError(ShardloadError, ValueError):
@@ -166,12 +179,17 @@ class LayoutError(ShardloadError, ValueError):
 
 
 class DoesNotFitError(LayoutError):
-    """No layout of a model on a mesh fits the limit on device memory."""
+    """No layout of a model on a mesh fits the limit on device memory.
 
-    def __init__(self, message: str, *, least_bytes: int) -> None:
-        super().__init__(message)
-        self.least_bytes = least_bytes
-        """Bytes per device of the layout that needs least."""
+    Args:
+        problem: What does not fit.
+        least_bytes: Bytes per device of the layout that needs least.
+        hint: What could find one, which is added to the message.
+    """
+
+    def __init__(self, problem: str, *, least_bytes: int, hint: str = "") -> None:
+        super().__init__(f"{problem}{hint}")
+        self.problem, self.least_bytes = problem, least_bytes
 
 
 class BudgetError(ShardloadError, ValueError):
@@ -199,7 +217,18 @@ class ProcessFailedError(ShardloadError, RuntimeError):
 
 
 class UninitialisedError(ShardloadError, ValueError):
-    """A variable built without allocating was read before it had a value, or never got one."""
+    """A variable built without allocating was read before it had a value, or never got one.
+
+    Args:
+        message: What to do about it.
+        variable: The path of the variable, if it is one.
+    """
+
+    variable: str | None = None
+
+    def __init__(self, message: str, variable: str | None = None) -> None:
+        super().__init__(message)
+        self.variable = variable
 
 
 _OS_CODE = re.compile(r"os_error_code='(\d+)'")

@@ -23,11 +23,9 @@ from shardload.errors import DamagedError, MismatchError, SourceError, SourceNot
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import learning_rates_of
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
-from shardload.mapping.accumulation import KEPT
-from shardload.mapping.stored_state import leaves_optimizer_alone
-from shardload.pipeline.preparing import NOT_STRICT, OTHER_OPTIMIZER
-from shardload.pipeline.reporting import AVERAGED, IN_TRAINING, changed_rates
+from shardload.pipeline.reporting import changed_rates
 from shardload.reports import LoadReport
+from shardload.reports.notes import NoteKind, of_kind
 from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.stores import json_files
@@ -154,12 +152,12 @@ def go_on(
             return None
         trained, rates = trained_batches(model), learning_rates_of(model)
         report = _restored(model, directory, resume)
-        if lacking := "; ".join(filter(leaves_optimizer_alone, report.notes)):
+        if lacking := "; ".join(of_kind(report.notes, NoteKind.OPTIMIZER_UNCHANGED)):
             warn_caller(f"Resuming from {directory}: {lacking}")
-        averages = next((note for note in report.notes if note in (AVERAGED, IN_TRAINING)), None)
+        averages = next(iter(of_kind(report.notes, NoteKind.AVERAGES)), None)
         info = restoring.take_restored(model)
         changed = changed_rates(rates, learning_rates_of(model), advice=_OWN_RATE)
-        changed += tuple(note for note in report.notes if note.startswith(KEPT))
+        changed += of_kind(report.notes, NoteKind.BATCHES_RECOUNTED)
         # A weights-only step does not change the optimizer's count.
         undone = 0 if info is None else max(0, trained - min(trained_batches(model), info.step))
     if info is None or not _lies_in(directory, info):
@@ -180,13 +178,13 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
     try:
         return restoring.restore(model, directory, step="latest" if resume is True else resume)
     except MismatchError as error:
-        # Replace only the advice to call restore() with other arguments, which one cannot do from `fit`.
-        found, _, advice = str(error).partition("\nThe model is unchanged.")
-        if not advice.startswith((NOT_STRICT, OTHER_OPTIMIZER)):
+        if not error.other_arguments:
             raise
+        # One cannot call restore() with other arguments from `fit`.
         raise MismatchError(
-            f"{found}\nThe model is unchanged. To take its weights alone, call shardload.restore(model, "
-            f"{str(directory)!r}, items='weights') before fit, and pass resume=False."
+            error.problem,
+            f" To take its weights alone, call shardload.restore(model, {str(directory)!r}, items='weights') before "
+            "fit, and pass resume=False.",
         ) from error
 
 

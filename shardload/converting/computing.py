@@ -112,8 +112,7 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> 
             variable = value.variable
             if value.tensor is None or value.view is None or has_value(variable):
                 continue
-            # The error names the variable in its text only.
-            if str(error).startswith(f"Variable {variable.path!r} has no value"):
+            if error.variable == variable.path:
                 runtime.lend(variable, _viewed(value.tensor, value.view))
                 return False
         raise UnsupportedError(

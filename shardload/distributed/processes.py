@@ -30,7 +30,7 @@ from jax._src import distributed as _distributed
 
 from shardload import errors
 from shardload.distributed.heartbeat import RETURN_S, Heartbeat, first_line
-from shardload.errors import ProcessLostError, SaveError, ShardloadError
+from shardload.errors import MismatchError, ProcessLostError, SaveError, ShardloadError
 
 T = TypeVar("T")
 
@@ -306,10 +306,15 @@ def post(key: str, word: Word) -> None:
     patiently(lambda: run_client().key_value_set(key, json.dumps(word), allow_overwrite=True), heartbeat())
 
 
+_FIELDS = ("problem", "other_arguments")
+"""What code asks of an error beside its class."""
+
+
 def described(error: BaseException) -> Word:
     """Describe an error in a message to the other processes."""
     word = {"error": str(error), "kind": type(error).__name__, "errno": getattr(error, "errno", None)}
-    return word | {"in_order": getattr(error, "in_order", False)}
+    fields = {name: getattr(error, name) for name in _FIELDS if hasattr(error, name)}
+    return word | {"in_order": getattr(error, "in_order", False), **fields}
 
 
 def raise_failure(said: Mapping[int, Word]) -> None:
@@ -335,6 +340,8 @@ def from_elsewhere(process: int, heard: Word, *, foreign: type[ShardloadError]) 
     cls = kind if known and kind is not None else foreign
     made: ShardloadError = cls.__new__(cls, text)  # the constructors of some classes take other arguments
     made.args = (text,)
+    if isinstance(made, MismatchError):
+        made.problem, made.other_arguments = f"On process {process}: {heard['problem']}", heard["other_arguments"]
     if heard["errno"] is not None and isinstance(made, OSError):
         made.errno = heard["errno"]
     return made

@@ -90,7 +90,7 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
     except UninitialisedError as error:
         raise UnsupportedError(
             f"Cannot build the model of {manifest.source} without its weights: it uses their values while it is "
-            f"built ({str(error).split(' has no value')[0]}). Build the model yourself, then call "
+            f"built (variable {error.variable!r}). Build the model yourself, then call "
             "shardload.load_weights(model, source, mesh=…)"
         ) from error
     except Exception as error:  # of any kind: JAX and NumPy have their own exception trees

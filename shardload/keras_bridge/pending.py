@@ -59,7 +59,8 @@ class Unknown(keras.KerasTensor):  # type: ignore[misc]
     def _refuse(self, *_: Any) -> Any:
         raise UninitialisedError(
             f"Variable {self.pending.path!r} has no value inside shardload.abstract(), but its model needs one to be "
-            f"built. {BUILD_YOURSELF}"
+            f"built. {BUILD_YOURSELF}",
+            self.pending.path,
         )
 
     __array__ = __jax_array__ = __bool__ = __int__ = __float__ = _refuse
@@ -79,7 +80,8 @@ class ComputedInBuild:
         raise UninitialisedError(
             f"Variable {self.path!r} has no value: its layer computes it in build() from variables without values, and "
             "no checkpoint provided it. Build the model outside shardload.abstract(), then call "
-            "shardload.load_weights(model, source)"
+            "shardload.load_weights(model, source)",
+            self.path,
         )
 
 
@@ -124,7 +126,8 @@ class PendingValue:
             return Unknown(self, shape, dtype)
         raise UninitialisedError(
             f"Variable {self.path!r} has no value: it was built without allocating, or a failed load released it. "
-            "Call shardload.load_weights(model, source), Keras' load_weights, or shardload.initialise(model)"
+            "Call shardload.load_weights(model, source), Keras' load_weights, or shardload.initialise(model)",
+            self.path,
         )
 
 

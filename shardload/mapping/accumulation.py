@@ -25,11 +25,10 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping.state_tree import Stored
 from shardload.mapping.variable_map import Runtime, Step, VariableMap
+from shardload.reports.notes import Note, NoteKind
 from shardload.transfer.read_tensor import read_tensor
 from shardload.units import plural
 
-KEPT = "optimizer.iterations stays "
-"""How the note about a converted count begins."""
 _UNKNOWN = "the checkpoint does not say the gradient_accumulation_steps of its optimizer: "
 _ACCUMULATOR = "_gradient_accumulator"
 _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
@@ -162,12 +161,13 @@ def _unknown(batches: int, one: Accumulation) -> str:
 def _changed(batches: int, before: int, one: Accumulation) -> str:
     updates, rest = divmod(batches, before)
     text = (
-        f"{KEPT}{updates}: it was saved with {_argument(before)}, and the optimizer has {_argument(one.steps)}, "
-        f"so its count of batches changes from {batches} to {updates * one.steps}"
+        f"optimizer.iterations stays {updates}: it was saved with {_argument(before)}, and the optimizer has "
+        f"{_argument(one.steps)}, so its count of batches changes from {batches} to {updates * one.steps}"
     )
     if rest:
         text += f". The summed gradients of {_batches(rest)}, which waited for an update, are dropped"
-    return text + (". Keras computes a scheduled learning rate from that count" if one.has_schedule else "")
+    text += ". Keras computes a scheduled learning rate from that count" if one.has_schedule else ""
+    return Note(text, NoteKind.BATCHES_RECOUNTED)
 
 
 def _batches(n: int) -> str:

@@ -37,6 +37,7 @@ from shardload.mapping.variable_map import (
     split_missing,
     variable_names,
 )
+from shardload.reports.notes import Note, NoteKind
 from shardload.transfer.planning import Binding
 from shardload.units import plural
 
@@ -140,7 +141,10 @@ def _computed(owner: str, rest: list[ConverterAssign], names: Mapping[int, str])
 
 
 def _notes(recording: Recording) -> list[str]:
-    absent = [f"The converter asked for {name!r}, which the checkpoint does not have" for name in recording.absent]
+    absent = [
+        Note(f"The converter asked for {name!r}, which the checkpoint does not have", NoteKind.TENSOR_NOT_STORED)
+        for name in recording.absent
+    ]
     rounded = [_rounded(recording.rounded)] if recording.rounded else []
     return [line.strip() for line in recording.printed.splitlines() if line.strip()] + absent + rounded
 

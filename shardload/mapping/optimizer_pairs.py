@@ -22,13 +22,13 @@ from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, attribut
 from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe
 from shardload.mapping.variable_map import Begun
+from shardload.reports.notes import Note, NoteKind
 from shardload.transfer.read_tensor import read_tensor
 from shardload.units import plural
 
 OPTIMIZER_KINDS = frozenset({"slot", "optimizer"})
 UNTRAINED = "the step was saved before training and has no optimizer slots; the model's are unchanged"
 """Note of a restore that left slots unchanged, because the step's optimizer had none yet."""
-_NO_OTHER = "the step has no state of the optimizer "
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,9 @@ def resolve_optimizers(
     in_model = {leaf.role.optimizer for leaf in paired.missing} | both
     for name in sorted(filter(None, in_step | in_model)):
         if name not in in_step:
-            noted.append(f"{_NO_OTHER}{name}: the model's is unchanged")
+            lacking = f"the step has no state of the optimizer {name}: the model's is unchanged"
+            # That of a compiled submodel is not used by the outer `fit`.
+            noted.append(lacking if _is_of_inner_model(name) else Note(lacking, NoteKind.OPTIMIZER_UNCHANGED))
             paired = _without(paired, name)
         elif name not in in_model:
             noted.append(f"the model has no optimizer {name}; its state in the step is not used")
@@ -131,11 +133,6 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
         start = start_of(owner, part, weights.get(leaf.role.of or ""))
         found.append(Begun(leaf.variable, start, is_average=part == AVERAGE))
     return tuple(found)
-
-
-def leaves_other_alone(note: str) -> bool:
-    """Whether a note says that the step lacks the state of an optimizer that ``fit`` of the model uses."""
-    return note.startswith(_NO_OTHER) and not _is_of_inner_model(note.removeprefix(_NO_OTHER).partition(":")[0])
 
 
 def takes_state(paired: Paired, optimizer: str | None) -> bool:

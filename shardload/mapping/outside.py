@@ -30,6 +30,7 @@ from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor
 from shardload.mapping.variable_map import VariableMap
+from shardload.reports.notes import NoteKind, of_kind
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 READ_BYTES = 8 << 20
@@ -200,7 +201,7 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
         f"{architecture} has no {part.title}: {', '.join(mapping.missing)} keep their initial values; train them "
         f"before you use {part.output}"
     )
-    other_notes = tuple(n for n in mapping.notes if not n.startswith("The converter asked for"))
+    other_notes = tuple(n for n in mapping.notes if n not in of_kind(mapping.notes, NoteKind.TENSOR_NOT_STORED))
     return replace(
         mapping,
         missing=(),

@@ -34,7 +34,6 @@ from shardload.mapping.optimizer_pairs import (
     Left,
     Paired,
     begun_variables,
-    leaves_other_alone,
     resolve_optimizers,
 )
 from shardload.mapping.partial_steps import different_base, lora_advice, lora_differences, require_values
@@ -51,6 +50,7 @@ from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
 from shardload.mapping.suggestions import suggestion, unknown_tensor
 from shardload.mapping.variable_map import DirectStep, Mismatch, VariableMap, bind, variable_names
+from shardload.reports.notes import Note, NoteKind
 from shardload.units import plural
 
 Items = Literal["all", "weights", "optimizer", "metrics"]
@@ -61,8 +61,6 @@ _KINDS = {
     "metrics": {"metric"},
 }
 _OPTIMIZER = OPTIMIZER_KINDS
-NO_OPTIMIZER = "the step has no optimizer state; the model's is unchanged"
-"""Note of a restore that left the optimizer unchanged although everything was requested."""
 _OPTIMIZER_GROUP, _SCALING = "optimizer_variables", "loss_scale_optimizer"
 _MINOR = {"seed", "metric"}
 """Kinds that may be missing or unused: another dropout or metric changes no weight."""
@@ -73,11 +71,6 @@ _GROUPS = {
     "metrics_variables": "metric",
 }
 """The kind of the leaves of a tree without structure, by Keras' group."""
-
-
-def leaves_optimizer_alone(note: str) -> bool:
-    """Whether a note of a restore means that the step lacks the state of an optimizer of the model."""
-    return note == NO_OPTIMIZER or leaves_other_alone(note)
 
 
 def map_state(
@@ -314,7 +307,7 @@ def _summarise(model: Any, paired: Paired, items: Items, noted: tuple[str, ...] 
 
 def _notes(model: Any, items: Items, stored: set[str]) -> tuple[str, ...]:
     if items == "all" and getattr(model, "optimizer", None) is not None and not stored & _OPTIMIZER:
-        return (NO_OPTIMIZER,)
+        return (Note("the step has no optimizer state; the model's is unchanged", NoteKind.OPTIMIZER_UNCHANGED),)
     return ()
 
 

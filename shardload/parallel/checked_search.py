@@ -22,7 +22,6 @@ from shardload.parallel.layout_search.hardware import Hardware
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.layout_search.plan_checks import Attempt, CompiledCheck
 from shardload.parallel.layout_search.searching import (
-    COMPILE_HINT,
     LayoutSearch,
     batch_axis_of,
     check_built,
@@ -174,9 +173,9 @@ def _first(searched: Callable[[int | None], LayoutPlan], limit: int | None) -> L
         # Weights and slots are exact. Only activations and gradients can turn out smaller than estimated.
         if plan.device.weights + plan.device.slots <= limit:
             return plan
-        # The hint says to compile, which is what was about to happen.
-        said = str(error).removesuffix(COMPILE_HINT)
-        raise DoesNotFitError(f"{said}. Weights and slots alone are too large", least_bytes=error.least_bytes) from None
+        # Without the hint to compile, which is what was about to happen.
+        too_large = f"{error.problem}. Weights and slots alone are too large"
+        raise DoesNotFitError(too_large, least_bytes=error.least_bytes) from None
 
 
 def _next(

@@ -96,10 +96,10 @@ def load(
         on_opened(source.manifest)
     # Build: with the same seeds on all processes, so that what the checkpoint lacks gets the same initial values.
     with call.seeds() if request.builds else nullcontext():
-        model, notes = _build(request, source.manifest, clock) if request.builds else (request.model, ())
+        model, why_uncompiled = _build(request, source.manifest, clock) if request.builds else (request.model, ())
         if request.builds:
             on_built(model, source.manifest)
-        optimizer = request.compile and not notes  # notes say why the model could not be compiled
+        optimizer = request.compile and not why_uncompiled
         if request.function == "load_weights" and request.items == "weights":
             optimizer = False
         # Slots are created before mapping, so that their tensors find a variable, and removed if the load fails.
@@ -107,7 +107,7 @@ def load(
         with _slots(request, model, source.manifest) if builds_slots else nullcontext():
             # Map, lay out, plan, check: the model is still unchanged.
             with clock("plan"):
-                notes = (*notes, *_unused_distribution(request))
+                notes = (*why_uncompiled, *_unused_distribution(request))
                 prepared = preparing.prepare(
                     request, source, model, devices, layout=layout, optimizer=optimizer, notes=notes
                 ).validated()
@@ -177,14 +177,14 @@ def build(manifest: Manifest, **options: Any) -> Any:
 
 def _build(request: LoadRequest, manifest: Manifest, clock: Clock) -> tuple[Any, tuple[str, ...]]:
     """Build the requested model; also return why it could not be compiled, if it was saved compiled."""
-    notes: list[str] = []
+    why_uncompiled: list[str] = []
     names = ("dtype", "task", "ignore_config", "custom_objects", "safe_mode", "compile")
     with clock("build"):
-        model = build(manifest, **{name: getattr(request, name) for name in names}, note=notes.append)
+        model = build(manifest, **{name: getattr(request, name) for name in names}, note=why_uncompiled.append)
     # Also a warning: the report is easily missed, and an uncompiled model fails only in fit().
-    for text in notes:
+    for text in why_uncompiled:
         warn_caller(text)
-    return model, tuple(notes)
+    return model, tuple(why_uncompiled)
 
 
 def _slots(request: LoadRequest, model: Any, manifest: Manifest) -> AbstractContextManager[None]:

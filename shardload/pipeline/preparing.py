@@ -27,13 +27,12 @@ from shardload.transfer.planning import LoadPlan, make_plan
 from shardload.transfer.read_tensor import require_decoders
 from shardload.typing import LayoutLike
 
-NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
-"""Advice for a load or restore that does not fit, which a caller may replace."""
-OTHER_OPTIMIZER = (
+_NOT_STRICT = " Pass strict=False (--no-strict) to load what fits and report the rest."
+_OTHER_OPTIMIZER = (
     " Only the optimizer differs: pass items='weights' to load the weights and keep the model's optimizer as it is. "
     "strict=False continues with the slots that both optimizers have, and the stored iterations and learning rate."
 )
-OTHER_OPTIMIZER_BUILT = " Only the optimizer differs: pass compile=False (--no-compile) to load the model without it."
+_OTHER_OPTIMIZER_BUILT = " Only the optimizer differs: pass compile=False (--no-compile) to load the model without it."
 SHOWN = 8
 """Names that an error lists before it counts the rest."""
 
@@ -102,12 +101,14 @@ class PreparedLoad:
         if not problems:
             return self
         rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise MismatchError(
+        misfit = (
             f"{self.manifest.source} does not fit the model {self.model.name!r} ({type(self.model).__name__}):\n  "
             + "\n  ".join(problems[:SHOWN])
             + rest
-            + ("" if self.request.as_keras else f"\nThe model is unchanged.{self._fix()}")
         )
+        if self.request.as_keras:
+            raise MismatchError(misfit)
+        raise MismatchError(f"{misfit}\nThe model is unchanged.", self._fix(), other_arguments=not self.mapping.advice)
 
     def _integers_for_floats(self) -> Iterator[str]:
         """Yield problems of integer tensors for float variables: probably quantised, and useless without their scales.
@@ -132,8 +133,8 @@ class PreparedLoad:
         if self.mapping.advice:
             return self.mapping.advice
         if self.mapping.only_optimizer_differs:
-            return OTHER_OPTIMIZER_BUILT if self.request.builds else OTHER_OPTIMIZER
-        fix = NOT_STRICT
+            return _OTHER_OPTIMIZER_BUILT if self.request.builds else _OTHER_OPTIMIZER
+        fix = _NOT_STRICT
         if self.request.builds and self.mapping.unused:
             fix = (
                 f" Where the model is right without a tensor, name it: ignore=[{self.mapping.unused[0]!r}] "

@@ -32,6 +32,7 @@ from shardload.reports import (
     Stages,
 )
 from shardload.reports.names import fold
+from shardload.reports.notes import Note, NoteKind
 from shardload.transfer.casts import overflow_notes
 from shardload.units import format_bytes, format_count, plural
 
@@ -39,12 +40,11 @@ if TYPE_CHECKING:
     from shardload.pipeline.preparing import PreparedLoad
     from shardload.transfer.execution import TransferStats
 
-AVERAGED = "the model has the moving averages of its weights (use_ema), not the weights in training"
-IN_TRAINING = (
+_AVERAGED = "the model has the moving averages of its weights (use_ema), not the weights in training"
+_IN_TRAINING = (
     "the model has the weights in training; their moving averages (use_ema) are in the optimizer, and "
     "model.optimizer.finalize_variable_values(model.trainable_variables) puts them into the model"
 )
-"""Notes on the weights of a step, for an optimizer with ``use_ema``."""
 
 # Weak keys: this dictionary must not keep a model, and its weights on the devices, alive.
 _reports: weakref.WeakKeyDictionary[Any, LoadReport] = weakref.WeakKeyDictionary()
@@ -141,7 +141,7 @@ def _average_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     if any(begun.is_average for begun in prepared.mapping.begun):
         return ()  # equal to the weights: another note says that they begin
     averages = are_averages(prepared.model) if request.function == "restore" and request.items == "all" else None
-    return () if averages is None else (AVERAGED if averages else IN_TRAINING,)
+    return () if averages is None else (Note(_AVERAGED if averages else _IN_TRAINING, NoteKind.AVERAGES),)
 
 
 def plan_report(prepared: PreparedLoad, clock: Clock) -> PlanReport:

@@ -20,7 +20,7 @@ EDGES = {
     "optimizers": {"errors", "keras_bridge", "sharding", "units"},
     "parallel": {"errors", "keras_bridge", "sharding", "stores", "transfer", "typing", "units"},
     "writers": {"errors", "loaders", "steps"},
-    "mapping": {"errors", "hub", "keras_bridge", "loaders", "manifest", "stores", "transfer", "units"},
+    "mapping": {"errors", "hub", "keras_bridge", "loaders", "manifest", "reports", "stores", "transfer", "units"},
     "resolve": {"errors", "hub", "loaders", "manifest", "steps", "stores", "units"},
     "pipeline": {
         "distributed",

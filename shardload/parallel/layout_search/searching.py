@@ -34,8 +34,6 @@ BATCH_PER_POSITION = 8
 """Rows of the default batch for each position of the batch axis."""
 TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """Multiples of the least memory for weights that are tried where no device memory is given."""
-COMPILE_HINT = "; search_compiled (plan --compile) finds out whether the compiled step needs less"
-"""The end of an error that rests on an estimate."""
 
 
 def search(
@@ -306,6 +304,7 @@ def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFi
     return DoesNotFitError(
         f"No layout on {problem.mesh} needs at most {format_bytes_down(limit)} per device. The least found is "
         f"{format_bytes_up(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
-        f"{format_bytes(least.activations)} of {what}. {way_out}{COMPILE_HINT}",
+        f"{format_bytes(least.activations)} of {what}. {way_out}",
         least_bytes=least.total,
+        hint="; search_compiled (plan --compile) finds out whether the compiled step needs less",
     )
