@@ -105,7 +105,7 @@ def _refuse_computing(layout: SavedLayout) -> None:
         path, layer = layout.computing[0]
         raise NoPlaceError(
             f"Cannot write an HDF5 file: save_own_variables of {type(layer).__name__} at {path or 'the root'!r} saves "
-            "arrays or numbers, expected variables, which have names in every format",
+            "arrays or numbers, or computes what it saves. Only variables can be written",
             instead=("keras",),
         )
 
