@@ -285,18 +285,20 @@ def _look(path: Path) -> StepInfo | None:
         problems.append(f"cannot be listed: {error.strerror}")
     if ours and not (path / DIGESTS_FILE).is_file():
         problems.append(f"{DIGESTS_FILE} is missing")
-    record = None
+    record, has_record = None, True
     if ours:
         try:
             # This record decides which step is the best, and so which steps are removed. With a problem found already,
             # it is still read, unchecked, to show what is known about the step.
             if not problems:
                 with Checker(path) as checker:
-                    checker.check_whole(STEP_FILE)
+                    # A converted step is saved without one.
+                    if has_record := STEP_FILE in checker.digests.files:
+                        checker.check_whole(STEP_FILE)
                     problems += [
                         f"{found.path} {found.what}" for found in name_damage(checker.digests, tree, path.name)[:1]
                     ]
-            record = StepRecord.read(path)
+            record = StepRecord.read(path) if has_record else None
         except LimitError:
             raise
         except (ShardloadError, OSError) as error:

@@ -126,10 +126,11 @@ def _bad(folder: Folder, problem: str) -> StepInfo:
 def _info(folder: Folder, stored: RemoteStep) -> StepInfo:
     record = problems = None
     try:
+        # A converted step is saved without one.
         if STEP_FILE in stored.saved.digests.files:
             # Fetch it once: opened in place, each of the reads below would be a request.
             stored.local_path(STEP_FILE)
-        record = StepRecord.read(stored.root)
+            record = StepRecord.read(stored.root)
     except (SourceError, SourceNotFoundError) as error:
         problems = f"{STEP_FILE} cannot be read: {error}"
     number = int(folder.name) if NAME.fullmatch(folder.name) else (record and record.step)

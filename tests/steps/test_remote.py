@@ -164,6 +164,12 @@ def test_steps_are_listed_by_what_they_say(store):
     assert store.sent_of(DATA) == 0
 
 
+def test_a_converted_step_was_saved_without_a_record(objects, store):
+    shardload.convert(objects[0] / "small/2", objects[0] / "converted/2", to="orbax")
+    (info,) = list_steps(store.s3 + "/converted")
+    assert (info.step, info.ours, info.problems, info.record, info.remote is None) == (2, True, None, None, False)
+
+
 def test_verify_reads_everything(objects, store):
     verdict = verify(store.http + "/run/1")[0]
     files = [p for p in (objects[0] / "run/1").rglob("*") if p.is_file()]

@@ -8,6 +8,7 @@ import pytest
 from step_folders import save_step
 
 from shardload.errors import DamagedError, SourceNotFoundError, UsageError
+from shardload.steps.digests import Digests
 from shardload.steps.listing import find_step, list_steps
 from shardload.steps.record import StepRecord
 
@@ -57,6 +58,16 @@ def test_an_unreadable_record_is_tolerated(tmp_path, content):
     (info,) = list_steps(tmp_path)
     assert (info.step, info.epoch, info.metrics, info.best) == (3, None, {}, False)
     assert "shardload/step.json" in info.problems
+
+
+def test_a_converted_step_was_saved_without_a_record(tmp_path):
+    save_step(tmp_path, 3, monitor="loss", logs={"loss": 1.0})
+    converted = save_step(tmp_path, 4)
+    (converted / "shardload" / "step.json").unlink()
+    Digests.compute(converted).write(converted)
+    info = list_steps(tmp_path)[1]
+    assert (info.step, info.ours, info.problems, info.record, info.metrics) == (4, True, None, None, {})
+    assert find_step(tmp_path, "best").step == 3
 
 
 @pytest.mark.parametrize("epoch", [-1, 1 << 63, 10**400, True, 1.0, "1", [1]])
