@@ -47,6 +47,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+_USER = re.compile(r"\b([a-z][a-z0-9+.\-]*:/{1,2})[^\s/?#]*@", re.ASCII | re.IGNORECASE)
+_QUERY = re.compile(r"\b(https?://[^\s?#'\"]*\?)[^\s'\"]+", re.ASCII | re.IGNORECASE)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -81,6 +84,10 @@ __all__ = [
 
 class ShardloadError(Exception):
     """Base class of every error this package raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message, which may quote addresses, without secrets."""
+        return without_secrets(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows: the lines of the program up to the call into this package, and the message."""
@@ -450,6 +457,11 @@ def require_callable_with(function: Callable[..., object], *arguments: object, n
         raise UsageError(f"Cannot call {name}={function!r:.60} with {len(arguments)} argument: {error}") from None
     except ValueError:  # a builtin that states no signature
         return
+
+
+def without_secrets(text: str) -> str:
+    """Return ``https://…@host/file?…`` for an address with a user and a query: signed addresses have keys in theirs."""
+    return _QUERY.sub(r"\1…", _USER.sub(r"\1…@", text))
 
 
 def did_you_mean(wanted: str, known: Iterable[str]) -> str:

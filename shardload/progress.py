@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from shardload.errors import UsageError
+from shardload.errors import UsageError, without_secrets
 from shardload.reports.names import printable
 from shardload.units import format_bytes, format_rate, format_seconds
 
@@ -81,7 +81,7 @@ class TerminalProgress:
         self.stop()
         self._bar = _bar()
         # Descriptions contain file names; brackets in them are not markup.
-        self._task = self._bar.add_task(description.replace("[", r"\["), total=total_bytes or None)
+        self._task = self._bar.add_task(without_secrets(description).replace("[", r"\["), total=total_bytes or None)
         self._bar.start()
 
     def advance(self, n_bytes: int) -> None:
@@ -172,7 +172,7 @@ class LineProgress:
 
     def start(self, total_bytes: int, description: str) -> None:
         """Begin a stage; the first one begins the lines."""
-        self._stage = _Stage(description, total_bytes or None, self._clock())
+        self._stage = _Stage(without_secrets(description), total_bytes or None, self._clock())
         if self._ended is None:
             self._ended = threading.Event()
             # A daemon: it must not keep a program from ending.

@@ -97,6 +97,8 @@ def test_a_line_says_stage_bytes_rate_and_time_left(monkeypatch):
     lines = Lines(monkeypatch)
     lines.shown.start(0, "Preparing \x1b[31mx")
     assert lines.after(20) == "Preparing \\x1b[31mx: 20.00 s so far"
+    lines.shown.start(0, "Preparing https://me:secret@host/run")
+    assert lines.after(20) == "Preparing https://…@host/run: 20.00 s so far"
     lines.shown.start(10 << 30, "Loading x")
     assert lines.after(10) == "Loading x: 0 B of 10.0 GiB, 10.00 s so far"
     lines.shown.advance(1 << 30)

@@ -272,9 +272,36 @@ def test_redirects_that_are_not_followed(store, location, words):
 
 
 def test_a_redirect_from_https_to_http_is_refused(monkeypatch):
-    monkeypatch.setattr(redirects, "location_of", lambda url, *, timeout_s: "http://host/file")
-    with pytest.raises(TransferError, match="is not encrypted, although the first address is"):
+    monkeypatch.setattr(redirects, "location_of", lambda url, *, timeout_s: "http://host/file?signature=secret")
+    with pytest.raises(TransferError) as caught:
         redirects.follow("https://host/file", timeout_s=1)
+    assert str(caught.value) == (
+        "Cannot read https://host/file: 'https://host/file' redirects to 'http://host/file?…', which is not encrypted, "
+        "although the first address is. Check the address"
+    )
+
+
+def test_no_password_or_signature_is_told(store, monkeypatch):
+    host = store.root.removeprefix("http://")
+    store.moved["run/2/shardload/digests.json"] = (302, f"http://user:secret@{host}/file")
+    told = expect(TransferError, store.http + "/run", f"redirects to 'http://…@{host}/file', which has a user", step=2)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:secret@{host}")
+    store.status["*"] = 403
+    told += expect(TransferError, store.s3 + "/run", f"(at http://…@{host}) may not be read", step=2)
+    assert "secret" not in told
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Cannot write to https://me:secret@host/a: no", "Cannot write to https://…@host/a: no"),
+        ("ftp://secret@host, webdav://me:a@b@c/d", "ftp://…@host, webdav://…@c/d"),
+        ("'https://host/a?X-Signature=secret' and more", "'https://host/a?…' and more"),
+        ("hf://org/name@v1/sub, s3://bucket/a@b, me@host, ./a?b", "hf://org/name@v1/sub, s3://bucket/a@b, me@host, ./a?b"),
+    ],
+)
+def test_addresses_are_told_without_what_is_secret_in_them(text, shown):
+    assert str(UsageError(text)) == str(TransferError(text)) == shown
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
