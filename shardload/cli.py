@@ -72,7 +72,7 @@ def _run(arguments: list[str]) -> int:
     from shardload.console import completion, streams
     from shardload.console.app import command
 
-    streams.check_stdout()
+    streams.begin()
     if completion.answered(arguments):
         return 0
     code = command().main(arguments, prog_name="shardload", standalone_mode=False)

@@ -114,7 +114,6 @@ def has_object() -> bool:
 @contextlib.contextmanager
 def results() -> Iterator[Results]:
     """Keep stdout for results and redirect all other output to stderr."""
-    _wrote_object[0] = False
     try:
         kept = os.dup(sys.stdout.fileno())
     # stdout was replaced by an object in memory, as notebooks and tests do: redirect Python's output, at least.
@@ -167,12 +166,13 @@ def _write_errors(stream: TextIO) -> Iterator[None]:
         raise OutputError(f"Cannot write the result to stdout: {error.strerror or error}.") from error
 
 
-def check_stdout() -> None:
-    """Raise before any work is done if stdout cannot take the result.
+def begin() -> None:
+    """Begin a command, which is not the first where a program calls `main`.
 
     Raises:
-        OutputError: When stdout is closed.
+        OutputError: When stdout is closed, and so cannot take the result.
     """
+    _wrote_object[0] = False
     if sys.stdout is None:
         raise OutputError("Cannot write the result to stdout: it is closed.")
 

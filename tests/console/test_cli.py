@@ -151,6 +151,13 @@ def test_load_json_is_one_object(cli):
     assert "generated" not in found
 
 
+def test_a_usage_error_after_a_result_is_an_object_too(capfd):
+    assert main(["sources", "--json"]) == 0
+    capfd.readouterr()
+    assert main(["sources", "--jsn", "--json"]) == 2
+    assert json.loads(capfd.readouterr().out)["error"]["type"] == "NoSuchOption"
+
+
 def test_load_json_carries_generated_text(cli):
     found = cli(*LOAD, "--json", "--prompt", "Say").json
     assert found["generated"] == {"prompt": "Say", "text": " Paris."}
