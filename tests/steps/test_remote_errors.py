@@ -297,7 +297,10 @@ def test_no_password_or_signature_is_told(store, monkeypatch):
         ("Cannot write to https://me:secret@host/a: no", "Cannot write to https://…@host/a: no"),
         ("ftp://secret@host, webdav://me:a@b@c/d", "ftp://…@host, webdav://…@c/d"),
         ("'https://host/a?X-Signature=secret' and more", "'https://host/a?…' and more"),
-        ("hf://org/name@v1/sub, s3://bucket/a@b, me@host, ./a?b", "hf://org/name@v1/sub, s3://bucket/a@b, me@host, ./a?b"),
+        (
+            "hf://org/name@v1/sub, s3://bucket/a@b, me@host, ./a?b",
+            "hf://org/name@v1/sub, s3://bucket/a@b, me@host, ./a?b",
+        ),
     ],
 )
 def test_addresses_are_told_without_what_is_secret_in_them(text, shown):
