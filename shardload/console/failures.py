@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -28,6 +29,11 @@ TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
 MAX_WIDTH = 100
 MAX_FOREIGN_MESSAGE = 600
 """Characters kept of a message that is not meant for users: XLA's run to pages."""
+_EXTRA = re.compile(r"Got unexpected extra argument(?:\(s\))? \((.*)\)", re.S)
+_JAX_VARIABLE = re.compile(
+    r"invalid (?:truth )?value ['\"](.*)['\"] for (?:JAX flag|environment) '?(\w+)'?", re.I | re.S
+)
+"""What JAX says of an environment variable when it is imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,11 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
             return 1, str(MissingExtraError.explaining(error, needed_for="This command"))
         case OSError():
             return 1, _os_error(error)
+        case ValueError() if refused := _JAX_VARIABLE.fullmatch(str(error)):
+            return 2, (
+                f"Cannot start JAX with {refused[2].upper()}={refused[1]}: it does not accept this value. Correct the "
+                "environment variable, or unset it"
+            )
     # JAX has one class for all errors of XLA; the status is in the text.
     if "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"A device ran out of memory: {_one_line(error)} " + _LESS_MEMORY
@@ -114,8 +125,9 @@ _LESS_MEMORY = (
 def _usage(error: TyperException) -> str:
     context = getattr(error, "ctx", None)
     path = getattr(context, "command_path", "shardload")
-    # "Value error, " is pydantic's prefix of a failed check, which says nothing to a user.
-    message = error.format_message().replace("Value error, ", "")
+    # "Value error, " is pydantic's prefix of a failed check, which says nothing to a user; nor does its "Input".
+    message = error.format_message().replace("Value error, ", "").replace("Input should be", "it must be")
+    message = _EXTRA.sub(r"Unexpected argument: \1", message)
     return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try: {path} --help"
 
 

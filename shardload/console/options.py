@@ -13,7 +13,7 @@ import typer
 from shardload.console import completion
 from shardload.console.jax_setup import Platform
 from shardload.console.processes import WAIT_S, Processes, detected
-from shardload.errors import MeshError, UsageError
+from shardload.errors import MeshError, UsageError, did_you_mean
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec
 from shardload.sharding.planned_mesh import planned_mesh
@@ -51,6 +51,15 @@ def dtype(text: str) -> str:
     if name not in FLOATS:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(FLOATS)} (or bf16, fp16, fp32)")
     return name
+
+
+def layout(text: str | None) -> str | None:
+    """Check the name of a layout, or of its file, which is read later."""
+    names = [name for name, _ in completion.layouts("")]
+    if text is None or text in names or Path(text).exists():
+        return text
+    known = f"{', '.join(names[:-1])} or {names[-1]}"
+    raise typer.BadParameter(f"{text!r} is not {known}, and no file has that name.{did_you_mean(text, names)}")
 
 
 def scale(factor: float) -> float:
@@ -111,7 +120,8 @@ def mesh_spec(mesh: str | None, axes: str | None, layout: str | None) -> MeshSpe
     try:
         return MeshSpec.parse(mesh, axes=axes)
     except MeshError as error:
-        raise typer.BadParameter(str(error), param_hint="--mesh") from None
+        hint = "--mesh" if axes is None else "--axes or --mesh"
+        raise typer.BadParameter(str(error), param_hint=hint) from None
 
 
 def step(text: str) -> int | str:
@@ -218,6 +228,7 @@ Layout = Annotated[
         help="How variables are split: auto, replicated, keras_hub (its layout map), search, or the file of a plan or "
         "of rules.",
         autocompletion=completion.layouts,
+        callback=layout,
     ),
 ]
 PlanLayout = Annotated[
@@ -227,6 +238,7 @@ PlanLayout = Annotated[
         metavar="LAYOUT",
         help="As for load. By default auto, or search if a step is planned.",
         autocompletion=completion.layouts,
+        callback=layout,
     ),
 ]
 Train = Annotated[

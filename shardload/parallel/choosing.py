@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import LayoutError
+from shardload.errors import LayoutError, did_you_mean
 from shardload.keras_bridge import distributions
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import spread_slots
@@ -169,7 +169,10 @@ def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.R
 
 def _rules_in(file: PathLike) -> rule_sets.RuleSet:
     if not Path(file).exists():
-        raise LayoutError(f"Unknown layout {str(file)!r}, and no file has that name. Supported: {_forms()}")
+        raise LayoutError(
+            f"Unknown layout {str(file)!r}, and no file has that name.{did_you_mean(str(file), MODES)} "
+            f"Supported: {_forms()}"
+        )
     return rule_sets.read_rules(Path(file))
 
 

@@ -171,7 +171,7 @@ def not_started(error: Exception) -> MeshError:
         )
     asked = jax.config.jax_platforms
     # Drop JAX's own advice: the advice below also names --platform.
-    cause = str(error).split(" (set JAX_PLATFORMS")[0].split(" (you may need")[0].strip()
+    cause = str(error).split(" (set JAX_PLATFORMS")[0].split(" (you may need")[0].strip().rstrip(".")
     cause = cause or "no such device was found on this machine"
     here = ", ".join(["cpu", *sorted(point.name for point in metadata.entry_points(group="jax_plugins"))])
     wanted = f" with JAX_PLATFORMS={asked}" if asked else ""

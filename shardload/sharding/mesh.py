@@ -53,12 +53,13 @@ class MeshSpec:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        names, sizes = ", ".join(map(str, self.axes)), "x".join(map(str, self.sizes))
         if not self.axes or len(self.axes) != len(self.sizes):
-            raise MeshError(f"A mesh needs one name per axis, got axes {self.axes} for sizes {self.sizes}")
+            raise MeshError(f"A mesh needs one name per axis, got {names or 'none'} for {sizes}")
         if len(set(self.axes)) != len(self.axes):
-            raise MeshError(f"Mesh axis names must differ, got {self.axes}")
+            raise MeshError(f"Mesh axis names must differ, got {names}")
         if any(n < 1 for n in self.sizes) or math.prod(self.sizes) > MAX_POSITIONS:
-            raise MeshError(f"Mesh sizes must be positive and at most {MAX_POSITIONS} together, got {self.sizes}")
+            raise MeshError(f"Mesh sizes must be positive and at most {MAX_POSITIONS} together, got {sizes}")
 
     @classmethod
     def parse(cls, text: str, *, axes: str | None = None) -> MeshSpec:

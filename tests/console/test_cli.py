@@ -100,7 +100,15 @@ def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
         ),
         (("load", "x", "--host-memory", "lots"), "Write it like 16GiB, 512MiB or 2GB"),
         (("load", "x", "--prompt", ""), "--prompt: The prompt is empty"),
-        (("load", "x", "--max-new-tokens", "0"), "greater than or equal to 1"),
+        (("load", "x", "--max-new-tokens", "0"), "'--max-new-tokens': it must be greater than or equal to 1"),
+        (("inspect", "x", "more"), "Unexpected argument: more. Try: shardload inspect --help"),
+        (
+            ("load", "x", "--layout", "autoo"),
+            "'--layout': 'autoo' is not auto, replicated, keras_hub or search, and no file has that name. "
+            "Did you mean 'auto'? Try: shardload load --help",
+        ),
+        (("plan", "x", "--layout", "missing.toml"), "'missing.toml' is not auto, replicated, keras_hub or search"),
+        (("plan", "x", "--mesh", "1x2", "--axes", "a"), "--axes or --mesh: A mesh needs one name per axis, got a for"),
         (("load", "x", "--max-new-tokens", "8"), "It requires --prompt, which is missing"),
         (("plan", "x", "--device-memory", "0"), "must be positive"),
         (("plan", "x", "--device-memory", "16"), "16 means 16 bytes. Write 16GiB, or 16B if you mean bytes"),

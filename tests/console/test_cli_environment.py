@@ -142,7 +142,7 @@ def test_a_plugin_without_its_device_is_told(machine):
 
 
 def test_a_jax_that_cannot_start_is_told(machine):
-    machine("tpu", 0, error="Unable to initialize backend 'tpu': no libtpu.so (set JAX_PLATFORMS='')")
+    machine("tpu", 0, error="Unable to initialize backend 'tpu': no libtpu.so. (set JAX_PLATFORMS='')")
     with pytest.raises(
         MeshError, match=r"Unable to initialize backend 'tpu': no libtpu.so\. Installed here: cpu.*--platform cpu"
     ):
@@ -155,6 +155,17 @@ def test_cuda_where_there_is_none_is_one_paragraph():
     assert (done.code, done.stdout) == (1, "")
     assert done.error.startswith("Error: JAX could not start with JAX_PLATFORMS=cuda: ")
     assert "Installed here: cpu" in done.error and "--platform cpu" in done.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variable", "value"), [("JAX_NUM_CPU_DEVICES", "eight"), ("JAX_ENABLE_X64", "maybe")])
+def test_a_variable_that_jax_refuses_is_told(variable, value):
+    done = with_fakes("", "load", "x", "--mesh", "1x8", **{variable: value})
+    assert (done.code, done.error.strip()) == (
+        2,
+        f"Error: Cannot start JAX with {variable}={value}: it does not accept this value. Correct the environment "
+        "variable, or unset it",
+    )
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def test_an_optimizer_that_keras_does_not_know_is_refused(cli):
         (("--save-plan", "plan.toml"), "'plan.toml' does not end in .json"),
         (("--svg", "no/such/folder/plan.svg"), "is not a file in an existing folder"),
         (("--svg", "plan.png"), "does not end in .svg"),
-        (("--batch", "0"), "Input should be greater than or equal to 1"),
+        (("--batch", "0"), "it must be greater than or equal to 1"),
     ],
 )
 def test_usage(arguments, said, cli):

@@ -33,9 +33,9 @@ def test_parse(text, axes, expected):
         ("data=2", "data", r"names its axes already; give no separate axes \(data\)"),
         ("=4", None, "Cannot read the mesh '=4'. Write a name and a size for each axis: data=2,model=4"),
         ("1x2x3", None, "name them"),
-        ("2x4", "a", "one name per axis"),
-        ("2x4", "a,a", "must differ"),
-        ("0x8", None, "must be positive"),
+        ("2x4", "a", "needs one name per axis, got a for 2x4$"),
+        ("2x4", "a,a", "must differ, got a, a$"),
+        ("0x8", None, "must be positive and at most .* got 0x8$"),
         ("999999999x999999999", None, "at most"),
     ],
 )
