@@ -42,6 +42,7 @@ import os
 import re
 import resource
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -443,7 +444,8 @@ def suggests_arguments(function: Callable[P, R]) -> Callable[P, R]:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             shown = ", ".join(n if p.default is p.empty else f"{n}=…" for n, p in known.items() if n != "self")
-            raise UsageError(f"Cannot call {name}({shown:.200}): {error}") from None
+            shown = textwrap.shorten(shown, 200, placeholder=" …")
+            raise UsageError(f"Cannot call {name}({shown}): {error}") from None
         return function(*args, **kwargs)
 
     return checked

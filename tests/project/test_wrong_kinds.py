@@ -7,6 +7,7 @@ from safetensors.numpy import save_file
 
 import shardload
 from shardload import parallel
+from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import UsageError
 from shardload.synth import synth
 
@@ -22,6 +23,10 @@ WRONG = {
     "convert": (
         lambda: shardload.convert(NOWHERE),
         r"Cannot call convert\(src, dst, .*argument: 'dst'",
+    ),
+    "a long signature": (
+        lambda: OrbaxCheckpoint(verbose=1),
+        r"Cannot call OrbaxCheckpoint\(directory, monitor=…, [a-z_=…, ]*=…, …\): missing a required argument: 'dir",
     ),
     "dst": (lambda: shardload.convert(NOWHERE, 3), "Cannot use dst=3: expected a path"),
     "ignore": (lambda: shardload.load(NOWHERE, ignore=3), "Cannot use ignore=3: expected a list of tensor names"),
