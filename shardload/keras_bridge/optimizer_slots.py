@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -172,8 +172,14 @@ def as_described(described: Any) -> Any:
         return None
 
 
-def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Variable | float | None:
-    """Return what a new optimizer of Keras has in its slots: a constant, or the value of the weight.
+_OF_EVERY_CLASS = {"iteration", "learning_rate", "step_counter", "dynamic_scale", "accumulated_gradients"}
+"""What Keras itself adds to every optimizer."""
+Start: TypeAlias = Variable | keras.initializers.Initializer | float
+"""What a new optimizer has in a slot: the value of a weight, what an initializer computes, or a constant."""
+
+
+def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Start | None:
+    """Return what a new optimizer has in its slots, if it is of Keras or says so by ``start_of_slot``.
 
     Args:
         optimizer: May wrap others.
@@ -186,7 +192,10 @@ def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Variabl
     inner, kind = innermost(optimizer), kind_of(optimizer)
     if attribute == "model_variables_moving_average" or (kind, attribute) == ("ScheduleFreeAdamW", "momentums"):
         return weight
-    match attribute.rpartition("/")[2]:
+    name = attribute.rpartition("/")[2]
+    if name not in _OF_EVERY_CLASS and (own := getattr(inner, "start_of_slot", None)) is not None:
+        return own(name)
+    match name:
         case "accumulators":
             return float(getattr(inner, "initial_accumulator_value", 0.0))
         case "u_product":
@@ -195,10 +204,10 @@ def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Variabl
             return None
         case "dynamic_scale":
             return float(getattr(optimizer, "initial_scale", 1.0))
-    return 0.0 if kind else None
+    return 0.0 if kind or name in _OF_EVERY_CLASS else None
 
 
-def begin_slot(slot: Variable, start: Variable | float) -> None:
+def begin_slot(slot: Variable, start: Start) -> None:
     """Give a slot the value that it has in a new optimizer, where it is now."""
     now = value_of(slot)
 
@@ -206,7 +215,10 @@ def begin_slot(slot: Variable, start: Variable | float) -> None:
         # A copy, as `fit` donates the buffers of weights and slots.
         return jnp.copy(found).astype(now.dtype)
 
-    if isinstance(start, JaxVariable):
+    if isinstance(start, keras.initializers.Initializer):
+        make = jax.jit(lambda: start(now.shape, now.dtype), out_shardings=now.sharding)
+        direct_assign(slot, make())
+    elif isinstance(start, JaxVariable):
         direct_assign(slot, jax.jit(value, out_shardings=now.sharding)(value_of(start)))
     else:
         direct_assign(slot, jax.jit(lambda x: jnp.full_like(x, start), out_shardings=now.sharding)(now))

@@ -112,7 +112,7 @@ def _leaf(name: str, role: Role, shape: tuple[int, ...], dtype: str) -> dict[str
 def _paired(found: Pairing, manifest: Manifest) -> Paired:
     def tensors() -> Iterator[Left]:
         for stored in found.unexpected:
-            yield Left.of(stored.role, "/".join(stored.path), found.stored_forms)
+            yield Left.of(stored, "/".join(stored.path), found)
 
     missing = tuple(leaf for leaf in found.missing if leaf.kind in OPTIMIZER_KINDS and leaf.role.optimizer is None)
     pairs = tuple((manifest.tensors["/".join(stored.path)], leaf) for stored, leaf in found.pairs)

@@ -19,8 +19,7 @@ from shardload.keras_bridge.model_state import optimizers_by_path
 from shardload.keras_bridge.optimizer_slots import owner_of, start_of
 from shardload.manifest import Manifest, Tensor
 from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, attribute_of, is_core, kind_in, part_of
-from shardload.mapping.state_keys import Role
-from shardload.mapping.state_tree import StateLeaf, Stored, describe
+from shardload.mapping.state_tree import Pairing, StateLeaf, Stored, describe
 from shardload.mapping.variable_map import Begun
 from shardload.reports.notes import Note, NoteKind
 from shardload.transfer.read_tensor import read_tensor
@@ -44,13 +43,20 @@ class Left:
     is_core: bool = False
     """As of `is_core`."""
 
+    weight: str | None = None
+    """The model's key of the weight of a slot without which its other slots are other quantities."""
+
     @classmethod
-    def of(cls, role: Role, tensor: str, forms: Forms) -> Left:
-        """Describe a tensor by its role in the step, whose optimizers have these forms."""
+    def of(cls, stored: Stored, tensor: str, found: Pairing) -> Left:
+        """Describe a stored leaf that has no variable, and its tensor."""
+        role, forms = stored.role, found.stored_forms
         if role.kind not in OPTIMIZER_KINDS:
             return cls(tensor, role.kind, role.optimizer)
-        part = part_of(role, forms)
-        return cls(tensor, role.kind, role.optimizer, part, role.kind == "slot" and is_core(part, kind_in(forms, role)))
+        part, kind = part_of(role, forms), kind_in(forms, role)
+        core = role.kind == "slot" and is_core(part, kind)
+        # Within one class, a weight with fewer slots is updated in another way; another class may need fewer.
+        is_same = kind is not None and kind == kind_in(found.forms, role)
+        return cls(tensor, role.kind, role.optimizer, part, core, found.weight_of(stored) if core and is_same else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +153,14 @@ def takes_state(paired: Paired, optimizer: str | None) -> bool:
 
 
 def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
-    """Return the weights for which the step has some slots, but not all: its iterations are not those of the others.
+    """Return the weights for which step and model share some slots, but not all: these are not the same quantities.
 
-    All weights, if it is of another class; some, of a Muon that now excludes them.
+    All weights, if it is of another class; some, of a Muon that now excludes them or a REKLS that now leaves them to
+    AdamW. There the step may also have more slots.
     """
     lacking = {leaf.role.of for leaf in paired.missing if leaf.role.optimizer == optimizer and paired.is_core(leaf)}
-    return lacking & {leaf.role.of for _, leaf in paired.pairs if leaf.role.optimizer == optimizer}
+    differing = lacking | {found.weight for found in paired.left if found.optimizer == optimizer}
+    return differing & {leaf.role.of for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and leaf.role.of}
 
 
 def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: bool) -> Paired:
@@ -176,12 +184,15 @@ def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: b
 
 
 def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Let all slots begin of weights that lack some: Adam's momentum without its velocity is too large."""
-    if not (incomplete := _incomplete(paired, name)):
+    """Let all slots of weights that share some begin: Adam's momentum is too large without its velocity."""
+    own = [pair for pair in paired.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
+    reshaped = {leaf.role.of for tensor, leaf in own if paired.is_core(leaf) and tensor.shape != leaf.shape}
+    if not (incomplete := _incomplete(paired, name) | reshaped):
         return paired
-    whole = [p for p in paired.pairs if p[1].role.optimizer == name and p[1].role.of in incomplete]
+    # Pairs of different shapes stay, as they are refused under `strict`.
+    whole = [(tensor, leaf) for tensor, leaf in own if leaf.role.of in incomplete and tensor.shape == leaf.shape]
     noted.append(
-        f"the step lacks a slot of {plural(len(incomplete), 'weight')}, whose slots all begin as in a new optimizer"
+        f"step and model have other slots for {plural(len(incomplete), 'weight')}: these begin as in a new optimizer"
     )
     pairs = tuple(pair for pair in paired.pairs if pair not in whole)
     begun = (*paired.begun, *(leaf for _, leaf in whole))

@@ -250,6 +250,11 @@ class Pairing:
     """Of the model's optimizers."""
     stored_forms: Forms = field(default_factory=dict)
     """Of the step's optimizers."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def weight_of(self, stored: Stored) -> str:
+        """Return the model's key of the weight that a stored slot belongs to."""
+        return _renamed(stored.role.of or "", self.rename)
 
 
 def find(
@@ -282,6 +287,7 @@ def find(
         tuple((left_out[i], leaf) for i, leaf in wanted.items() if i in left_out and i not in by_identity),
         own,
         forms,
+        rename or {},
     )
 
 

@@ -156,7 +156,7 @@ def _by_structure(
             )
     tensors = {id(s): _tensor_of(s, manifest) for s in stored}
     known = {tensor.name for tensor in tensors.values()}
-    left = [Left.of(s.role, tensors[id(s)].name, found.stored_forms) for s in found.unexpected]
+    left = [Left.of(s, tensors[id(s)].name, found) for s in found.unexpected]
     left += [Left(name, "weight") for name in manifest.tensors if name not in known]
     pairs = tuple((tensors[id(s)], leaf) for s, leaf in found.pairs)
     return Paired(pairs, found.missing, tuple(left), found.forms, left_out=found.left_out)

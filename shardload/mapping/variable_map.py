@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 from numpy.typing import NDArray
 
 from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge.optimizer_slots import Start
 from shardload.keras_bridge.variables import numbered, stored_dtype, unique
 from shardload.manifest import View
 from shardload.transfer.planning import Binding
@@ -69,8 +70,8 @@ class Begun:
     """A variable of an optimizer that begins, while others of that optimizer continue."""
 
     variable: Variable
-    start: Variable | float | None
-    """Its value in a new optimizer, or the variable that has this value; ``None`` if not known."""
+    start: Start | None
+    """Its value in a new optimizer; ``None`` if not known."""
     is_average: bool = False
     """Whether it is the moving average of a weight (``use_ema``)."""
 

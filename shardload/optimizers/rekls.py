@@ -33,7 +33,16 @@ from shardload.optimizers.options import (
 )
 from shardload.optimizers.rekls_math import Eigenpairs, Moments, Sides
 from shardload.optimizers.shards import split_axes
-from shardload.optimizers.state import FACTOR_SLOTS, SLOTS, along_first, check_variable, common_mesh, new_slots, spec_of
+from shardload.optimizers.state import (
+    FACTOR_SLOTS,
+    SLOTS,
+    along_first,
+    check_variable,
+    common_mesh,
+    new_slots,
+    spec_of,
+    start_of_slot,
+)
 from shardload.optimizers.whole_step import AdamwState, Counters, Counts, Gradients, WholePlan, WholeState, whole_step
 from shardload.sharding.layout import Layout
 
@@ -174,7 +183,7 @@ class REKLS(JointOptimizer):
                     SLOTS[new.slot],
                     shape=new.shape,
                     dtype=new.dtype,
-                    initializer=new.initializer,
+                    initializer=self.start_of_slot(new.slot),
                     sharding=new.sharding,
                 )
         for slot, held in found.items():
@@ -182,6 +191,10 @@ class REKLS(JointOptimizer):
         # Keras' `iterations` also counts skipped steps, but the first update must be number 1, where β̂ is 0.
         for name in ("steps", "skipped_steps", "kept_eigenpairs"):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
+
+    def start_of_slot(self, slot: str) -> Any:
+        """Return the initializer of the state in an attribute (``left_vectors``), for a restore that lacks it."""
+        return start_of_slot(slot, self.options)
 
     def _view(self, variable: Variable) -> MatrixView | None:
         chosen = self.options.adamw_for

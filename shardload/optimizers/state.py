@@ -40,7 +40,6 @@ class NewSlot:
     """A key of `SLOTS`."""
     shape: tuple[int, ...]
     dtype: str
-    initializer: Any
     sharding: NamedSharding | None
 
 
@@ -77,16 +76,25 @@ def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> 
     """
     own = placement(variable)
     for slot in ("momentums", "velocities"):
-        yield NewSlot(slot, tuple(variable.shape), "float32", "zeros", own)
-    # Whatever ``init_factor`` is, L and R start as zeros: the update tells by them that a matrix had no gradient yet.
+        yield NewSlot(slot, tuple(variable.shape), "float32", own)
     for name, side in zip(("left", "right"), view.factor_sides if view else (), strict=False):
         if side is not None:
             split = _split_state(variable, own, side, options)
             square = (side, side)
-            start = keras.initializers.Constant(0.0 if options.starts_at_rms else options.init_factor)
-            yield NewSlot(f"{name}_factors", square, options.factor_dtype, "zeros", split)
-            yield NewSlot(f"{name}_values", (side,), "float32", start, split)
-            yield NewSlot(f"{name}_vectors", square, "float32", keras.initializers.Identity(), split)
+            yield NewSlot(f"{name}_factors", square, options.factor_dtype, split)
+            yield NewSlot(f"{name}_values", (side,), "float32", split)
+            yield NewSlot(f"{name}_vectors", square, "float32", split)
+
+
+def start_of_slot(slot: str, options: Options) -> Any:
+    """Return the initializer of the state in an attribute, counters included.
+
+    Whatever ``init_factor`` is, L and R start as zeros: the update tells by them that a matrix had no gradient yet.
+    """
+    if slot.endswith("_vectors"):
+        return keras.initializers.Identity()
+    starts_at_zero = options.starts_at_rms or not slot.endswith("_values")
+    return keras.initializers.Constant(0.0 if starts_at_zero else options.init_factor)
 
 
 def _split_state(variable: Variable, own: NamedSharding | None, side: int, options: Options) -> NamedSharding | None:

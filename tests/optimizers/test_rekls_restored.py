@@ -8,6 +8,7 @@ from rekls_runs import gradients, same, values
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
+from shardload.errors import MismatchError
 from shardload.keras_bridge.binding import bind
 from shardload.optimizers import REKLS, state_bytes
 from shardload.optimizers.state import SLOTS
@@ -102,3 +103,45 @@ def test_training_on_two_meshes():
     np.testing.assert_allclose(*losses, rtol=1e-3)
     for one, other in zip(*(model.weights for model in models), strict=True):
         np.testing.assert_allclose(np.asarray(one.value), np.asarray(other.value), atol=8 * 1e-2)
+
+
+def filled(options, *, start):
+    """A model whose optimizer has a different number in each variable."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(16, name="dense"), keras.layers.Dense(16, name="head")]
+    model = keras.Sequential([keras.Input((32,)), *layers], name="net")
+    model.compile(REKLS(1e-2, **options), "mse")
+    model.optimizer.build(model.trainable_variables)
+    for number, variable in enumerate(model.optimizer.variables, start):
+        variable.assign(np.full(variable.shape, number, variable.dtype))
+    return model
+
+
+def state_of_weight(model, path):
+    name = path.replace("/", "_")
+    found = {v.name.removeprefix(f"{name}_"): np.asarray(v.value) for v in model.optimizer.variables if name in v.name}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("mesh", [None, "1x8"])
+@pytest.mark.parametrize(("before", "now"), [({}, {"adamw_for": ["net/dense/kernel"]}), ({"max_dimension": 24}, {})])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_state_of_a_weight_with_other_factors_begins(before, now, is_turned, mesh, tmp_path):
+    """Second moments belong to the eigenbases of the factors: without one of them, they are other quantities."""
+    if is_turned:
+        before, now = now, before
+    source, target, new = filled(before, start=1), filled(now, start=100), filled(now, start=100)
+    shardload.save(source, tmp_path, step=1)
+    with pytest.raises(MismatchError, match="Only the optimizer differs"):
+        shardload.restore(target, tmp_path, mesh=mesh)
+    report = shardload.restore(target, tmp_path, mesh=mesh, strict=False)
+    assert "step and model have other slots for 1 weight: these begin as in a new optimizer" in report.notes
+    begun = state_of_weight(target, "dense/kernel")
+    for name, value in state_of_weight(new, "dense/kernel").items():
+        start = np.eye(len(value)) if name.endswith("eigenvectors") else 0
+        np.testing.assert_array_equal(begun[name], np.broadcast_to(start, value.shape), err_msg=name)
+    for path in ("dense/bias", "head/kernel", "head/bias"):
+        for name, value in state_of_weight(source, path).items():
+            np.testing.assert_array_equal(state_of_weight(target, path)[name], value, err_msg=name)
+    assert int(target.optimizer.steps) == int(source.optimizer.steps)

@@ -348,12 +348,29 @@ def test_another_option_of_the_same_optimizer_keeps_what_both_have(kind, before,
     assert mine.keys() == new.keys()
     weights = [(w.path.replace("/", "_"), np.asarray(value_of(w))) for w in target.weights]
     new |= {f"{name}_average": value for name, value in weights}
-    # Of a weight that Muon now excludes, the step has no velocity; Adam's momentum without it would be too large.
-    whole_new = {name.removesuffix("_velocity") for name in mine.keys() - stored.keys() if name.endswith("_velocity")}
+    # Muon's momentum is a sum, that of the weights which it leaves to Adam (with a velocity) a mean.
+    whole_new = {name.removesuffix("_velocity") for name in mine.keys() ^ stored.keys() if name.endswith("_velocity")}
     for name, value in mine.items():
         begins = name not in stored or name.rpartition("_")[0] in whole_new
         np.testing.assert_array_equal(value, (new if begins else stored)[name], err_msg=name)
     target.fit(np.ones((4, 3)), np.ones((4, 3)), verbose=0)
+
+
+def test_slots_of_another_shape_begin_with_a_note(tmp_path):
+    source = two_layers("Adam", {}, seed=1)
+    source.optimizer.build(source.trainable_variables)
+    for variable in source.optimizer.variables:
+        variable.assign(np.full(variable.shape, 8, variable.dtype))
+    save_step(source, tmp_path, 7)
+    layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(5, name="second")]
+    target = keras.Sequential([keras.Input((3,)), *layers], name="net")
+    target.compile(optimizers.Adam(), "mse")
+    with pytest.raises(MismatchError, match="has shape"):
+        shardload.restore(target, tmp_path)
+    report = shardload.restore(target, tmp_path, strict=False)
+    assert "step and model have other slots for 2 weights: these begin as in a new optimizer" in report.notes
+    for name, value in slots(target).items():
+        np.testing.assert_array_equal(value, 0 if name.startswith("net_second") else 8, err_msg=name)
 
 
 def test_a_replaced_learning_rate_is_told_everywhere(saved):
