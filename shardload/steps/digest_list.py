@@ -24,6 +24,7 @@ from typing import Any
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError
 from shardload.steps.file_tree import FileTree, scan, sync
 from shardload.stores import json_files
+from shardload.stores.litter import is_litter
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES
@@ -101,7 +102,7 @@ class Digests:
         for name, what in tree.others.items():
             raise SourceError(f"{os.fspath(folder)}/{name} is {what}; a step can contain regular files only")
         wanted = of or (lambda _: True)
-        sizes = {name: size for name, size in tree.files.items() if name != DIGESTS_FILE and wanted(name)}
+        sizes = {name: size for name, size in tree.files.items() if is_saved(name) and wanted(name)}
         pieces = [piece for name, size in sizes.items() for piece in pieces_of(name, size)]
         units: dict[str, list[str]] = {name: [] for name in sizes}
         with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-digest") as pool:
@@ -165,6 +166,11 @@ class Digests:
         return {"version": 1, "algorithm": "xxh3_64", "unit_bytes": UNIT_BYTES, "files": files}
 
 
+def is_saved(name: str) -> bool:
+    """Whether digests cover a file in a step's folder."""
+    return name != DIGESTS_FILE and not is_litter(name)
+
+
 def step_name(folder: str | os.PathLike[str] | Location) -> str:
     """Return the name of a step's folder, with symbolic links resolved."""
     return located(folder).resolved().name
@@ -225,7 +231,7 @@ def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
             damage.append(Damage(name, "is missing", None, step))
         elif found is not None and found != expected.n_bytes:
             damage.append(size_damage(name, found, expected.n_bytes, step))
-    unexpected = tree.files.keys() - digests.files.keys() - {DIGESTS_FILE}
+    unexpected = filter(is_saved, tree.files.keys() - digests.files.keys())
     return damage + [
         Damage(name, "is unexpected: it was not saved with the step", None, step) for name in sorted(unexpected)
     ]

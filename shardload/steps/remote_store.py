@@ -25,7 +25,7 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.steps.checker import SavedUnits
-from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER, Damage, Digests
+from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER, Damage, Digests, is_saved
 from shardload.stores import private_copies
 from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.local import LocalFile
@@ -166,7 +166,7 @@ class RemoteStep(Store):
         missing = [Damage(name, "is missing", None, self._remote.name) for name in sorted(listed - there)]
         return missing + [
             Damage(name, "is unexpected: it was not saved with the step", None, self._remote.name)
-            for name in sorted(there - listed)
+            for name in sorted(filter(is_saved, there - listed))
         ]
 
     def _fetch(self, names: Iterable[str]) -> None:

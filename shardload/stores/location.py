@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError
 from shardload.stores.headers import read_header
+from shardload.stores.litter import is_litter
 from shardload.stores.store import File, FileIdentity, Store
 from shardload.stores.streams import FileStream
 
@@ -80,8 +81,8 @@ class Location:
         return self.key[len(prefix) :] if self.key.startswith(prefix) else None
 
     def names(self) -> list[str]:
-        """Return the names in the folder, sorted; raises `SourceError` if it cannot be listed."""
-        return self.store.names(self.key)
+        """Return the names in the folder, sorted, without `litter`; raises `SourceError` if it cannot be listed."""
+        return [name for name in self.store.names(self.key) if not is_litter(name)]
 
     def open(self) -> File:
         """Open the file; the caller closes it.

@@ -1,4 +1,5 @@
 import os
+import shutil
 import sys
 
 import h5py
@@ -115,6 +116,30 @@ def test_folders_hold_one_checkpoint(files):
 def test_folder_of_one_safetensors(tmp_path):
     save_file(small_arrays(), tmp_path / "adapter.safetensors")
     assert_same(open_manifest(tmp_path), small_arrays())
+
+
+@pytest.mark.parametrize(
+    ("format", "names"),
+    [
+        ("safetensors", ["x.safetensors"]),
+        ("safetensors", ["x-1-of-2.safetensors", "x-2-of-2.safetensors"]),
+        ("keras-h5", ["x.weights.h5"]),
+        ("gguf", ["x.gguf"]),
+    ],
+)
+def test_files_that_systems_leave_in_a_folder_do_not_count(files, tmp_path, format, names):
+    folder = tmp_path / "copied"
+    folder.mkdir()
+    for litter in (".DS_Store", "desktop.ini"):
+        (folder / litter).write_bytes(b"\0\0\0\1Bud1")
+    for i, name in enumerate(names):
+        if i:
+            save_file({"other": np.ones(3)}, folder / name)
+        else:
+            shutil.copy(files / format, folder / name)
+        (folder / f"._{name}").write_bytes(b"\0\5\x16\7" + bytes(200))
+    manifest = open_manifest(folder)
+    assert manifest.format == format and {path.name for path in manifest.files} == set(names)
 
 
 def test_folder_without_checkpoint(tmp_path):

@@ -374,10 +374,12 @@ def test_verify_names_all_that_is_wrong(objects, store):
     store.tampered[name] = lambda data: flipped(10)(flipped(3_500_000)(data))
     store.status["run/1/orbax.checkpoint"] = 404
     (objects[0] / "run/1/extra").write_text("more")
+    (objects[0] / "run/1/.DS_Store").write_text("of Finder")
     try:
         problems = verify(store.s3 + "/run/1")[0].problems
     finally:
         (objects[0] / "run/1/extra").unlink()
+        (objects[0] / "run/1/.DS_Store").unlink()
     assert len(problems) == 3 and "extra is unexpected" in problems[0]
     assert ["from byte 0" in problems[1], "from byte 3145728" in problems[2]] == [True, True]
 

@@ -116,6 +116,13 @@ def test_unexpected_files_and_linked_folders_are_damage(step, tmp_path):
     assert [found.path for found in verify(step)] == ["extra", "pytree/link"]
 
 
+@pytest.mark.parametrize("name", [".DS_Store", "pytree/._big", "pytree/d/Thumbs.db", "shardload/desktop.ini"])
+def test_files_that_systems_leave_in_a_step_are_no_damage(step, name):
+    (step / name).write_text("x")
+    assert verify(step) == [] == Digests.read(step).check_names(step)
+    assert Digests.compute(step) == Digests.read(step)
+
+
 def test_a_grown_empty_file_is_damage(step):
     (step / "pytree/d/empty").write_text("x")
     assert verify(step)[0].path == "pytree/d/empty"
