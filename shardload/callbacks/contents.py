@@ -10,9 +10,11 @@ from typing import Any
 from shardload.callbacks import step_records
 from shardload.callbacks.selection import ALL, Selection
 from shardload.callbacks.writer import SaveJob
-from shardload.keras_bridge.saving import assets_of, not_in_steps
+from shardload.keras_bridge.hook_values import with_own_hooks
+from shardload.keras_bridge.saving import assets_of
 from shardload.keras_bridge.set_attributes import serialised_with_attributes
 from shardload.mapping.state_tree import StateTree, describe
+from shardload.mapping.stored_values import values_to_json
 from shardload.steps.record import StepRecord
 
 
@@ -30,6 +32,8 @@ class Contents:
         self._whole: StateTree | None = None
         self._state = StateTree(())
         self._items: dict[str, Any] = {}
+        self._hooked: list[tuple[str, Any]] = []
+        self._told: set[str] = set()
 
     def forget(self) -> None:
         """Discard the description of the model, so that the next step describes it again."""
@@ -40,8 +44,7 @@ class Contents:
         if self._whole is None or not self._whole.still_describes(model):
             # In this order: which items describe the model depends on the weights that the selection leaves out.
             self._whole = describe(model)
-            for lost in not_in_steps(model):
-                self._warn(f"{lost[0].upper()}{lost[1:]}. Keras' model.save_weights(path) saves it")
+            self._hooked = with_own_hooks(model)
             self._state = self._selection.of(self._whole, model)
             self._items = {} if self.weights_only else dict(self._descriptions(model))
         return self._state.weights_only() if self.weights_only else self._state
@@ -75,7 +78,7 @@ class Contents:
             saved_unix_s=time.time(),
             **step_records.placement(state),
         )
-        records = {"step.json": record.to_json(), "structure.json": state.to_json()}
+        records = {"step.json": record.to_json(), "structure.json": state.to_json() | self._values()}
         if position:
             records["iterator.json"] = dict(position)
         items = {"pytree": step_records.for_all_processes(state.tree), **self._items}
@@ -83,6 +86,15 @@ class Contents:
             items |= step_records.checked_items(checkpointables)
         assert record.step is not None
         return SaveJob(step=record.step, items=items, records=records, **how)
+
+    def _values(self) -> dict[str, Any]:
+        """Return what layers save besides variables, as it is now; warn once of what cannot be stored."""
+        found, lost = values_to_json(self._hooked)
+        for sentence in lost:
+            if sentence not in self._told:
+                self._told.add(sentence)
+                self._warn(f"{sentence}. Keras' model.save_weights(path) saves it")
+        return found
 
     def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
         """Yield the items needed to rebuild the model; they stay the same until its variables change."""

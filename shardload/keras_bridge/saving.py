@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import keras
 from keras.src.backend.common import global_state, variables
 from keras.src.backend.jax.core import JaxVariable
@@ -189,25 +188,6 @@ def _run_hook(saveable: Any) -> dict[str, Any] | None:
     except Exception:
         return None
     return store
-
-
-def not_in_steps(model: Model) -> tuple[str, ...]:
-    """Return a sentence for each layer that saves values besides variables, which a training step does not store."""
-    found: list[str] = []
-    for path, saveable in saved_objects(model):
-        # Keras' own hooks save variables, except those of layers with a vocabulary (``tf_idf``).
-        origin = str(getattr(getattr(type(saveable), "save_own_variables", None), "__module__", "keras."))
-        if origin.startswith("keras.") and "index_lookup" not in origin:
-            continue
-        stored = _run_hook(saveable) or {}
-        # A tracer was computed from variables, which the step has.
-        if keys := [key for key, value in stored.items() if not isinstance(value, JaxVariable | jax.core.Tracer)]:
-            what = ", ".join(map(repr, keys))
-            found.append(
-                f"a step stores variables only: it lacks {what}, which save_own_variables of "
-                f"{type(saveable).__name__} at {path or 'the root'!r} saves besides them"
-            )
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

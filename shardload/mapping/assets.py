@@ -17,6 +17,7 @@ from shardload.loaders import spec_of
 from shardload.loaders.folder import descendant
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
+from shardload.mapping.stored_values import stored_values, unstored_hook
 from shardload.stores.local import located, temporary_folder
 from shardload.transfer.read_tensor import read_rows, row_ranges
 from shardload.transfer.verification import check_tensor
@@ -51,11 +52,12 @@ def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None
         folder = made.resolve()
         _write(itertools.chain([first], files), manifest, folder)
         for layer, error in load_keras_assets(model, folder):
-            # They may belong to values that are no variables: the weights of a vocabulary (``tf_idf``).
-            lacking = "A step stores variables only, no other values of a layer. " if spec_of(manifest).is_step else ""
+            # They may belong to values that steps of earlier versions lack: the weights of a vocabulary (``tf_idf``).
+            lacking = unstored_hook(model, layer, stored_values(manifest)) if spec_of(manifest).is_step else None
+            why = lacking or f"{type(error).__name__}: {error}"
             raise SourceError(
-                f"Cannot load the files that {layer!r} saved in {manifest.source}: {type(error).__name__}: {error}. "
-                f"{lacking}Build the model yourself, set its vocabulary (adapt(), set_vocabulary()), then call "
+                f"Cannot load the files that {layer!r} saved in {manifest.source}: {why}. Build the "
+                "model yourself, set its vocabulary (adapt(), set_vocabulary()), then call "
                 "shardload.load_weights(model, source)"
             ) from error
 

@@ -21,9 +21,11 @@ from shardload.keras_bridge import abstraction, distributions
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import learning_rates_of
 from shardload.keras_bridge.tracking import walking_vocabularies_once
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import load_assets
+from shardload.mapping.stored_values import load_stored_values
 from shardload.parallel.current_layout import current_devices
 from shardload.pipeline import preparing, reporting
 from shardload.pipeline.load_distributed import JointLoad, ReadShare
@@ -116,6 +118,9 @@ def load(
             # Agree on the plan, fill.
             rates = {} if request.builds else learning_rates_of(model)
             report = reporting.with_rates(call.fill(prepared, clock, files), rates, learning_rates_of(model))
+        if spec_of(source.manifest).tensor_names == "step" and request.items in ("all", "weights"):
+            lost = load_stored_values(model, source.manifest, strict=request.strict)
+            report = replace(report, notes=(*report.notes, *lost))
         if request.builds:  # after the weights, as in Keras: hooks may use their values
             load_assets(model, source.manifest, check=source.checker)
     reporting.remember(model, report)

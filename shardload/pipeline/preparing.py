@@ -12,11 +12,11 @@ from typing import Any
 from shardload import mapping as tensor_mapping
 from shardload.errors import MismatchError
 from shardload.hub import quantised
-from shardload.keras_bridge.saving import not_in_steps
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping import Mismatch, OutsideTensor, VariableMap
 from shardload.mapping.layer_step import has_keras_hook
+from shardload.mapping.stored_values import lacking_values, stored_values
 from shardload.parallel import LayoutChoice, choose
 from shardload.parallel.current_layout import current_layout
 from shardload.pipeline.request import LoadRequest
@@ -174,7 +174,7 @@ def prepare(
     quantised.check_mapped(manifest, mapping.bindings, mapping.unused, ignore=ignored)
     accepted = quantised.accepted(manifest, mapping.bindings, ignore=ignored)
     has_weights = spec_of(manifest).tensor_names == "step" and request.items in ("all", "weights")
-    lacking = not_in_steps(model) if has_weights else ()
+    lacking = lacking_values(model, stored_values(manifest)) if has_weights else ()
     mapping = replace(mapping, notes=(*accepted, *mapping.notes, *lacking))
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
     # Layouts come after mapping, because rules look at variables, and before planning, which needs every shard.

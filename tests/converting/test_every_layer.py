@@ -131,7 +131,6 @@ def test_quantised_layers_come_back_from_every_file(mode, tmp_path):
     assert check(quantised(mode), tmp_path).refused == {}
 
 
-@pytest.mark.filterwarnings("ignore:A step stores variables only:UserWarning")
 @pytest.mark.parametrize("layer", [Counting, Doubling, AsNumPy])
 def test_a_hook_that_saves_other_values_than_variables_is_refused(layer, tmp_path):
     refused = check(around(layer), tmp_path).refused

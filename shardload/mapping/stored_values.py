@@ -1,0 +1,170 @@
+"""Values that layers save besides variables, in the ``structure.json`` of a training step.
+
+    "values": {"layers/counting": {"count": {"dtype": "<i8", "shape": [], "base64": "BwAAAAAAAAA="}}}
+
+They come back through the layer's ``load_own_variables``, as from a ``.weights.h5``. Older steps lack them.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import SourceError
+from shardload.keras_bridge.hook_values import (
+    keys_besides_variables,
+    load_values,
+    values_besides_variables,
+    with_own_hooks,
+)
+from shardload.keras_bridge.saving import saved_objects
+from shardload.manifest import Manifest
+
+ENTRY = "values"
+LIMIT_BYTES = 8 << 20
+"""Of all values together: JSON is read as a whole, and `json_files` reads at most four times as much."""
+_KINDS = "biufcSU"
+
+Values = Mapping[str, Mapping[str, NDArray[Any]]]
+"""Path of an object → key → value."""
+
+
+def values_to_json(hooked: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the entries for ``structure.json``, and a sentence for each object with values that it cannot contain.
+
+    Args:
+        hooked: Objects with their paths, as `with_own_hooks` returns them.
+    """
+    found: dict[str, Any] = {}
+    lost: list[str] = []
+    left = LIMIT_BYTES
+    for path, saveable in hooked:
+        entries: dict[str, Any] = {}
+        refused = []
+        for key, value in values_besides_variables(saveable).items():
+            array = _array(value)
+            if array is None or array.nbytes > left:
+                refused.append(key)
+                continue
+            left -= array.nbytes
+            entries[key] = _to_json(array)
+        if entries:
+            found[path] = entries
+        if refused:
+            lost.append(
+                f"A step cannot store {_listed(refused)}, which {_hook(saveable, path)} saves besides variables: "
+                f"expected numbers, texts and arrays, of at most {LIMIT_BYTES >> 20} MiB together"
+            )
+    return ({ENTRY: found} if found else {}), tuple(lost)
+
+
+def stored_values(manifest: Manifest) -> Values:
+    """Return the values in a step; empty for steps without any.
+
+    Raises:
+        SourceError: When they are not valid.
+    """
+    structure = manifest.metadata.get("structure")
+    found = structure.get(ENTRY, {}) if isinstance(structure, Mapping) else {}
+    try:
+        return {path: {key: _of_json(entry) for key, entry in entries.items()} for path, entries in found.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise SourceError(
+            f"Cannot read {manifest.source}: the values of layers in its structure.json are not valid ({error}). "
+            "Restore another step"
+        ) from error
+
+
+def lacking_values(model: Any, values: Values) -> tuple[str, ...]:
+    """Return a sentence for each object that saves values besides variables which a step lacks."""
+    found: list[str] = []
+    for path, saveable in with_own_hooks(model):
+        stored = values.get(path, {})
+        if keys := [key for key in keys_besides_variables(saveable) or () if key not in stored]:
+            found.append(f"the step lacks {_listed(keys)}, which {_hook(saveable, path)} saves besides variables")
+    return tuple(found)
+
+
+def unstored_hook(model: Any, layer: Any, values: Values) -> str | None:
+    """Say that a step has no values of a layer, or of one in it, with a hook that saves more than variables."""
+    own = next((path for path, saveable in saved_objects(model) if saveable is layer), "")
+    for path, saveable in with_own_hooks(model):
+        if path not in values and f"{path}/".startswith(f"{own}/"):
+            return f"the step lacks what {_hook(saveable, path)} saves besides variables"
+    return None
+
+
+def load_stored_values(model: Any, manifest: Manifest, *, strict: bool) -> tuple[str, ...]:
+    """Give layers the values that a step has besides variables, through their ``load_own_variables``.
+
+    Args:
+        model: A model whose variables have their values.
+        manifest: A training step.
+        strict: Whether a hook that fails is an error.
+
+    Returns:
+        A sentence for each value that was not loaded.
+
+    Raises:
+        SourceError: When the values are not valid, or under ``strict``, when a hook fails.
+    """
+    values = stored_values(manifest)
+    objects = dict(saved_objects(model)) if values else {}
+    notes = []
+    for path, found in values.items():
+        what = f"{_listed(found)}, which a layer at {path or 'the root'!r} saved besides variables"
+        if not hasattr(objects.get(path), "load_own_variables"):
+            notes.append(f"the model has no layer for {what}")
+            continue
+        try:
+            load_values(objects[path], found)
+        except Exception as error:  # of any kind: this is a user's hook
+            why = f"load_own_variables of {type(objects[path]).__name__} raised {type(error).__name__}: {error}"
+            if strict:
+                raise SourceError(
+                    f"Cannot load {what}, from {manifest.source}: {why}. Pass strict=False (--no-strict) to leave "
+                    "these values as they are"
+                ) from error
+            notes.append(f"{what}, was not loaded: {why}")
+    return tuple(notes)
+
+
+def _array(value: Any) -> NDArray[Any] | None:
+    """Return a value as an array that can be stored, else ``None``."""
+    try:
+        array = np.asarray(value)
+    except Exception:  # such as an array of other processes
+        return None
+    return array if array.dtype.kind in _KINDS or array.dtype.name == "bfloat16" else None
+
+
+def _to_json(array: NDArray[Any]) -> dict[str, Any]:
+    if array.dtype.kind in _KINDS and sys.byteorder == "big":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    dtype = array.dtype.str if array.dtype.kind in _KINDS else array.dtype.name
+    return {"dtype": dtype, "shape": list(array.shape), "base64": base64.b64encode(array.tobytes()).decode()}
+
+
+def _of_json(entry: Mapping[str, Any]) -> NDArray[Any]:
+    dtype = np.dtype(entry["dtype"])
+    if dtype.kind not in _KINDS and dtype.name != "bfloat16":
+        raise ValueError(f"an array of {dtype}")
+    data = base64.b64decode(entry["base64"], validate=True)
+    shape = tuple(entry["shape"])
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"the shape {shape}")
+    found = np.frombuffer(data, dtype) if data else np.empty(0, dtype)
+    return found.reshape(shape).copy()
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(map(repr, keys))
+
+
+def _hook(saveable: Any, path: str) -> str:
+    return f"save_own_variables of {type(saveable).__name__} at {path or 'the root'!r}"
