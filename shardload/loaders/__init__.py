@@ -8,7 +8,16 @@ No loader reads tensor data while opening, and none trusts a header: every exten
 
 from __future__ import annotations
 
-from shardload.loaders.recognition import describe_folder, folder_of, open_manifest, recognise
+from shardload.loaders.recognition import describe_folder, folder_of, open_manifest, open_variant, recognise
 from shardload.loaders.registry import FormatSpec, register, spec_of
 
-__all__ = ["FormatSpec", "describe_folder", "folder_of", "open_manifest", "recognise", "register", "spec_of"]
+__all__ = [
+    "FormatSpec",
+    "describe_folder",
+    "folder_of",
+    "open_manifest",
+    "open_variant",
+    "recognise",
+    "register",
+    "spec_of",
+]

@@ -97,24 +97,74 @@ def open_index(index: Location) -> Manifest:
 def folder_of(file: Location) -> Location | None:
     """Return the folder whose ``config.json`` describes the weights in a file, or ``None``.
 
-    The file must be one that opening the folder would read: its only file, a shard of its index, or the index.
+    The file must be one that opening the folder would read: its only file, a shard of its index, or the index. A shard
+    may be in a subfolder.
     """
-    config_path = file.parent / CONFIG
-    if not file.name.endswith((".safetensors", ".safetensors.index.json")) or not config_path.is_file():
+    if not file.name.endswith((".safetensors", ".safetensors.index.json")):
         return None
     try:
-        if not isinstance(read_object(config_path).get("model_type"), str):
-            return None
-        names = file.parent.names()
-        if INDEX not in names:
-            found = _files(file.parent, names, is_described=True)
-            # Of several sets of parts, the file means its own.
-            is_all = part_number(file.name) is None or len(set(map(set_of, found))) == 1
-            return file.parent if file.name in found and is_all else None
-        return file.parent if file.name == INDEX or file.name in _weight_map(file.parent / INDEX).values() else None
+        if _is_described(file.parent):
+            return file.parent if _is_read_with(file.parent, file) else None
+        above = file.parent.parent
+        return above if _is_described(above) and _lists(above / INDEX, _below(above, file)) else None
     except (SourceError, SourceNotFoundError):
         # This only asks whether there is such a folder; opening a damaged one reports the damage.
         return None
+
+
+def open_variant(file: Location) -> Manifest | None:
+    """Return the manifest of one of several variants, with its folder's description; ``None`` if there is none.
+
+    Without an index, a name alone tells which variant is meant (``model.fp16.safetensors``).
+    """
+    folder = file.parent
+    if not file.name.endswith(".safetensors") or not file.is_file() or not _is_described(folder):
+        return None
+    names = folder.names()
+    if any(map(_INDEXES.fullmatch, names)) or not _shares_tensors(
+        folder, file, _files(folder, names, is_described=True)
+    ):
+        return None
+    described = describe_folder(folder)
+    note = f"{CONFIG} in {folder} describes the model of {file.name}: loaded this file, and no other variant"
+    found = _open_file(file)
+    return replace(found, location=folder, format=described.format, config=described.config, notes=(*found.notes, note))
+
+
+def _is_described(folder: Location) -> bool:
+    path = folder / CONFIG
+    return path.is_file() and isinstance(read_object(path).get("model_type"), str)
+
+
+def _is_read_with(folder: Location, file: Location) -> bool:
+    """Whether opening the folder reads the file."""
+    names = folder.names()
+    if INDEX in names:
+        return file.name == INDEX or _lists(folder / INDEX, file.name)
+    found = _files(folder, names, is_described=True)
+    if file.name not in found:
+        return False
+    # Of several sets of parts, and of several files with the same tensors, the file means its own.
+    if part_number(file.name) is not None:
+        return len(set(map(set_of, found))) == 1
+    return not _shares_tensors(folder, file, found)
+
+
+def _shares_tensors(folder: Location, file: Location, names: list[str]) -> bool:
+    """Whether one of these files other than the given one has a tensor of the same name, as variants have."""
+    others = [name for name in names if name != file.name]
+    own = {tensor.name for tensor in safetensors.read_header(file).tensors} if others else set()
+    headers = (safetensors.read_header(folder / name) for name in others)
+    return any(tensor.name in own for header in headers for tensor in header.tensors)
+
+
+def _lists(index: Location, name: str) -> bool:
+    return index.is_file() and name in _weight_map(index).values()
+
+
+def _below(folder: Location, file: Location) -> str:
+    """Return the path of a file in a subfolder, as an index in the folder lists it."""
+    return f"{file.parent.name}/{file.name}" if file.parent != folder else file.name
 
 
 def _weight_map(index: Location) -> dict[str, str]:
@@ -226,11 +276,27 @@ def _open_file(path: Location) -> Manifest:
     # A part alone would be a checkpoint with some tensors only.
     if part_number(path.name) is None:
         return safetensors.open_file(path)
-    for name in filter(_INDEXES.fullmatch, path.parent.names()):
-        index = member(path.parent, name, named_by=str(path))
-        if path.name in _weight_map(index).values():
-            return open_index(index)
+    if (index := _index_of(path)) is not None:
+        return open_index(index)
     return _joined(path, {part: safetensors.read_header(part) for part in all_parts(path)})
+
+
+def _index_of(part: Location) -> Location | None:
+    """Return the index that lists a part: next to it, or one level up."""
+    if (found := _index_in(part.parent, part)) is not None:
+        return found
+    try:
+        return _index_in(part.parent.parent, part)
+    except (SourceError, SourceNotFoundError):  # what is there may be another checkpoint, or not readable
+        return None
+
+
+def _index_in(folder: Location, part: Location) -> Location | None:
+    for name in filter(_INDEXES.fullmatch, folder.names()):
+        index = member(folder, name, named_by=str(part))
+        if _lists(index, _below(folder, part)):
+            return index
+    return None
 
 
 SPEC = FormatSpec(
@@ -240,6 +306,7 @@ SPEC = FormatSpec(
     open_folder=open_folder,
     describe_folder=describe_folder,
     folder_of=folder_of,
+    open_variant=open_variant,
     described_by="hugging-face",
     tensor_names="hugging-face",
     tokenizer="hugging-face",

@@ -63,6 +63,16 @@ def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = N
     return next((folder for find in asked if (folder := find(where)) is not None), None)
 
 
+def open_variant(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest | None:
+    """Return the manifest of a file that `folder_of` finds no folder for, with its folder's description of the model.
+
+    ``None`` if there is none; raises like `open_manifest`.
+    """
+    where = located(path)
+    asked = (spec.open_variant for spec in specs() if spec.open_variant is not None and format in (None, spec.name))
+    return next((found for open_one in asked if (found := open_one(where)) is not None), None)
+
+
 def describe_folder(path: str | os.PathLike[str] | Location, *, with_weights: bool = False) -> Manifest | None:
     """Return the manifest of a model's description, without tensors.
 

@@ -73,6 +73,8 @@ class FormatSpec:
     """Format of the files that an index of this format lists."""
     folder_of: Callable[[Location], Location | None] | None = None
     """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
+    open_variant: Callable[[Location], Manifest | None] | None = None
+    """The same for a file that the folder does not mean: opens it alone, with the folder's description of the model."""
     described_by: Literal["keras", "keras-legacy", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""

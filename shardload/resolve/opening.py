@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UsageError, suggests_arguments
-from shardload.loaders import describe_folder, folder_of, open_manifest, spec_of
+from shardload.loaders import describe_folder, folder_of, open_manifest, open_variant, spec_of
 from shardload.loaders.contents import CONFIG
 from shardload.loaders.registry import names as format_names
 from shardload.manifest import Manifest
@@ -73,7 +73,8 @@ def open_source(
     source = location_of(source) or source
     if isinstance(source, Location):
         folder = folder_of(source, format=format) if described else None
-        manifest = open_manifest(folder or source, format=format)
+        variant = open_variant(source, format=format) if described and folder is None else None
+        manifest = variant or open_manifest(folder or source, format=format)
         return OpenedSource(manifest, None, manifest.notes)
     # 2. A training step in an object store.
     if is_url(source):
@@ -84,7 +85,8 @@ def open_source(
     if not weights and (without := _without_weights(found, format, ignore_config)) is not None:
         return without
     try:
-        manifest = open_manifest(found.path, format=format)
+        variant = open_variant(found.path, format=format) if described and found.architecture is None else None
+        manifest = variant or open_manifest(found.path, format=format)
     except SourceNotFoundError:
         named = not weights and Path(source).name == CONFIG  # other files in its folder do not matter
         without = _without_weights(found, format, ignore_config, with_weights=True) if named else None

@@ -432,3 +432,49 @@ def test_reports_name_a_tensor_that_the_index_does_not_assign_to_its_shard(tmp_p
     assert left_out in shardload.plan(folder).notes
     assert left_out in shardload.report(shardload.load(folder, mesh="1x1")).notes
     assert left_out in shardload.convert(folder, tmp_path / "preset", to="h5").notes
+
+
+def variants(folder, *, names):
+    """Replace the file of a folder by one of these names and one whose numbers are twice as large."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    for factor, name in enumerate(names, start=1):
+        save_file({key: value * factor for key, value in tensors.items()}, folder / name)
+    return tensors
+
+
+@pytest.mark.parametrize("names", [(WEIGHTS, "model.fp16.safetensors"), ("a.safetensors", "b.safetensors")])
+def test_one_of_two_variants_is_loaded_by_its_own_path(names, tmp_path):
+    folder = edited(tmp_path, "gpt2")
+    tensors = variants(folder, names=names)
+    for factor, name in enumerate(names, start=1):
+        model = shardload.load(folder / name, mesh="1x2")
+        found = np.asarray(model.get_layer("token_embedding").embeddings)
+        np.testing.assert_array_equal(found, tensors["wte.weight"] * factor)
+    note = f"describes the model of {names[1]}: loaded this file, and no other variant"
+    assert any(note in found for found in shardload.report(model).notes)
+    assert note in str(shardload.plan(folder / names[1], mesh="1x2"))
+
+
+def test_a_file_without_a_number_beside_others_is_one_of_several_shards(tmp_path):
+    folder = edited(tmp_path, "gpt2")
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    for number, part in enumerate((dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2]))):
+        save_file(part, folder / f"{'ab'[number]}.safetensors")
+    same_as_clean(folder / "b.safetensors", "gpt2")
+
+
+def test_a_shard_in_a_subfolder_means_the_folder_of_its_index(tmp_path):
+    folder = edited(tmp_path, "gpt2")
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    (folder / "parts").mkdir()
+    halves = {f"parts/model-0000{n + 1}-of-00002.safetensors": list(tensors)[n::2] for n in range(2)}
+    for name, keys in halves.items():
+        save_file({key: tensors[key] for key in keys}, folder / name)
+    listed = {key: name for name, keys in halves.items() for key in keys}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    for name in halves:
+        same_as_clean(folder / name, "gpt2")
+        assert set(shardload.inspect(folder / name).tensors) == set(tensors)
