@@ -456,7 +456,8 @@ def require_callable_with(function: Callable[..., object], *arguments: object, n
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise UsageError(f"Cannot call {name}={function!r:.60} with {len(arguments)} argument: {error}") from None
+        count = "1 argument" if len(arguments) == 1 else f"{len(arguments)} arguments"
+        raise UsageError(f"Cannot call {name}={function!r:.60} with {count}: {error}") from None
     except ValueError:  # a builtin that states no signature
         return
 

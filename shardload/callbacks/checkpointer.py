@@ -87,6 +87,7 @@ class Checkpointer:
         step_records.check_directory(directory)
         step_records.check_timeout(async_timeout_s)
         step_records.check_choices(compression=compression, best_of="folder")
+        step_records.check_flags(save_on_background=save_on_background)
         self._retention = Retention(max_to_keep, keep_best, keep_every_steps, keep_every_hours)
         self._monitor = Monitor(monitor, mode=mode)
         self._best = Best(self._monitor, of="folder", rule="keep_best" if keep_best else None)

@@ -132,6 +132,15 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         step_records.check_timeout(async_timeout_s)
         step_records.check_choices(compression=compression, best_of=best_of)
         step_records.check_initial_epoch(initial_epoch)
+        step_records.check_flags(
+            save_best_only=save_best_only,
+            save_weights_only=save_weights_only,
+            save_on_background=save_on_background,
+            background_delete=background_delete,
+        )
+        step_records.check_functions(
+            metadata=metadata, save_decision=save_decision, post_finalization=post_finalization
+        )
         if not (isinstance(resume, Integral) or resume in ("latest", "best")):
             raise UsageError(f'Cannot use resume={resume!r}: expected True, False, "latest", "best" or a step number')
         self.verbose = verbose

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardload.callbacks.monitor import plain_logs
 from shardload.distributed import processes
-from shardload.errors import UsageError
+from shardload.errors import UsageError, require_callable_with
 from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
 from shardload.keras_bridge.variables import current_value
 from shardload.mapping.state_tree import StateTree
@@ -78,6 +78,28 @@ def for_all_processes(tree: Any) -> Any:
         return np.asarray(value) if isinstance(value, jax.Array) and value.is_fully_addressable else value
 
     return jax.tree.map(plain, tree)
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuse what is neither true nor false: the text ``"no"`` would count as true.
+
+    Raises:
+        UsageError: If one is not.
+    """
+    for name, given in flags.items():
+        if given not in (True, False):
+            raise UsageError(f"Cannot use {name}={given!r:.60}: expected True or False")
+
+
+def check_functions(**functions: Any) -> None:
+    """Refuse functions that cannot be called with a step and what else they get, before training begins.
+
+    Raises:
+        UsageError: If one cannot be.
+    """
+    for name, given in functions.items():
+        if callable(given):
+            require_callable_with(given, 0, {}, name=name)
 
 
 def checked_metadata(found: Any) -> Any:

@@ -39,6 +39,22 @@ WRONG = {
         lambda: shardload.Checkpointer("run", keep_every_hours="1"),
         "Cannot use keep_every_hours='1': expected more than 0, or None",
     ),
+    "save_weights_only": (
+        lambda: OrbaxCheckpoint("run", save_weights_only="no"),
+        "Cannot use save_weights_only='no': expected True or False",
+    ),
+    "save_on_background": (
+        lambda: shardload.Checkpointer("run", save_on_background="no"),
+        "Cannot use save_on_background='no': expected True or False",
+    ),
+    "metadata": (
+        lambda: OrbaxCheckpoint("run", metadata=lambda step: {}),
+        "Cannot call metadata=.* with 2 arguments: too many positional arguments",
+    ),
+    "post_finalization": (
+        lambda: OrbaxCheckpoint("run", post_finalization=lambda: None),
+        "Cannot call post_finalization=.* with 2 arguments: too many positional arguments",
+    ),
     "variables": (lambda: shardload.Checkpointer("run", variables=3), "Cannot use variables=3: expected patterns"),
     "initialise": (lambda: shardload.initialise(3), "Cannot use 3: expected a model, or variables"),
     "initialise a list": (lambda: shardload.initialise([3]), r"Cannot use \[3\]: expected a model, or variables"),
