@@ -19,6 +19,7 @@ from shardload.keras_bridge.model_state import optimizers_by_path
 from shardload.keras_bridge.optimizer_slots import owner_of, start_of
 from shardload.manifest import Manifest, Tensor
 from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, attribute_of, is_core, kind_in, part_of
+from shardload.mapping.state_keys import owner_in
 from shardload.mapping.state_tree import Pairing, StateLeaf, Stored, describe
 from shardload.mapping.variable_map import Begun
 from shardload.reports.notes import Note, NoteKind
@@ -184,19 +185,29 @@ def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: b
 
 
 def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Let all slots of weights that share some begin: Adam's momentum is too large without its velocity."""
+    """Let all slots of weights that share some begin: Adam's momentum is too large without its velocity or count."""
     own = [pair for pair in paired.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
     reshaped = {leaf.role.of for tensor, leaf in own if paired.is_core(leaf) and tensor.shape != leaf.shape}
-    if not (incomplete := _incomplete(paired, name) | reshaped):
-        return paired
+    incomplete = _incomplete(paired, name) | reshaped
+    uncounted = {leaf.role.of for _, leaf in own if owner_in(leaf.role) in _without_count(paired, name)} - incomplete
+    if incomplete:
+        weights = plural(len(incomplete), "weight")
+        noted.append(f"step and model have other slots for {weights}: these begin as in a new optimizer")
+    if uncounted:
+        weights = plural(len(uncounted), "weight")
+        noted.append(f"the step has no iterations for the optimizer of {weights}: its slots begin as in a new one")
     # Pairs of different shapes stay, as they are refused under `strict`.
-    whole = [(tensor, leaf) for tensor, leaf in own if leaf.role.of in incomplete and tensor.shape == leaf.shape]
-    noted.append(
-        f"step and model have other slots for {plural(len(incomplete), 'weight')}: these begin as in a new optimizer"
-    )
+    begins = incomplete | uncounted
+    whole = [(tensor, leaf) for tensor, leaf in own if leaf.role.of in begins and tensor.shape == leaf.shape]
     pairs = tuple(pair for pair in paired.pairs if pair not in whole)
     begun = (*paired.begun, *(leaf for _, leaf in whole))
     return replace(paired, pairs=pairs, dropped=(*paired.dropped, *whole), begun=begun)
+
+
+def _without_count(paired: Paired, name: str | None) -> set[str]:
+    """Return which of several optimizers the step has no iterations of, as `owner_in`."""
+    missing = (leaf.role for leaf in paired.missing if leaf.role.optimizer == name and leaf.role.of is not None)
+    return {role.key.rpartition("/")[0] for role in missing if role.key.endswith("/iteration")}
 
 
 def _beginning(paired: Paired, leaves: Iterable[StateLeaf]) -> str:

@@ -108,6 +108,11 @@ def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -
     return roles
 
 
+def owner_in(role: Role) -> str | None:
+    """Return the prefix of the optimizer among several that a slot belongs to: ``inner_optimizers/1/Adam``."""
+    return None if role.slot is None or INNER not in role.slot else role.slot.rpartition("/")[0]
+
+
 def _of_several(optimizers: Sequence[Any], weights: dict[int, str], prefix: str) -> dict[int, Role]:
     """Return the roles of the variables of optimizers that each train some weights (``MultiOptimizer``)."""
     roles: dict[int, Role] = {}

@@ -22,7 +22,7 @@ from shardload.keras_bridge.model_state import optimizer_variables_of, optimizer
 from shardload.keras_bridge.optimizer_slots import accumulations_in, batches_of_update, kind_of
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
 from shardload.mapping.slot_roles import Forms, forms_of, kind_in, meaning_of, part_of
-from shardload.mapping.state_keys import Role, roles_of
+from shardload.mapping.state_keys import Role, owner_in, roles_of
 from shardload.units import plural
 
 _ACCUMULATES = "gradient_accumulation_steps"
@@ -279,7 +279,7 @@ def find(
     by_identity = {_identity(s.role, rename or {}, forms): s for s in stored}
     left_out = {_identity(s.role, rename or {}, forms): s for s in out}
     wanted = {_identity(leaf.role, {}, own): leaf for leaf in tree.leaves}
-    wanted = _by_position(wanted, by_identity)
+    wanted = _by_shared_weights(_by_position(wanted, by_identity), by_identity)
     return Pairing(
         tuple((by_identity[i], leaf) for i, leaf in wanted.items() if i in by_identity),
         tuple(leaf for i, leaf in wanted.items() if i not in by_identity and i not in left_out),
@@ -301,6 +301,24 @@ def _by_position(
         if identity not in stored and older in stored and older not in wanted and stored[older].shape == leaf.shape:
             wanted = {older if i == identity else i: found for i, found in wanted.items()}
     return wanted
+
+
+def _by_shared_weights(
+    wanted: dict[tuple[str, str, str], StateLeaf], stored: Mapping[tuple[str, str, str], Stored]
+) -> dict[tuple[str, str, str], StateLeaf]:
+    """Pair the counts and rates of several optimizers by their slots where the first weights of both differ."""
+    scalars = {s.role.key: i for i, s in stored.items() if i[0] == "optimizer"}
+    found: dict[tuple[str, str, str], StateLeaf] = {}
+    for identity, leaf in wanted.items():
+        own, _, name = leaf.role.key.rpartition("/")
+        if identity in stored or identity[0] != "optimizer" or leaf.role.of is None:
+            found[identity] = leaf
+            continue
+        slots = [i for i, other in wanted.items() if owner_in(other.role) == own and i in stored]
+        theirs = {owner_in(stored[i].role) for i in slots}
+        other = scalars.get(f"{theirs.pop()}/{name}", identity) if len(theirs) == 1 else identity
+        found[identity if other in wanted else other] = leaf
+    return found
 
 
 def kinds_in(structure: Any) -> dict[str, str]:

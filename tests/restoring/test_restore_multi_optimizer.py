@@ -88,6 +88,58 @@ def test_another_class_does_not_continue_but_the_others_do(tmp_path):
     assert any("begin as in a new optimizer: " in note and "velocities" in note for note in report.notes)
 
 
+def grouped(groups, *, frozen=()):
+    """A model of four weights, with an Adam for each group of them and an SGD for the others."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(4, name=name) for name in ("a", "b")]
+    model = keras.Sequential([keras.Input((3,)), *layers], name="net")
+    for name in frozen:
+        model.get_layer(name).trainable = False
+    found = K.OptimizerMap(sgd(), {group: adam() for group in groups})
+    model.compile(K.MultiOptimizer(found), "mse")
+    model.optimizer.build(model.trainable_variables)
+    for number, variable in enumerate(model.optimizer.variables):
+        whole = "int" in str(variable.dtype)
+        variable.assign(np.full(variable.shape, number + 6 if whole else (number + 1) / 64, variable.dtype))
+    return model
+
+
+def moments(model):
+    """The count and the slots of the Adam of each weight."""
+    adams = [one for one in model.optimizer.optimizers if type(one) is K.Adam]
+    return {
+        slot.name: (int(one.iterations), np.asarray(value_of(slot)))
+        for one in adams
+        for slot in one.variables
+        if slot.name.endswith(("_momentum", "_velocity"))
+    }
+
+
+def test_the_count_goes_with_the_slots_if_the_first_weight_is_another(tmp_path):
+    """What several optimizers count is matched by the first weight of each, which may now be frozen."""
+    source, target = grouped([".*/(a|b)/.*"]), grouped([".*/(a|b)/.*"], frozen=["a"])
+    target.optimizer.iterations.assign(0)
+    save_step(source, tmp_path, 7)
+    report = shardload.restore(target, tmp_path, strict=False)
+    assert not report.missing
+    for name, (count, value) in moments(target).items():
+        assert count == moments(source)[name][0]
+        np.testing.assert_array_equal(value, moments(source)[name][1])
+
+
+def test_slots_do_not_continue_without_their_count(tmp_path):
+    """One Adam became two: its count goes to one of them."""
+    source, target = grouped([".*/(a|b)/.*"]), grouped([".*/a/.*", ".*/b/.*"])
+    save_step(source, tmp_path, 7)
+    report = shardload.restore(target, tmp_path, strict=False)
+    stored = moments(source)
+    for name, (count, value) in moments(target).items():
+        continues = name.startswith("net_a_")
+        assert count == (stored[name][0] if continues else 0)
+        np.testing.assert_array_equal(value, stored[name][1] if continues else 0)
+    assert "the step has no iterations for the optimizer of 2 weights: its slots begin as in a new one" in report.notes
+
+
 def test_averages_of_one_of_them_begin_with_its_weights(tmp_path):
     source, target = trained(), build(first=lambda: adam(use_ema=True))
     save_step(source, tmp_path, 7)
