@@ -110,7 +110,7 @@ EDGES = {
         "typing",
         "units",
     },
-    "comparing": {"converting", "errors", "loaders", "manifest", "progress", "resolve", "transfer"},
+    "comparing": {"converting", "errors", "loaders", "manifest", "progress", "resolve", "transfer", "units"},
     "console": {
         "comparing",
         "converting",
