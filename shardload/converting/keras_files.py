@@ -28,13 +28,14 @@ from shardload.converting.transformers import is_weight
 from shardload.errors import UnsupportedError, is_of_system
 from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.model_state import own_layers
-from shardload.keras_bridge.saving import SavedLayout, optimizers_of, saved_layout
+from shardload.keras_bridge.saving import SavedLayout, assets_of, optimizers_of, saved_layout
 from shardload.keras_bridge.set_attributes import serialised_with_attributes
 from shardload.keras_bridge.weights_files import dataset
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.keras_h5 import SPEC as KERAS_H5
 from shardload.loaders.keras_sharded import SPEC as KERAS_SHARDED
+from shardload.mapping.assets import has_assets
 from shardload.mapping.state_keys import roles_of
 from shardload.units import plural
 from shardload.writers import TensorPlace, Wanted
@@ -136,7 +137,13 @@ def file(
         described = with_dtype(model_config(root), dtype)
         if original := source.companions.config(TRANSFORMERS):
             described[sidecar_files.ENTRY] = original
-        if fault := description_fault(str(root.name), described, [copy.wanted for copy in found.weights]):
+        if _has_assets(source):
+            notes += (
+                f"{stem}.json was not written, because layers of the model have files (a vocabulary), and "
+                f"{target.name} cannot store them. Load it into a model that your program builds with them, or keep a "
+                "training step or a .keras file",
+            )
+        elif fault := description_fault(str(root.name), described, [copy.wanted for copy in found.weights]):
             notes += (
                 f"{stem}.json was not written, because the model that Keras builds from it does not fit the file: "
                 f"{fault}. Load the file into a model that your program builds",
@@ -178,6 +185,13 @@ def file(
         is_keras_file=True,
         omitted=found.omitted,
     )
+
+
+def _has_assets(source: Source) -> bool:
+    """Whether layers of the model save files; KerasHub's tokenizers are none of them here."""
+    if source.is_hub:
+        return False
+    return assets_of(source.model) is not None if source.is_live else has_assets(source.manifest)
 
 
 def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> ConversionPlan:

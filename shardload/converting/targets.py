@@ -33,6 +33,7 @@ from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.loaders.orbax import SPEC as ORBAX
 from shardload.loaders.registry import specs
 from shardload.manifest import Manifest
+from shardload.mapping.assets import read_assets
 from shardload.mapping.state_tree import WEIGHTS, describe
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import Binding
@@ -325,9 +326,11 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
     for leaf, tensor in zip(structure["leaves"], tensors, strict=True):
         leaf["dtype"] = tensor.dtype.name
     described = json.dumps(with_dtype(model_config(source.model), dtype))
+    # KerasHub's tokenizers are among the files of `keras_family`.
+    assets = {} if source.is_hub else read_assets(source.manifest)
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
-        places = orbax.write_skeleton(folder, tensors, groups=WEIGHTS, model_config=described)
+        places = orbax.write_skeleton(folder, tensors, groups=WEIGHTS, model_config=described, assets=assets)
         # Orbax wrote this folder as a tiny checkpointable, so plain Orbax reads the step with more files in it too.
         own = folder / "shardload"
         (own / "structure.json").write_text(json.dumps(structure), encoding="utf-8")

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from shardload.errors import SourceError, UnsafeSourceError
 from shardload.keras_bridge.saving import load_assets as load_keras_assets
 from shardload.loaders import spec_of
@@ -60,6 +62,30 @@ def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None
                 "model yourself, set its vocabulary (adapt(), set_vocabulary()), then call "
                 "shardload.load_weights(model, source)"
             ) from error
+
+
+def has_assets(manifest: Manifest) -> bool:
+    """Whether layers saved files in a checkpoint; reads no content."""
+    return next(_files(manifest, None), None) is not None
+
+
+def read_assets(manifest: Manifest) -> dict[str, Any]:
+    """Return the files that layers saved as nested arrays of uint8, unverified; raises like `load_assets`."""
+    files = _files(manifest, None)
+    if (first := next(files, None)) is None:
+        return {}
+    # To disk, where a name that leaves its folder is refused.
+    with temporary_folder("shardload-assets-") as made:
+        folder = made.resolve()
+        _write(itertools.chain([first], files), manifest, folder)
+        return _nested(folder)
+
+
+def _nested(folder: Path) -> dict[str, Any]:
+    return {
+        path.name: _nested(path) if path.is_dir() else np.frombuffer(path.read_bytes(), np.uint8)
+        for path in sorted(folder.iterdir())
+    }
 
 
 def _write(files: Iterable[tuple[str, Any]], manifest: Manifest, folder: Path) -> None:

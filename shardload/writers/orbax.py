@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ ITEM = "pytree"
 
 
 def write_skeleton(
-    folder: Path, tensors: Sequence[Wanted], *, groups: Sequence[str], model_config: str
+    folder: Path, tensors: Sequence[Wanted], *, groups: Sequence[str], model_config: str, assets: Mapping[str, Any]
 ) -> tuple[TensorPlace, ...]:
     """Make the checkpoint; return where the values belong.
 
@@ -35,6 +35,7 @@ def write_skeleton(
         tensors: Named by their key path, joined by "/".
         groups: Top-level keys of the tree, written even if empty.
         model_config: The model's description, as Keras' callback stores it.
+        assets: The files that layers saved, as Keras' callback stores them: nested arrays of uint8.
     """
     # Orbax writes one element per array, so that its files exist without the memory or the disk for real values.
     tree: dict[str, Any] = {group: {} for group in groups}
@@ -46,7 +47,8 @@ def write_skeleton(
             place = place.setdefault(part, {})
         # Of the right rank, which other entries of zarr.json depend on: `_resize` replaces only sizes and codecs.
         place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)
-    orbax_writer.write_plain_arrays(folder, {ITEM: tree, "model_config": {"config": model_config}})
+    items = {ITEM: tree, "model_config": {"config": model_config}}
+    orbax_writer.write_plain_arrays(folder, items | ({"assets": assets} if assets else {}))
     return tuple(_resize(folder, t) if t.size else TensorPlace(t.name, ()) for t in tensors)
 
 

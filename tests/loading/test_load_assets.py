@@ -10,7 +10,7 @@ from saving_models import Weighing
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.errors import DamagedError, MismatchError, SourceError, UnsafeSourceError
+from shardload.errors import DamagedError, MismatchError, SourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import keras_archive
 
 X = np.ones((8, 3), "float32")
@@ -97,6 +97,30 @@ def step(folder):
 def test_a_step_gives_layers_their_files_back(tmp_path):
     words = step(tmp_path)
     assert shardload.load(tmp_path).layers[0].words == words
+
+
+@pytest.mark.parametrize("source", ["model.keras", "1"])
+def test_orbax_keeps_the_files_of_layers(tmp_path, source):
+    layer = Worded(2)
+    layer.words = "cat dog"
+    model, _ = archive(layer, tmp_path)
+    shardload.save(model, tmp_path, step=1)
+    shardload.convert(tmp_path / source, tmp_path / "2", to="orbax")
+    shardload.convert(tmp_path / "2", tmp_path / "3", to="orbax")
+    assert shardload.load(tmp_path / "3", format="orbax").layers[0].words == "cat dog"
+
+
+@pytest.mark.parametrize("ending", [".weights.h5", ".weights.json"])
+def test_weights_of_layers_with_files_have_no_description_without_them(tmp_path, ending):
+    model, path = archive(Worded(2), tmp_path)
+    for report in (
+        shardload.save_as(model, tmp_path / f"saved{ending}"),
+        shardload.convert(path, tmp_path / f"converted{ending}"),
+    ):
+        assert "json was not written, because layers of the model have files (a vocabulary)" in report.notes[0]
+        with pytest.raises(UnsupportedError, match="no description of their model"):
+            shardload.load(report.target)
+        shardload.load_weights(model_of(Worded(2)), report.target)
 
 
 def test_a_damaged_file_of_a_step_is_told(tmp_path):
