@@ -1,4 +1,4 @@
-"""Parse and format bytes, counts, seconds and dtypes for people.
+"""Parse and format bytes, counts, seconds and dtypes for people, and check arguments.
 
     "16GiB" ─ parse_bytes ─► 17179869184 ─ format_bytes ─► "16.0 GiB"
     "bf16" ─ dtype_name ─► "bfloat16"        jnp.float32 ─► "float32"        "float99" ─► UsageError
@@ -6,13 +6,15 @@
 Suffixes follow the standards: ``KiB``, ``MiB``, ``GiB``, ``TiB`` are powers of 1024, ``KB``, ``MB``, ``GB``,
 ``TB`` powers of 1000. A bare ``K``, ``M``, ``G`` or ``T`` is binary, as in ``ulimit`` and ``docker``.
 Memory is printed in binary units, rates in decimal ones (GB/s), as disks and buses are sold.
+
+The checks raise a `UsageError` that names the argument, what came, and what is expected.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from numbers import Integral, Real
 from typing import Any
@@ -35,6 +37,43 @@ def is_integer(value: object) -> bool:
 def is_real(value: object) -> bool:
     """Whether a value is a number, of Python or NumPy; a bool is none."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise a `UsageError` unless an argument is of a kind."""
+    if kind is bool:
+        import numpy as np  # here, as the command prints its help without it
+
+        kind = bool | np.bool_
+    if not isinstance(value, kind):
+        raise UsageError(f"Cannot use {argument}={value!r:.60}: expected {expected}")
+
+
+def check_choice(argument: str, value: Any, choices: Iterable[str | None]) -> None:
+    """Raise a `UsageError` unless an argument is one of some names; ``None`` may be one of them."""
+    known = list(choices)
+    # Not `in` alone: arrays compare element by element.
+    if not isinstance(value, str | None) or value not in known:
+        *first, last = map(repr, known)
+        raise UsageError(f"Cannot use {argument}={value!r:.60}: expected {', '.join(first)} or {last}")
+
+
+def check_names(argument: str, value: Any) -> None:
+    """Raise a `UsageError` unless an argument is a mapping from names to names, or ``None``."""
+    check_kind(argument, value, Mapping | None, "a mapping")
+    if not all(isinstance(name, str) for pair in (value or {}).items() for name in pair):
+        raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a mapping from names to names")
+
+
+def check_no_iterator(argument: str, value: Any) -> None:
+    """Raise a `UsageError` for an iterator, that JAX would take for an array."""
+    if isinstance(value, Iterator):
+        raise UsageError(f"Cannot use {argument}={value!r:.60}: expected its values, such as a list of them")
+
+
+def is_function(value: Any) -> bool:
+    """Whether an argument is a function to call: classes and models can be called, too, but not for this."""
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "trainable_variables")
 
 
 def parse_bytes(text: str | int, *, least: int = 0) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from shardload.errors import UsageError
 from shardload.keras_bridge.training import metric_direction
+from shardload.units import check_choice
 
 Mode = Literal["min", "max"]
 
@@ -26,8 +27,7 @@ class Monitor:
     """
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
-        if mode not in ("auto", "min", "max"):
-            raise UsageError(f"Cannot use mode={mode!r:.60}: expected 'auto', 'min' or 'max'")
+        check_choice("mode", mode, ("auto", "min", "max"))
         self.name = name
         self.mode = mode
         self.best = self._threshold = threshold

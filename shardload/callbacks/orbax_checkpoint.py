@@ -37,6 +37,7 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import Root
 from shardload.steps.record import StepRecord
+from shardload.units import is_function
 
 DEFAULT_MONITOR = "val_loss"
 """That of Keras. Steps saved without validation data lack it, which is no reason to warn."""
@@ -141,8 +142,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         step_records.check_functions(
             metadata=metadata, save_decision=save_decision, post_finalization=post_finalization
         )
-        if not (isinstance(resume, Integral) or resume in ("latest", "best")):
-            raise UsageError(f'Cannot use resume={resume!r}: expected True, False, "latest", "best" or a step number')
+        if not (isinstance(resume, Integral) or (isinstance(resume, str) and resume in ("latest", "best"))):
+            raise UsageError(
+                f'Cannot use resume={resume!r:.60}: expected True, False, "latest", "best" or a step number'
+            )
         self.verbose = verbose
         self.save_best_only = save_best_only
         self.save_freq = save_freq if isinstance(save_freq, str) else int(save_freq)
@@ -151,8 +154,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.save_weights_only = save_weights_only
         self.metadata = metadata if callable(metadata) else step_records.checked_metadata(metadata)
         self.checkpointables = checkpointables
-        if not callable(checkpointables):
-            step_records.checked_items(checkpointables or {})
+        if not is_function(checkpointables):
+            step_records.checked_items({} if checkpointables is None else checkpointables)
         self.data_iterator = data_iterator
         self.compression = compression
         self.background_delete = background_delete

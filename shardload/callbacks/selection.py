@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+
 from shardload.errors import UsageError, require_callable_with
 from shardload.keras_bridge.model_state import trained_variables, variables_of
 from shardload.mapping.state_tree import StateTree
+from shardload.units import check_kind, is_function
 
 Variables = Sequence[str] | Callable[[Any], bool] | None
 """Patterns of variable paths (``"*lora*"``), or a function of a ``keras.Variable``."""
@@ -27,14 +30,13 @@ class Selection:
     variables: Variables = None
 
     def __post_init__(self) -> None:
-        chosen = self.variables
-        if self.trainable_only not in (True, False):
-            raise UsageError(f"Cannot use save_trainable_only={self.trainable_only!r:.60}: expected True or False")
+        chosen: Any = self.variables
+        check_kind("save_trainable_only", self.trainable_only, bool, "True or False")
         if self.trainable_only and chosen is not None:
             raise UsageError("Cannot use save_trainable_only and variables together: pass one of them")
-        if chosen is None or callable(chosen):
+        if chosen is None or is_function(chosen):
             return
-        is_list = isinstance(chosen, Iterable) and not isinstance(chosen, str)
+        is_list = isinstance(chosen, Iterable) and not isinstance(chosen, str | np.ndarray | type)
         if not is_list or not chosen or not all(isinstance(pattern, str) for pattern in chosen):
             raise UsageError(
                 f"Cannot use variables={chosen!r:.60}: expected patterns of variable paths such as ['*lora*'], or a "

@@ -25,7 +25,7 @@ from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
 from shardload.keras_bridge.variables import current_value
 from shardload.mapping.state_tree import StateTree
 from shardload.stores.local import local_target
-from shardload.units import is_integer, is_real
+from shardload.units import check_choice, is_function, is_integer, is_real
 
 VERSION = 1
 MAX_SHOWN = 200
@@ -87,7 +87,7 @@ def check_flags(**flags: Any) -> None:
         UsageError: If one is not.
     """
     for name, given in flags.items():
-        if given not in (True, False):
+        if not isinstance(given, bool | np.bool_ | int) or given not in (True, False):
             raise UsageError(f"Cannot use {name}={given!r:.60}: expected True or False")
 
 
@@ -120,7 +120,7 @@ def checked_items(checkpointables: Any) -> dict[str, Any]:
     Raises:
         UsageError: If a name or a value is not supported.
     """
-    found = checkpointables() if callable(checkpointables) else checkpointables
+    found = checkpointables() if is_function(checkpointables) else checkpointables
     if not isinstance(found, Mapping):
         raise UsageError(
             f"Cannot save checkpointables={found!r:.60}: expected a dict of named items, or a function that returns one"
@@ -155,7 +155,7 @@ def iterator_record(source: Any) -> dict[str, Any]:
     Raises:
         UsageError: If the position is neither bytes nor preserved by a round trip through JSON.
     """
-    state = source.get_state() if hasattr(source, "get_state") else source() if callable(source) else source
+    state = source.get_state() if hasattr(source, "get_state") else source() if is_function(source) else source
     if isinstance(state, bytes):
         return {"version": VERSION, "state_base64": base64.b64encode(state).decode()}
     try:
@@ -232,10 +232,8 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 
 def check_choices(*, compression: str, best_of: str) -> None:
     """Raise a `UsageError` for an unknown option."""
-    if compression not in ("none", "zstd"):
-        raise UsageError(f"Cannot use compression={compression!r:.60}: expected 'none' or 'zstd'")
-    if best_of not in ("folder", "run"):
-        raise UsageError(f"Cannot use best_of={best_of!r:.60}: expected 'folder' or 'run'")
+    check_choice("compression", compression, ("none", "zstd"))
+    check_choice("best_of", best_of, ("folder", "run"))
 
 
 def check_initial_epoch(found: Any) -> None:
@@ -246,7 +244,7 @@ def check_initial_epoch(found: Any) -> None:
 
 def check_frequency(save_freq: Any) -> None:
     """Raise a `UsageError` for an invalid ``save_freq``, with Keras' message."""
-    if save_freq != "epoch" and not (is_integer(save_freq) and save_freq >= 1):
+    if not (isinstance(save_freq, str) and save_freq == "epoch") and not (is_integer(save_freq) and save_freq >= 1):
         raise UsageError(
             f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"
         )

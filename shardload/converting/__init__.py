@@ -53,7 +53,7 @@ from shardload.steps.listing import is_ours
 from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.local import local_target, working_folder
 from shardload.typing import DTypeLike, PathLike
-from shardload.units import format_bytes, parse_bytes, plain_dtype_name, plural
+from shardload.units import check_kind, format_bytes, parse_bytes, plain_dtype_name, plural
 
 DEFAULT_HOST_MEMORY = 512 << 20
 """Bytes of tensors in memory at once. Most tensors of a 9B model then fit in one block; more is not faster."""
@@ -163,7 +163,9 @@ def convert(
     """
     began = time.monotonic()
     # Check all that the arguments tell before anything is opened.
-    arguments.check_kind("dst", dst, str | os.PathLike, "a path")
+    check_kind("dst", dst, str | os.PathLike, "a path")
+    check_kind("merge_lora", merge_lora, bool, "True or False")
+    check_kind("overwrite", overwrite, bool, "True or False")
     if not os.fspath(dst):
         raise UsageError("Cannot convert to an empty path. Give a folder, or NAME.weights.h5")
     target = Path(os.path.abspath(local_target(dst)))  # noqa: PTH100  resolve() would follow a link that is to be replaced

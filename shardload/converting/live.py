@@ -49,7 +49,7 @@ from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.bounds import Bounds
 from shardload.stores.local import expanded, local_target, temporary_folder, working_folder
 from shardload.typing import DTypeLike, PathLike
-from shardload.units import plain_dtype_name
+from shardload.units import check_kind, plain_dtype_name
 from shardload.writers import TensorPlace
 
 SaveTarget = Literal["safetensors", "h5", "preset"]
@@ -197,9 +197,9 @@ def _checked(
     max_shard_bytes: int | str | None,
     overwrite: bool,
 ) -> _Request:
-    arguments.check_kind("path", path, str | os.PathLike, "a path")
-    arguments.check_kind("merge_lora", merge_lora, bool, "True or False")
-    arguments.check_kind("overwrite", overwrite, bool, "True or False")
+    check_kind("path", path, str | os.PathLike, "a path")
+    check_kind("merge_lora", merge_lora, bool, "True or False")
+    check_kind("overwrite", overwrite, bool, "True or False")
     if not os.fspath(path):
         raise UsageError("Cannot save to an empty path. Give a folder, or NAME.weights.h5")
     target = Path(os.path.abspath(expanded(local_target(path))))  # noqa: PTH100  a link is replaced, not followed
@@ -212,6 +212,7 @@ def _checked(
 
 def _format(target: Path, to: str | None) -> str | None:
     """Return the format as `shardload.convert` calls it."""
+    check_kind("to", to, str | None, f"one of {', '.join(SAVE_TARGETS)}")
     if to == "orbax":
         raise UsageError(
             "Cannot save with to='orbax': Orbax checkpoints are steps. Call shardload.save(model, directory, step=0)"

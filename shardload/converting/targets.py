@@ -37,7 +37,7 @@ from shardload.mapping.assets import read_assets
 from shardload.mapping.state_tree import WEIGHTS, describe
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import Binding
-from shardload.units import parse_bytes
+from shardload.units import check_kind, parse_bytes
 from shardload.writers import TensorPlace
 
 Target = Literal["h5", "safetensors", "orbax"]
@@ -52,6 +52,7 @@ def target_of(path: Path, to: str | None) -> Target:
     Raises:
         UsageError: When neither determines it, or they contradict each other.
     """
+    check_kind("to", to, str | None, f"one of preset, {', '.join(TARGETS)}")
     is_file = is_file_name(path)
     if to == "preset" and not is_file:  # as `save_as` calls it
         return "h5"

@@ -51,7 +51,7 @@ from shardload.keras_bridge.variables import (
     value_of,
 )
 from shardload.sharding.layout import Layout
-from shardload.units import plural
+from shardload.units import check_kind, plural
 
 __all__ = ["abstract", "check_initialised", "initialise", "is_abstract", "uninitialised"]
 
@@ -99,6 +99,7 @@ def initialise(
         UninitialisedError: When a variable's old value was dropped and never replaced (it has no initialiser), or when
             its initial value differs between processes.
     """
+    check_kind("layouts", layouts, Mapping | None, "a mapping from the id of a variable to its layout")
     found = _variables(target)
     for variable in found:
         # Keras' `fit` sets `_value` to None; a variable that still had its initialiser would look abstract there.

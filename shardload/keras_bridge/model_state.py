@@ -116,7 +116,7 @@ def with_optimizer(model: Model, optimizer: Any) -> Iterator[None]:
     if optimizer is None or optimizer is own:
         yield
         return
-    if not hasattr(optimizer, "variables"):
+    if isinstance(optimizer, type) or not hasattr(optimizer, "variables"):
         raise UsageError(f"Cannot use optimizer={optimizer!r:.60}: expected an object such as keras.optimizers.Adam()")
     if own is not None:
         raise UsageError(

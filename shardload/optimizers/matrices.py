@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import UsageError
-from shardload.units import plural
+from shardload.units import check_kind, plural
 
 MAX_DIMENSION = 10_000
 """As SOAP has it: the decomposition of a larger factor takes minutes."""
@@ -174,6 +174,10 @@ def state_bytes(
     Raises:
         UsageError: When shape or parts are not tuples of positive integers, or the parts do not divide the shape.
     """
+    check_kind("path", path, str, "the path of a variable")
+    for argument, value in (("max_dimension", max_dimension), ("factor_bytes", factor_bytes)):
+        check_kind(argument, value, int | float, "a number")
+    check_kind("rules", rules, MatrixRules | None, "MatrixRules")
     shape, parts = _positive("shape", shape), _positive("parts", (1,) if parts is None else parts)
     if parts != (1,) and (len(parts) != len(shape) or any(n % k for n, k in zip(shape, parts, strict=True))):
         raise UsageError(f"Cannot split the shape {shape} into the parts {parts}: expected a divisor of each dim")

@@ -26,6 +26,7 @@ from shardload.optimizers.slot_report import SlotLayout, SlotReport
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.sharding.spread import why_not_spread
+from shardload.units import check_kind
 
 _OWN_SHAPE = "its shape differs from that of its weight"
 
@@ -51,6 +52,8 @@ def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> 
         LayoutError: If the optimizer is built for weights that are on no mesh.
         MeshError: If the mesh has no such axis.
     """
+    if not isinstance(axis, list | tuple):
+        check_kind("axis", axis, str | None, "the name of a mesh axis, or a list of names")
     optimizer, model = _optimizer_of(target)
     axes = (axis,) if isinstance(axis, str) else None if axis is None else tuple(axis)
     return spread_slots(optimizer, SlotSpread("batch" if axes is None else axes), model=model)

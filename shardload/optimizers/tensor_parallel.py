@@ -8,6 +8,7 @@ one model, one gradient for each weight, and XLA reduces gradients where a mesh 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import keras
@@ -18,7 +19,7 @@ from shardload.keras_bridge.pending import recording
 from shardload.optimizers.sharding import spread_slots
 from shardload.optimizers.slot_report import SlotReport
 from shardload.sharding.layout import Layout
-from shardload.units import plural
+from shardload.units import check_kind, plural
 
 
 @keras.saving.register_keras_serializable(package="shardload")
@@ -51,6 +52,8 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         name: str | None = None,
     ) -> None:
         base = _optimizer(base_optimizer)
+        check_kind("name", name, str | None, "the name of the optimizer")
+        check_kind("shard_optimizer_states", shard_optimizer_states, bool, "True or False")
         # Keras demands a rate here; the property `learning_rate` returns that of the base optimizer.
         super().__init__(learning_rate=0.0, name=name or base.name)
         # The attribute's name in Keras' LossScaleOptimizer, by which `optimizers_in` finds wrapped optimizers.
@@ -207,7 +210,8 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
 def _optimizer(found: Any) -> Any:
     if isinstance(found, (str, dict)):
-        found = keras.optimizers.get(found)
+        with suppress(KeyError, TypeError, ValueError):  # Keras knows none of that name
+            found = keras.optimizers.get(found)
     if not isinstance(found, keras.optimizers.Optimizer):
         raise UsageError(
             f"Cannot use base_optimizer={found!r:.60}: expected an optimizer of Keras, its name or its configuration"

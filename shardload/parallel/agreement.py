@@ -20,7 +20,7 @@ from shardload.errors import UsageError
 from shardload.keras_bridge.abstraction import check_initialised, initialise
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.variables import is_abstract, numbered, value_of
-from shardload.parallel.compiled import batch_specs, devices_for, split_keywords
+from shardload.parallel.compiled import batch_specs, check_batch, devices_for, split_keywords
 from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.numbers_check import ComparedArray, NumbersCheck
 from shardload.parallel.placement_check import bytes_by_device, misplaced, misplaced_by_id
@@ -28,7 +28,7 @@ from shardload.parallel.programs import State, StepProgram, optimizer_of, progra
 from shardload.parallel.result import LayoutChoice
 from shardload.parallel.rounding import MOST_SAMPLES, SAMPLES, coarsest_eps, compare, nudged
 from shardload.sharding.layout import Layout
-from shardload.units import plural
+from shardload.units import is_function, plural
 
 
 def check_numbers(
@@ -74,15 +74,16 @@ def check_numbers(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise UsageError(f"Cannot compare a model after steps={steps!r:.60}: expected a positive number")
-    if not hasattr(model, "trainable_variables"):
-        if not callable(model):
+    if isinstance(model, type) or not hasattr(model, "trainable_variables"):
+        if not is_function(model):
             raise UsageError(f"Cannot compare {model!r:.60}: expected a model, or a function that builds one")
         model = model()
     choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)
-    if training not in (None, "gradients"):
+    if not (training is None or (isinstance(training, str) and training == "gradients")):
         training = optimizer_of(training)  # once, so that its slots have the same names in every run
     arrays, static = split_keywords(kwargs)
+    check_batch(inputs=inputs, target=target)
     batch = jax.tree.map(np.asarray, {"inputs": inputs, "kwargs": arrays, "target": target})
     trial = _Trial(model, choice, devices, batch, {"loss": loss, "static": static, "devices": devices})
     # Outputs first: their number of elements is the number of terms that the loss adds up.

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import LayoutError, MeshError, UnsupportedError, UsageError
-from shardload.units import plural
+from shardload.units import check_kind, plural
 
 Op: TypeAlias = Literal["sum", "mean", "max", "min"]
 Axes: TypeAlias = str | Sequence[str]
@@ -92,6 +92,7 @@ def all_gather(
         UsageError: When there is no such dim, or mesh or sharding are unknown.
         MeshError: When the mesh has no such axis.
     """
+    _check_array("x", x)
     axes, dim = _names(axis_name), _dim(x, axis)
     local = partial(jax.lax.all_gather, axis_name=axes, axis=dim, tiled=True)
     if _is_manual(axes):
@@ -126,8 +127,9 @@ def reduce_scatter(
         MeshError: When the mesh has no such axis.
         LayoutError: When the dim is not divisible.
     """
-    if op not in ("sum", "mean"):
+    if not isinstance(op, str) or op not in ("sum", "mean"):
         raise UsageError(f"Cannot reduce_scatter by op={op!r:.60}. Choose sum or mean")
+    _check_array("x", x)
     axes, dim = _names(axis_name), _dim(x, axis)
 
     def local(shard: Any) -> Any:
@@ -164,6 +166,7 @@ def split_tensor_for_parallelism(tensor: Any, index: int, device_count: int, dim
     Raises:
         UsageError: When there is no such dim or part.
     """
+    _check_array("tensor", tensor)
     dim = _dim(tensor, dim)
     for name, value, least in (("device_count", device_count, 1), ("index", index, 0)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
@@ -183,11 +186,15 @@ def split_tensor_for_parallelism(tensor: Any, index: int, device_count: int, dim
 def _names(axis_name: Axes) -> tuple[str, ...]:
     several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str)
     names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
-    if not names or len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise UsageError(
             f"Cannot use axis_name={axis_name!r:.60}: expected the name of a mesh axis, or different names"
         )
     return names
+
+
+def _check_array(argument: str, x: Any) -> None:
+    check_kind(argument, x, jax.Array | np.ndarray | np.generic | complex | float | int, "an array")
 
 
 def _dim(x: Any, axis: int) -> int:
@@ -236,8 +243,9 @@ def _on_mesh(
         spec: As the caller gave it.
         derivative: What has no derivative; ``None`` if it has one.
     """
-    if not isinstance(mesh, Mesh | None):
-        raise UsageError(f"Cannot use mesh={mesh!r:.60}: expected a jax.sharding.Mesh")
+    check_kind("mesh", mesh, Mesh | None, "a jax.sharding.Mesh")
+    check_kind("spec", spec, PartitionSpec | None, "a jax.sharding.PartitionSpec")
+    _check_array("x", x)
 
     def mapped(x: Any) -> Callable[[Any], Any]:
         on, split = _placed(x, mesh, spec)

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Number
 from typing import Any
 
 import jax
@@ -28,10 +29,11 @@ from shardload.parallel.hlo_collectives import collectives_in
 from shardload.parallel.layout_search.tracing import collector_paused
 from shardload.parallel.programs import StepProgram, program_of
 from shardload.parallel.result import LayoutChoice
+from shardload.sharding.devices import device_list
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.placement import named_sharding
-from shardload.units import plural
+from shardload.units import check_no_iterator, plural
 
 CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """The machine code is never run. Partitioning and buffers are decided before it is generated."""
@@ -75,6 +77,7 @@ def compile_step(
     choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)
     arrays, static = split_keywords(kwargs)
+    check_batch(inputs=inputs, target=target)
     target = None if training is None else target  # inference needs none
     batch = batch_specs({"inputs": inputs, "kwargs": arrays, "target": target}, choice, devices)
     started = time.perf_counter()
@@ -91,7 +94,7 @@ def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...
     Raises:
         MeshError: When there are too few, or their number is not that of the positions.
     """
-    found = tuple(jax.devices()[: mesh.size] if devices is None else np.ravel(np.array(devices, dtype=object)))
+    found = device_list(devices) or tuple(jax.devices()[: mesh.size])
     if len(found) != mesh.size:
         raise MeshError(
             f"Cannot compile for the mesh {mesh}: found {plural(len(found), 'device')}, expected {mesh.size}. "
@@ -99,6 +102,16 @@ def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...
             "pass devices="
         )
     return found
+
+
+def check_batch(**arguments: Any) -> None:
+    """Raise unless arguments consist of numbers and arrays of numbers, or of their shapes."""
+    for argument, value in arguments.items():
+        check_no_iterator(argument, value)
+        for leaf in jax.tree.leaves(value):
+            dtype = leaf.dtype if _is_array(leaf) else np.asarray(leaf).dtype if isinstance(leaf, Number) else None
+            if isinstance(leaf, type) or dtype is None or np.dtype(dtype).kind in "OSUMm":
+                raise UsageError(f"Cannot use {argument}={value!r:.60}: expected arrays of numbers, or their shapes")
 
 
 def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any:
@@ -120,7 +133,7 @@ def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any
 
 def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return keyword arguments that are (structures of) arrays, and the others, which a program has built in."""
-    if not isinstance(kwargs, Mapping | None):
+    if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or {}):
         raise UsageError(f"Cannot use kwargs={kwargs!r:.60}: expected a dictionary of keyword arguments of call")
     found = dict(kwargs or {})
     # A structure with a flag or a string in it is built into the program, where `call` can branch on it.

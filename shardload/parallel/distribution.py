@@ -186,7 +186,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
 
     def _layout_for(self, model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayoutLike:
         """Return the layout to choose by: a plan for what the model is compiled for and the inputs it is shown."""
-        if self.layout_of_models != "search":
+        if not (isinstance(self.layout_of_models, str) and self.layout_of_models == "search"):
             return self.layout_of_models
         return search(
             model,

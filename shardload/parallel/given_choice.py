@@ -8,8 +8,9 @@ from typing import Any
 from shardload.errors import LayoutError, UsageError, require_callable_with
 from shardload.parallel.choosing import choose
 from shardload.parallel.layout_search.layout_plan import LayoutPlan
+from shardload.parallel.model_variables import check_model
 from shardload.parallel.result import LayoutChoice
-from shardload.units import plural
+from shardload.units import is_function, plural
 
 GivenLayouts = LayoutChoice | LayoutPlan | Callable[[Any], LayoutChoice | LayoutPlan]
 """A choice, a plan, or a function from the model to one."""
@@ -26,15 +27,13 @@ def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
         LayoutError: When a choice is for another model object, or a plan is for another model.
         UsageError: When it is something else.
     """
+    check_model(model, to="take layouts for")
     match given:
         case LayoutChoice():
             return _checked(model, given)
         case LayoutPlan():
             return choose(model, given.mesh, given)
-        # A class is callable too, but calling it with a model gives no layouts.
-        case type():
-            pass
-        case _ if callable(given):
+        case _ if is_function(given):
             require_callable_with(given, model, name="choice")
             return choice_for(model, given(model))
     raise UsageError(

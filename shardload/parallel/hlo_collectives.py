@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from shardload.errors import UsageError
 from shardload.parallel.hlo_groups import group_axes, replica_groups
+from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
 
@@ -99,9 +100,11 @@ def collectives_in(text: str, mesh: MeshSpec) -> tuple[Collective, ...]:
 
     Raises:
         UsageError: When ``text`` is no text.
+        MeshError: When ``mesh`` is no mesh.
     """
     if not isinstance(text, str):
         raise UsageError(f"Cannot find collectives in {text!r:.60}: expected the text of a program, compiled.as_text()")
+    mesh = mesh_spec(mesh)
     entry, computations = _computations(text)
     return tuple(_walk(computations, entry, mesh)) if entry else ()
 

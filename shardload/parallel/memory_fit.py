@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +44,14 @@ def belongs_to_a_mesh(layout: Any) -> bool:
 
 def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit:
     """Compute whether ``model`` fits on the devices of ``mesh``: weights only, with `MARGIN` of their memory free."""
-    if isinstance(device_memory_bytes, bool) or not isinstance(device_memory_bytes, int | float):
+    is_number = isinstance(device_memory_bytes, int | float) and not isinstance(device_memory_bytes, bool)
+    if not is_number or not math.isfinite(device_memory_bytes):
         raise UsageError(
             f"Cannot use device_memory_bytes={device_memory_bytes!r:.60}: expected the bytes of one device, such as "
             "16 << 30"
         )
-    return MeshFit(mesh, choose(model, mesh, layout).device_bytes, int(device_memory_bytes * (1 - MARGIN)))
+    choice = choose(model, mesh, layout)
+    return MeshFit(choice.mesh, choice.device_bytes, int(device_memory_bytes * (1 - MARGIN)))
 
 
 def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit | None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shardload.keras_bridge.variables import has_value, value_of
+from shardload.parallel.compiled import devices_for
 from shardload.parallel.given_choice import GivenLayouts, choice_for
 from shardload.parallel.model_variables import all_variables
 from shardload.parallel.numbers_check import Misplaced
@@ -30,9 +31,10 @@ def check_placement(model: Any, choice: GivenLayouts, *, devices: Sequence[Any] 
 
     Raises:
         LayoutError: When the layouts are for another model object, or the plan is for another model.
+        MeshError: When there are not as many devices as positions.
     """
     choice = choice_for(model, choice)
-    devices = tuple(jax.devices()[: choice.mesh.size]) if devices is None else tuple(devices)
+    devices = devices_for(choice.mesh, devices)
     return tuple(misplaced_by_id(model, choice, devices).values())
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from shardload.errors import UninitialisedError, UsageError
+from shardload.errors import ShardloadError, UninitialisedError, UsageError
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.binding import MeshParallel
 from shardload.keras_bridge.gathered_use import Use
@@ -30,6 +30,7 @@ from shardload.keras_bridge.optimizer_slots import optimizers_in
 from shardload.keras_bridge.stateless import run_forward, scaled_loss, stateless
 from shardload.keras_bridge.variables import sharding_of, stored_dtype
 from shardload.parallel.layout_search.optimizer_slots import built_on
+from shardload.parallel.layout_search.tracing import described, reason_of
 from shardload.parallel.result import LayoutChoice
 from shardload.sharding.layout import Layout
 from shardload.transfer.placement import named_sharding
@@ -106,13 +107,14 @@ def program_of(
         )
     variables = {"trainable": list(model.trainable_variables), "non_trainable": list(model.non_trainable_variables)}
     uses = _uses(choice, devices) if on_mesh else {}
-    run, losses = partial(run_forward, model, uses=uses, **static), loss_of(model, loss)
+    run = _explaining(partial(run_forward, model, uses=uses, **static), f"call {model.name!r} with inputs=")
+    losses = _explaining(loss_of(model, loss), "compute the loss of outputs and target=")
     # Without layouts by path: each variable has its own.
     batch_axis = choice.batch_axis or choice.mesh.batch_axis
     distribution = MeshParallel(choice.mesh, devices, {}, batch_axis=batch_axis, activations=choice.activations)
     with ExitStack() as stack:
         stack.enter_context(stateless(model, distribution if on_mesh else None))
-        if training is None or training == "gradients":
+        if training is None or (isinstance(training, str) and training == "gradients"):
             function = _forward(run) if training is None else _gradients(run, losses)
             yield _program("gradients" if training else "forward", function, variables, choice)
             return
@@ -126,6 +128,21 @@ def program_of(
         yield replace(program, fixed=fixed, float32_update_bytes=sum(part.update_bytes for part in joint))
 
 
+def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
+    """Return a function whose errors, of any kind, name what it was called with: it runs the user's own code."""
+
+    def called(first: Any, given: Any, **kwargs: Any) -> Any:
+        try:
+            return function(first, given, **kwargs)
+        except ShardloadError:
+            raise
+        except Exception as error:
+            shapes = described(given) or "None"
+            raise UsageError(f"Cannot {doing}{shapes}: {type(error).__name__}: {reason_of(error)}") from error
+
+    return called
+
+
 def _program(
     kind: Kind, function: Callable[..., Any], variables: Mapping[str, Sequence[Any]], choice: LayoutChoice
 ) -> StepProgram:
@@ -137,7 +154,7 @@ def _program(
 
 
 def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
-    """Return a function of target and outputs that gives one number.
+    """Return a function of outputs and target that gives one number.
 
     Args:
         model: The model, whose compiled loss is taken when none is given.
@@ -147,7 +164,7 @@ def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
     """
     given = getattr(model, "loss", None) if loss is None else loss
 
-    def total(target: Any, outputs: Any) -> Any:
+    def total(outputs: Any, target: Any) -> Any:
         if given is None or target is None:
             if loss is not None:
                 raise UsageError(f"Cannot compute loss={loss!r:.60} without a target. Pass target=")
@@ -188,7 +205,7 @@ def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], scale: Callabl
         state = {**state, "trainable": trainable}
         outputs, rest, added = run(state, batch["inputs"], training=True, **batch["kwargs"])
         # `added`: what layers pass to add_loss, such as regularisers, which Keras' trainer adds as well.
-        loss = losses(batch["target"], outputs) + sum(jnp.sum(each) for each in added or ())
+        loss = losses(outputs, batch["target"]) + sum(jnp.sum(each) for each in added or ())
         return scale(state, loss), (loss, rest)
 
     differentiate = jax.value_and_grad(of, has_aux=True)

@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 
 import jax
 import keras
+import numpy as np
 
 from shardload.errors import BackendError, MeshError, UnsupportedError, UsageError
 from shardload.keras_bridge.binding import binding_of
@@ -36,7 +37,7 @@ from shardload.parallel.result import LayoutChoice
 from shardload.parallel.setup_check import SetupReport, check_setup
 from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import LayoutLike
-from shardload.units import plural
+from shardload.units import check_kind, plural
 
 OTHER_BACKENDS = ("torch", "pytorch", "tensorflow", "horovod", "nccl")
 """Values of ``distributed_backend`` in the proposals that do not run on JAX."""
@@ -326,7 +327,7 @@ def _layout_of(saved: Any) -> Any:
 
 
 def _check_backend(name: str) -> None:
-    if name in ("auto", "jax"):
+    if isinstance(name, str) and name in ("auto", "jax"):
         return
     if str(name).lower() in OTHER_BACKENDS:
         raise BackendError.of_tensor_parallelism(name)
@@ -337,6 +338,8 @@ def _check_backend(name: str) -> None:
 
 
 def _one_count(device_count: int | None, world_size: int | None) -> int | None:
+    for argument, count in (("device_count", device_count), ("world_size", world_size)):
+        check_kind(argument, count, int | np.integer | None, "a number of devices")
     if None not in (device_count, world_size) and device_count != world_size:
         raise UsageError(f"Cannot use device_count={device_count} and world_size={world_size}: give one of them")
     return world_size if device_count is None else device_count

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import keras
-import numpy as np
 
 from shardload.errors import BackendError, UnsupportedError, UsageError
 from shardload.transfer.casts import ENABLE_64_BITS
@@ -27,7 +26,7 @@ def check_model(model: Any, *, built: bool = True) -> None:
         BackendError: When Keras does not run on JAX.
         UnsupportedError: When it is not built, or has no weights.
     """
-    if not hasattr(model, "weights"):
+    if isinstance(model, type) or not hasattr(model, "weights"):
         raise UsageError(f"Cannot use {model!r:.60} as model: expected a Keras model, got {type(model).__name__}")
     check_backend()
     if built and not getattr(model, "built", True):
@@ -46,12 +45,6 @@ def check_backend() -> None:
     """Raise if Keras was imported with another backend, which cannot be changed afterwards."""
     if (found := keras.config.backend()) != "jax":
         raise BackendError(found)
-
-
-def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise `UsageError` unless an argument is of a kind."""
-    if not isinstance(value, kind) and not (kind is bool and isinstance(value, np.bool_)):
-        raise UsageError(f"Cannot use {argument}={value!r:.60}: expected {expected}")
 
 
 def patterns(ignore: Sequence[str]) -> tuple[str, ...]:

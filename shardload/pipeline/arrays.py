@@ -53,7 +53,7 @@ from shardload.transfer.casts import ENABLE_64_BITS, check_cast, overflow_notes
 from shardload.transfer.planning import make_plan
 from shardload.transfer.read_tensor import require_decoders
 from shardload.typing import MeshLike, PathLike
-from shardload.units import parse_bytes, plain_dtype_name
+from shardload.units import check_kind, check_no_iterator, is_function, parse_bytes, plain_dtype_name
 
 Target: TypeAlias = (
     "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array | jax.Device | Format | np.ndarray[Any, Any]"
@@ -119,6 +119,7 @@ def load_arrays(
     # Arguments first: none of them should fail after a download.
     shown = as_progress(progress)
     budget = _budget(host_memory_bytes)
+    check_no_iterator("targets", targets)
     _check_kinds(names=names, transpose=transpose, strict=strict)
     placed = mesh_of_argument(mesh)
     opened = open_source(source, format)
@@ -165,7 +166,7 @@ _FLOAT8 = tuple(sorted(name for name in dir(jax.numpy) if name.startswith("float
 
 def _check_kinds(*, names: Any, transpose: Any, strict: Any) -> None:
     for argument, value in (("names", names), ("transpose", transpose)):
-        if not (value is None or callable(value) or isinstance(value, Mapping)):
+        if not (value is None or is_function(value) or isinstance(value, Mapping)):
             raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a mapping or a function")
     for argument, value, given, told in (
         ("names", names, ("name",), "the name of a target"),
@@ -173,8 +174,7 @@ def _check_kinds(*, names: Any, transpose: Any, strict: Any) -> None:
     ):
         if callable(value) and not _takes(value, *given):
             raise UsageError(f"Cannot call the function {argument}: expected one that takes {told}")
-    if not isinstance(strict, bool | np.bool_):
-        raise UsageError(f"Cannot use strict={strict!r:.60}: expected True or False")
+    check_kind("strict", strict, bool, "True or False")
 
 
 def _check_keys(leaves: Iterable[str], **stated: Any) -> None:
@@ -211,6 +211,10 @@ def _by_rule(targets: Any, reader: _Reader) -> dict[str, Any]:
     every = reader.manifest.tensors.values()
     if isinstance(targets, type):
         raise UsageError(f"Cannot use the class {targets.__name__} for targets: expected a tree or a function")
+    if not isinstance(targets, KINDS) and not is_function(targets):
+        raise UsageError(
+            f"Cannot use targets={targets!r:.60}: expected a tree or a function. For a Keras model, call load_weights"
+        )
     rule = (lambda tensor: targets) if isinstance(targets, KINDS) else _rule(targets, reader.shape_of)
     found = {tensor.name: rule(tensor) for tensor in every}
     return {name: target for name, target in found.items() if target is not None}

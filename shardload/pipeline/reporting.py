@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def remembered(model: Any) -> LoadReport:
     Raises:
         UnsupportedError: When shardload loaded nothing into it in this process.
     """
-    if model not in _reports:
+    if not isinstance(model, Hashable) or model not in _reports:
         raise UnsupportedError(
             f"Cannot report on the model {getattr(model, 'name', model)!r}: in this process, shardload loaded nothing "
             "into it"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
-from shardload.errors import UsageError
 from shardload.hub import fidelity
 from shardload.mapping import Items
 from shardload.pipeline import arguments
@@ -14,7 +13,7 @@ from shardload.progress import ProgressLike, as_progress
 from shardload.sharding.devices import device_list, has_mesh, mesh_of
 from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
-from shardload.units import UNIT_NEEDED
+from shardload.units import UNIT_NEEDED, check_choice, check_kind, check_names
 
 OnFailure = Literal["raise", "tell", "restore"]
 """``raise``: only the error, as the caller has no model yet; ``tell``: add the state of the model to the error;
@@ -93,10 +92,11 @@ class LoadRequest:
         """Refuse values that would fail later, or count as true."""
         # Text such as "no" is true, and would turn on what it says is off.
         for name in ("strict", "task", "compile", "safe_mode", "atomic"):
-            arguments.check_kind(name, getattr(self, name), bool, "True or False")
-        for name in ("names", "custom_objects"):
-            arguments.check_kind(name, getattr(self, name), Mapping | None, "a mapping")
-        arguments.check_kind("axes", self.axes, str | None, "text such as 'data,model'")
+            check_kind(name, getattr(self, name), bool, "True or False")
+        for name in ("names", "rename"):
+            check_names(name, getattr(self, name))
+        check_kind("custom_objects", self.custom_objects, Mapping | None, "a mapping")
+        check_kind("axes", self.axes, str | None, "text such as 'data,model'")
 
     def checked(self) -> LoadRequest:
         """Return the request with its arguments in one form each: sizes as bytes, dtypes by name.
@@ -108,10 +108,9 @@ class LoadRequest:
             BackendError: When Keras does not run on JAX.
             UnsupportedError: When the model is not built, or has no weights.
         """
-        if self.fallback not in (None, "previous"):
-            raise UsageError(f"Cannot use fallback={self.fallback!r}. Supported: None, 'previous'")
-        if self.function == "load_weights" and self.items not in ("all", "weights"):
-            raise UsageError(f"Cannot use items={self.items!r:.60}. Supported: 'all', 'weights'")
+        check_choice("fallback", self.fallback, (None, "previous"))
+        some = ("all", "weights") if self.function == "load_weights" else get_args(Items)
+        check_choice("items", self.items, some)
         self._check_kinds()
         dtype = arguments.float_dtype(self.dtype)
         host_memory_bytes = self.budget

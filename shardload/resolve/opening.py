@@ -64,10 +64,11 @@ def open_source(
         SourceNotFoundError: When the name resolves to nothing.
         SourceError: When the checkpoint contradicts itself.
     """
-    if format is not None and format not in (known := format_names()):
+    known = format_names()
+    if format is not None and not (isinstance(format, str) and format in known):
         raise UsageError(f"Unknown format {format!r}; supported formats: {', '.join(known)}")
     # A folder of steps opens as its latest one; other steps have to be found first.
-    if step != "latest":
+    if not (isinstance(step, str) and step == "latest"):
         source = _step_in(source, step)
     # 1. A location: a store that the caller, or a registered URL scheme, provides.
     source = location_of(source) or source

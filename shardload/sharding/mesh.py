@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardload.errors import MeshError
+from shardload.units import check_kind
 
 AxisKind = Literal["batch", "fsdp", "model", "expert"]
 """What an axis splits; see the module docstring."""
@@ -72,6 +73,7 @@ class MeshSpec:
         Raises:
             MeshError: When the text is neither form.
         """
+        check_kind("axes", axes, str | None, "text such as 'data,model'")
         if "=" in text:
             return cls._parse_named(text, axes)
         # At most nine digits, as int() raises for thousands of them.

@@ -23,6 +23,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ from shardload.stores.json_files import read_optional
 from shardload.stores.local import local_target
 from shardload.stores.nowhere import nowhere
 from shardload.synth import noise
-from shardload.units import format_bytes, is_integer, plain_dtype_name, spare_bytes
+from shardload.units import check_kind, format_bytes, is_integer, plain_dtype_name, spare_bytes
 from shardload.writers import Wanted, safetensors
 
 Format = Literal["preset", "h5", "safetensors"]
@@ -128,6 +129,11 @@ def synth(
         UnsupportedError: When format or dtype is not supported.
     """
     shown = as_progress(progress)
+    check_kind("name", name, str, "the name of an architecture")
+    check_kind("format", format, str, f"one of {', '.join(FORMATS)}")
+    check_kind("scale", scale, Real, "a number")
+    check_kind("directory", directory, str | os.PathLike | None, "the path of a folder")
+    check_kind("overwrite", overwrite, bool, "True or False")
     found, config = lookup(name)
     if format not in FORMATS:
         raise UnsupportedError(f"Cannot write the format {format!r}, expected one of {', '.join(FORMATS)}")

@@ -92,6 +92,36 @@ WRONG = {
         "Cannot use device_memory_bytes='16': expected the bytes of one device",
     ),
     "text": (lambda: parallel.collectives_in(3, "1x8"), "Cannot find collectives in 3: expected the text of a program"),
+    "inputs": (
+        lambda: parallel.compile_step(dense(), lambda model: parallel.choose(model, "1x8"), "x"),
+        "Cannot use inputs='x': expected arrays of numbers, or their shapes",
+    ),
+    "inputs of another shape": (
+        lambda: parallel.compile_step(dense(), lambda model: parallel.choose(model, "1x8"), np.ones(3)),
+        r"Cannot call 'sequential\w*' with inputs=float32\[3\]: ValueError: Invalid input shape",
+    ),
+    "target": (
+        lambda: parallel.check_numbers(
+            dense(), lambda model: parallel.choose(model, "1x8"), np.ones((8, 8)), target=np.ones(3), training="sgd"
+        ),
+        r"Cannot compute the loss of outputs and target=float32\[3\]: ValueError",
+    ),
+    "a choice": (
+        lambda: shardload.Checkpointer("run", mode=np.ones(3)),
+        r"Cannot use mode=array\(.*: expected 'auto', 'min' or 'max'",
+    ),
+    "names": (
+        lambda: shardload.load_weights(dense(), NOWHERE, names={1: 2}),
+        r"Cannot use names=\{1: 2\}: expected a mapping from names to names",
+    ),
+    "a class as model": (
+        lambda: shardload.save(keras.Model, "run", step=0),
+        "Cannot use <class .*Model'> as model: expected a Keras model, got type",
+    ),
+    "a model as function": (
+        lambda: shardload.load_arrays(NOWHERE, np.ones(8), transpose=dense()),
+        "Cannot use transpose=<Sequential .*: expected a mapping or a function",
+    ),
     "callable variables": (
         lambda: shardload.save(dense(), "run", step=0, variables=lambda: True),
         "Cannot call variables=.* with 1 argument: too many",

@@ -128,7 +128,7 @@ def checked_optimizer(optimizer: Any) -> Any:
         )
     try:
         return keras.optimizers.get(optimizer)
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise LayoutError(
             f"Cannot plan for the optimizer {optimizer!r}: Keras has none of that name. Use a name such as adamw, "
             "or rekls on the command line; in Python pass an optimizer to shardload.parallel.search"

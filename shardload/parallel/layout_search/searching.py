@@ -185,7 +185,7 @@ def batch_axis_of(mesh: MeshSpec, given: str | None) -> str:
     Raises:
         LayoutError: When the mesh has no such axis.
     """
-    if given is not None and given not in mesh.axes:
+    if given is not None and not (isinstance(given, str) and given in mesh.axes):
         raise LayoutError(f"Cannot split the batch over {given!r}: the mesh {mesh} has no such axis")
     return mesh.batch_axis if given is None else given
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from numbers import Integral
 from typing import Any
 
 from shardload.errors import DoesNotFitError
@@ -21,6 +22,7 @@ from shardload.parallel.layout_search.tracing import Recorded, check_rows, input
 from shardload.parallel.memory_fit import MAX_DEVICES
 from shardload.parallel.roles import nbytes
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
+from shardload.units import check_kind
 
 
 def search_smallest_mesh(
@@ -59,6 +61,8 @@ def search_smallest_mesh(
         UsageError: When an argument is of the wrong kind.
     """
     check_built(model)
+    for argument, value in (("device_memory_bytes", device_memory_bytes), ("max_devices", max_devices)):
+        check_kind(argument, value, Integral, "a positive integer")
     check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes, max_devices=max_devices)
     hardware = Hardware.of(hardware)
     hardware.check(MeshSpec(DEFAULT_AXES, (1, 1)))

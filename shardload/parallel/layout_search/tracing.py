@@ -19,6 +19,7 @@ from shardload.keras_bridge.functional_graph import arguments_of_call
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.parallel.layout_search.program import UNSPLIT, Exchange, Program, Value
 from shardload.parallel.layout_search.reading import arguments_of, read
+from shardload.units import check_kind, check_no_iterator
 
 DEFAULT_SEQUENCE = 512
 """Length of dims that a model leaves open, where the caller does not give inputs."""
@@ -96,7 +97,9 @@ def check_rows(model: Any, inputs: Any, batch: int | None) -> None:
 
     Raises:
         LayoutError: When all inputs have other lengths.
+        UsageError: When the inputs are an iterator.
     """
+    check_no_iterator("inputs", inputs)
     rows = rows_of(inputs)
     if batch is not None and rows and batch not in rows:
         raise LayoutError(
@@ -193,6 +196,7 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
     trainable, other = list(model.trainable_variables), list(model.non_trainable_variables)
     # Shapes in the place of values: a model of any size traces in seconds, without memory.
     state = tuple([_spec(v.shape, v.dtype) for v in group] for group in (trainable, other))
+    check_kind("arguments", arguments, Mapping | None, "a mapping of arguments of call by name")
     _check_arguments(model, arguments or {})
     specs = as_specs((inputs, dict(arguments or {})))
     leaves, structure = jax.tree.flatten(specs)
@@ -205,7 +209,7 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
     # Of any kind: the trace runs the user's own call.
     except Exception as error:
         raise LayoutError(
-            f"Cannot trace {model.name!r} on inputs {described(specs[0])}: {type(error).__name__}: {_reason(error)}. "
+            f"Cannot trace {model.name!r} on inputs {described(specs[0])}: {type(error).__name__}: {reason_of(error)}. "
             f"{VALUES_NEEDED if isinstance(error, jax.errors.JAXTypeError) else OTHER_INPUTS}"
         ) from error
     return Recorded((*trainable, *other), len(trainable), closed, training)
@@ -218,7 +222,7 @@ def described(inputs: Any) -> str:
     return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return the line of an error that names the cause. Keras puts a line about the place before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].startswith("Exception encountered when calling") and len(lines) > 1:
