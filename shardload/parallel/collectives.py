@@ -244,7 +244,7 @@ def _on_mesh(
         derivative: What has no derivative; ``None`` if it has one.
     """
     check_kind("mesh", mesh, Mesh | None, "a jax.sharding.Mesh")
-    check_kind("spec", spec, PartitionSpec | None, "a jax.sharding.PartitionSpec")
+    check_kind("spec", spec, PartitionSpec | tuple | None, "a jax.sharding.PartitionSpec")
     _check_array("x", x)
 
     def mapped(x: Any) -> Callable[[Any], Any]:
