@@ -12,13 +12,15 @@ import inspect
 import json
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
 
-from shardload.errors import SourceError
+from shardload.errors import SourceError, UnsupportedError
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.model_state import own_layers
 from shardload.keras_bridge.saving import saved_objects, serialised_model
 
 ENTRY = "shardload_attributes"
@@ -81,7 +83,12 @@ def _stored(value: Any) -> Any:
 
 
 def serialised_with_attributes(model: Any) -> str:
-    """Return `serialised_model` with what the model's class leaves out: arguments, and what was set on layers."""
+    """Return `serialised_model` with what the model's class leaves out: arguments, and what was set on layers.
+
+    Raises:
+        UnsupportedError: When Keras would describe another model.
+    """
+    _refuse_repeated_layers(model)
     found = json.loads(serialised_model(model))
     backbone = backbone_of(model)
     inner = found["config"] if backbone is model else found["config"].get("backbone", {}).get("config")
@@ -89,6 +96,18 @@ def serialised_with_attributes(model: Any) -> str:
         add_arguments(inner, backbone)
     attributes = attributes_of(model)
     return json.dumps({**found, ENTRY: attributes} if attributes else found)
+
+
+def _refuse_repeated_layers(model: Any) -> None:
+    for one in own_layers(model):
+        # `Sequential.get_config` lists each layer once, so a model rebuilt from it calls it once.
+        if isinstance(one, keras.Sequential) and (
+            twice := [layer for layer, n in Counter(one.layers).items() if n > 1]
+        ):
+            raise UnsupportedError(
+                f"Keras describes each layer of the Sequential {one.name!r} once, but it has {twice[0].name!r} several "
+                "times. Build it as a functional model, keras.Model(inputs, outputs)"
+            )
 
 
 def add_arguments(config: dict[str, Any], backbone: Any) -> None:

@@ -20,8 +20,9 @@ from callback_models import (
 )
 from orbax.checkpoint import v1 as ocp
 
+import shardload
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.errors import UsageError
+from shardload.errors import UnsupportedError, UsageError
 from shardload.restoring import restore
 from shardload.steps.listing import list_steps
 
@@ -264,6 +265,19 @@ def test_a_model_keras_cannot_serialise_is_saved_all_the_same(tmp_path):
     with pytest.warns(UserWarning, match=r"configuration cannot be saved \(NotImplementedError: never\)"):
         fit(model, OrbaxCheckpoint(tmp_path), epochs=2)
     assert_holds(tmp_path / "8", model)
+
+
+def test_a_layer_that_a_sequential_has_twice_is_not_described_as_one(tmp_path):
+    twice = keras.layers.Dense(8, name="twice")
+    model = compiled(lambda: keras.Sequential([keras.Input((8,)), twice, twice]))
+    said = "Keras describes each layer of the Sequential '.*' once, but it has 'twice' several times"
+    with pytest.warns(UserWarning, match=said):
+        fit(model, OrbaxCheckpoint(tmp_path))
+    assert_holds(tmp_path / "4", model)
+    with pytest.raises(UnsupportedError):
+        shardload.load(tmp_path, mesh="1x1")
+    report = shardload.save_as(model, tmp_path / "m.weights.h5")
+    assert not (tmp_path / "m.json").exists() and "m.json was not written" in " ".join(report.notes)
 
 
 def test_a_directory_of_the_users_home_is_found_there(tmp_path, monkeypatch):
