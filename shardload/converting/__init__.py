@@ -24,7 +24,14 @@ from typing import Any, Literal
 from shardload.converting import adapters, hugging_face_copy
 from shardload.converting.checking import check_result
 from shardload.converting.plans import ConversionPlan
-from shardload.converting.replace_target import check_description, check_free, check_shard, write_error
+from shardload.converting.replace_target import (
+    check_description,
+    check_free,
+    check_shard,
+    check_undescribed,
+    describes_model,
+    write_error,
+)
 from shardload.converting.source import Source, open_source
 from shardload.converting.staging import RESULT, ConversionFolder, staged
 from shardload.converting.targets import TARGETS, Target, is_file_name, plan_for, shard_bytes_for, target_of
@@ -272,6 +279,8 @@ def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None
     """Check the names of files that go next to the target."""
     for name, content in plan.sidecars.items():
         check_description(target.with_name(name), content, overwrite=overwrite)
+    if plan.undescribed:
+        check_undescribed(target.with_name(plan.undescribed), target, overwrite=overwrite)
     for name in plan.shards:
         check_shard(target.with_name(name), working_folder(target) / RESULT / name, overwrite=overwrite)
 
@@ -305,7 +314,11 @@ def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool)
         made = staging.result.with_name(f"sidecar-{name}")
         made.write_bytes(content)
         sidecars[made] = staging.target.with_name(name)
-    (staging.publish_index if plan.shards else staging.publish)(sidecars=sidecars, overwrite=overwrite)
+    other = staging.target.with_name(plan.undescribed) if plan.undescribed else None
+    if other is not None:  # again: since the first check, hours may have passed
+        check_undescribed(other, staging.target, overwrite=overwrite)
+    removed = other if other is not None and describes_model(other) else None
+    (staging.publish_index if plan.shards else staging.publish)(sidecars=sidecars, removed=removed, overwrite=overwrite)
 
 
 def explained(error: BaseException, target: Path, n_bytes: int) -> BaseException:

@@ -97,7 +97,7 @@ def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> Co
 
     uncast = [name for name in companions.transformers if _PARTS.fullmatch(name)] if dtype else []
     notes = (f"{some(uncast)} copied in the dtype of the source",) if uncast else ()
-    return ConversionPlan(manifest.format, copies, make, {}, notes, shard_bytes=shard_bytes, is_copy=True)
+    return ConversionPlan(manifest.format, copies, make, {}, notes=notes, shard_bytes=shard_bytes, is_copy=True)
 
 
 def _kept(manifest: Manifest, ignore: Sequence[str]) -> dict[str, Tensor]:

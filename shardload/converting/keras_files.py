@@ -155,6 +155,7 @@ def file(
             raise
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         notes += (f"{stem}.json was not written, because Keras cannot describe this model: {why}",)
+    undescribed = None if sidecars else f"{stem}.json"
     others = [*source.companions.keras, *(set(source.companions.transformers) - {"config.json"})]
     notes += (f"{plural(len(others), 'other file')} left out: {others[0]} …",) if others else ()
     notes += _left_out(found.left)
@@ -164,6 +165,7 @@ def file(
             found.copies,
             lambda path: h5.write_skeleton(path, found.tensors, names=found.names),
             sidecars,
+            undescribed,
             notes,
             is_keras_file=True,
             omitted=found.omitted,
@@ -180,6 +182,7 @@ def file(
         found.copies,
         make,
         sidecars,
+        undescribed,
         notes,
         shards,
         is_keras_file=True,
@@ -219,7 +222,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
         return places + tuple(place for part in parts[1:] for place in _file_in(folder, TASK_WEIGHTS, part))
 
     notes = (*(note for part in parts[1:] for note in _left_out(part.left)), *source.preprocessing.notes)
-    return ConversionPlan(PRESET.name, tuple(copy for part in parts for copy in part.copies), make, {}, notes)
+    return ConversionPlan(PRESET.name, tuple(copy for part in parts for copy in part.copies), make, {}, notes=notes)
 
 
 def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:

@@ -34,6 +34,8 @@ class ConversionPlan:
     """Writes all files, without the values; takes the result's path, which must not exist yet."""
     sidecars: Mapping[str, bytes]
     """Name → content of small files that go next to a target that is itself a file."""
+    undescribed: str | None = None
+    """Name of a description of the model that the target has none of: one next to it would be of another model."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     """Names of the shards, if the target is an index next to them."""

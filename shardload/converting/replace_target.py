@@ -70,11 +70,29 @@ def check_description(path: Path, content: bytes, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise exists(path)
-    found = read_optional(path)
-    if not isinstance(found, dict) or "class_name" not in found:
+    if not describes_model(path):
         raise WriteError(
             f"Cannot replace {path}: it does not describe a model. Remove it yourself, or choose another name"
         )
+
+
+def check_undescribed(path: Path, target: Path, *, overwrite: bool) -> None:
+    """Check that no file of this name describes another model, or that it may be removed.
+
+    Raises:
+        WriteError: When it does, and must be kept.
+    """
+    if describes_model(path) and not overwrite:
+        raise WriteError(
+            f"Cannot write {target}: {path.name} next to it describes a model, and would be taken for the description "
+            "of this one. Remove it with overwrite=True (--overwrite), or choose another name"
+        )
+
+
+def describes_model(path: Path) -> bool:
+    """Whether a file is Keras' description of a model."""
+    found = read_optional(path) if path.is_file() else None
+    return isinstance(found, dict) and "class_name" in found
 
 
 def check_shard(path: Path, made: Path, *, overwrite: bool) -> None:

@@ -101,11 +101,12 @@ class ConversionFolder:
         """Flush the result to disk."""
         sync_all(self.result) if self.result.is_dir() else sync(self.result)
 
-    def publish(self, *, sidecars: dict[Path, Path], overwrite: bool) -> None:
+    def publish(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
         """Flush everything to disk and give the result its name.
 
         Args:
             sidecars: Small files next to the result, finished path → final path; they come first.
+            removed: A file next to the result that describes another model.
             overwrite: Replace an existing checkpoint.
         """
         folder = self.result.is_dir()
@@ -113,7 +114,7 @@ class ConversionFolder:
         # Again: since the first check, hours may have passed and the name may have been taken.
         check_free(self.target, folder=folder, overwrite=overwrite)
         with defer_interrupt():
-            _place(sidecars)  # first, so that a target never lacks its description
+            _place(sidecars, removed)  # first, so that a target never lacks its description
             if os.path.lexists(self.target) and not (folder and is_empty(self.target)):
                 if self.target.is_dir() and not self.target.is_symlink():
                     self.target.rename(self._home / "replaced")  # `staged` restores it if this run is killed now
@@ -125,7 +126,7 @@ class ConversionFolder:
             sync(self.target.parent)
             shutil.rmtree(self._home)
 
-    def publish_index(self, *, sidecars: dict[Path, Path], overwrite: bool) -> None:
+    def publish_index(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
         """Like `publish`, for an index and the shards next to it: the index comes last.
 
         If the file system has hard links, a shard gets its final name as a second link and keeps the first until the
@@ -134,6 +135,7 @@ class ConversionFolder:
 
         Args:
             sidecars: As for `publish`.
+            removed: As for `publish`.
             overwrite: Replace an existing index and shards.
         """
         self.flush()
@@ -145,7 +147,7 @@ class ConversionFolder:
         old = _listed(self.target)
         with defer_interrupt():
             self.target.unlink(missing_ok=True)
-            _place(sidecars)
+            _place(sidecars, removed)
             for made in shards:
                 _link(made, self.target.with_name(made.name))
             # The shards' names must be on disk before the index that lists them.
@@ -183,7 +185,9 @@ class ConversionFolder:
                 yield found
 
 
-def _place(sidecars: Mapping[Path, Path]) -> None:
+def _place(sidecars: Mapping[Path, Path], removed: Path | None) -> None:
+    if removed is not None:
+        removed.unlink()
     for made, name in sidecars.items():
         sync(made)
         made.replace(name)

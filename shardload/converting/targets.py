@@ -232,7 +232,7 @@ def _safetensors(
         *transformers.unlike(config, backbone),
         *_other_class(source, manifest),
     )
-    return ConversionPlan(HUGGING_FACE.name, copies, make, {}, (*notes, note) if rounded else notes)
+    return ConversionPlan(HUGGING_FACE.name, copies, make, {}, notes=(*notes, note) if rounded else notes)
 
 
 def _layout(

@@ -450,3 +450,21 @@ def test_replaces_the_folder_the_model_came_from(tmp_path):
     before = values(model)
     shardload.save_as(model, source, to="preset", overwrite=True)
     assert equal(values(shardload.load(source)), before)
+
+
+@pytest.mark.parametrize("name", ["m.weights.h5", "m.weights.json"])
+def test_a_file_without_a_description_has_none_of_another_model_next_to_it(name, tmp_path):
+    target, description = tmp_path / name, tmp_path / "m.json"
+    layer = keras.layers.Dense(8)
+    once, twice = (keras.Sequential([keras.Input((8,)), *[layer] * n]) for n in (1, 2))
+    shardload.save_as(once, target)
+    target.unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(WriteError, match=r"m\.json next to it describes a model.*overwrite=True"):
+        shardload.save_as(twice, target)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    shardload.save_as(twice, target, overwrite=True)
+    assert target.exists() and not description.exists()
+    description.write_text('{"notes": "of the user"}')
+    shardload.save_as(twice, target, overwrite=True)
+    assert description.read_text() == '{"notes": "of the user"}'
