@@ -142,11 +142,8 @@ def _unknown(path: Location, head: bytes, size: int) -> SourceError | Unsupporte
         return UnsupportedError(
             f"{path} is JSON, but not an index: it has no 'weight_map'. Open the folder that contains it instead"
         )
-    # Not the file, but what a failed download left in its place.
-    if head.startswith(b"version https://git-lfs"):
-        return SourceError(f"{path} is a Git LFS pointer, not the file itself. Fetch it with: git lfs pull")
-    if head.lstrip()[:1] == b"<":
-        return SourceError(f"{path} is a web page, not a checkpoint: the download was refused. Log in and repeat it")
+    if placeholder := _placeholder(path, head):
+        return placeholder
     # The PROTO opcode with the protocols that Python 3 writes.
     if head[:1] == b"\x80" and head[1:2] in {b"\x02", b"\x03", b"\x04", b"\x05"}:
         return UnsupportedError(
@@ -162,10 +159,28 @@ def _unknown(path: Location, head: bytes, size: int) -> SourceError | Unsupporte
     return kind(f"{path} {reason}. Supported formats: {_supported()}")
 
 
+def _placeholder(path: Location, head: bytes) -> SourceError | None:
+    """Return the error for what a failed download left in a file's place."""
+    if head.startswith(b"version https://git-lfs"):
+        return SourceError(f"{path} is a Git LFS pointer, not the file itself. Fetch it with: git lfs pull")
+    if head.lstrip()[:1] == b"<":
+        return SourceError(f"{path} is a web page, not a checkpoint: the download was refused. Log in and repeat it")
+    return None
+
+
 def _open_folder(folder: Location, format: str | None) -> Manifest:
     found = spec_named(format) if format else _recognise_folder(folder)
     if found.open_folder is not None:
-        return found.open_folder(folder)
+        try:
+            return found.open_folder(folder)
+        except SourceError as error:
+            # A format's own error says how such a file contradicts the format, not what it is.
+            for name in filter(_is_weights, folder.names()):
+                with closing((folder / name).open()) as file:
+                    placeholder = _placeholder(folder / name, FileContent(folder / name, file).head)
+                if placeholder:
+                    raise placeholder from error
+            raise
     return _open_file(member(folder, _single(folder, found), named_by=str(folder)), format)
 
 

@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import sys
@@ -66,6 +67,22 @@ CONTENT = {
     "zip": (b"PK\x03\x04" + b"\0" * 40, "damaged zip"),
     "gguf": (b"GGUF", "truncated"),
 }
+
+
+@pytest.mark.parametrize("content", ["lfs", "html"])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"model_type": "bert"}, "model.safetensors"),
+        ({"registered_name": "keras_hub>BertBackbone"}, "model.weights.h5"),
+    ],
+)
+def test_what_a_download_left_in_a_folder(tmp_path, config, name, content):
+    raw, message = CONTENT[content]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(SourceError, match=rf"{name} is a .*{message}"):
+        open_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("ending", ["", ".safetensors", ".h5", ".bin"])
