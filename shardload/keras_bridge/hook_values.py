@@ -68,7 +68,9 @@ def values_besides_variables(saveable: Any) -> dict[str, Any]:
         return {}
     store: dict[str, Any] = {}
     try:
-        saveable.save_own_variables(store)
+        # A hook may assign variables (KerasHub's DINOv2), but saving a step must not change the model.
+        with assignments_to(_keep):
+            saveable.save_own_variables(store)
     except Exception:  # of any kind: this is a user's hook
         return dict.fromkeys(keys or ())
     if keys is not None:
@@ -87,11 +89,17 @@ def load_values(saveable: Any, values: Mapping[str, Any]) -> None:
         Exception: Of any kind, from the hook.
     """
     store: dict[str, Any] = {}
-    with suppress(Exception):  # it may need the very values that are loaded here
+    with suppress(Exception), assignments_to(_keep):  # it may need the very values that are loaded here
         saveable.save_own_variables(store)
     own = {key: value_of(value) if isinstance(value, JaxVariable) else value for key, value in store.items()}
-    with assignments_to(lambda variable, value, assign: value):
+    with assignments_to(_keep):
         saveable.load_own_variables({**own, **values})
+
+
+def _keep(variable: Variable, value: Any, assign: Any) -> Any:
+    """Assign nothing."""
+    del variable, assign
+    return value
 
 
 def _variables(saveable: Any) -> list[Variable]:

@@ -267,3 +267,25 @@ def test_files_that_belong_to_values_that_an_older_step_lacks_are_explained(tmp_
         match=r"the step lacks what save_own_variables of Weighing at 'layers/weighing' saves besides variables\. B",
     ):
         shardload.load(tmp_path)
+
+
+class Folding(layers.Layer):
+    """Assigns a variable while it saves, if the other one has changed, as KerasHub's DINOv2 does."""
+
+    def build(self, shape):
+        self.a, self.b = (self.add_weight(shape=(shape[-1],), name=name, initializer="ones") for name in "ab")
+
+    def call(self, x):
+        return x * self.b
+
+    def save_own_variables(self, store):
+        if float(keras.ops.sum(self.b)) > 0:
+            self.a.assign(self.b * 2)
+        super().save_own_variables(store)
+
+
+def test_a_save_changes_no_variable(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), Folding(), Copying(2)])
+    before = [np.array(weight) for weight in model.weights]
+    shardload.save(model, tmp_path, step=0)
+    assert all(np.array_equal(one, two) for one, two in zip(before, model.weights, strict=True))
