@@ -35,6 +35,8 @@ from shardload.loaders.registry import specs
 from shardload.manifest import Manifest
 from shardload.mapping.assets import read_assets
 from shardload.mapping.state_tree import WEIGHTS, describe
+from shardload.mapping.stored_values import ENTRY as VALUES
+from shardload.mapping.stored_values import lacking_values, stored_values
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import Binding
 from shardload.units import check_kind, parse_bytes
@@ -327,6 +329,10 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
     for leaf, tensor in zip(structure["leaves"], tensors, strict=True):
         leaf["dtype"] = tensor.dtype.name
     described = json.dumps(with_dtype(model_config(source.model), dtype))
+    # What layers saved besides variables comes along from a step; of other sources, a note says what does not.
+    if values := stored_values(source.manifest):
+        structure[VALUES] = source.manifest.metadata["structure"][VALUES]
+    notes = () if source.is_hub else lacking_values(source.model, values)
     # KerasHub's tokenizers are among the files of `keras_family`.
     assets = {} if source.is_hub else read_assets(source.manifest)
 
@@ -340,4 +346,4 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
         sidecar_files.copy(source.companions.transformers, own / TRANSFORMERS)
         return places
 
-    return ConversionPlan(ORBAX.name, copies, make, {})
+    return ConversionPlan(ORBAX.name, copies, make, {}, notes=notes)

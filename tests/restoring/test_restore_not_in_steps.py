@@ -289,3 +289,14 @@ def test_a_save_changes_no_variable(tmp_path):
     before = [np.array(weight) for weight in model.weights]
     shardload.save(model, tmp_path, step=0)
     assert all(np.array_equal(one, two) for one, two in zip(before, model.weights, strict=True))
+
+
+def test_a_conversion_keeps_them_or_says_what_it_leaves_out(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), Counting()])
+    model.layers[0].count = 7
+    shardload.save(model, tmp_path / "run", step=0)
+    model.save(tmp_path / "m.keras")
+    assert shardload.convert(tmp_path / "run", tmp_path / "of_step", to="orbax").notes == ()
+    assert shardload.load(tmp_path / "of_step", mesh="1x1").layers[0].count == 7
+    [note] = shardload.convert(tmp_path / "m.keras", tmp_path / "of_file", to="orbax").notes
+    assert note.startswith("the step lacks 'count', which save_own_variables of Counting at 'layers/counting' saves")
