@@ -453,7 +453,7 @@ def test_one_of_two_variants_is_loaded_by_its_own_path(names, tmp_path):
         np.testing.assert_array_equal(found, tensors["wte.weight"] * factor)
     note = f"describes the model of {names[1]}: loaded this file, and no other variant"
     assert any(note in found for found in shardload.report(model).notes)
-    assert note in str(shardload.plan(folder / names[1], mesh="1x2"))
+    assert any(note in found for found in shardload.plan(folder / names[1], mesh="1x2").notes)
 
 
 def test_a_file_without_a_number_beside_others_is_one_of_several_shards(tmp_path):

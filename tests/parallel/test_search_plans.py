@@ -577,7 +577,7 @@ def test_hardware_of_another_kind_is_refused(block, hardware):
 
 
 def test_arguments_without_names_are_refused_and_long_inputs_cut(block):
-    with pytest.raises(UsageError, match=r"with arguments=\[True\]: expected a mapping of names to values"):
+    with pytest.raises(UsageError, match=r"arguments=\[True\]: expected a mapping of arguments of call by name"):
         search(block.model, MESH, inputs=block.inputs, arguments=[True])
     with pytest.raises(LayoutError, match=r"on inputs 1\.0, 1\.0, .* and 48 more: "):
         search(block.model, MESH, inputs=[1.0] * 64)

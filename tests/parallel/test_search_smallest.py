@@ -5,7 +5,7 @@ import pytest
 from layout_models import LAYOUT_MODELS
 
 import shardload
-from shardload.errors import DoesNotFitError, LayoutError
+from shardload.errors import DoesNotFitError, LayoutError, UsageError
 from shardload.parallel import search, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
 
@@ -82,7 +82,7 @@ def test_a_batch_that_no_axis_divides_is_not_split():
 
 
 def test_what_no_plan_can_be_made_with_is_refused(block):
-    with pytest.raises(LayoutError, match="device_memory_bytes='16GiB': expected a positive integer"):
+    with pytest.raises(UsageError, match="device_memory_bytes='16GiB': expected a positive integer"):
         search_smallest_mesh(block.model, "16GiB", inputs=block.inputs)
     with pytest.raises(LayoutError, match="Cannot plan for the class SGD"):
         search_smallest_mesh(block.model, 2**30, inputs=block.inputs, optimizer=keras.optimizers.SGD)

@@ -128,7 +128,7 @@ def test_weights_only_leaves_the_optimizer_alone(run):
     before = [np.asarray(v.value) for v in target.optimizer.variables]
     shardload.restore(target, root, items="weights")
     assert all(np.array_equal(a, v.value) for a, v in zip(before, target.optimizer.variables, strict=True))
-    with pytest.raises(UsageError, match="expected one of"):
+    with pytest.raises(UsageError, match="expected 'all', 'weights', "):
         shardload.restore(target, root, items="everything")
 
 
@@ -234,7 +234,7 @@ def test_what_only_a_compiled_model_has_is_not_asked_of_another(run):
 def test_a_map_that_names_nothing_is_refused(run):
     with pytest.raises(MismatchError, match=r"Cannot rename 'layers/dens': no key in .*'layers/dense' or "):
         shardload.restore(build(seed=5), run[1], rename={"layers/dens": "layers/head"})
-    with pytest.raises(UsageError, match="expected a dict of stored keys"):
+    with pytest.raises(UsageError, match="rename='layers/dense': expected a mapping"):
         shardload.restore(build(seed=5), run[1], rename="layers/dense")
 
 
