@@ -34,6 +34,8 @@ _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
 """How the line before it begins."""
 RECENT_S = 120.0
 """An exit this soon after another failure is its consequence: JAX aborts processes that wait for a dead one."""
+SETTLE_S = 2.0
+"""How long to wait for the record of a failure that ended this process, too."""
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
@@ -103,7 +105,12 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
         sys.stderr.write(f"{_why(coordinator, is_first_gone=is_first_gone)}. Start all processes again\n")
     elif said != END:
         doing = said or "training"
-        before = written_since(folder, max(began, time.time() - RECENT_S))
+        since = max(began, time.time() - RECENT_S)
+        # Without the first process, the others end at once: what watches it may still be writing down why.
+        before = written_since(folder, since)
+        if not before and process > 0 and not _answers(coordinator):
+            time.sleep(SETTLE_S)
+            before = written_since(folder, since)
         why = "after the failure recorded above" if before else "most likely killed,"
         what = f"Process {process} ({host} pid {pid}) exited unexpectedly, {why} while {doing}"
         write_down(folder, {"process": process, "cause": what})
