@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 
-from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
+from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders.contents import CONFIG, FileContent, FolderContent
 from shardload.loaders.folder import listing, member
 from shardload.loaders.other_formats import refused_file, refused_folder
@@ -168,6 +168,15 @@ def _placeholder(path: Location, head: bytes) -> SourceError | None:
     return None
 
 
+def _placeholder_in(folder: Location) -> SourceError | None:
+    for name in filter(_is_weights, folder.names()):
+        path = folder / name
+        with suppress(ShardloadError), closing(path.open()) as file:  # what cannot be read is reported already
+            if found := _placeholder(path, FileContent(path, file).head):
+                return found
+    return None
+
+
 def _open_folder(folder: Location, format: str | None) -> Manifest:
     found = spec_named(format) if format else _recognise_folder(folder)
     if found.open_folder is not None:
@@ -175,11 +184,8 @@ def _open_folder(folder: Location, format: str | None) -> Manifest:
             return found.open_folder(folder)
         except SourceError as error:
             # A format's own error says how such a file contradicts the format, not what it is.
-            for name in filter(_is_weights, folder.names()):
-                with closing((folder / name).open()) as file:
-                    placeholder = _placeholder(folder / name, FileContent(folder / name, file).head)
-                if placeholder:
-                    raise placeholder from error
+            if placeholder := _placeholder_in(folder):
+                raise placeholder from error
             raise
     return _open_file(member(folder, _single(folder, found), named_by=str(folder)), format)
 
