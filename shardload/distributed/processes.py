@@ -307,7 +307,7 @@ def post(key: str, word: Word) -> None:
 
 
 _FIELDS = ("problem", "other_arguments")
-"""What code asks of an error beside its class."""
+"""Fields of an error that other processes need besides its class."""
 
 
 def described(error: BaseException) -> Word:

@@ -89,7 +89,7 @@ def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> 
 def start_of_slot(slot: str, options: Options) -> Any:
     """Return the initializer of the state in an attribute, counters included.
 
-    Whatever ``init_factor`` is, L and R start as zeros: the update tells by them that a matrix had no gradient yet.
+    L and R start as zeros with every ``init_factor``: the update tells by them that a matrix had no gradient yet.
     """
     if slot.endswith("_vectors"):
         return keras.initializers.Identity()
