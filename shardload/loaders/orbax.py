@@ -141,7 +141,7 @@ def _item(step: Location) -> Location:
 
 
 def _others(step: Location, item: Location) -> tuple[str, ...]:
-    """Name the trees next to the one that is read. A step of shardload has only those that ``checkpointables`` named."""
+    """Name the trees that are not read. A step of shardload has only those that ``checkpointables`` named."""
     names = step.names()
     if item == step or "shardload" in names:
         return ()

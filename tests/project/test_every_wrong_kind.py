@@ -140,7 +140,7 @@ RESULTS = {
     *("SetupReport", "ShardloadError", "SlotLayout", "SlotReport", "Tokenizer", "VariableLayout"),
     *("Origin", "Position", "Reading", "follow", "resumable_of_fit", "stop_following"),  # of the callback
 }
-"""What functions return; nobody else makes it."""
+"""Classes of results: functions return them, and users never construct them."""
 
 
 @pytest.fixture(scope="module")
