@@ -59,8 +59,7 @@ def fits_by_position(paired: Paired, optimizer: Any) -> bool:
 
 def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, paired: Paired) -> VariableMap:
     """Add the state of the compiled optimizer to a mapping without it."""
-    unbuilt = () if model.optimizer.built else (None,)
-    paired, notes = resolve_optimizers(paired, manifest, every=True, unbuilt=unbuilt)
+    paired, notes = resolve_optimizers(model, paired, manifest, every=True)
     names = variable_names([*model.weights, *state_of(model)])
     fits = [(tensor, leaf) for tensor, leaf in paired.pairs if tensor.shape == leaf.shape]
     bindings = tuple(bind(leaf.variable, View.whole(tensor), names) for tensor, leaf in fits)

@@ -11,7 +11,7 @@ learning rate of an optimizer with a schedule.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,15 +85,15 @@ class Paired:
 
 
 def resolve_optimizers(
-    paired: Paired, manifest: Manifest, *, every: bool, unbuilt: Collection[str | None] = ()
+    model: Any, paired: Paired, manifest: Manifest, *, every: bool
 ) -> tuple[Paired, tuple[str, ...]]:
     """Decide which optimizers of a model continue with the state of a step; return notes too.
 
     Args:
+        model: Whose optimizers they are.
         paired: The whole model and step.
         manifest: Of the step.
         every: Whether a compiled optimizer without state in the step may stay as it is.
-        unbuilt: Optimizers without slots, because they cannot continue with those of the step.
     """
     noted: list[str] = []
     if every and is_untrained(paired, manifest, None):
@@ -101,7 +101,7 @@ def resolve_optimizers(
         noted += [UNTRAINED] if len(kept.missing) < len(paired.missing) else []
         paired = kept
     elif not is_untrained(paired, manifest, None):
-        paired = _continue(paired, None, noted, is_built=None not in unbuilt)
+        paired = _continue(model, paired, None, noted)
     both = {leaf.role.optimizer for _, leaf in paired.pairs}
     in_step = {found.optimizer for found in paired.left} | both
     in_model = {leaf.role.optimizer for leaf in paired.missing} | both
@@ -123,7 +123,7 @@ def resolve_optimizers(
             noted.append(f"the step has another kind of state for the optimizer {name}; the model's is unchanged")
             paired = _skipping(_without(_without_pairs(paired, name), name), name)
         else:
-            paired = _continue(paired, name, noted, is_built=name not in unbuilt)
+            paired = _continue(model, paired, name, noted)
     return paired, tuple(noted)
 
 
@@ -138,7 +138,7 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
         part = attribute_of(part_of(leaf.role, forms))
         owner = owner_of(optimizers[leaf.role.optimizer], leaf.variable)
         start = start_of(owner, part, weights.get(leaf.role.of or ""))
-        found.append(Begun(leaf.variable, start, is_average=part == AVERAGE))
+        found.append(Begun(leaf.variable, part, start))
     return tuple(found)
 
 
@@ -164,7 +164,7 @@ def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
     return differing & {leaf.role.of for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and leaf.role.of}
 
 
-def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: bool) -> Paired:
+def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) -> Paired:
     """Apply the rules of the module to one optimizer; add a note about what does not continue."""
     if not any(leaf.role.optimizer == name and leaf.kind in OPTIMIZER_KINDS for _, leaf in paired.pairs):
         return paired
@@ -172,6 +172,8 @@ def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: b
     of_it = [leaf for leaf in paired.missing if leaf.role.optimizer == name and leaf.kind in OPTIMIZER_KINDS]
     unused = [found for found in paired.left if found.optimizer == name and found.kind in OPTIMIZER_KINDS]
     which = "the optimizer" if name is None else f"the optimizer {name}"
+    # One without slots yet cannot continue with those of the step.
+    is_built = name not in (optimizers := optimizers_by_path(model)) or optimizers[name].built
     if not (is_built and takes_state(paired, name)):
         slots = _listed(found.part for found in unused if found.kind == "slot")
         has = f"it has {slots}, which are not what this optimizer has" if slots else "its slots are not there"
@@ -179,9 +181,22 @@ def _continue(paired: Paired, name: str | None, noted: list[str], *, is_built: b
             f"{which} does not continue with the stored state, nor with its iterations and learning rate: {has}"
         )
         return _without_pairs(paired, name)
-    if of_it:
-        noted.append(f"{which} continues with what is stored of it. {_beginning(paired, of_it)}")
-    return _beginning_whole(replace(paired, begun=(*paired.begun, *of_it)), name, noted)
+    about = [f"{which} continues with what is stored of it. {_beginning(paired, of_it)}"] if of_it else []
+    continuing = _beginning_whole(replace(paired, begun=(*paired.begun, *of_it)), name, about)
+    own = [pair for pair in continuing.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
+    reshaped = tuple((tensor, leaf) for tensor, leaf in own if tensor.shape != leaf.shape)
+    begins = [*continuing.begun[len(paired.begun) :], *(leaf for _, leaf in reshaped)]
+    begun = begun_variables(model, begins, paired.forms)
+    if unknown := _listed(one.attribute for one in begun if one.start is None and not one.attribute.endswith(RATE)):
+        noted.append(
+            f"{which} does not continue with the stored state: it does not say what a new optimizer has in {unknown}. "
+            "Give its class a method start_of_slot(attribute) that returns that number"
+        )
+        # Those of another shape are refused under `strict`.
+        unchanged = _without_pairs(paired, name)
+        return replace(unchanged, pairs=(*unchanged.pairs, *reshaped))
+    noted += about
+    return continuing
 
 
 def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Paired:

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 
 from shardload.errors import MismatchError, SourceError, UsageError
 from shardload.keras_bridge.keras_types import Variable
-from shardload.keras_bridge.model_state import optimizers_by_path, other_optimizers, state_of, variables_of
+from shardload.keras_bridge.model_state import other_optimizers, state_of, variables_of
 from shardload.keras_bridge.variables import unique
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.accumulation import with_updates_kept
@@ -108,8 +108,7 @@ def map_state(
     # State of optimizers that only one side has, or that never trained, is left out with a note, not reported missing.
     noted: tuple[str, ...] = ()
     if items in ("all", "optimizer"):
-        unbuilt = [path for path, one in optimizers_by_path(model).items() if not one.built]
-        paired, noted = resolve_optimizers(paired, manifest, every=items == "all", unbuilt=unbuilt)
+        paired, noted = resolve_optimizers(model, paired, manifest, every=items == "all")
     # A partial step fills only a part of the model, so the rest must have values already.
     if items in ("all", "weights") and not has_base:
         require_values(model, manifest, paired.left_out)

@@ -70,10 +70,10 @@ class Begun:
     """A variable of an optimizer that begins, while others of that optimizer continue."""
 
     variable: Variable
+    attribute: str
+    """The attribute of the optimizer that it is in."""
     start: Start | None
     """Its value in a new optimizer; ``None`` if not known."""
-    is_average: bool = False
-    """Whether it is the moving average of a weight (``use_ema``)."""
 
 
 class Runtime(Protocol):

@@ -16,6 +16,7 @@ from shardload.hub import fidelity
 from shardload.keras_bridge.hub_imports import imports_s
 from shardload.keras_bridge.model_state import are_averages, variables_of
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.mapping.slot_roles import AVERAGE
 from shardload.parallel import fit, smallest_mesh
 from shardload.parallel.memory_fit import belongs_to_a_mesh
 from shardload.reports import (
@@ -138,7 +139,7 @@ def _search_notes(prepared: PreparedLoad) -> tuple[str, ...]:
 def _average_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     """Say whether a step has the weights in training or their moving averages, if the optimizer keeps averages."""
     request = prepared.request
-    if any(begun.is_average for begun in prepared.mapping.begun):
+    if any(begun.attribute == AVERAGE for begun in prepared.mapping.begun):
         return ()  # equal to the weights: another note says that they begin
     averages = are_averages(prepared.model) if request.function == "restore" and request.items == "all" else None
     return () if averages is None else (Note(_AVERAGED if averages else _IN_TRAINING, NoteKind.AVERAGES),)

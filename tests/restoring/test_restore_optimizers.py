@@ -373,6 +373,63 @@ def test_slots_of_another_shape_begin_with_a_note(tmp_path):
         np.testing.assert_array_equal(value, 0 if name.startswith("net_second") else 8, err_msg=name)
 
 
+class OwnOptimizer(keras.optimizers.Optimizer):
+    """Of nobody but its author, so that only its code says what a new one has in its slots."""
+
+    has_hats = False
+
+    def build(self, variables):
+        super().build(variables)
+        names = ["momentum", "velocity_hat"] if self.has_hats else ["momentum"]
+        self._momentums, *hats = self.add_optimizer_variables(variables, names, initializer="ones")
+        self._velocity_hats = hats[0] if hats else []
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, gradient * learning_rate)
+
+
+class Telling(OwnOptimizer):
+    def start_of_slot(self, attribute):
+        return 1.0
+
+
+def own(optimizer, *, has_hats=False, last=4):
+    optimizer.has_hats = has_hats
+    layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(last, name="second")]
+    model = keras.Sequential([keras.Input((3,)), *layers], name="net")
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    return model
+
+
+def fill(model, value):
+    for variable in model.optimizer.variables:
+        variable.assign(np.full(variable.shape, value, variable.dtype))
+
+
+@pytest.mark.parametrize("change", [{"has_hats": True}, {"last": 5}])
+def test_of_an_optimizer_that_does_not_say_how_its_slots_begin_nothing_is_invented(change, tmp_path):
+    source = own(OwnOptimizer(0.5))
+    fill(source, 8)
+    save_step(source, tmp_path, 7)
+    silent, telling = own(OwnOptimizer(0.5), **change), own(Telling(0.5), **change)
+    for target in (silent, telling):
+        fill(target, 3)
+        for items in ("all", "optimizer"):
+            with pytest.raises(MismatchError):
+                shardload.restore(target, tmp_path, items=items)
+        report = shardload.restore(target, tmp_path, strict=False)
+        found = {name: set(np.ravel(value)) for name, value in slots(target).items()}
+        if target is silent:
+            [note] = [note for note in report.notes if "does not continue with the stored state" in note]
+            assert "Give its class a method start_of_slot" in note
+            assert set.union(*found.values()) == {3} == {int(target.optimizer.iterations)}
+            continue
+        assert int(target.optimizer.iterations) == 8
+        for name, values in found.items():
+            assert values == ({1} if "hat" in name or ("last" in change and "second" in name) else {8}), name
+
+
 def test_a_replaced_learning_rate_is_told_everywhere(saved):
     source, root = saved("adam")
     rate = float(source.optimizer.learning_rate)
