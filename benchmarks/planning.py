@@ -66,12 +66,12 @@ def _said(result: Any) -> dict[str, Any]:
 def gemma(train: str | None) -> None:
     """Plan Gemma 2 27B."""
     from shardload.parallel import search
-    from shardload.pipeline.load import build, open_requested
-    from shardload.pipeline.request import LoadRequest
+    from shardload.pipeline.load import build, open_planned
+    from shardload.pipeline.request import Construction, PlanRequest
     from shardload.sharding.mesh import MeshSpec
 
-    source = open_requested(LoadRequest(function="plan", source="gemma2_27b").checked())
-    model = timed("gemma2_27b, build", lambda: build(source.manifest, dtype="bfloat16"))
+    source = open_planned(PlanRequest(source="gemma2_27b"))
+    model = timed("gemma2_27b, build", lambda: build(source.manifest, Construction(dtype="bfloat16")))
     mesh, sizes = MeshSpec.parse(str(GEMMA["mesh"])), {k: GEMMA[k] for k in ("batch", "sequence")}
     name = f"gemma2_27b on {GEMMA['mesh']}, {train or 'inference'}"
     timed(name, lambda: search(model, mesh, optimizer=train, device_memory_bytes=2**36, **sizes))
@@ -82,12 +82,10 @@ def gemma_compiled(train: str | None, memory: str) -> None:
     import jax
 
     from shardload.pipeline.layout_planning import StepSpec, plan_layouts
-    from shardload.pipeline.request import LoadRequest
+    from shardload.pipeline.request import PlanRequest
 
     jax.config.update("jax_num_cpu_devices", 32)
-    request = LoadRequest(
-        function="plan", source="gemma2_27b", mesh=str(GEMMA["mesh"]), dtype="bfloat16", device_memory_bytes=memory
-    )
+    request = PlanRequest(source="gemma2_27b", mesh=str(GEMMA["mesh"]), dtype="bfloat16", device_memory_bytes=memory)
     step = StepSpec(train, int(GEMMA["batch"]), int(GEMMA["sequence"]), compile=True)
     timed(f"gemma2_27b on 4x8, {train or 'inference'}, compiled, {memory}", lambda: plan_layouts(request, step))
 

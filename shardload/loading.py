@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardload.errors import suggests_arguments
@@ -15,7 +16,7 @@ from shardload.pipeline import load as pipeline
 from shardload.pipeline import reporting
 from shardload.pipeline.load import Loaded
 from shardload.pipeline.load_distributed import joint_load
-from shardload.pipeline.request import LoadRequest
+from shardload.pipeline.request import LoadRequest, LoadWeightsRequest, PlanRequest
 from shardload.progress import ProgressLike
 from shardload.text.preprocessor import TextInput
 from shardload.text.sources import remember
@@ -112,7 +113,27 @@ def load(
         ProcessFailedError: When it failed on another process with an error that is not from shardload.
         ProcessLostError: When another process ended, or does not respond for 15 s.
     """
-    return run(LoadRequest(**locals())).model  # every parameter is a field
+    request = LoadRequest(
+        source=source,
+        mesh=mesh,
+        axes=axes,
+        layout=layout,
+        dtype=dtype,
+        host_memory_bytes=host_memory_bytes,
+        strict=strict,
+        ignore=ignore,
+        devices=devices,
+        task=task,
+        custom_objects=custom_objects,
+        safe_mode=safe_mode,
+        compile=compile,
+        atomic=atomic,
+        format=format,
+        progress=progress,
+        ignore_config=ignore_config,
+        step=step,
+    )
+    return run(request).model
 
 
 def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
@@ -123,19 +144,17 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
         preprocessor: Give a task its preprocessor, and say in the report why it has none.
     """
     # KerasHub takes a while to make a preprocessor, so that happens in a thread, during the build and the transfer.
-    text = TextInput(task=request.task) if preprocessor and request.builds else None
+    text = TextInput(task=request.task) if preprocessor else None
     with joint_load(request) as call:
+        opener = partial(pipeline.open_requested, request)
         if text is None:
-            loaded = pipeline.load(request.checked(), call)
+            loaded = pipeline.load(request, call, opener=opener)
         else:
-            loaded = pipeline.load(request.checked(), call, on_opened=text.begin, on_built=text.prepare)
+            loaded = pipeline.load(request, call, opener=opener, on_opened=text.begin, on_built=text.prepare)
     # For `shardload.generate` and `tokenizer`, which are given the model only.
     remember(loaded.model, loaded.manifest)
-    note = None if text is None else text.attach(loaded.model, loaded.manifest)
-    return loaded if note is None else _with_note(loaded, note)
-
-
-def _with_note(loaded: Loaded, note: str) -> Loaded:
+    if text is None or (note := text.attach(loaded.model, loaded.manifest)) is None:
+        return loaded
     report = replace(loaded.report, notes=(*loaded.report.notes, note))
     reporting.remember(loaded.model, report)
     return replace(loaded, report=report)
@@ -188,10 +207,32 @@ def load_weights(
         LoadInterruptedError: When the load failed after it began to replace values; describes the current values.
         DisagreementError: As in `load`, like all other errors.
     """
-    # Before any other local variable: `locals()` is the request, so each of them has to be a field of it.
-    model = plain_model(model)
-    request = LoadRequest(function="load_weights", **locals())
-    return run(request).report
+    request = LoadWeightsRequest(
+        model=plain_model(model),
+        source=source,
+        mesh=mesh,
+        axes=axes,
+        layout=layout,
+        names=names,
+        host_memory_bytes=host_memory_bytes,
+        strict=strict,
+        devices=devices,
+        atomic=atomic,
+        format=format,
+        progress=progress,
+        ignore_config=ignore_config,
+        items=items,
+        step=step,
+    )
+    return run_load_weights(request).report
+
+
+def run_load_weights(request: LoadWeightsRequest) -> Loaded:
+    """Like `load_weights`, but also return the model and the manifest."""
+    with joint_load(request) as call:
+        loaded = pipeline.load(request, call, opener=partial(pipeline.open_requested, request))
+    remember(loaded.model, loaded.manifest)
+    return loaded
 
 
 @suggests_arguments
@@ -227,7 +268,21 @@ def plan(
         format: As for `load`.
         ignore_config: As for `load`.
     """
-    return pipeline.plan(LoadRequest(function="plan", **locals()).checked())
+    request = PlanRequest(
+        source=source,
+        mesh=mesh,
+        axes=axes,
+        layout=layout,
+        dtype=dtype,
+        host_memory_bytes=host_memory_bytes,
+        device_memory_bytes=device_memory_bytes,
+        ignore=ignore,
+        task=task,
+        format=format,
+        ignore_config=ignore_config,
+    )
+    request.check()
+    return pipeline.plan(request)
 
 
 def report(model: Any) -> LoadReport:

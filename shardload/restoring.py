@@ -26,7 +26,7 @@ from shardload.manifest import Manifest
 from shardload.mapping import Items, map_state
 from shardload.pipeline import load as pipeline
 from shardload.pipeline.load_distributed import JointLoad, joint_load
-from shardload.pipeline.request import LoadRequest
+from shardload.pipeline.request import RestoreRequest
 from shardload.progress import ProgressLike
 from shardload.reports import LoadReport
 from shardload.resolve.opening import OpenedSource
@@ -99,15 +99,31 @@ def restore(
         LoadInterruptedError: If reading failed after values had been replaced.
         DisagreementError: As in `load`, like all other errors about processes.
     """
-    model = plain_model(model)
-    arguments = locals()
-    request = LoadRequest(function="restore", source=arguments.pop("directory"), **arguments)
+    request = RestoreRequest(
+        model=plain_model(model),
+        directory=directory,
+        step=step,
+        items=items,
+        mesh=mesh,
+        axes=axes,
+        layout=layout,
+        devices=devices,
+        optimizer=optimizer,
+        rename=rename,
+        names=names,
+        strict=strict,
+        atomic=atomic,
+        fallback=fallback,
+        host_memory_bytes=host_memory_bytes,
+        progress=progress,
+    )
     with joint_load(request) as call:
-        return _restore_undamaged(request.checked(), step, call)
+        return _restore_undamaged(request, call)
 
 
-def _restore_undamaged(request: LoadRequest, step: Which, call: JointLoad) -> LoadReport:
+def _restore_undamaged(request: RestoreRequest, call: JointLoad) -> LoadReport:
     """Restore the requested step; if it is damaged and a fallback is wanted, the one that `alternative` finds."""
+    directory, step = request.directory, request.step
     skipped: list[str] = []
     tried: set[int] = set()
     info: StepInfo | None = None
@@ -115,7 +131,7 @@ def _restore_undamaged(request: LoadRequest, step: Which, call: JointLoad) -> Lo
         try:
             with call.attempt():
                 # After damage, the alternative is already known.
-                info = info or _find(call, request.source, step)
+                info = info or _find(call, directory, step)
                 return _restore(request, info, call, skipped, best=step == "best" and not skipped)
         except Exception as error:
             damage = _damage(error)
@@ -124,7 +140,7 @@ def _restore_undamaged(request: LoadRequest, step: Which, call: JointLoad) -> Lo
                 raise
             call.try_again()
             tried |= {info.step} if info is not None else set()
-            find = partial(alternative, request.source, step, bad=info, tried=tried)
+            find = partial(alternative, directory, step, bad=info, tried=tried)
             # Process 0 decides for all: each would read whole steps to find one, and a running job may add another.
             found = Alternative(**call.first(lambda find=find: asdict(find()), "the alternative"))  # type: ignore[misc]
             if request.fallback is None or found.step is None:
@@ -132,7 +148,7 @@ def _restore_undamaged(request: LoadRequest, step: Which, call: JointLoad) -> Lo
                 raise type(error)(f"{error}\n{found.advice}") from damage
             name = "a damaged step" if info is None else f"step {info.step} is damaged and"
             skipped.append(f"{name} was passed over: {damage}")
-            info = find_step(request.source, found.step)
+            info = find_step(directory, found.step)
 
 
 def _find(call: JointLoad, directory: PathLike, step: Which) -> StepInfo:
@@ -149,9 +165,9 @@ def _find(call: JointLoad, directory: PathLike, step: Which) -> StepInfo:
 
 
 def _restore(
-    request: LoadRequest, info: StepInfo, call: JointLoad, skipped: Sequence[str], *, best: bool
+    request: RestoreRequest, info: StepInfo, call: JointLoad, skipped: Sequence[str], *, best: bool
 ) -> LoadReport:
-    def opener(_: LoadRequest) -> OpenedSource:
+    def opener() -> OpenedSource:
         ready = prepared(info)
         checker = Checker.of_step(ready.location) if ready.ours else None  # before the headers, which it verifies
         return OpenedSource(_opened(ready), checker, (*skipped, _title(ready, best=best)))

@@ -13,9 +13,10 @@ import jax
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.model_state import refresh_derived, state_of
 from shardload.keras_bridge.variables import is_abstract, release_from_mesh
-from shardload.loading import Loaded, LoadRequest, run
+from shardload.loading import Loaded, run_load_weights
 from shardload.parallel.current_layout import current_devices, remember
 from shardload.pipeline import reporting
+from shardload.pipeline.request import LoadWeightsRequest
 from shardload.reports import LoadReport
 from shardload.sharding.devices import MeshDevices
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
@@ -56,7 +57,7 @@ def fill(model: Any, path: Path) -> Loaded:
     # Without a distribution, a mesh of one device; `finish` makes the values ordinary arrays again.
     if current_devices(model) is None:
         remember(model, MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), (_default_device(),)))
-    return run(LoadRequest(function="load_weights", model=model, source=path, as_keras=True))
+    return run_load_weights(LoadWeightsRequest(model=model, source=path, as_keras=True))
 
 
 def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed: bool = False) -> None:

@@ -70,9 +70,9 @@ def plan_layouts(
 ) -> LayoutReport:
     """Search layouts for the model of ``source``; onto one device if ``mesh`` is ``None``."""
     from shardload.pipeline.layout_planning import StepSpec, plan_layouts
-    from shardload.pipeline.request import LoadRequest
+    from shardload.pipeline.request import PlanRequest
 
-    request = LoadRequest(function="plan", source=source, mesh="1x1" if mesh is None else str(mesh), **options)
+    request = PlanRequest(source=source, mesh="1x1" if mesh is None else str(mesh), **options)
     return plan_layouts(request, StepSpec(train, batch, sequence, compile))
 
 

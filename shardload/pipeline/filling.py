@@ -18,7 +18,8 @@ from shardload.parallel.result import KEEP_LAYOUT
 from shardload.pipeline import reporting
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock
-from shardload.progress import Progress, Silent
+from shardload.pipeline.request import OnFailure
+from shardload.progress import Progress
 from shardload.reports import LoadReport
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
@@ -31,7 +32,8 @@ def fill(
     clock: Clock,
     files: Fingerprint,
     *,
-    progress: Progress | None = None,
+    progress: Progress,
+    on_failure: OnFailure,
     on_filled: Callable[[], None] = lambda: None,
 ) -> LoadReport:
     """Read, assign, initialise the rest, and report.
@@ -41,6 +43,7 @@ def fill(
         clock: Measures the stages.
         files: Fingerprint of the checkpoint's files from when their headers were read.
         progress: Receives the number of bytes read.
+        on_failure: What to do with a half-loaded model.
         on_filled: Called when all values are in place, while old values can still be restored.
 
     Raises:
@@ -48,8 +51,8 @@ def fill(
         TransferError: When reading failed and nothing had been replaced.
     """
     files.check()
-    with clock("transfer"), _rollback(prepared, files) as assigner:
-        stats = _stream(prepared, assigner, progress or Silent())
+    with clock("transfer"), _rollback(prepared, files, on_failure) as assigner:
+        stats = _stream(prepared, assigner, progress)
         # A file rewritten in place while it was read keeps its size: the bytes may be a mixture of both.
         files.check()
         assigner.finish(on_filled)
@@ -97,9 +100,8 @@ def _begin(prepared: PreparedLoad) -> None:
 
 
 @contextmanager
-def _rollback(prepared: PreparedLoad, files: Fingerprint) -> Iterator[Assigner]:
+def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure) -> Iterator[Assigner]:
     """Bind the model to its new mesh and yield its assigner; on failure describe its state, or restore everything."""
-    on_failure = prepared.request.on_failure
     before = binding.BindingSnapshot.of(prepared.model)
     # Counted before: a load that fails early must be told from one that replaced values.
     had_values = sum(map(has_value, prepared.mapping.provided))

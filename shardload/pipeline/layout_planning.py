@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardload.errors import DoesNotFitError
@@ -22,10 +22,9 @@ from shardload.parallel.layout_search.searching import BATCH_PER_POSITION, Layou
 from shardload.parallel.layout_search.smallest import smallest_mesh
 from shardload.parallel.layout_search.tracing import check_rows, input_specs, rows_of
 from shardload.parallel.memory_fit import MAX_DEVICES
-from shardload.pipeline.load import build, open_requested
+from shardload.pipeline.load import build, open_planned
 from shardload.pipeline.reporting import Clock
-from shardload.pipeline.request import LoadRequest
-from shardload.progress import as_progress
+from shardload.pipeline.request import PlanRequest
 from shardload.sharding.devices import available, mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, format_count, plural
@@ -91,7 +90,7 @@ class LayoutReport:
         }
 
 
-def plan_layouts(request: LoadRequest, step: StepSpec) -> LayoutReport:
+def plan_layouts(request: PlanRequest, step: StepSpec) -> LayoutReport:
     """Search layouts for the model that a source describes.
 
     Args:
@@ -104,7 +103,8 @@ def plan_layouts(request: LoadRequest, step: StepSpec) -> LayoutReport:
         MeshError: When a plan is to be compiled, and there are too few devices.
         LayoutError: When the model cannot be traced.
     """
-    return _Planning(request.checked(), step).run()
+    request.check()
+    return _Planning(request, step).run()
 
 
 def optimizer_of(name: str | None) -> Any:
@@ -119,19 +119,20 @@ def optimizer_of(name: str | None) -> Any:
 class _Planning:
     """One call of `plan_layouts`."""
 
-    def __init__(self, request: LoadRequest, step: StepSpec) -> None:
+    def __init__(self, request: PlanRequest, step: StepSpec) -> None:
         available()  # building needs JAX to compute shapes; its own error would not name the cause
         self.request, self.step = request, step
-        self.mesh = mesh_spec("1x1" if request.mesh is None else request.mesh, axes=request.axes)
+        mesh = request.placement.mesh
+        self.mesh = mesh_spec("1x1" if mesh is None else mesh, axes=request.axes)
         self.rows = 0  # the model may fix them
         self.optimizer = optimizer_of(step.train)
-        self.clock, self.progress = Clock(), as_progress(request.progress)
+        self.clock, self.progress = Clock(), request.shown
 
     def run(self) -> LayoutReport:
-        source = open_requested(self.request)
+        source = open_planned(self.request)
         manifest = source.manifest
         with self._stage("build", f"Building {manifest.source}"):
-            model = self._build(manifest, self.request.dtype)
+            model = build(manifest, self.request.construction)
         self.rows = self._rows(model)
         with self._stage("trace", f"Tracing {manifest.source}"):
             search = self._search(model)
@@ -144,10 +145,6 @@ class _Planning:
     def _stage(self, name: str, text: str) -> Any:
         self.progress.start(0, text)
         return self.clock(name)
-
-    def _build(self, manifest: Manifest, dtype: Any) -> Any:
-        request = self.request
-        return build(manifest, dtype=dtype, task=request.task, ignore_config=request.ignore_config)
 
     def _rows(self, model: Any) -> int:
         """Return the requested batch; else the batch that the model fixes, or the default."""
@@ -170,7 +167,7 @@ class _Planning:
             if self.step.compile:
                 checked = self._compile(search, manifest)
                 return checked.plan, checked.step
-            return self._searched(search, self.request.device_memory), None
+            return self._searched(search, self.request.device_budget_bytes), None
         except DoesNotFitError as error:
             raise DoesNotFitError(f"{error}.{self._where(search)}", least_bytes=error.least_bytes) from error
 
@@ -192,7 +189,7 @@ class _Planning:
 
     def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
         """Return the plan on the smallest mesh, which is ``plan`` itself where its mesh has no more devices."""
-        limit = self.request.device_memory
+        limit = self.request.device_budget_bytes
         if limit is None:
             return None
         with self._stage("smallest", "Looking for the smallest mesh"):
@@ -202,10 +199,12 @@ class _Planning:
 
     def _compile(self, search: LayoutSearch, manifest: Manifest) -> CheckedPlan:
         """Search and compile; as long as the compiled step needs more than the limit, take the next plan."""
-        model, limit = search.model, self.request.device_memory
+        model, limit = search.model, self.request.device_budget_bytes
         halved = next((d for d in map(stored_dtype, model.variables) if d.itemsize == 2), None)
         with self.clock("build"):  # on CPU, XLA computes 16-bit floats in 32 bits: compile those, and scale
-            compilable = model if halved is None else self._build(manifest, "float32")
+            compilable = (
+                model if halved is None else build(manifest, replace(self.request.construction, dtype="float32"))
+            )
 
         def compiled(plan: LayoutPlan) -> CompiledStep:
             with self._stage("compile", f"Compiling for {plan.mesh}"):

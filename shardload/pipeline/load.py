@@ -30,7 +30,16 @@ from shardload.parallel.current_layout import current_devices
 from shardload.pipeline import preparing, reporting
 from shardload.pipeline.load_distributed import JointLoad, ReadShare
 from shardload.pipeline.reporting import Clock
-from shardload.pipeline.request import LoadRequest
+from shardload.pipeline.request import (
+    Construction,
+    JointRequest,
+    LoadRequest,
+    LoadWeightsRequest,
+    Matching,
+    Placement,
+    PlanRequest,
+    RestoreRequest,
+)
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import MeshDevices, abstract_devices, available, mesh_spec, resolve_devices
 from shardload.stores.fingerprint import Fingerprint
@@ -51,27 +60,35 @@ class Loaded:
     """Bytes read by each process, if several loaded together."""
 
 
-def open_requested(request: LoadRequest) -> OpenedSource:
-    """Open the source of a request, or the folder that describes the model to build; a plan needs no weights."""
-    # A plan reads headers only, so there is nothing to verify, and a description without weights is enough.
-    reads = request.function != "plan"
+def open_requested(request: LoadRequest | LoadWeightsRequest) -> OpenedSource:
+    """Open the source of a request; for a model to build, also by the folder that describes it."""
     return open_source(
         request.source,
         request.format,
-        described=request.builds,
-        verify=reads,
-        weights=reads,
+        described=request.matching.builds,
         step=request.step,
-        ignore_config=request.ignore_config,
+        ignore_config=request.matching.ignore_config,
+    )
+
+
+def open_planned(request: PlanRequest) -> OpenedSource:
+    """Open the source of a plan: a description without weights is enough, and headers need no verification."""
+    return open_source(
+        request.source,
+        request.format,
+        described=True,
+        verify=False,
+        weights=False,
+        ignore_config=request.matching.ignore_config,
     )
 
 
 @walking_vocabularies_once()
 def load(
-    request: LoadRequest,
+    request: JointRequest,
     call: JointLoad,
     *,
-    opener: Callable[[LoadRequest], OpenedSource] = open_requested,
+    opener: Callable[[], OpenedSource],
     on_opened: Callable[[Manifest], None] = lambda manifest: None,
     on_built: Callable[[Any, Manifest], None] = lambda model, manifest: None,
 ) -> Loaded:
@@ -87,112 +104,129 @@ def load(
     # Open: headers only. From here on, a file that changes is an error.
     clock = Clock()
     with clock("other"):
-        source = opener(request)
+        source = opener()
     files = Fingerprint.of(source.manifest.files)
     # Place: once all processes have headers, as the start of JAX waits for all of them.
     call.start_jax()
     with clock("imports"):  # the first use of JAX starts its devices
-        devices, layout = place(request)
+        devices, layout = devices_and_layout(request.placement, request.model)
     call.check_shares(devices)
     with clock("other"):
         on_opened(source.manifest)
     # Build: with the same seeds on all processes, so that what the checkpoint lacks gets the same initial values.
-    with call.seeds() if request.builds else nullcontext():
-        model, why_uncompiled = _build(request, source.manifest, clock) if request.builds else (request.model, ())
-        if request.builds:
+    matching = request.matching
+    with call.seeds() if matching.builds else nullcontext():
+        if isinstance(request, LoadRequest):
+            model, why_uncompiled = _build(request.construction, source.manifest, clock)
             on_built(model, source.manifest)
-        optimizer = request.compile and not why_uncompiled
-        if request.function == "load_weights" and request.items == "weights":
-            optimizer = False
+        else:
+            model, why_uncompiled = request.model, ()
+        optimizer = request.loads_optimizer and not why_uncompiled
         # Slots are created before mapping, so that their tensors find a variable, and removed if the load fails.
-        builds_slots = optimizer and not request.as_keras
-        with _slots(request, model, source.manifest) if builds_slots else nullcontext():
+        with _slots(matching, model, source.manifest) if optimizer else nullcontext():
             # Map, lay out, plan, check: the model is still unchanged.
             with clock("plan"):
-                notes = (*why_uncompiled, *_unused_distribution(request))
+                unused = () if isinstance(request, RestoreRequest) else _unused_distribution(request.placement)
                 prepared = preparing.prepare(
-                    request, source, model, devices, layout=layout, optimizer=optimizer, notes=notes
+                    source,
+                    model,
+                    devices,
+                    layout=layout,
+                    matching=matching,
+                    budget_bytes=request.budget_bytes,
+                    optimizer=optimizer,
+                    notes=(*why_uncompiled, *unused),
                 ).validated()
             for text in prepared.layouts.idle_notes:
                 warn_caller(text)
             # Agree on the plan, fill.
-            rates = {} if request.builds else learning_rates_of(model)
-            report = reporting.with_rates(call.fill(prepared, clock, files), rates, learning_rates_of(model))
-        if spec_of(source.manifest).tensor_names == "step" and request.items in ("all", "weights"):
-            lost = load_stored_values(model, source.manifest, strict=request.strict)
+            rates = {} if matching.builds else learning_rates_of(model)
+            filled = call.fill(prepared, clock, files, progress=request.shown, on_failure=request.on_failure)
+            report = reporting.with_rates(filled, rates, learning_rates_of(model))
+        if spec_of(source.manifest).tensor_names == "step" and matching.items in ("all", "weights"):
+            lost = load_stored_values(model, source.manifest, strict=matching.strict)
             report = replace(report, notes=(*report.notes, *lost))
-        if request.builds:  # after the weights, as in Keras: hooks may use their values
+        if matching.builds:  # after the weights, as in Keras: hooks may use their values
             load_assets(model, source.manifest, check=source.checker)
     reporting.remember(model, report)
     return Loaded(model, report, source.manifest, call.shares(report))
 
 
-def plan(request: LoadRequest) -> PlanReport:
+def plan(request: PlanRequest) -> PlanReport:
     """Plan the load that was requested, on devices that need not exist; reads headers only."""
     clock = Clock()
     with clock("other"):
-        source = open_requested(request)
+        source = open_planned(request)
     available()  # building needs JAX to compute shapes; its own error would not name the cause
-    mesh, layout = _mesh_and_layout(request)
-    request = replace(request, layout=layout)
+    mesh, layout = _mesh_and_layout(request.placement)
     devices = abstract_devices(mesh_spec("1x1" if mesh is None else mesh, axes=request.axes))
     with clock("build"):
-        model = build(source.manifest, dtype=request.dtype, task=request.task, ignore_config=request.ignore_config)
+        model = build(source.manifest, request.construction)
     with clock("plan"):
-        prepared = preparing.prepare(request, source, model, devices, layout=layout)
-    return reporting.plan_report(prepared, clock)
+        prepared = preparing.prepare(
+            source, model, devices, layout=layout, matching=request.matching, budget_bytes=request.budget_bytes
+        )
+    return reporting.plan_report(prepared, clock, layout=layout, device_memory_bytes=request.device_budget_bytes)
 
 
-def place(request: LoadRequest) -> tuple[MeshDevices, LayoutLike | None]:
-    """Return the devices to load onto, and the layout; ``None`` keeps the model's own.
+def devices_and_layout(placement: Placement, model: Any) -> tuple[MeshDevices, LayoutLike | None]:
+    """Return the devices to load onto, and the layout; ``None`` keeps that of ``model``, which is ``None`` to be built.
 
     Raises:
         MeshError: When the model's variables are spread over several meshes, or there are too few devices.
     """
     # A model that has values or shardings stays where it is, unless the caller names other devices.
-    follows_model = not request.builds and request.mesh is None and request.devices is None
-    if follows_model and (own := current_devices(request.model)) is not None:
-        return own, request.layout
-    mesh, layout = _mesh_and_layout(request)
-    return resolve_devices(mesh, axes=request.axes, devices=request.devices), layout
+    follows_model = model is not None and placement.mesh is None and placement.devices is None
+    if follows_model and (own := current_devices(model)) is not None:
+        return own, placement.layout
+    mesh, layout = _mesh_and_layout(placement)
+    return resolve_devices(mesh, axes=placement.axes, devices=placement.devices), layout
 
 
-def _mesh_and_layout(request: LoadRequest) -> tuple[MeshLike | None, LayoutLike]:
+def _mesh_and_layout(placement: Placement) -> tuple[MeshLike | None, LayoutLike]:
     """Return the requested mesh and layout; without them, those of the distribution that is set in Keras."""
-    mesh, layout = request.mesh, request.layout
+    mesh, layout = placement.mesh, placement.layout
     # Devices that the caller names take precedence: the distribution may be over others.
-    if mesh is None and request.devices is None and (found := distributions.current()) is not None:
+    if mesh is None and placement.devices is None and (found := distributions.current()) is not None:
         mesh, layout = found, found if layout is None else layout
     return mesh, "auto" if layout is None else layout
 
 
-def _unused_distribution(request: LoadRequest) -> tuple[str, ...]:
-    found = distributions.current() if request.function in ("load", "load_weights") else None
-    if found is None or found in (request.mesh, request.layout) or (request.mesh is None and request.devices is None):
+def _unused_distribution(placement: Placement) -> tuple[str, ...]:
+    mesh, found = placement.mesh, distributions.current()
+    if found is None or found in (mesh, placement.layout) or (mesh is None and placement.devices is None):
         return ()
-    given = "devices" if request.mesh is None else "mesh"
+    given = "devices" if mesh is None else "mesh"
     return (f"the {type(found).__name__} set with keras.distribution.set_distribution is not used: {given}= was given",)
 
 
-def build(manifest: Manifest, **options: Any) -> Any:
-    """Build the model that a checkpoint describes, without allocating buffers."""
+def build(manifest: Manifest, construction: Construction, *, note: Callable[[str], None] | None = None) -> Any:
+    """Build the model that a checkpoint describes, without allocating buffers; ``note`` as in `kerashub`."""
     with abstraction.abstract():
-        return kerashub.build_model(manifest, **options)
+        return kerashub.build_model(
+            manifest,
+            dtype=construction.dtype,
+            task=construction.task,
+            custom_objects=construction.custom_objects,
+            safe_mode=construction.safe_mode,
+            ignore_config=construction.ignore_config,
+            compile=construction.compile,
+            note=note,
+        )
 
 
-def _build(request: LoadRequest, manifest: Manifest, clock: Clock) -> tuple[Any, tuple[str, ...]]:
+def _build(construction: Construction, manifest: Manifest, clock: Clock) -> tuple[Any, tuple[str, ...]]:
     """Build the requested model; also return why it could not be compiled, if it was saved compiled."""
     why_uncompiled: list[str] = []
-    names = ("dtype", "task", "ignore_config", "custom_objects", "safe_mode", "compile")
     with clock("build"):
-        model = build(manifest, **{name: getattr(request, name) for name in names}, note=why_uncompiled.append)
+        model = build(manifest, construction, note=why_uncompiled.append)
     # Also a warning: the report is easily missed, and an uncompiled model fails only in fit().
     for text in why_uncompiled:
         warn_caller(text)
     return model, tuple(why_uncompiled)
 
 
-def _slots(request: LoadRequest, model: Any, manifest: Manifest) -> AbstractContextManager[None]:
-    if request.items == "weights":  # no slots for tensors that are not loaded
+def _slots(matching: Matching, model: Any, manifest: Manifest) -> AbstractContextManager[None]:
+    if matching.as_keras or matching.items == "weights":  # no slots for tensors that are not loaded
         return nullcontext()
-    return slots_as_stored(model, manifest, rename=request.rename, strict=request.strict)
+    return slots_as_stored(model, manifest, rename=matching.rename, strict=matching.strict)

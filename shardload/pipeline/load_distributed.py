@@ -31,8 +31,8 @@ from shardload.parallel.current_layout import current_devices
 from shardload.pipeline import consistency, filling
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock
-from shardload.pipeline.request import LoadRequest
-from shardload.progress import Progress, as_progress
+from shardload.pipeline.request import JointRequest, OnFailure
+from shardload.progress import Progress
 from shardload.reports import ByteCounts, HostBytes, LoadReport
 from shardload.sharding import devices as placement
 from shardload.sharding.devices import MeshDevices
@@ -131,7 +131,9 @@ class JointLoad:
         with seeded(self._joint.first(self._draw, "the seed")):
             yield
 
-    def fill(self, prepared: PreparedLoad, clock: Clock, files: Fingerprint) -> LoadReport:
+    def fill(
+        self, prepared: PreparedLoad, clock: Clock, files: Fingerprint, *, progress: Progress, on_failure: OnFailure
+    ) -> LoadReport:
         """Run `filling.fill` once all processes are about to load the same thing; it succeeds on all or on none.
 
         Raises:
@@ -139,8 +141,8 @@ class JointLoad:
         """
         if self._joint is not None:
             consistency.require(self._joint, consistency.topics(prepared))
-        progress = self.watched(as_progress(prepared.request.progress))
-        return filling.fill(prepared, clock, files, progress=progress, on_filled=self._filled)
+        progress = self.watched(progress)
+        return filling.fill(prepared, clock, files, progress=progress, on_failure=on_failure, on_filled=self._filled)
 
     def _filled(self) -> None:
         """Wait until all values are in place on every process."""
@@ -193,16 +195,20 @@ class JointLoad:
 
 
 @contextmanager
-def joint_load(request: LoadRequest) -> Iterator[JointLoad]:
+def joint_load(request: JointRequest) -> Iterator[JointLoad]:
     """Make a call together with the other processes, if there are any and their devices are involved.
+
+    The request is checked after the processes compared it, so that an error on one is raised on all.
 
     Raises:
         DisagreementError: On all processes, when their calls differ.
     """
     if not processes.are_several() or _is_local(request):
+        request.check()
         yield JointLoad(None)
     else:
         with joint(request.function, request.source, request.compared) as call:
+            request.check()
             yield call
 
 
@@ -247,7 +253,7 @@ def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str 
         recorder.rest()
 
 
-def _is_local(request: LoadRequest) -> bool:
+def _is_local(request: JointRequest) -> bool:
     """Whether all named devices belong to this process; if none is named, the call involves all processes' devices."""
     try:
         named = placement.named_devices(request.mesh, request.devices)

@@ -19,7 +19,7 @@ from shardload.mapping.layer_step import has_keras_hook
 from shardload.mapping.stored_values import lacking_values, stored_values
 from shardload.parallel import LayoutChoice, choose
 from shardload.parallel.current_layout import current_layout
-from shardload.pipeline.request import LoadRequest
+from shardload.pipeline.request import Matching
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, local_positions
 from shardload.transfer.casts import is_float
@@ -41,10 +41,10 @@ SHOWN = 8
 class PreparedLoad:
     """Everything decided before the model is changed."""
 
-    request: LoadRequest
     source: OpenedSource
     model: Any
     devices: MeshDevices
+    matching: Matching
     mapping: VariableMap
     layouts: LayoutChoice
     plan: LoadPlan
@@ -67,9 +67,8 @@ class PreparedLoad:
     def with_unused_sorted(self) -> PreparedLoad:
         """Separate tensors outside the model from unused ones, for a model built from the checkpoint's description."""
         mapping = tensor_mapping.without_parts(self.mapping, self.manifest)
-        compare = self.request.function != "plan"  # a plan reads no tensor data
         found = tensor_mapping.sort_unused(
-            mapping, self.manifest, self.model, ignore=self.request.ignore, compare=compare
+            mapping, self.manifest, self.model, ignore=self.matching.ignore, compare=self.matching.reads_values
         )
         mapping = replace(mapping, unused=found.unused)
         return replace(
@@ -89,13 +88,13 @@ class PreparedLoad:
             MissingExtraError: When a package that decodes its tensors is not installed.
         """
         require_decoders(self.manifest.tensors[name] for name in self.mapping.read)
-        if not self.request.strict:
+        if not self.matching.strict:
             return replace(self, mapping=self.mapping.without_mismatched(), left_out=self.mapping.mismatched)
         problems = [f"does not match: {m}" for m in self.mapping.mismatched]
         problems += [f"does not match: {text}" for text in self._integers_for_floats()]
         problems += [f"missing from the checkpoint: {name}" for name in self.mapping.missing]
         # Keras accepts tensors that the model does not use, but none that a converter asks for and does not find.
-        unused, absent = ((), self.mapping.absent) if self.request.as_keras else (self.mapping.unused, ())
+        unused, absent = ((), self.mapping.absent) if self.matching.as_keras else (self.mapping.unused, ())
         problems += [f"missing from the checkpoint: tensor {name}" for name in absent]
         problems += [f"not used by the model: {self._with_reason(name)}" for name in unused]
         if not problems:
@@ -106,7 +105,7 @@ class PreparedLoad:
             + "\n  ".join(problems[:SHOWN])
             + rest
         )
-        if self.request.as_keras:
+        if self.matching.as_keras:
             raise MismatchError(misfit)
         raise MismatchError(f"{misfit}\nThe model is unchanged.", self._fix(), other_arguments=not self.mapping.advice)
 
@@ -133,47 +132,49 @@ class PreparedLoad:
         if self.mapping.advice:
             return self.mapping.advice
         if self.mapping.only_optimizer_differs:
-            return _OTHER_OPTIMIZER_BUILT if self.request.builds else _OTHER_OPTIMIZER
+            return _OTHER_OPTIMIZER_BUILT if self.matching.builds else _OTHER_OPTIMIZER
         fix = _NOT_STRICT
-        if self.request.builds and self.mapping.unused:
+        if self.matching.builds and self.mapping.unused:
             fix = (
                 f" Where the model is right without a tensor, name it: ignore=[{self.mapping.unused[0]!r}] "
                 f"(--ignore {self.mapping.unused[0]}). strict=False (--no-strict) also accepts missing weights."
             )
         if spec_of(self.manifest).tensor_names == "own" and self.mapping.missing and self.mapping.unused:
-            function = "call shardload.load_weights(model, source, names=…)" if self.request.builds else "pass names="
+            function = "call shardload.load_weights(model, source, names=…)" if self.matching.builds else "pass names="
             fix += f" Where only the names differ, {function} with {{tensor: variable path}}."
         return fix
 
 
 def prepare(
-    request: LoadRequest,
     source: OpenedSource,
     model: Any,
     devices: MeshDevices,
     *,
     layout: LayoutLike | None,
+    matching: Matching,
+    budget_bytes: int | None,
     optimizer: bool = True,
     notes: Sequence[str] = (),
 ) -> PreparedLoad:
     """Make all decisions of a load; changes nothing.
 
     Args:
-        request: A checked request.
         source: The checkpoint.
         model: The model to fill.
         devices: The devices to load onto.
-        layout: As in `LoadRequest`; ``None`` keeps the model's own.
+        layout: As in `Placement`; ``None`` keeps the model's own.
+        matching: Which tensors go where.
+        budget_bytes: Most bytes staged in host memory; ``None`` leaves it to the plan.
         optimizer: Whether to load stored optimizer state.
         notes: Notes about the model's construction, for the report.
     """
-    manifest, ignored = source.manifest, request.ignore_config
+    manifest, ignored = source.manifest, matching.ignore_config
     # Quantised folders are refused by their configuration; of bare files only the mapping shows it.
     quantised.check_before(manifest, ignore=ignored)
-    mapping = _map(request, manifest, model, optimizer=optimizer)
+    mapping = _map(matching, manifest, model, optimizer=optimizer)
     quantised.check_mapped(manifest, mapping.bindings, mapping.unused, ignore=ignored)
     accepted = quantised.accepted(manifest, mapping.bindings, ignore=ignored)
-    has_weights = spec_of(manifest).tensor_names == "step" and request.items in ("all", "weights")
+    has_weights = spec_of(manifest).tensor_names == "step" and matching.items in ("all", "weights")
     lacking = lacking_values(model, stored_values(manifest)) if has_weights else ()
     mapping = replace(mapping, notes=(*accepted, *mapping.notes, *lacking))
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
@@ -182,21 +183,21 @@ def prepare(
     plan = make_plan(
         manifest,
         mapping.bindings,
-        host_memory_bytes=request.budget,
+        host_memory_bytes=budget_bytes,
         positions=local_positions(devices),
         # Bytes to verify must pass through memory that is not yet a shard's.
         scatter=source.checker is None,
         # The devices of a plan are None: it is made as for CPU devices.
         uploads=any(device is not None and device.platform != "cpu" for device in devices.devices),
     )
-    found = PreparedLoad(request, source, model, devices, mapping, layouts, plan, (*source.notes, *notes))
+    found = PreparedLoad(source, model, devices, matching, mapping, layouts, plan, (*source.notes, *notes))
     # Only a model built from the description shows which tensors lie outside of it; any other may be the wrong one.
-    return found.with_unused_sorted() if request.builds else found
+    return found.with_unused_sorted() if matching.builds else found
 
 
-def _map(request: LoadRequest, manifest: Manifest, model: Any, *, optimizer: bool) -> VariableMap:
-    if request.function == "restore":
-        chosen: dict[str, Any] = {"items": request.items, "rename": request.rename, "names": request.names}
-        return tensor_mapping.map_state(model, manifest, **chosen)
-    as_keras = request.as_keras
-    return tensor_mapping.map_weights(model, manifest, names=request.names, optimizer=optimizer, as_keras=as_keras)
+def _map(matching: Matching, manifest: Manifest, model: Any, *, optimizer: bool) -> VariableMap:
+    names = matching.names
+    if matching.is_restore:
+        return tensor_mapping.map_state(model, manifest, items=matching.items, rename=matching.rename, names=names)
+    as_keras = matching.as_keras
+    return tensor_mapping.map_weights(model, manifest, names=names, optimizer=optimizer, as_keras=as_keras)

@@ -126,9 +126,8 @@ def with_rates(report: LoadReport, before: Mapping[str, float], now: Mapping[str
     return replace(report, notes=(*report.notes, *changed_rates(before, now, advice=advice)))
 
 
-def _search_notes(prepared: PreparedLoad) -> tuple[str, ...]:
-    request = prepared.request
-    if request.layout != "search" or request.device_memory is None:
+def _search_notes(layout: Any, device_memory_bytes: int | None) -> tuple[str, ...]:
+    if layout != "search" or device_memory_bytes is None:
         return ()
     return (
         "device memory and the smallest mesh cover weights alone, as for every load. To plan a whole step within a "
@@ -138,20 +137,20 @@ def _search_notes(prepared: PreparedLoad) -> tuple[str, ...]:
 
 def _average_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     """Say whether a step has the weights in training or their moving averages, if the optimizer keeps averages."""
-    request = prepared.request
+    matching = prepared.matching
     if any(begun.attribute == AVERAGE for begun in prepared.mapping.begun):
         return ()  # equal to the weights: another note says that they begin
-    averages = are_averages(prepared.model) if request.function == "restore" and request.items == "all" else None
+    averages = are_averages(prepared.model) if matching.is_restore and matching.items == "all" else None
     return () if averages is None else (Note(_AVERAGED if averages else _IN_TRAINING, NoteKind.AVERAGES),)
 
 
-def plan_report(prepared: PreparedLoad, clock: Clock) -> PlanReport:
+def plan_report(prepared: PreparedLoad, clock: Clock, *, layout: Any, device_memory_bytes: int | None) -> PlanReport:
     """Report a load that was only planned."""
     plan = prepared.plan
     facts = _facts(prepared, clock, read_bytes=plan.read_bytes, peak_staging_bytes=plan.peak_staging_bytes)
     return PlanReport(
-        **{**facts, "notes": (*facts["notes"], *_search_notes(prepared))},
-        fits=_fit(prepared, prepared.request.device_memory),
+        **{**facts, "notes": (*facts["notes"], *_search_notes(layout, device_memory_bytes))},
+        fits=_fit(prepared, layout, device_memory_bytes),
     )
 
 
@@ -273,10 +272,10 @@ def _skipped_notes(prepared: PreparedLoad) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _fit(prepared: PreparedLoad, device_memory_bytes: int | None) -> Fit | None:
+def _fit(prepared: PreparedLoad, layout: Any, device_memory_bytes: int | None) -> Fit | None:
     if device_memory_bytes is None:
         return None
-    model, layout = prepared.model, prepared.request.layout
+    model = prepared.model
     found = fit(model, prepared.devices.mesh, device_memory_bytes, layout=layout)
     smallest = None if belongs_to_a_mesh(layout) else smallest_mesh(model, device_memory_bytes, layout=layout)
     # The search tries powers of two only, and the mesh of the plan may be smaller.

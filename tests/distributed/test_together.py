@@ -33,7 +33,7 @@ from shardload.errors import (
 from shardload.keras_bridge.recording import seeded
 from shardload.loaders import open_manifest
 from shardload.pipeline import consistency, load_distributed, preparing
-from shardload.pipeline.request import LoadRequest
+from shardload.pipeline.request import LoadWeightsRequest
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding import devices
 from shardload.sharding.mesh import MeshSpec
@@ -150,10 +150,12 @@ def pair(dtype="float32"):
 
 
 def job_of(model, source, **options):
-    request = LoadRequest(function="load_weights", model=model, source=source, strict=False, **options)
+    request = LoadWeightsRequest(model=model, source=source, strict=False, **options)
     opened = OpenedSource(open_manifest(str(source)), None, ())
     mesh = devices.resolve_devices("1x1")
-    return preparing.prepare(request, opened, model, mesh, layout="auto").validated()
+    return preparing.prepare(
+        opened, model, mesh, layout="auto", matching=request.matching, budget_bytes=None
+    ).validated()
 
 
 def differing(*jobs):

@@ -12,7 +12,7 @@ from shardload.errors import DoesNotFitError, LayoutError
 from shardload.parallel import CompiledStep, LayoutPlan
 from shardload.pipeline import layout_planning
 from shardload.pipeline.layout_planning import StepSpec, plan_layouts
-from shardload.pipeline.request import LoadRequest
+from shardload.pipeline.request import PlanRequest
 from shardload.resolve.architectures import ARCHITECTURES, scaled
 
 MIB = 2**20
@@ -27,7 +27,7 @@ def tiny(monkeypatch, tmp_path):
 
 
 def request(limit=None, mesh="2x4"):
-    return LoadRequest(function="plan", source="tiny", mesh=mesh, device_memory_bytes=limit)
+    return PlanRequest(source="tiny", mesh=mesh, device_memory_bytes=limit)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_plan_that_does_not_fit_names_the_smallest_mesh_that_does():
 def test_a_batch_that_the_model_fixes_is_planned_and_another_is_refused(tmp_path):
     layers = [keras.Input((64,), batch_size=6), keras.layers.Dense(128)]
     keras.Sequential(layers).save(tmp_path / "fixed.keras")
-    asked = LoadRequest(function="plan", source=tmp_path / "fixed.keras", mesh="4x2")
+    asked = PlanRequest(source=tmp_path / "fixed.keras", mesh="4x2")
     report = plan_layouts(asked, StepSpec(compile=True))
     assert report.plan.inputs == "float32[6, 64]" and "a batch of 6 does not divide" in report.plan.notes[0]
     with pytest.raises(LayoutError, match=r"with batch=8: its inputs are float32\[6, 64\].*\(--batch\)"):

@@ -1,7 +1,9 @@
 """The shape of the house: imports point down, heavy packages stay in their rooms, the front door is light."""
 
 import ast
+import dataclasses
 import graphlib
+import inspect
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from package_edges import EDGES
+
+import shardload
+from shardload.pipeline.request import LoadRequest, LoadWeightsRequest, PlanRequest, RestoreRequest
 
 PACKAGE = Path(__file__).parents[2] / "shardload"
 TESTS = PACKAGE.parent / "tests"
@@ -139,6 +144,40 @@ def test_no_two_classes_have_one_name():
     assert not [name for name, n in found.items() if n > 1]
 
 
+def test_arguments_are_written_out():
+    for name, path in modules().items():
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert "locals" not in map(ast.unparse, calls), f"{name}: an editor, mypy and a reader cannot follow these"
+
+
+@pytest.mark.parametrize("stage", ["preparing", "filling", "reporting", "consistency"])
+def test_a_stage_is_given_what_it_needs_and_no_request(stage):
+    assert not [name for name in imports(modules()[f"pipeline.{stage}"]) if name.endswith("Request")]
+
+
+def fields_of(request: type) -> dict[str, object]:
+    """Fields of a request with their defaults, as a signature has them."""
+    return {
+        field.name: inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(request)
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "request_class", "added"),
+    [
+        (shardload.load, LoadRequest, set()),
+        (shardload.load_weights, LoadWeightsRequest, {"as_keras"}),
+        (shardload.plan, PlanRequest, {"devices", "progress"}),
+        (shardload.restore, RestoreRequest, set()),
+    ],
+)
+def test_a_request_has_the_parameters_of_its_function(function, request_class, added):
+    asked = {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    fields = fields_of(request_class)
+    assert {name: fields[name] for name in fields.keys() - added} == asked
+
+
 def test_few_modules_at_the_top():
     assert len([path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]) <= 12
 
@@ -201,8 +240,6 @@ def test_front_door_is_light(command):
 
 def test_no_module_has_the_name_of_a_public_function():
     """Importing ``shardload.plan`` as a module would put it in place of the function."""
-    import shardload
-
     assert not {package(name) for name in modules()} & (
         set(shardload.__all__) - {"callbacks", "data", "errors", "optimizers", "parallel"}
     )

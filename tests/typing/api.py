@@ -9,6 +9,8 @@ import numpy as np
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
+from shardload.loading import Loaded, LoadRequest, run
+from shardload.typing import LayoutLike
 
 model: keras.Model = shardload.load("gemma3_270m", mesh="1x8", layout="auto", dtype="bfloat16")
 shardload.load(Path("model.keras"), mesh=(2, 4), axes="data,model", dtype=np.dtype("float32"))
@@ -17,6 +19,15 @@ shardload.load("gemma3_270m", mesh=8, devices=jax.devices(), host_memory_bytes="
 shardload.load("gemma3_270m", mesh=1.5)  # type: ignore[arg-type]
 shardload.load("gemma3_270m", layout=3)  # type: ignore[arg-type]
 shardload.load("gemma3_270m", host_memory="1GiB")  # type: ignore[call-arg]
+
+request = LoadRequest(source="gemma3_270m", mesh="1x8", dtype="bfloat16", ignore=["score.*"])
+LoadRequest(source="gemma3_270m", mesh=1.5)  # type: ignore[arg-type]
+LoadRequest(source="gemma3_270m", model=model)  # type: ignore[call-arg]
+loaded: Loaded = run(request, preprocessor=False)
+on_mesh: LayoutLike | None = request.placement.layout
+unchecked: int | str | None = request.host_memory_bytes
+budget: int | None = request.budget_bytes
+request.placement.devices = ()  # type: ignore[misc]
 
 report: shardload.LoadReport = shardload.load_weights(model, "model.weights.h5", names={"a": "dense/kernel"})
 n_bytes: int = report.bytes.read
