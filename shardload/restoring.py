@@ -34,8 +34,8 @@ from shardload.steps.alternatives import Alternative, Which, alternative
 from shardload.steps.digests import Checker
 from shardload.steps.listing import StepInfo, find_step
 from shardload.steps.remote_listing import prepared
+from shardload.transfer.byte_source import check_tensor
 from shardload.transfer.read_tensor import read_tensor
-from shardload.transfer.verification import check_tensor
 from shardload.typing import LayoutLike, MeshLike, PathLike
 
 # The step that each model was restored from, until `fit` continues from it.

@@ -38,7 +38,7 @@ class Arrays:
         self._folder = folder
         self._is_complete = is_complete
         is_ocdbt = ocdbt.MANIFEST in folder.names()
-        if not is_ocdbt and folder.store.is_checked:  # each chunk would be a file to fetch
+        if not is_ocdbt and folder.store.is_remote:  # each chunk would be a file to fetch
             raise UnsupportedError(
                 f"{folder} has a folder for each array, which can only be read on this machine. {COPY_FIRST}"
             )

@@ -21,9 +21,8 @@ from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
 from shardload.mapping.stored_values import stored_values, unstored_hook
 from shardload.stores.local import located, temporary_folder
+from shardload.transfer.byte_source import Verifier, check_tensor
 from shardload.transfer.read_tensor import read_rows, row_ranges
-from shardload.transfer.verification import check_tensor
-from shardload.transfer.verifier import Verifier
 
 ITEM = "assets"
 """The item of a step; Keras' own name for it."""

@@ -17,10 +17,10 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Tensor, View
 from shardload.pipeline.array_shardings import Placed, devices_of, layout_of
 from shardload.resolve.opening import OpenedSource
+from shardload.transfer.byte_source import check_tensor
 from shardload.transfer.casts import overflow_notes, wide
 from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.scratch import copy
-from shardload.transfer.verification import check_tensor
 
 KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array, jax.Device, Format, np.ndarray, np.generic)
 """Types of targets, all of them leaves: JAX takes none for a tree."""

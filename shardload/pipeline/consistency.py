@@ -29,8 +29,8 @@ from shardload.parallel.model_variables import all_variables
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.sharding.devices import MeshDevices
 from shardload.stores.location import Location
+from shardload.transfer.byte_source import Verifier
 from shardload.transfer.casts import is_float
-from shardload.transfer.verifier import Verifier
 from shardload.units import exact_bytes
 
 SPOTS = 256

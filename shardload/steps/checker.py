@@ -177,7 +177,7 @@ class Checker:
                 another step.
         """
         where = located(folder)
-        if where.store.is_checked:  # small files were checked when they were fetched
+        if where.store.is_verifying:  # small files were checked when they were fetched
             return cls(where)
         try:
             found = cls(where)
@@ -211,7 +211,7 @@ class Checker:
             raise self.saved.damaged(
                 Damage(name, f"should have at least {exact_bytes(stop)}, but was saved with {size}")
             )
-        if start == stop or self.folder.store.is_checked:  # remote bytes are checked when they arrive
+        if start == stop or self.folder.store.is_verifying:  # remote bytes are checked when they arrive
             return
         file = self._open(name)
         wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
@@ -242,9 +242,8 @@ class Checker:
         if first >= last:
             return 0
         part = into[: last - first]
-        file = self._open(name)
-        file.read_into(part, first)
-        if not file.is_checked:
+        self._open(name).read_into(part, first)
+        if not self.folder.store.is_verifying:
             self.saved.compare(name, unit, part)
         return last - first
 

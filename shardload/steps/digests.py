@@ -86,7 +86,7 @@ def _piece_damage(folder: Location, piece: DigestTask, expected: FileDigest, ste
     except (ShardloadError, OSError) as error:
         if limit := LimitError.explaining(error, f"read {folder / piece.path}"):
             raise limit from error
-        if isinstance(error, TransferError) and folder.store.is_checked:
+        if isinstance(error, TransferError) and folder.store.is_remote:
             raise  # a store that does not respond says nothing about the step
         return [Damage(piece.path, f"cannot be read: {error}", piece.first * UNIT_BYTES, step)]
     wrong = [piece.first + k for k, unit in enumerate(found) if unit != expected.units[piece.first + k]]

@@ -61,7 +61,7 @@ class RemoteStep(Store):
         TransferError: If they are a web page.
     """
 
-    is_checked = True
+    is_remote = is_verifying = True
 
     def __init__(self, remote: Folder, digests: bytes) -> None:
         self._remote = remote
@@ -175,7 +175,7 @@ class RemoteStep(Store):
         self._bound(wanted)
         for first in range(0, len(wanted), IN_FLIGHT):
             files = [_RemoteFile(self._remote, self.saved, name) for name in wanted[first : first + IN_FLIGHT]]
-            pending = [file.begin(0, file.n_units) for file in files]
+            pending = [file.begin(0, file.n_bytes) for file in files]
             for file, fetched in zip(files, pending, strict=True):
                 self._write(file.name, fetched.result())
                 self._here.add(file.name)
@@ -209,22 +209,16 @@ class RemoteStep(Store):
 class _RemoteFile:
     """A file of a remote step, read in whole MiB; each MiB is compared with its digest before it is returned."""
 
-    is_checked = True
     descriptor = None
 
     def __init__(self, remote: Folder, saved: SavedUnits, name: str) -> None:
         self._remote, self._saved, self.name = remote, saved, name
         self.n_bytes = saved.of_file(name).n_bytes
 
-    @property
-    def n_units(self) -> int:
-        """The number of MiB; the last one may be partial."""
-        return -(-self.n_bytes // UNIT_BYTES)
-
-    def begin(self, unit: int, count: int) -> _Units:
-        start, stop = unit * UNIT_BYTES, min((unit + count) * UNIT_BYTES, self.n_bytes)
+    def begin(self, start: int, stop: int) -> _Units:
+        stop = min(stop, self.n_bytes)
         fetch = self._remote.begin(self.name, start, stop) if start < stop else None
-        return _Units(self._saved, self.name, unit, stop - start, fetch)
+        return _Units(self._saved, self.name, start // UNIT_BYTES, stop - start, fetch)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
@@ -234,8 +228,8 @@ class _RemoteFile:
             )
         while rest:
             unit, skip = divmod(offset, UNIT_BYTES)
-            count = min(-(-(skip + len(rest)) // UNIT_BYTES), READ_UNITS)
-            part = self.begin(unit, count).result()[skip : skip + len(rest)]
+            units = min(-(-(skip + len(rest)) // UNIT_BYTES), READ_UNITS)
+            part = self.begin(offset - skip, (unit + units) * UNIT_BYTES).result()[skip : skip + len(rest)]
             rest[: len(part)] = part
             rest, offset = rest[len(part) :], offset + len(part)
 

@@ -179,8 +179,6 @@ class LocalFile:
         shown: Its name in messages; the path by default.
     """
 
-    is_checked = False
-
     def __init__(self, path: str | os.PathLike[str], *, shown: str | None = None) -> None:
         self._name = os.fspath(path) if shown is None else shown
         self.descriptor = open_readonly(path)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from shardload.errors import UnsupportedError
 
@@ -39,11 +39,6 @@ class File(Protocol):
         """A file descriptor for system calls such as ``preadv``; ``None`` if the bytes are not in a local file."""
         ...
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether `read_into` verifies bytes against their digests."""
-        ...
-
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` with the bytes that start at ``offset``.
 
@@ -62,11 +57,11 @@ class File(Protocol):
         ...
 
 
-class PendingUnits(Protocol):
-    """A pending request for whole units of a file."""
+class PendingBytes(Protocol):
+    """A pending request for bytes of a file."""
 
     def result(self) -> memoryview:
-        """Return the verified bytes; raises like `File.read_into`."""
+        """Return the bytes, fewer at the end of the file; raises like `File.read_into`."""
         ...
 
     def cancel(self) -> None:
@@ -74,12 +69,11 @@ class PendingUnits(Protocol):
         ...
 
 
-@runtime_checkable
-class PrefetchableFile(File, Protocol):
-    """A file whose units can be requested before they are needed."""
+class RemoteFile(File, Protocol):
+    """A file of a remote store that has no local copy: its bytes can be requested before they are needed."""
 
-    def begin(self, unit: int, count: int) -> PendingUnits:
-        """Start to fetch ``count`` units from index ``unit``."""
+    def begin(self, start: int, stop: int) -> PendingBytes:
+        """Start to fetch bytes ``[start, stop)``; of a verifying store, whole units. ``stop`` may be past the end."""
         ...
 
 
@@ -96,8 +90,10 @@ class FileIdentity:
 class Store(ABC):
     """A place with files. Instances are shared by threads, and compared by identity."""
 
-    is_checked: bool = False
-    """Whether the store verifies all bytes itself, so that callers need not."""
+    is_remote: bool = False
+    """Whether each read is a request that takes a round trip: better a few large ones, ahead of their use."""
+    is_verifying: bool = False
+    """Whether all bytes are compared with digests before a file returns them, so that callers need not."""
 
     @abstractmethod
     def shown(self, key: str) -> str:
@@ -156,4 +152,4 @@ class Store(ABC):
         return key
 
 
-__all__ = ["UNIT_BYTES", "File", "FileIdentity", "Kind", "PendingUnits", "PrefetchableFile", "Store"]
+__all__ = ["UNIT_BYTES", "File", "FileIdentity", "Kind", "PendingBytes", "RemoteFile", "Store"]

@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 
 from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Packed, Tensor
-from shardload.stores.store import File
 from shardload.transfer.buffers import memory
+from shardload.transfer.byte_source import ByteSource, FileReads
 from shardload.transfer.planning import Block
-from shardload.transfer.preadv import Grid, ReadCall, calls, scatter_read
-from shardload.transfer.prefetch import PrefetchedReads
+from shardload.transfer.preadv import Grid, calls
 from shardload.transfer.read_tensor import stored_of
 from shardload.transfer.scratch import PAD_BYTES, BlockMemory, CopyPart, RowCopy, copy, grid_of, pitch_row
-from shardload.transfer.verified_reads import VerifiedReads
 from shardload.units import exact_bytes, plural
 
 _NOWHERE = np.empty(0, np.uint8)
@@ -76,21 +74,17 @@ class BlockCopier:
     """Moves blocks; one instance serves all threads of a transfer.
 
     Args:
-        verified: Source of staged and packed blocks; by default the files themselves.
+        source: Where their bytes come from.
     """
 
-    def __init__(self, verified: VerifiedReads | PrefetchedReads | None = None) -> None:
-        self.verified = verified
+    def __init__(self, source: ByteSource) -> None:
+        self.source = source
         self.overflowed: set[str] = set()
         """Tensors of which a cast made finite values infinite, as in JAX and Keras."""
         self._own = threading.local()
 
-    def move(self, task: Task, file: File | None) -> BlockTimes:
+    def move(self, task: Task) -> BlockTimes:
         """Read one block into its parts.
-
-        Args:
-            task: Block to read, and its destinations.
-            file: The open file; ``None`` for decoded tensors.
 
         Raises:
             TransferError: When the file ends early or cannot be read.
@@ -99,7 +93,7 @@ class BlockCopier:
         overflowed = self.overflowed.add
         try:
             with np.errstate(all="ignore", over="call", call=lambda *_: overflowed(task.block.tensor)):
-                return self._move(task, file)
+                return self._move(task)
         except OSError as error:
             if isinstance(error, ShardloadError):  # TransferError is an OSError and already says what failed
                 raise
@@ -109,7 +103,7 @@ class BlockCopier:
                 f"{block.path}: {error}"
             ) from error
 
-    def move_together(self, tasks: Sequence[Task], file: File | None) -> BlockTimes:
+    def move_together(self, tasks: Sequence[Task]) -> BlockTimes:
         """Read blocks that follow each other in a file at once, and copy each into its parts.
 
         Raises:
@@ -119,10 +113,10 @@ class BlockCopier:
         first, last = tasks[0].block, tasks[-1].block
         began, n_bytes = time.perf_counter(), last.offset + last.read_bytes - first.offset
         whole = BlockMemory(self._scratch(n_bytes), np.dtype(np.uint8), 0)
-        if not self._fill_together(whole, n_bytes, first, file):
+        if not self._fill_together(whole, n_bytes, first):
             # One by one, for the error to name the tensor.
             alone = (Task.of(task.block, task.tensor, task.parts) for task in tasks)
-            return sum((self.move(task, file) for task in alone), BlockTimes(0.0, 0.0))
+            return sum((self.move(task) for task in alone), BlockTimes(0.0, 0.0))
         read, block = time.perf_counter(), first
         with np.errstate(all="ignore", over="call", call=lambda *_: self.overflowed.add(block.tensor)):
             for task in tasks:
@@ -133,25 +127,22 @@ class BlockCopier:
                     copy(part.target, flat.source(part))
         return BlockTimes(read - began, time.perf_counter() - read)
 
-    def _fill_together(self, whole: BlockMemory, n_bytes: int, first: Block, file: File | None) -> bool:
+    def _fill_together(self, whole: BlockMemory, n_bytes: int, first: Block) -> bool:
         """Read into scratch; return whether everything arrived."""
         try:
-            if self.verified is None:
-                return scatter_read(file, self._fill(whole, n_bytes), first.offset) == n_bytes
-            self.verified.fill(whole, n_bytes, path=first.path, offset=first.offset)
+            return self.source.fill(whole, n_bytes, path=first.path, offset=first.offset) == n_bytes
         except OSError as error:
             if isinstance(error, ShardloadError):
                 raise
             return False
-        return True
 
-    def _move(self, task: Task, file: File | None) -> BlockTimes:
+    def _move(self, task: Task) -> BlockTimes:
         block, began = task.block, time.perf_counter()
         if block.how == "direct":
-            self._scatter(block, task.grids, file)
+            self._scatter(block, task.grids)
             return BlockTimes(time.perf_counter() - began, 0.0)
         if block.how == "staged":
-            return self._stage(task, file)
+            return self._stage(task)
         tensor, packed = task.tensor, block.packed
         flat = self._decode(block, tensor) if packed is None else self._unpack(block, tensor, packed)
         read = time.perf_counter()
@@ -159,12 +150,14 @@ class BlockCopier:
             copy(part.target, flat.source(part))
         return BlockTimes(read - began, time.perf_counter() - read)
 
-    def _scatter(self, block: Block, grids: Sequence[Grid], file: File | None) -> None:
+    def _scatter(self, block: Block, grids: Sequence[Grid]) -> None:
+        assert isinstance(self.source, FileReads), "verified and remote bytes pass through scratch"
         stop, gap_memory = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
         wanted = calls(grids, start=block.offset, stop=stop, gap_memory=gap_memory)
-        self._check(block, block.offset, block.read_bytes, scatter_read(file, wanted, block.offset))
+        received = self.source.scatter(wanted, path=block.path, offset=block.offset)
+        self._check(block, block.offset, block.read_bytes, received)
 
-    def _stage(self, task: Task, file: File | None) -> BlockTimes:
+    def _stage(self, task: Task) -> BlockTimes:
         """Read and distribute one scratch fill after another."""
         block = task.block
         itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
@@ -178,10 +171,7 @@ class BlockCopier:
             began = time.perf_counter()
             n_bytes = min(block.step, elements - start) * itemsize
             offset = block.offset + start * itemsize
-            if self.verified is not None:
-                self.verified.fill(flat, n_bytes, path=block.path, offset=offset)
-            else:
-                self._check(block, offset, n_bytes, scatter_read(file, self._fill(flat, n_bytes), offset))
+            self._check(block, offset, n_bytes, self.source.fill(flat, n_bytes, path=block.path, offset=offset))
             read = time.perf_counter()
             # Fill ``step`` has the rows from ``step * rows`` on. If the last fill is short, so are the parts.
             for row_copy, source in row_copies:
@@ -215,27 +205,19 @@ class BlockCopier:
         return BlockMemory(found.reshape(-1).view(np.uint8), tensor.dtype, 0)
 
     def _stored(self, block: Block, packed: Packed) -> bytes | bytearray:
-        if self.verified is None or not packed.n_bytes:
+        if isinstance(self.source, FileReads) or not packed.n_bytes:
             return stored_of(packed)
         # Units end anywhere in a chunk, but a codec needs all of its bytes in one piece.
         stored = bytearray(packed.n_bytes)
         flat = BlockMemory(np.frombuffer(stored, np.uint8), np.dtype(np.uint8), 0)
-        self.verified.fill(flat, packed.n_bytes, path=block.path, offset=packed.offset)
+        self.source.fill(flat, packed.n_bytes, path=block.path, offset=packed.offset)
         return stored
 
     def _scratch(self, n_bytes: int) -> NDArray[np.uint8]:
         held: NDArray[np.uint8] | None = getattr(self._own, "scratch", None)
         if held is None or held.nbytes < n_bytes:
             held = self._own.scratch = memory(n_bytes)
-            self._own.fills = {}  # they contain addresses of the old scratch
         return held
-
-    def _fill(self, flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
-        """Return the read calls for ``n_bytes`` into this thread's scratch; cached per row layout."""
-        # Describing a fill takes 50 µs between copies, and the layers of a model repeat a few of them.
-        fills: dict[tuple[int, ...], list[ReadCall]] = self._own.fills
-        key = (n_bytes, flat.row, flat.pitch, flat.dtype.itemsize)
-        return fills.get(key) or fills.setdefault(key, _fill(flat, n_bytes))
 
     @staticmethod
     def _check(block: Block, offset: int, expected: int, received: int) -> None:
@@ -250,12 +232,3 @@ def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) ->
     """Return a staged block's layout in ``scratch``: rows of ``row`` elements, padded; 0 for a single row."""
     pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
     return BlockMemory(scratch, tensor.dtype, block.start, row, pitch)
-
-
-def _fill(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
-    """Return read calls, relative to a file offset, that fill ``n_bytes`` of scratch."""
-    itemsize = flat.dtype.itemsize
-    row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
-    grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
-    found = calls(grids, start=0, stop=n_bytes, gap_memory=flat.memory)
-    return [ReadCall(call.entries.copy(), call.n_bytes) for call in found]  # `calls` reuses the entries

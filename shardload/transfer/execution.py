@@ -31,15 +31,15 @@ from typing import Any, Literal
 
 import jax
 
-from shardload.errors import BudgetError, SourceError, SourceNotFoundError, TransferError
+from shardload.errors import BudgetError
 from shardload.manifest import Manifest
 from shardload.sharding.bounds import Bounds
-from shardload.stores.location import Location
-from shardload.stores.store import File
+from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.block_copy import BlockCopier, BlockTimes, Task
 from shardload.transfer.block_plan import BUDGET_PARTS
 from shardload.transfer.budget import Budget
 from shardload.transfer.buffers import arena_bytes
+from shardload.transfer.byte_source import Verifier, byte_source, source_kind
 from shardload.transfer.casts import needs_64_bits
 from shardload.transfer.placement import (
     IncrementalArray,
@@ -53,8 +53,6 @@ from shardload.transfer.placement import (
 from shardload.transfer.planning import Binding, Block, LoadPlan, local_bounds
 from shardload.transfer.regions import SCRATCH_BYTES
 from shardload.transfer.staging import Chunk, Variable, limited_chunks, whole_chunks
-from shardload.transfer.verification import TransferVerification
-from shardload.transfer.verifier import Verifier
 from shardload.transfer.workers import WorkerThreads, default_threads
 from shardload.units import exact_bytes
 
@@ -148,7 +146,7 @@ def execute(
     finally:
         transfer.close()
     return TransferStats(
-        read_bytes=transfer.checks.read_bytes() if transfer.checks else plan.read_bytes,
+        read_bytes=transfer.source.read_bytes(plan.blocks),
         direct_bytes=plan.direct_bytes,
         peak_staging_bytes=transfer.budget.peak_bytes,
         read_s=transfer.read_s,
@@ -186,18 +184,16 @@ class Transfer:
         shardings: Mapping[str, Any],
     ) -> None:
         self.plan, self.manifest, self.devices, self.placement = plan, manifest, devices, placement
-        self.checks = None if check is None else TransferVerification(check, plan)
         self.budget = Budget(plan.host_memory_bytes)
         self.read_s = self.copy_s = 0.0
-        scratch = plan.scratch_bytes + (self.checks.thread_bytes if self.checks else 0)
+        scratch = plan.scratch_bytes + (0 if source_kind(plan, check) == "files" else UNIT_BYTES)
         # Scratch gets a quarter of the budget at most; where that is too little, fewer threads run.
         most = min(self.budget.limit_bytes // 4, SCRATCH_BYTES)
         self.threads = max(1, min(threads, most // scratch)) if scratch else max(1, threads)
-        shared = self.checks.begin(self.threads) if self.checks else 0
-        self._must_take(self.threads * scratch + shared, "Scratch memory")
-        self.files: dict[Location, File] = {}
+        self.source = byte_source(plan, check, threads=self.threads)
+        self._must_take(self.threads * scratch + self.source.shared_bytes, "Scratch memory")
         self.uploads: deque[tuple[list[Any], int]] = deque()
-        self.copier = BlockCopier(self.checks.verified if self.checks else None)
+        self.copier = BlockCopier(self.source)
         self.variables = [self._variable(t) for t in plan.bindings]
         self.chunks = self._make_chunks()
         self.complete: list[Chunk] = []
@@ -236,13 +232,10 @@ class Transfer:
     def close(self) -> None:
         """Stop the workers and release all resources, also after an error."""
         try:
-            if self.checks is not None:
-                self.checks.close()
+            self.source.cancel()
             self.workers.close()
         finally:  # after the workers: a closed number may be reused by another file while a read uses it
-            for file in self.files.values():
-                file.close()
-            self.files.clear()
+            self.source.close()
         # A caught error keeps its traceback, whose frames refer to this object: shard memory must not live as long.
         self.variables.clear()
         self.tasks.clear()
@@ -298,18 +291,17 @@ class Transfer:
                 self._open(self.chunks[index, p])
         if first.is_decoded:
             self._must_take(first.host_bytes, f"A block of tensor {first.tensor!r}")
-        file = None if first.is_decoded else self._file(first.path)
+        else:
+            self.source.open(first.path)
         ready = self.tasks.pop(run.start, None)
 
         def move() -> BlockTimes:
             tasks = [ready] if ready else [self._task_of(index, alone=len(run) == 1) for index in run]
-            if self.checks is not None:
-                for task in tasks:
-                    self.checks.before(task.block, task.tensor)
-            moved = self.copier.move(tasks[0], file) if len(tasks) == 1 else self.copier.move_together(tasks, file)
-            if self.checks is not None:
-                for task in tasks:
-                    self.checks.after(task.block)
+            for task in tasks:
+                self.source.check(task.block, task.tensor)
+            moved = self.copier.move(tasks[0]) if len(tasks) == 1 else self.copier.move_together(tasks)
+            for task in tasks:
+                self.source.release(task.block)
             return moved
 
         return move
@@ -348,14 +340,6 @@ class Transfer:
                     f"{self.budget.limit_bytes} are taken. Raise the host-memory budget to at least "
                     f"{exact_bytes(self.budget.taken_bytes + n_bytes)}"
                 )
-
-    def _file(self, path: Location) -> File:
-        if path not in self.files:
-            try:
-                self.files[path] = path.open()
-            except (SourceError, SourceNotFoundError) as error:
-                raise TransferError(f"Cannot open {path}: {error}") from error
-        return self.files[path]
 
     def _complete(self, at_least: int = 1) -> None:
         for done in self.workers.collect(at_least):

@@ -104,7 +104,7 @@ class LoadPlan:
             TransferError: If one has another size or is gone.
         """
         for path in self.files:
-            if path.store.is_checked:  # its bytes are compared with digests as they are read
+            if path.store.is_verifying:  # its bytes are compared with digests as they are read
                 continue
             found = path.identity().size
             if found != (expected := manifest.files.get(path, found)):
@@ -146,7 +146,8 @@ def make_plan(
             that decodes as a whole needs.
         block_bytes: Longest single read.
         positions: Mesh positions of this process; all by default.
-        scatter: Whether bytes may go straight from files to shards; False if they are verified in between.
+        scatter: Whether bytes may go straight from files to shards; False if a verifier compares them in between.
+            Never of remote and verifying stores.
         uploads: Whether shards are staged too, because devices have separate memory.
 
     Raises:
@@ -159,7 +160,9 @@ def make_plan(
     wanted = {binding.view.tensor: None for binding in bindings}
     # Names without a tensor are left to `Planner`, whose error names the variable.
     tensors = [manifest.tensors[name] for name in wanted if name in manifest.tensors]
-    budget = _budget(tensors, host_memory_bytes, verified=not scatter, uploads=uploads)
+    stores = {path.store for path in manifest.files}
+    scatter = scatter and not any(store.is_remote or store.is_verifying for store in stores)
+    budget = _budget(tensors, host_memory_bytes, through_units=not scatter, uploads=uploads)
     size = bindings[0].layout.mesh.size if bindings else 0
     local = tuple(range(size)) if positions is None else tuple(positions)
     planner = Planner(manifest, bindings, local, block_bytes=block_bytes, budget=budget, scatter=scatter)
@@ -181,8 +184,8 @@ def make_plan(
     )
 
 
-def _budget(tensors: Sequence[Tensor], asked: int | None, *, verified: bool, uploads: bool) -> int:
-    needs = {tensor.name: least_budget(tensor, verified=verified, uploads=uploads) for tensor in tensors}
+def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool, uploads: bool) -> int:
+    needs = {tensor.name: least_budget(tensor, through_units=through_units, uploads=uploads) for tensor in tensors}
     least = max(needs.values(), default=0)
     # A default may grow to what a chunk needs; a budget that the user stated is a promise, so too little is an error.
     if asked is None:

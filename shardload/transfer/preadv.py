@@ -203,7 +203,7 @@ def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArr
     return np.stack((addresses, np.insert(length, where, gaps[where])), axis=1, dtype=np.int64)
 
 
-def scatter_read(file: File | None, wanted: Iterable[ReadCall], offset: int) -> int:
+def scatter_read(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
     """Read one range of a file into many memory locations.
 
     Args:
@@ -217,7 +217,6 @@ def scatter_read(file: File | None, wanted: Iterable[ReadCall], offset: int) -> 
     Raises:
         OSError: When a read fails.
     """
-    assert file is not None, "only decoded blocks have no file"
     if (fd := file.descriptor) is None:
         return _copied(file, wanted, offset)
     received = 0

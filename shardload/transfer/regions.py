@@ -144,13 +144,13 @@ def paths_of(tensor: Tensor) -> tuple[Location, ...]:
             return tuple(dict.fromkeys(region.path for region in regions(tensor)))
 
 
-def least_budget(tensor: Tensor, *, verified: bool, uploads: bool) -> int:
+def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
     """Return the smallest budget that can decode every chunk of a tensor; 0 if no chunk decodes as a whole.
 
     Args:
         tensor: The tensor.
-        verified: Whether reads are verified: that takes up to half of the budget, `CHECKING_BYTES` at most.
-            Scratch alone takes a quarter, `SCRATCH_BYTES` at most.
+        through_units: Whether reads are verified or remote, which takes up to half of the budget, `CHECKING_BYTES` at
+            most. Scratch alone takes a quarter, `SCRATCH_BYTES` at most.
         uploads: Whether shards are staged as well, in at most half of the rest.
     """
     if not _is_packed(tensor):
@@ -159,8 +159,8 @@ def least_budget(tensor: Tensor, *, verified: bool, uploads: bool) -> int:
     # Twice a chunk's shards, as they get half of what is left.
     if uploads:
         most += 2 * max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
-    # ``most`` must fit into what verification and scratch leave: the shares above, solved for the budget.
-    if verified:
+    # ``most`` must fit into what units and scratch leave: the shares above, solved for the budget.
+    if through_units:
         return min(2 * most, most + CHECKING_BYTES) + (2 << 20)
     return min(most * 4 // 3, most + SCRATCH_BYTES)
 

@@ -1,4 +1,7 @@
-"""Every format loads from a store without a local file as it does from this machine, bit for bit."""
+"""Every format loads from a store without a local file as it does from this machine, bit for bit.
+
+Whether the store is remote and whether it verifies are two properties, and each format is loaded with either.
+"""
 
 import json
 import zipfile
@@ -10,15 +13,16 @@ import keras_hub
 import npz_format
 import numpy as np
 import pytest
-from memory_store import MemoryStore
+from memory_store import MemoryStore, RemoteMemoryStore, VerifyingMemoryStore
 from safetensors.numpy import load_file, save_file
 
 import shardload
-from shardload.errors import SourceNotFoundError, TransferError, UnsupportedError
+from shardload.errors import BudgetError, DamagedError, SourceNotFoundError, TransferError, UnsupportedError
 from shardload.loaders import open_manifest, registry
 from shardload.manifest import Decoded
 from shardload.resolve import stores
 from shardload.stores.location import Location
+from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.read_tensor import read_rows, read_tensor
 from shardload.verifying import verify
 
@@ -110,11 +114,12 @@ def assert_equal_manifests(local, stored):
 
 
 @pytest.mark.usefixtures("known_npz")
+@pytest.mark.parametrize("store", [MemoryStore, RemoteMemoryStore, VerifyingMemoryStore])
 @pytest.mark.parametrize("write", KERAS)
-def test_keras_models(write, tmp_path):
+def test_keras_models(write, store, tmp_path):
     original = small_model()
     path = write(tmp_path, original)
-    place = MemoryStore.copy_of(path)
+    place = store.copy_of(path)
     assert_equal_manifests(open_manifest(path), open_manifest(place))
     for mesh in ("1x1", "2x4"):
         filled = keras.models.clone_model(original)
@@ -123,6 +128,67 @@ def test_keras_models(write, tmp_path):
         assert (report.missing, report.unused) == ((), ())
         for one, two in zip(original.weights, filled.weights, strict=True):
             assert np.asarray(one.value).tobytes() == np.asarray(two.value).tobytes()
+
+
+@pytest.mark.usefixtures("known_npz")
+@pytest.mark.parametrize("write", KERAS)
+def test_a_flipped_byte_in_a_store_that_verifies(write, tmp_path):
+    original = small_model()
+    place = VerifyingMemoryStore.copy_of(write(tmp_path, original))
+    largest = max(place.store.files, key=lambda key: len(place.store.files[key]))
+    place.store.flip(largest, len(place.store.files[largest]) // 2)
+    with pytest.raises(DamagedError, match=f"verifying://{largest} from byte 0 is damaged"):
+        shardload.load_weights(keras.models.clone_model(original), place, mesh="1x2")
+
+
+def large_model():
+    """Two kernels of 16 MiB, and biases."""
+    model = keras.Sequential([keras.Input((1024,)), keras.layers.Dense(4096), keras.layers.Dense(1024)])
+    model.set_weights([np.random.default_rng(0).random(v.shape, np.float32) for v in model.weights])
+    return model
+
+
+@pytest.mark.parametrize("write", [safetensors_file, weights_h5, keras_archive])
+@pytest.mark.parametrize("mesh", ["1x1", "1x8"])
+def test_a_remote_store_is_asked_in_advance_for_large_ranges(write, mesh, tmp_path):
+    original = large_model()
+    place = RemoteMemoryStore.copy_of(write(tmp_path, original))
+    headers = read_headers(place)
+    filled = keras.models.clone_model(original)
+    report = shardload.load_weights(filled, place, mesh=mesh)
+    assert all(map(np.array_equal, original.get_weights(), filled.get_weights()))
+    store, needed = place.store, sum(v.value.nbytes for v in original.weights)
+    assert sum(stop - start for _, start, stop in store.reads[headers:]) <= 1 << 20  # headers only
+    fetched = sum(stop - start for _, start, stop in store.ahead)
+    assert needed <= fetched == report.bytes.read <= 1.01 * needed
+    assert len(store.ahead) <= needed / (4 * UNIT_BYTES) + 4 and store.most_pending >= 4
+    assert report.bytes.needed == needed
+    store.ahead.clear()
+    with pytest.raises(BudgetError, match=r"Cannot load from a remote store .* Raise it to at least 16MiB"):
+        shardload.load_weights(filled, place, mesh=mesh, host_memory_bytes="8MiB")
+    assert not store.ahead
+
+
+def read_headers(place):
+    """How many reads it takes to list a checkpoint's tensors."""
+    open_manifest(place)
+    found = len(place.store.reads)
+    place.store.reads.clear()
+    return found
+
+
+@pytest.mark.parametrize("budget", ["2MiB", "64MiB"])
+def test_a_store_that_verifies_is_read_once_in_whole_units(budget, tmp_path, monkeypatch):
+    original = large_model()
+    place = VerifyingMemoryStore.copy_of(safetensors_file(tmp_path, original))
+    filled = keras.models.clone_model(original)
+    report = shardload.load_weights(filled, place, mesh="1x8", host_memory_bytes=budget)
+    assert all(map(np.array_equal, original.get_weights(), filled.get_weights()))
+    assert report.bytes.needed <= report.bytes.read <= report.bytes.needed + UNIT_BYTES
+    assert report.host_bytes.peak_staging <= report.host_bytes.budget
+    place.store.flip(place.key, len(place.store.files[place.key]) - 5)
+    with pytest.raises(DamagedError, match="from byte 33554432 is damaged"):
+        shardload.load_weights(filled, place, mesh="1x8", host_memory_bytes=budget, atomic=True)
 
 
 def test_an_archive_builds_its_model(tmp_path):
@@ -157,14 +223,15 @@ def sharded_folder(folder):
     return folder
 
 
+@pytest.mark.parametrize("store", [MemoryStore, RemoteMemoryStore, VerifyingMemoryStore])
 @pytest.mark.parametrize("kind", ["Q8_0", "folder", "parts"])
-def test_hugging_face_models(kind, tmp_path):
+def test_hugging_face_models(kind, store, tmp_path):
     parts = {"split_max_tensors": 8} if kind == "parts" else {}
     file, folder = gguf_pairs.write(tmp_path, "llama", "Q8_0", **parts)
     path = {"Q8_0": file, "folder": folder, "parts": tmp_path}[kind]
     if kind == "folder":
         sharded_folder(folder)
-    place = MemoryStore.copy_of(path)
+    place = store.copy_of(path)
     assert_equal_manifests(open_manifest(path), open_manifest(place))
     expected = shardload.load(path, task=False, mesh="1x2")
     filled = keras_hub.models.Llama3Backbone.from_config(expected.get_config())

@@ -17,7 +17,7 @@ from saved_steps import save_step
 import shardload
 from shardload.errors import BudgetError
 from shardload.steps.listing import list_steps
-from shardload.transfer import execution, prefetch
+from shardload.transfer import byte_source, execution
 from shardload.verifying import verify
 
 MIB = 1 << 20
@@ -105,7 +105,7 @@ def test_of_weights_only_weights_are_fetched(objects, store):
 @pytest.mark.slow
 def test_a_small_budget_is_kept(objects, store, monkeypatch):
     made = []
-    monkeypatch.setattr(prefetch.PrefetchedReads, "close", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
+    monkeypatch.setattr(byte_source.RangeReads, "cancel", lambda self: made.append(self))  # noqa: PLW0108 - becomes a method
     target = build()
     report = shardload.restore(target, store.s3 + "/run", mesh="1x8", layout=rows((1, 8)), host_memory_bytes="16MiB")
     assert same(target, objects[1])

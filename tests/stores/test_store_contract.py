@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from memory_store import MemoryStore
-from store_contract import FILES, StoreContract
+from memory_store import MemoryStore, RemoteMemoryStore, VerifyingMemoryStore
+from store_contract import FILES, LARGE, StoreContract
 
-from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError
+from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsafeSourceError
 from shardload.loaders.folder import descendant, member
 from shardload.stores.local import located
 from shardload.stores.location import Location
@@ -65,10 +65,28 @@ class TestLocal(StoreContract):
 
 class TestMemory(StoreContract):
     shown = "memory://"
+    store = MemoryStore
 
     @pytest.fixture
     def location(self):
-        return Location(MemoryStore({f"root/{name}": content for name, content in FILES.items()}), "root")
+        return Location(self.store({f"root/{name}": content for name, content in FILES.items()}), "root")
 
     def replace(self, location, content):
         location.store.files[location.key] = content
+
+
+class TestRemoteMemory(TestMemory):
+    shown = "remote://"
+    store = RemoteMemoryStore
+
+
+class TestVerifyingMemory(TestMemory):
+    shown = "verifying://"
+    store = VerifyingMemoryStore
+
+    def test_a_flipped_byte_is_damage(self, location):
+        location.store.flip("root/sub/deep/d/large", (1 << 20) + 7)
+        path = location / "sub/deep/d/large"
+        assert path.read_header(1 << 20, offset=0, what="it") == LARGE[: 1 << 20]
+        with pytest.raises(DamagedError, match="from byte 1048576"):
+            path.read_header(1, offset=(2 << 20) - 1, what="it")

@@ -7,7 +7,7 @@ import weakref
 import jax
 
 import shardload.transfer.block_copy
-import shardload.transfer.verified_reads
+import shardload.transfer.byte_source
 from shardload.mapping.assign import Assigner
 
 _BUFFERS = {}
@@ -85,6 +85,6 @@ def scratch_taken(monkeypatch):
         taken.append(n_bytes)
         return original(n_bytes)
 
-    for module in (shardload.transfer.block_copy, shardload.transfer.verified_reads):
+    for module in (shardload.transfer.block_copy, shardload.transfer.byte_source):
         monkeypatch.setattr(module, "memory", memory)
     return taken

@@ -80,6 +80,17 @@ class StoreContract:
             (file.read_unchecked if unchecked else file.read_into)(memoryview(buffer), start)
         assert buffer == LARGE[start:stop]
 
+    @pytest.mark.parametrize(("start", "stop"), [(0, 1 << 20), (1 << 20, 3 << 20), (2 << 20, len(LARGE))])
+    def test_a_remote_file_is_asked_in_advance(self, location, start, stop):
+        if not location.store.is_remote:
+            pytest.skip("a local store needs no requests")
+        with closing((location / "sub/deep/d/large").open()) as file:
+            first, second = file.begin(start, stop), file.begin(0, 1 << 20)
+            assert bytes(second.result()) == LARGE[: 1 << 20]
+            assert bytes(first.result()) == LARGE[start:stop]
+            if not location.store.is_verifying:
+                assert bytes(file.begin(5, 9).result()) == LARGE[5:9]
+
     def test_typed_buffers(self, location):
         found = np.empty((2, 3), "<u2")
         with closing((location / "sub/deep/d/large").open()) as file:

@@ -1,4 +1,4 @@
-"""Ranges of a remote step, fetched ahead: each byte once, in few requests, within the memory they were given."""
+"""Ranges of a remote file, fetched ahead: each byte once, in few requests, within the memory they were given."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +8,8 @@ import pytest
 
 from shardload.errors import DamagedError
 from shardload.stores.location import Location
+from shardload.transfer.byte_source import MAX_RANGE_UNITS, RangeReads
 from shardload.transfer.planning import Block
-from shardload.transfer.prefetch import MAX_RANGE_UNITS, PrefetchedReads
 from shardload.transfer.scratch import BlockMemory
 
 MIB = 1 << 20
@@ -19,10 +19,10 @@ DATA = np.random.default_rng(0).integers(0, 256, 37 * MIB + 12345, np.uint8)
 class Store:
     """A store with one file, which is the file too, and counts what is asked of it."""
 
-    is_checked, n_bytes, descriptor = True, DATA.nbytes, None
+    n_bytes, descriptor, is_remote = DATA.nbytes, None, True
 
-    def __init__(self, *, error=None):
-        self.asked, self.cancelled, self.error = [], 0, error
+    def __init__(self, *, error=None, is_verifying=True):
+        self.asked, self.cancelled, self.error, self.is_verifying = [], 0, error, is_verifying
         self.path = Location(self, "data")
 
     def open(self, key):
@@ -33,20 +33,20 @@ class Store:
 
     read_unchecked = close = read_into
 
-    def begin(self, unit, count):
-        self.asked.append((unit, count))
-        return Pending(self, unit, count)
+    def begin(self, start, stop):
+        self.asked.append((start, stop))
+        return Pending(self, start, stop)
 
 
 class Pending:
-    def __init__(self, store, unit, count):
-        self.store, self.unit, self.count = store, unit, count
+    def __init__(self, store, start, stop):
+        self.store, self.start, self.stop = store, start, stop
 
     def result(self):
-        time.sleep(0.001 * (self.unit % 3))
-        if self.store.error is not None and self.unit >= 8:
+        time.sleep(0.001 * (self.start // MIB % 3))
+        if self.store.error is not None and self.start >= 8 * MIB:
             raise self.store.error
-        return DATA.data[self.unit * MIB : (self.unit + self.count) * MIB]
+        return DATA.data[self.start : self.stop]
 
     def cancel(self):
         self.store.cancelled += 1
@@ -88,39 +88,64 @@ def blocks(store, seed, *, gaps):
 @pytest.mark.parametrize("seed", range(4))
 def test_every_byte_arrives_and_each_mib_is_fetched_once(store, seed, threads, gaps):
     wanted, limit = blocks(store, seed, gaps=gaps), 40 * MIB
-    reads = PrefetchedReads(wanted, limit_bytes=limit, threads=threads)
+    reads = RangeReads(wanted, limit_bytes=limit, threads=threads)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(lambda one: read(reads, one, 300_000), wanted))
     for one, data in zip(wanted, found, strict=True):
         assert np.array_equal(data, DATA[one.offset : one.offset + one.read_bytes])
-    units = [unit + k for unit, count in store.asked for k in range(count)]
+    assert all(start % MIB == stop % MIB == 0 for start, stop in store.asked)
+    units = [unit for start, stop in store.asked for unit in range(start // MIB, stop // MIB)]
     needed = {u for one in wanted for u in range(one.offset // MIB, (one.offset + one.read_bytes - 1) // MIB + 1)}
     assert sorted(units) == sorted(needed)
     assert reads.held_bytes == 0 and reads.peak_bytes <= limit
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_where_nothing_is_verified_only_needed_bytes_are_fetched(seed, threads):
+    store = Store(is_verifying=False)
+    wanted = blocks(store, seed, gaps=False)
+    reads = RangeReads(wanted, limit_bytes=40 * MIB, threads=threads)
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda one: read(reads, one, 300_000), wanted))
+    for one, data in zip(wanted, found, strict=True):
+        assert np.array_equal(data, DATA[one.offset : one.offset + one.read_bytes])
+    assert sum(stop - start for start, stop in store.asked) == sum(one.read_bytes for one in wanted)
+    assert reads.read_bytes(wanted) == sum(one.read_bytes for one in wanted)
+    assert reads.held_bytes == 0 and max(stop - start for start, stop in store.asked) >= 2 * MIB
+
+
+def test_blocks_in_one_mib_share_a_range_from_the_first_to_the_last():
+    store = Store(is_verifying=False)
+    wanted = [block(store, 100, 200), block(store, 500_000, 500_001), block(store, 30 * MIB + 5, 30 * MIB + 7)]
+    reads = RangeReads(wanted, limit_bytes=64 * MIB, threads=1)
+    for one in wanted:
+        assert np.array_equal(read(reads, one, MIB), DATA[one.offset : one.offset + one.read_bytes])
+    assert store.asked == [(100, 500_001), (30 * MIB + 5, 30 * MIB + 7)]
+
+
 def test_neighbours_come_in_one_request_and_several_at_a_time(store):
     wanted = [block(store, at, min(at + 4 * MIB, DATA.nbytes)) for at in range(0, DATA.nbytes, 4 * MIB)]
-    reads = PrefetchedReads(wanted, limit_bytes=64 * MIB, threads=2)
+    reads = RangeReads(wanted, limit_bytes=64 * MIB, threads=2)
     read(reads, wanted[0], MIB)
-    assert store.asked[:8] == [(unit, 4) for unit in range(0, 32, 4)] and MAX_RANGE_UNITS == 4
+    assert store.asked[:8] == [(at * MIB, (at + 4) * MIB) for at in range(0, 32, 4)] and MAX_RANGE_UNITS == 4
 
 
 def test_a_gap_is_not_fetched(store):
     wanted = [block(store, 0, MIB), block(store, 20 * MIB, 21 * MIB)]
-    reads = PrefetchedReads(wanted, limit_bytes=64 * MIB, threads=1)
+    reads = RangeReads(wanted, limit_bytes=64 * MIB, threads=1)
     read(reads, wanted[0], MIB)
-    assert store.asked == [(0, 1), (20, 1)]
+    assert store.asked == [(0, MIB), (20 * MIB, 21 * MIB)]
 
 
 def test_what_fails_fails_for_every_thread_and_the_rest_is_given_up(store):
     store.error = DamagedError("not what was saved")
     wanted = blocks(store, 1, gaps=False)
-    reads = PrefetchedReads(wanted, limit_bytes=40 * MIB, threads=2)
+    reads = RangeReads(wanted, limit_bytes=40 * MIB, threads=2)
     with pytest.raises(DamagedError):
         for one in wanted:
             read(reads, one, MIB)
     with pytest.raises(DamagedError):
         read(reads, next(one for one in wanted if one.offset >= 8 * MIB), MIB)
-    reads.close()
+    reads.cancel()
     assert store.cancelled > 0

@@ -485,7 +485,7 @@ def test_the_least_budget_of_a_chunk_leaves_room_for_the_scratch_of_many_threads
     held = manifest_of(path, {"a": value})
     big = Tensor("big", shape, value.dtype, Packed(located(path), 0, 8, Zeros(shape)))
     manifest = dataclasses.replace(held, tensors={**held.tensors, "big": big})
-    budget = least_budget(big, verified=False, uploads=False)
+    budget = least_budget(big, through_units=False, uploads=False)
     plan = planned(manifest, whole(manifest, "a", dim=0, transposed=True), whole(manifest, "big"), budget=budget)
     found, stats = load(plan, manifest, threads=8)
     np.testing.assert_array_equal(np.asarray(found["a"]), value.T)

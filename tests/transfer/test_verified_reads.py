@@ -8,8 +8,8 @@ from step_folders import MIB, save_step
 
 from shardload.errors import DamagedError
 from shardload.steps.digests import Checker
+from shardload.transfer.byte_source import UnitReads
 from shardload.transfer.scratch import BlockMemory
-from shardload.transfer.verified_reads import VerifiedReads
 
 BIG = "pytree/d/big"
 """Two MiB and five bytes."""
@@ -40,14 +40,14 @@ def read(reads, of):
 
 
 def test_blocks_that_share_units_read_each_once(step):
-    reads = VerifiedReads(Checker(step), BLOCKS, kept_units=2)
+    reads = UnitReads(BLOCKS, kept_units=2, verifier=Checker(step))
     content = (step / BIG).read_bytes()
     assert b"".join(read(reads, b) for b in BLOCKS) == content
     assert reads.verifier.bytes_checked == len(content) and not reads.units_in_memory
 
 
 def test_with_no_room_to_keep_units_they_are_read_and_checked_again(step):
-    reads = VerifiedReads(Checker(step), BLOCKS, kept_units=0)
+    reads = UnitReads(BLOCKS, kept_units=0, verifier=Checker(step))
     content = (step / BIG).read_bytes()
     for of in (*BLOCKS[::2], *BLOCKS[1::2]):
         assert read(reads, of) == content[of.offset :][: of.read_bytes]
@@ -55,7 +55,7 @@ def test_with_no_room_to_keep_units_they_are_read_and_checked_again(step):
 
 
 def test_threads_share_what_they_read(step):
-    reads = VerifiedReads(Checker(step), BLOCKS * 4, kept_units=3)
+    reads = UnitReads(BLOCKS * 4, kept_units=3, verifier=Checker(step))
     content, wrong, gate = (step / BIG).read_bytes(), [], threading.Barrier(4)
 
     def work():
@@ -75,7 +75,7 @@ def test_threads_share_what_they_read(step):
 def test_rows_are_spaced_out_as_scratch_has_them(row, pitch, offset, step):
     n_bytes = min(2 * MIB + 5 - offset, MIB + 100) // 2 * 2
     room = flat((n_bytes // (2 * row) + 1) * pitch * 2, dtype="uint16", row=row, pitch=pitch)
-    reads = VerifiedReads(Checker(step), [block(offset, offset + n_bytes)], kept_units=1)
+    reads = UnitReads([block(offset, offset + n_bytes)], kept_units=1, verifier=Checker(step))
     reads.fill(room, n_bytes, path=BIG, offset=offset)
     found = b"".join(room.memory[at : at + 2 * row].tobytes() for at in range(0, room.memory.size, 2 * pitch))
     assert found[:n_bytes] == (step / BIG).read_bytes()[offset : offset + n_bytes]
@@ -88,7 +88,7 @@ def test_every_block_of_a_damaged_unit_fails(at, step):
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
-    reads = VerifiedReads(Checker(step), BLOCKS, kept_units=2)
+    reads = UnitReads(BLOCKS, kept_units=2, verifier=Checker(step))
     hit = [b for b in BLOCKS if b.offset // MIB <= at // MIB <= (b.offset + b.read_bytes - 1) // MIB]
     assert hit
     for of in BLOCKS:
@@ -101,6 +101,6 @@ def test_every_block_of_a_damaged_unit_fails(at, step):
 
 def test_a_block_beyond_the_file_is_damage(step):
     size = (step / BIG).stat().st_size
-    reads = VerifiedReads(Checker(step), [beyond := block(size - 1, size + 9)], kept_units=1)
+    reads = UnitReads([beyond := block(size - 1, size + 9)], kept_units=1, verifier=Checker(step))
     with pytest.raises(DamagedError, match="should have at least"):
         reads.fill(flat(10), 10, path=BIG, offset=beyond.offset)

@@ -1,0 +1,556 @@
+"""Where the threads of a transfer get the bytes of blocks from, chosen by two properties of a store.
+
+============  ====================================  ========================================================
+store         not verified                          verified: by the store, or by a `Verifier`
+============  ====================================  ========================================================
+local         `FileReads`: ``preadv``               `UnitReads`: whole MiB, each read, compared and kept once
+remote        `RangeReads`: requested in advance    `RangeReads`, if the store verifies; else `UnitReads`
+============  ====================================  ========================================================
+
+A digest covers a MiB of a file (a *unit*), and blocks end where rows end, so neighbours share a unit. The first block
+that needs a unit reads all of it; it is kept until the last block that overlaps it is done::
+
+    file     |────unit────|────unit────|────unit────|
+    blocks   [  block 0     )[ 1 )[  block 2       )
+                          └ read, compared, kept for blocks 0, 1 and 2
+
+A request of any length costs a round trip, so neighbouring MiB of a remote file are fetched together, and several such
+ranges are in flight while others are used, in the order of the plan::
+
+    file      |unit|unit|unit|unit|unit|unit|unit|unit|
+    blocks       [ block 0   )[ block 1       )
+    ranges    [ range 0      )[ range 1      )             only units that some block needs; whole ones if verified
+                 in use          on its way                a range is released when its last byte was used
+
+Only *staged* and *packed* blocks, which pass through scratch memory, come from units and ranges. All others are
+verified by a separate read first: decoded tensors, and all blocks if the budget has no room for whole units. Nothing
+reaches a shard before it has been verified.
+
+Longer than other modules: the sources are alternatives, read together.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import BudgetError, SourceError, SourceNotFoundError, TransferError
+from shardload.manifest import Decoded, Tensor
+from shardload.stores.location import Location
+from shardload.stores.store import UNIT_BYTES, File, PendingBytes, RemoteFile
+from shardload.transfer.buffers import memory
+from shardload.transfer.planning import Block, LoadPlan
+from shardload.transfer.preadv import Grid, ReadCall, calls, scatter_read
+from shardload.transfer.regions import regions
+from shardload.transfer.scratch import BlockMemory
+from shardload.units import exact_bytes
+
+MAX_RANGE_UNITS = 4
+"""4 MiB per request: at 60 MB/s per connection it takes 70 ms, much longer than a round
+trip. Longer requests would leave fewer in flight."""
+MAX_AHEAD_BYTES = 64 << 20
+"""Enough for twelve ranges with two threads."""
+MIN_REMOTE_BUDGET_BYTES = 16 << 20
+"""The smallest budget that leaves room for ranges."""
+MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
+"""Smallest budget with room for units; with less, bytes are read a second time to verify them."""
+IN_SCRATCH = ("staged", "packed")
+"""The blocks that units and ranges are for."""
+
+Unit = tuple[Location, int]
+"""A file, and the number of a unit in it."""
+SourceKind = Literal["files", "units", "ranges"]
+
+
+class Verifier(Protocol):
+    """Digests of a checkpoint's files, one for each unit of `shardload.stores.store.UNIT_BYTES`.
+
+    Threads may share one. `shardload.steps.digests.Checker` implements it for training steps.
+    """
+
+    @property
+    def bytes_checked(self) -> int:
+        """Bytes read and compared so far."""
+        ...
+
+    def check(self, path: Location, start: int, stop: int) -> None:
+        """Return once every unit that overlaps bytes ``[start, stop)`` of a file has been verified.
+
+        Raises:
+            DamagedError: When a digest does not match; names step, file and offset.
+            TransferError: When the file cannot be read.
+        """
+        ...
+
+    def read_unit(self, path: Location, unit: int, into: memoryview) -> int:
+        """Read one unit of a file into ``into`` and verify it; return its length, 0 past the end of the file."""
+        ...
+
+    def units_by_file(self) -> Mapping[str, Sequence[str]]:
+        """Return the digest of each unit, by the file's name within the checkpoint."""
+        ...
+
+
+def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
+    """Verify everything a tensor is read from; for a decoded tensor, whole files.
+
+    Raises:
+        DamagedError: When a digest does not match.
+    """
+    if isinstance(tensor.storage, Decoded):
+        for path in tensor.storage.reader.paths:
+            verifier.check(path, 0, path.size)
+    else:
+        for region in regions(tensor):
+            _check(verifier, region.path, region.offset, region.stored_bytes(tensor.dtype))
+
+
+def _check(verifier: Verifier, path: Location, offset: int, n_bytes: int) -> None:
+    """Verify a range; an empty tensor is stored in the headers, somewhere in that file."""
+    start, stop = (offset, offset + n_bytes) if n_bytes else (0, path.size)
+    verifier.check(path, start, stop)
+
+
+class ByteSource(ABC):
+    """The bytes of one transfer, and their verification; one instance serves all threads."""
+
+    shared_bytes: int = 0
+    """Memory that the threads share."""
+
+    def __init__(self, verifier: Verifier | None) -> None:
+        self.verifier = verifier
+        self._files: dict[Location, File] = {}
+        self._checked_before = 0 if verifier is None else verifier.bytes_checked
+
+    @abstractmethod
+    def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
+        """Copy ``n_bytes`` of a file, from ``offset`` on, to the start of scratch.
+
+        Returns:
+            The number of bytes copied; fewer only if the file ends early.
+
+        Raises:
+            DamagedError: When they do not match their digest; names step, file and offset.
+            TransferError: When the store cannot deliver them.
+            OSError: When a read fails.
+        """
+
+    @abstractmethod
+    def read_bytes(self, blocks: Sequence[Block]) -> int:
+        """Return the bytes read from files so far, for all these blocks."""
+
+    def verifies(self, block: Block) -> bool:
+        """Whether `fill` returns only verified bytes of a block."""
+        return block.how in IN_SCRATCH
+
+    def check(self, block: Block, tensor: Tensor) -> None:
+        """Verify a block before it is read, unless `fill` does.
+
+        Raises:
+            DamagedError: When its bytes do not match their digest.
+        """
+        if self.verifier is None:
+            return
+        if isinstance(tensor.storage, Decoded):
+            check_tensor(self.verifier, tensor)
+        # Inline and unwritten chunks too: they are in a header, somewhere in the file, so all of it is verified.
+        elif not block.read_bytes or not self.verifies(block):
+            _check(self.verifier, block.path, block.offset, block.read_bytes)
+
+    def release(self, block: Block) -> None:  # noqa: B027 - optional
+        """Release what is kept for a block that has been moved."""
+
+    def open(self, path: Location) -> File:
+        """Return a file that stays open until `close`.
+
+        Raises:
+            TransferError: When it cannot be opened.
+        """
+        if (found := self._files.get(path)) is not None:
+            return found
+        try:
+            mine = path.open()
+        except (SourceError, SourceNotFoundError) as error:
+            raise TransferError(f"Cannot open {path}: {error}") from error
+        # Another thread may have opened it as well. No lock: a caller that is interrupted would not release it.
+        if (found := self._files.setdefault(path, mine)) is not mine:
+            mine.close()
+        return found
+
+    def cancel(self) -> None:  # noqa: B027 - optional
+        """Cancel requests in flight, so that no thread waits for them."""
+
+    def close(self) -> None:
+        """Close all files, which no thread may use any more."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+
+def source_kind(plan: LoadPlan, verifier: Verifier | None) -> SourceKind:
+    """Return how the files of a plan are read.
+
+    Raises:
+        BudgetError: When they are in a remote store, and the budget has no room for ranges.
+    """
+    stores = {path.store for path in plan.files}
+    is_verifying = any(store.is_verifying for store in stores)
+    if any(store.is_remote for store in stores) and (verifier is None or is_verifying):
+        if plan.host_memory_bytes < MIN_REMOTE_BUDGET_BYTES:
+            raise BudgetError(
+                f"Cannot load from a remote store with a host-memory budget of {exact_bytes(plan.host_memory_bytes)}. "
+                f"Raise it to at least {MIN_REMOTE_BUDGET_BYTES >> 20}MiB"
+            )
+        return "ranges"
+    has_room = plan.host_memory_bytes >= MIN_UNITS_BUDGET_BYTES
+    return "units" if has_room and (verifier is not None or is_verifying) else "files"
+
+
+def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> ByteSource:
+    """Return the source of a transfer's bytes for ``threads`` threads; raises like `source_kind`."""
+    blocks = (block for block in plan.blocks if block.how in IN_SCRATCH)
+    match source_kind(plan, verifier):
+        case "files":
+            return FileReads(verifier)
+        case "units":
+            kept = max(1, min(threads + 2, plan.host_memory_bytes // (8 * UNIT_BYTES)))
+            return UnitReads(blocks, kept_units=kept, verifier=verifier)
+        case "ranges":
+            limit = min(MAX_AHEAD_BYTES, plan.host_memory_bytes // 4)
+            return RangeReads(blocks, limit_bytes=limit, threads=threads, verifier=verifier)
+
+
+class FileReads(ByteSource):
+    """Bytes straight from files, by ``preadv`` where they are local.
+
+    Args:
+        verifier: Verifies each block by a read of its own, before the block is read.
+    """
+
+    def __init__(self, verifier: Verifier | None = None) -> None:
+        super().__init__(verifier)
+        self._own = threading.local()
+
+    def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
+        """See `ByteSource.fill`."""
+        # Describing a fill takes 50 µs between copies, and the layers of a model repeat a few of them. Its addresses
+        # stay right, as they are those of the memory in the key.
+        fills: dict[tuple[int, ...], list[ReadCall]] = self._own.__dict__.setdefault("fills", {})
+        key = (flat.memory.ctypes.data, n_bytes, flat.row, flat.pitch, flat.dtype.itemsize)
+        return self.scatter(fills.get(key) or fills.setdefault(key, _calls(flat, n_bytes)), path=path, offset=offset)
+
+    def scatter(self, wanted: Iterable[ReadCall], *, path: Location, offset: int) -> int:
+        """Read one range of a file into many places; see `shardload.transfer.preadv.scatter_read`."""
+        return scatter_read(self.open(path), wanted, offset)
+
+    def verifies(self, block: Block) -> bool:
+        """Never."""
+        return False
+
+    def read_bytes(self, blocks: Sequence[Block]) -> int:
+        """Return the bytes of the blocks, and those read to verify them."""
+        checked = 0 if self.verifier is None else self.verifier.bytes_checked - self._checked_before
+        return sum(block.read_bytes for block in blocks) + checked
+
+
+def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
+    """Return read calls, relative to a file offset, that fill ``n_bytes`` of scratch."""
+    itemsize = flat.dtype.itemsize
+    row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
+    grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
+    found = calls(grids, start=0, stop=n_bytes, gap_memory=flat.memory)
+    return [ReadCall(call.entries.copy(), call.n_bytes) for call in found]  # `calls` reuses the entries
+
+
+class UnitReads(ByteSource):
+    """Bytes of local files that are verified: by a verifier, or else by their store.
+
+    Args:
+        blocks: All blocks that pass through scratch, each passed to `release` once.
+        kept_units: Most units kept for later blocks; a unit that does not fit is read again.
+        verifier: Compares units with their digests; by default, the store does.
+    """
+
+    def __init__(self, blocks: Iterable[Block], *, kept_units: int, verifier: Verifier | None) -> None:
+        super().__init__(verifier)
+        self.kept_units = kept_units
+        self.shared_bytes = kept_units * UNIT_BYTES
+        self._left = Counter(unit for block in blocks for unit in units_of(block))
+        self._kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
+        self._spare: list[NDArray[np.uint8]] = []
+        self._unit_bytes = 0
+        self._lock = threading.Lock()
+        self._own = threading.local()
+
+    @property
+    def units_in_memory(self) -> int:
+        """Number of units that are kept for later blocks now."""
+        return len(self._kept)
+
+    def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
+        """See `ByteSource.fill`."""
+        at = 0
+        while at < n_bytes:
+            unit, skip = divmod(offset + at, UNIT_BYTES)
+            part = self._unit((path, unit))[skip : skip + n_bytes - at]
+            if not part.size:
+                if self.verifier is not None:
+                    self.verifier.check(path, offset, offset + n_bytes)  # raises: it knows the file's length
+                raise _too_short(path, offset + n_bytes)
+            put(flat, at, part)
+            at += part.size
+        return n_bytes
+
+    def release(self, block: Block) -> None:
+        """Release the units that no later block needs."""
+        if block.how not in IN_SCRATCH:
+            return
+        with self._lock:
+            for unit in units_of(block):
+                self._left[unit] -= 1
+                if not self._left[unit] and (kept := self._kept.pop(unit, None)) is not None:
+                    data = kept.result()
+                    # Memory is reused, as no device ever adopts it. The short last unit of a file is only part of one.
+                    self._spare += [data] if data.nbytes == UNIT_BYTES else []
+
+    def read_bytes(self, blocks: Sequence[Block]) -> int:
+        """Return the bytes of whole units, and those of blocks that are not in units."""
+        # A verifier counts the units, too, and what it read of other blocks.
+        checked = self._unit_bytes if self.verifier is None else self.verifier.bytes_checked - self._checked_before
+        return sum(block.read_bytes for block in blocks if block.how not in IN_SCRATCH) + checked
+
+    def _unit(self, unit: Unit) -> NDArray[np.uint8]:
+        # 1. The unit in this thread's own buffer.
+        if getattr(self._own, "unit", None) == unit:
+            own: NDArray[np.uint8] = self._own.data
+            return own
+        with self._lock:
+            # 2. A unit that another thread has read, or is reading.
+            known = self._kept.get(unit)
+            promise: Future[NDArray[np.uint8]] | None = None
+            into: NDArray[np.uint8] | None = None
+            # 3. If a later block needs it and there is room, promise it: other threads wait instead of reading it, too.
+            if known is None and self._left[unit] > 1 and len(self._kept) < self.kept_units:
+                promise = self._kept[unit] = Future()
+                into = self._spare.pop() if self._spare else None
+        if known is not None:
+            return known.result()  # safe to wait: the thread that reads it never waits for others
+        # 4. Else read it for this thread alone.
+        if promise is None:
+            return self._read_own(unit)
+        try:
+            data = self._read(unit, memory(UNIT_BYTES) if into is None else into)
+        except BaseException as error:
+            promise.set_exception(error)
+            raise
+        promise.set_result(data)
+        return data
+
+    def _read_own(self, unit: Unit) -> NDArray[np.uint8]:
+        """Read into this thread's buffer, which its next own read overwrites."""
+        if not hasattr(self._own, "memory"):
+            self._own.memory = memory(UNIT_BYTES)
+        # Forgotten first: a read that fails must not leave half of another unit under this number.
+        self._own.unit = None
+        data = self._own.data = self._read(unit, self._own.memory)
+        self._own.unit = unit
+        return data
+
+    def _read(self, unit: Unit, into: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        if self.verifier is not None:
+            return into[: self.verifier.read_unit(*unit, into.data)]
+        file, start = self.open(unit[0]), unit[1] * UNIT_BYTES
+        data = into[: max(0, min(UNIT_BYTES, file.n_bytes - start))]
+        file.read_into(data.data, start)
+        with self._lock:
+            self._unit_bytes += data.nbytes
+        return data
+
+
+@dataclass(slots=True, eq=False)
+class _Range:
+    """Bytes of neighbouring units of a file."""
+
+    path: Location
+    start: int
+    stop: int
+    """One past the last byte; may lie past the end of the file."""
+    left_bytes: int = 0
+    """Bytes not yet used."""
+    pending: PendingBytes | None = None
+    data: memoryview | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def n_bytes(self) -> int:
+        """Upper bound of its length."""
+        return self.stop - self.start
+
+
+class RangeReads(ByteSource):
+    """Bytes of remote files, requested in advance; a store that verifies returns them verified.
+
+    Args:
+        blocks: All blocks that pass through scratch, in submission order.
+        limit_bytes: Memory limit for ranges in use and in flight.
+        threads: Number of reading threads.
+        verifier: Verifies all other blocks.
+    """
+
+    def __init__(
+        self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
+    ) -> None:
+        super().__init__(verifier)
+        self.shared_bytes = limit_bytes
+        # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.
+        most = max(1, min(MAX_RANGE_UNITS, limit_bytes // (4 * threads * UNIT_BYTES))) * UNIT_BYTES
+        self.ahead_bytes = max(most, limit_bytes - 2 * threads * most)
+        self.held_bytes = self.peak_bytes = 0
+        self._range_bytes = 0
+        self._ranges: list[_Range] = []
+        self._of: dict[Unit, _Range] = {}
+        self._next = 0
+        self._lock = threading.Lock()
+        for block in blocks:
+            self._add(block, most)
+
+    def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
+        """See `ByteSource.fill`."""
+        at = 0
+        while at < n_bytes:
+            wanted = self._of[path, (offset + at) // UNIT_BYTES]
+            skip = offset + at - wanted.start
+            part = np.frombuffer(self._data(wanted)[skip : skip + n_bytes - at], np.uint8)
+            if not part.size:
+                raise _too_short(path, offset + n_bytes)
+            put(flat, at, part)
+            at += part.size
+            self._used(wanted, part.size)
+        return n_bytes
+
+    def read_bytes(self, blocks: Sequence[Block]) -> int:
+        """Return the bytes of all ranges, and those of blocks that are not in ranges."""
+        return sum(block.read_bytes for block in blocks if block.how not in IN_SCRATCH) + self._range_bytes
+
+    def cancel(self) -> None:
+        """See `ByteSource.cancel`."""
+        with self._lock:
+            # Nothing new begins: `_top_up` is past the last range.
+            self._next = len(self._ranges)
+            for one in self._ranges:
+                if one.pending is not None:
+                    one.pending.cancel()
+
+    def _add(self, block: Block, most_bytes: int) -> None:
+        for path, unit in units_of(block):
+            first, end = unit * UNIT_BYTES, (unit + 1) * UNIT_BYTES
+            start, stop = max(block.offset, first), min(block.offset + block.read_bytes, end)
+            n_bytes = stop - start
+            if path.store.is_verifying:
+                start, stop = first, end  # digests are for whole units
+            one = self._of.get((path, unit))
+            # A unit that two blocks share belongs to one range, which is released after both.
+            if one is None:
+                # A range grows as long as the next needed unit follows: a unit that no block needs ends it.
+                one = self._of.get((path, unit - 1))
+                if one is None or one is not self._ranges[-1] or stop - one.start > most_bytes:
+                    one = _Range(path, start, stop)
+                    self._ranges.append(one)
+                self._of[path, unit] = one
+            one.start, one.stop = min(one.start, start), max(one.stop, stop)
+            one.left_bytes += n_bytes
+
+    def _data(self, wanted: _Range) -> memoryview:
+        with self._lock:
+            # Begun even above the limit: a thread that needs a range now must not wait for others to release theirs.
+            if wanted.pending is None and wanted.data is None:
+                self._start(wanted)
+            self._top_up()
+        # Not under `_lock`: while one thread waits for the network, the others go on.
+        with wanted.lock:
+            if wanted.data is None:
+                assert wanted.pending is not None
+                wanted.data = wanted.pending.result()
+                with self._lock:
+                    self._range_bytes += wanted.data.nbytes
+            return wanted.data
+
+    def _used(self, one: _Range, n_bytes: int) -> None:
+        with self._lock:
+            one.left_bytes -= n_bytes
+            if one.left_bytes <= 0:
+                one.data = one.pending = None
+                self.held_bytes -= one.n_bytes
+                self._top_up()
+
+    def _top_up(self) -> None:
+        while self._next < len(self._ranges):
+            one = self._ranges[self._next]
+            if one.pending is None and one.data is None and one.left_bytes > 0:
+                # Stop, never skip: ranges are needed in this order, and a shorter one further on would take the room.
+                if self.held_bytes + one.n_bytes > self.ahead_bytes:
+                    return
+                self._start(one)
+            self._next += 1
+
+    def _start(self, one: _Range) -> None:
+        file = self.open(one.path)
+        # A store may have a local copy of a small file, and a plan may have local files, too.
+        is_here = not one.path.store.is_remote or file.descriptor is not None
+        one.pending = _LocalBytes(file, one) if is_here else cast("RemoteFile", file).begin(one.start, one.stop)
+        self.held_bytes += one.n_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+
+class _LocalBytes:
+    """The bytes of a range that needs no request."""
+
+    def __init__(self, file: File, one: _Range) -> None:
+        self._file, self._start, self._stop = file, one.start, min(one.stop, file.n_bytes)
+
+    def result(self) -> memoryview:
+        data = memoryview(bytearray(max(0, self._stop - self._start)))
+        self._file.read_into(data, self._start)
+        return data
+
+    def cancel(self) -> None:
+        pass
+
+
+def _too_short(path: Location, stop: int) -> TransferError:
+    return TransferError(f"Cannot read {path}: it ends before byte {stop}. It changed since its headers were read")
+
+
+def units_of(block: Block) -> Iterator[Unit]:
+    """Yield the units a block overlaps; none for a decoded block."""
+    if block.how != "decoded" and block.read_bytes:
+        last = (block.offset + block.read_bytes - 1) // UNIT_BYTES
+        for number in range(block.offset // UNIT_BYTES, last + 1):
+            yield block.path, number
+
+
+def put(flat: BlockMemory, at: int, data: NDArray[Any]) -> None:
+    """Copy bytes into scratch, ``at`` bytes after its first, with its row spacing."""
+    itemsize = flat.dtype.itemsize
+    row, pitch = flat.row * itemsize, flat.pitch * itemsize
+    if not row:
+        flat.memory[at : at + data.size] = data
+        return
+    # The rest of a row that was begun, whole rows at once, the beginning of another one.
+    head = min(-at % row, data.size)
+    start = at // row * pitch + at % row
+    flat.memory[start : start + head] = data[:head]
+    first, rows = -(-at // row), (data.size - head) // row
+    if rows:
+        whole = np.ndarray((rows, row), np.uint8, flat.memory.data, first * pitch, (pitch, 1))
+        whole[...] = data[head : head + rows * row].reshape(rows, row)
+    tail = data[head + rows * row :]
+    start = (first + rows) * pitch
+    flat.memory[start : start + tail.size] = tail
