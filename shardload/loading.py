@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardload.errors import suggests_arguments
+from shardload.errors import UnsupportedError, suggests_arguments
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import plain_model
 from shardload.pipeline import load as pipeline
-from shardload.pipeline import reporting
 from shardload.pipeline.load import Loaded
 from shardload.pipeline.load_distributed import joint_load
 from shardload.pipeline.request import LoadRequest, LoadWeightsRequest, PlanRequest
@@ -156,7 +156,7 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
     if text is None or (note := text.attach(loaded.model, loaded.manifest)) is None:
         return loaded
     report = replace(loaded.report, notes=(*loaded.report.notes, note))
-    reporting.remember(loaded.model, report)
+    record_of(loaded.model).report = report
     return replace(loaded, report=report)
 
 
@@ -291,4 +291,9 @@ def report(model: Any) -> LoadReport:
     Raises:
         UnsupportedError: When shardload loaded nothing into it in this process.
     """
-    return reporting.remembered(plain_model(model))
+    if (found := record_of(plain_model(model)).report) is None:
+        raise UnsupportedError(
+            f"Cannot report on the model {getattr(model, 'name', model)!r}: in this process, shardload loaded nothing "
+            "into it"
+        )
+    return found

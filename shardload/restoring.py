@@ -9,9 +9,8 @@ any other, and no device ever stores more than its own shards.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import DamagedError, MismatchError, SourceError, suggests_arguments
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.keras_bridge.variables import value_of
 from shardload.loaders.orbax import open_orbax
@@ -37,9 +37,6 @@ from shardload.steps.remote_listing import prepared
 from shardload.transfer.byte_source import check_tensor
 from shardload.transfer.read_tensor import read_tensor
 from shardload.typing import LayoutLike, MeshLike, PathLike
-
-# The step that each model was restored from, until `fit` continues from it.
-_restored: weakref.WeakKeyDictionary[Any, StepInfo] = weakref.WeakKeyDictionary()
 
 
 @suggests_arguments
@@ -117,11 +114,30 @@ def restore(
         host_memory_bytes=host_memory_bytes,
         progress=progress,
     )
+    restored = run(request)
+    if items == "all" and restored.info.url is None:  # runs continue in their own local folder
+        record_of(request.model).restored = restored.info
+    return restored.report
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Result of a restore."""
+
+    report: LoadReport
+    info: StepInfo
+    """The step that was restored."""
+
+
+def run(request: RestoreRequest) -> Restored:
+    """Like `restore`, but also return the step; the next ``fit`` does not continue from it."""
     with joint_load(request) as call:
-        return _restore_undamaged(request, call)
+        restored = _restore_undamaged(request, call)
+    record_of(request.model).restored = None
+    return restored
 
 
-def _restore_undamaged(request: RestoreRequest, call: JointLoad) -> LoadReport:
+def _restore_undamaged(request: RestoreRequest, call: JointLoad) -> Restored:
     """Restore the requested step; if it is damaged and a fallback is wanted, the one that `alternative` finds."""
     directory, step = request.directory, request.step
     skipped: list[str] = []
@@ -132,7 +148,8 @@ def _restore_undamaged(request: RestoreRequest, call: JointLoad) -> LoadReport:
             with call.attempt():
                 # After damage, the alternative is already known.
                 info = info or _find(call, directory, step)
-                return _restore(request, info, call, skipped, best=step == "best" and not skipped)
+                report = _restore(request, info, call, skipped, best=step == "best" and not skipped)
+                return Restored(report, info)
         except Exception as error:
             damage = _damage(error)
             # Without a step yet, damage kept the search from telling which is best: then look for the best other one.
@@ -173,20 +190,7 @@ def _restore(
         return OpenedSource(_opened(ready), checker, (*skipped, _title(ready, best=best)))
 
     with with_optimizer(request.model, request.optimizer):
-        report = pipeline.load(request, call, opener=opener).report
-    if request.items == "all" and info.url is None:  # runs continue in their own local folder
-        _restored[request.model] = info
-    return report
-
-
-def take_restored(model: Any) -> StepInfo | None:
-    """Return the step last restored into ``model``, once: the next ``fit`` continues from it."""
-    return _restored.pop(model, None)
-
-
-def remember_restored(model: Any, info: StepInfo) -> None:
-    """Undo `take_restored`, for a ``fit`` that trained nothing."""
-    _restored[model] = info
+        return pipeline.load(request, call, opener=opener).report
 
 
 def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:

@@ -11,16 +11,16 @@ from typing import Any
 import jax
 
 from shardload.keras_bridge import abstraction
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import refresh_derived, state_of
 from shardload.keras_bridge.variables import is_abstract, release_from_mesh
 from shardload.loading import Loaded, run_load_weights
-from shardload.parallel.current_layout import current_devices, remember
-from shardload.pipeline import reporting
+from shardload.parallel.current_layout import current_devices
 from shardload.pipeline.request import LoadWeightsRequest
 from shardload.reports import LoadReport
 from shardload.sharding.devices import MeshDevices
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
-from shardload.text.sources import remember as remember_source
+from shardload.text.sources import remember
 
 
 class NotSupported(Exception):  # noqa: N818 - not an error: Keras makes the call
@@ -56,7 +56,8 @@ def fill(model: Any, path: Path) -> Loaded:
     """Load weights into a model, where Keras would put them: in its layouts, or on the default device."""
     # Without a distribution, a mesh of one device; `finish` makes the values ordinary arrays again.
     if current_devices(model) is None:
-        remember(model, MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), (_default_device(),)))
+        one = MeshSpec(DEFAULT_AXES, (1, 1))
+        record_of(model).devices = MeshDevices(one, (_default_device(),))
     return run_load_weights(LoadWeightsRequest(model=model, source=path, as_keras=True))
 
 
@@ -77,8 +78,8 @@ def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed
     released = [release_from_mesh(variable, committed=committed) for variable in state_of(model)]
     if any(released):
         refresh_derived(model)
-    reporting.remember(model, loaded.report)
-    remember_source(model, loaded.manifest)
+    record_of(model).report = loaded.report
+    remember(model, loaded.manifest)
 
 
 def _default_device() -> Any:

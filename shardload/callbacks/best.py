@@ -9,7 +9,6 @@ It is determined each time ``fit`` begins, because earlier steps may have been r
 from __future__ import annotations
 
 import secrets
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,14 +17,12 @@ from typing import Any, Literal
 from shardload.callbacks.monitor import Monitor
 from shardload.callbacks.retention import BestRule, recorded_damage
 from shardload.distributed.processes import Channel
+from shardload.keras_bridge.model_records import record_of
 from shardload.steps.digests import verify
 from shardload.steps.listing import StepInfo
 
 READ_BYTES = 4 << 30
 """Steps up to this size are read completely before they count, which takes seconds; of larger ones, names and sizes."""
-
-# The run of each model in each folder: a second `fit` of one model continues its run, a new model starts another.
-_runs: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()
 
 
 class Best:
@@ -47,7 +44,7 @@ class Best:
     ) -> list[str]:
         """Determine the value to beat, on process 0 for all processes; return notices for the user, one per line."""
         self.run = channel.first(lambda: _run_of(model, folder, resumed))
-        _runs.setdefault(model, {})[folder] = self.run
+        record_of(model).runs[folder] = self.run
         direction = self.monitor.direction(model)
         known = recorded_damage(steps) & {info.step for info in steps}
         if direction is None:  # no rule needs a direction
@@ -114,7 +111,7 @@ def _damage(info: StepInfo, read_bytes: int) -> str | None:
 
 def _run_of(model: Any, folder: Path, resumed: StepInfo | None) -> str:
     """Return the run of a model: of the step it resumed, of its last ``fit`` in this process, or a new one."""
-    found = _runs.get(model, {}).get(folder) if resumed is None else resumed.run
+    found = record_of(model).runs.get(folder) if resumed is None else resumed.run
     return found or secrets.token_hex(8)
 
 

@@ -33,6 +33,7 @@ from shardload.errors import UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline import arguments
+from shardload.pipeline.request import RestoreRequest
 from shardload.steps.alternatives import Which
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.steps.publish import Root
@@ -259,10 +260,17 @@ class Checkpointer:
             )
         if step == "latest" and self.latest() is None:
             return None
-        options: dict[str, Any] = {"mesh": mesh, "layout": layout, "devices": devices, "fallback": fallback}
-        restoring.restore(model, self.directory, step=step, optimizer=optimizer, **options)
-        info = restoring.take_restored(model)
-        assert info is not None
+        request = RestoreRequest(
+            model=model,
+            directory=self.directory,
+            step=step,
+            optimizer=optimizer,
+            mesh=mesh,
+            layout=layout,
+            devices=devices,
+            fallback=fallback,
+        )
+        info = restoring.run(request).info
         if iterator is not None:
             restore_iterator(iterator, info)
         return info

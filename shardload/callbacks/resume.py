@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import base64
 import json
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload import restoring
 from shardload.callbacks.step_records import trained_batches
 from shardload.data import Origin, Position, Reading, resumable_of_fit
 from shardload.distributed import processes
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
 from shardload.keras_bridge.caller import warn_caller
-from shardload.keras_bridge.model_state import learning_rates_of
+from shardload.keras_bridge.model_records import record_of
+from shardload.keras_bridge.model_state import learning_rates_of, plain_model
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
 from shardload.pipeline.reporting import changed_rates
-from shardload.reports import LoadReport
+from shardload.pipeline.request import RestoreRequest
 from shardload.reports.notes import NoteKind, of_kind
+from shardload.restoring import Restored, metric_values, run
 from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.listing import StepInfo, list_steps
 from shardload.stores import json_files
@@ -40,9 +40,6 @@ _END = {
 }
 """The messages for a step without and with a saved data position."""
 _WAY_OUT = " To continue within the epoch, use shardload.data.resumable(grain_dataset)."
-
-_begun_at: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""The epoch set for the next ``fit`` of each model."""
 
 
 @dataclass(slots=True)
@@ -93,7 +90,7 @@ class Resumption:
         """Leave the resumption to the next ``fit``, because this one began no epoch."""
         forget_beginning(model)
         if self.restored_before:
-            restoring.remember_restored(model, self.info)
+            record_of(model).restored = self.info
 
     def notices(self, *, epochs: int | None, newest: int) -> Iterator[str]:
         """Yield notices for the user; ``epochs`` is the argument of ``fit``, ``newest`` the folder's newest step."""
@@ -141,7 +138,8 @@ def go_on(
         UsageError: As for `resumption`.
         DamagedError: If the step is damaged; other errors of `shardload.restore` likewise.
     """
-    info = restoring.take_restored(model)
+    record = record_of(model)
+    info, record.restored = record.restored, None
     before = info is not None and _lies_in(directory, info)
     trained = undone = 0
     changed: tuple[str, ...] = ()
@@ -151,15 +149,15 @@ def go_on(
         if resume is True and not list_steps(directory):
             return None
         trained, rates = trained_batches(model), learning_rates_of(model)
-        report = _restored(model, directory, resume)
+        restored = _restored(model, directory, resume)
+        info, report = restored.info, restored.report
         if lacking := "; ".join(of_kind(report.notes, NoteKind.OPTIMIZER_UNCHANGED)):
             warn_caller(f"Resuming from {directory}: {lacking}")
         averages = next(iter(of_kind(report.notes, NoteKind.AVERAGES)), None)
-        info = restoring.take_restored(model)
         changed = changed_rates(rates, learning_rates_of(model), advice=_OWN_RATE)
         changed += of_kind(report.notes, NoteKind.BATCHES_RECOUNTED)
         # A weights-only step does not change the optimizer's count.
-        undone = 0 if info is None else max(0, trained - min(trained_batches(model), info.step))
+        undone = max(0, trained - min(trained_batches(model), info.step))
     if info is None or not _lies_in(directory, info):
         return None
     if not info.ours:
@@ -174,9 +172,11 @@ def go_on(
     return found
 
 
-def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest", "best"]) -> LoadReport:
+def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest", "best"]) -> Restored:
     try:
-        return restoring.restore(model, directory, step="latest" if resume is True else resume)
+        return run(
+            RestoreRequest(model=plain_model(model), directory=directory, step="latest" if resume is True else resume)
+        )
     except MismatchError as error:
         if not error.other_arguments:
             raise
@@ -237,7 +237,7 @@ def resumption(
         return _begun(model, Resumption(info, complete, complete))
     if stood is not None and goes_on is not None:
         _go_on(position, stood, goes_on, skipped=batch)
-    return _begun(model, Resumption(info, complete, complete, batch, restoring.metric_values(model, info)))
+    return _begun(model, Resumption(info, complete, complete, batch, metric_values(model, info)))
 
 
 def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
@@ -257,14 +257,16 @@ def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _begun(model: Any, found: Resumption) -> Resumption:
     set_initial_epoch(model, found.epoch)
-    _begun_at[model] = found.epoch
+    record_of(model).first_epoch = found.epoch
     return found
 
 
 def forget_beginning(model: Any) -> None:
     """Remove the epoch set for the next ``fit``, but not one set by another callback (Keras' BackupAndRestore)."""
     # Keras keeps `_initial_epoch` for all later fits of the model.
-    if _begun_at.pop(model, None) is not None:
+    record = record_of(model)
+    if record.first_epoch is not None:
+        record.first_epoch = None
         set_initial_epoch(model, None)
 
 

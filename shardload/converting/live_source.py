@@ -23,13 +23,13 @@ from shardload.hub import kerashub
 from shardload.hub.preprocessors import text_classes
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.lora import LoraKernel
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
 from shardload.loaders import spec_of
 from shardload.loaders.hub_preset import CONFIG, METADATA, TASK, describe_folder
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest
 from shardload.stores.local import located
-from shardload.text.sources import manifest_of
 from shardload.units import plural
 
 _DESCRIPTIONS = (CONFIG, TASK, METADATA)
@@ -91,7 +91,7 @@ def _is_readable(array: Any) -> bool:
 def _with_files(source: Source, folder: Path) -> Source:
     """Write KerasHub's files, and find the tokenizer's."""
     # `origin` is the source that the model was loaded from, if it still describes the model.
-    model, loaded = source.model, manifest_of(source.model)
+    model, loaded = source.model, record_of(source.model).text_source
     kept, notes = Companions(), list(source.notes)
     origin = loaded if loaded is not None and _describes(loaded, source.backbone) else None
     layer = Preprocessing(getattr(model, "preprocessor", None))

@@ -33,6 +33,8 @@ _LENGTHS = {"examples": "examples", "batches": "batches", "repeated": "elements 
 
 _active = threading.local()
 _positions: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
+"""The position of the running ``fit`` of each model, whose data and callback find it here; weak, as a fit may not end.
+Not in `ModelRecord`, as `shardload.data` is above Keras' private parts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ model computes, and nothing else shows it: every tensor fits. These modules chec
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,11 +22,9 @@ from shardload.hub import arguments as constructing
 from shardload.hub import built, families, fields, pooling, quantised
 from shardload.hub.sidecar import config_beside
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
-
-# Models are built and reported on in different places; the notes live as long as the backbone.
-_notes: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
@@ -68,8 +65,9 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
         SourceError: When the configuration contradicts itself.
     """
     backbone = backbone_of(model)
+    record = record_of(backbone)
     if not spec_of(manifest).is_hugging_face:
-        _notes[backbone] = manifest.source, _normalise_queries_as_configured(backbone)
+        record.built_from, record.build_notes = manifest.source, _normalise_queries_as_configured(backbone)
         _apply_attributes(model, manifest)
         return
     notes = []
@@ -89,7 +87,7 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
     notes += [f"{d.field} ignored: {d}" for d in rest]
     notes += [*fields.untied(manifest.config, backbone), *fields.limits(manifest.config), *pooling.notes(manifest)]
     notes += _lost_arguments(backbone)
-    _notes[backbone] = manifest.source, tuple(notes)
+    record.built_from, record.build_notes = manifest.source, tuple(notes)
 
 
 def _lost_arguments(backbone: Any) -> list[str]:
@@ -111,9 +109,10 @@ def _kept_by_ours(usual: Any) -> str:
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
     """Describe what `reconcile` changed on a model or ignored; for a model built otherwise, its differences."""
     backbone = backbone_of(model)
-    source, notes = _notes.get(backbone, (None, ()))
-    if source == manifest.source:
-        return notes if spec_of(manifest).is_hugging_face else (*notes, *_attribute_notes(model, manifest))
+    record = record_of(backbone)
+    if record.built_from == manifest.source:
+        of_attributes = () if spec_of(manifest).is_hugging_face else _attribute_notes(model, manifest)
+        return (*record.build_notes, *of_attributes)
     if not spec_of(manifest).is_hugging_face:
         return _attribute_notes(model, manifest)
     if not type(backbone).__module__.startswith("keras_hub."):

@@ -8,12 +8,12 @@ such attribute, Python looks it up on the class, where `_Deferred` makes it. Tas
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from shardload.hub.kerashub import classes_for, keras_hub
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.model_records import record_of
 
 _ATTRIBUTE = "_preprocessor"
 
@@ -21,12 +21,10 @@ _ATTRIBUTE = "_preprocessor"
 def defer_preprocessor(task: Any, make: Callable[[], Any]) -> None:
     """Let ``make`` return the preprocessor of a task when it is first used; setting one discards ``make``."""
     cls = keras_hub().models.Task
-    deferred = vars(cls).get(_ATTRIBUTE)
-    if deferred is None:
-        deferred = _Deferred()
-        setattr(cls, _ATTRIBUTE, deferred)
+    if vars(cls).get(_ATTRIBUTE) is None:
+        setattr(cls, _ATTRIBUTE, _Deferred())
     # The task's constructor set its own attribute to None: without it, lookups reach the class.
-    deferred.makers[task] = make
+    record_of(task).make_preprocessor = make
     vars(task).pop(_ATTRIBUTE, None)
 
 
@@ -60,7 +58,6 @@ class _Deferred:
     """The attribute of a class that makes what an instance lacks."""
 
     def __init__(self) -> None:
-        self.makers: weakref.WeakKeyDictionary[Any, Callable[[], Any]] = weakref.WeakKeyDictionary()
         # Reentrant: what makes a preprocessor may ask the task for it, and must not wait for itself.
         self._lock = threading.RLock()
 
@@ -73,11 +70,12 @@ class _Deferred:
         return vars(task)[_ATTRIBUTE]
 
     def _made(self, task: Any) -> Any:
-        make = self.makers.pop(task, None)
+        record = record_of(task)
+        make, record.make_preprocessor = record.make_preprocessor, None
         if make is None:
             raise AttributeError(_ATTRIBUTE)
         try:
             return make()
         except BaseException:  # Ctrl-C, mostly: the next use tries again
-            self.makers[task] = make
+            record.make_preprocessor = make
             raise

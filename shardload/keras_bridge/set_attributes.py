@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,13 +19,12 @@ import keras
 
 from shardload.errors import SourceError, UnsupportedError
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import own_layers
 from shardload.keras_bridge.saving import saved_objects, serialised_model
 
 ENTRY = "shardload_attributes"
 """Name of the entry in a configuration; Keras and KerasHub ignore it."""
-
-_names: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def gelu_tanh(x: Any) -> Any:
@@ -62,13 +60,12 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
 def set_attribute(layer: Any, name: str, value: Any) -> None:
     """Set an attribute of a layer, and remember to save it."""
     setattr(layer, name, value)
-    _names.setdefault(layer, set()).add(name)
+    record_of(layer).set_attributes.add(name)
 
 
 def attributes_of(model: Any) -> dict[str, dict[str, Any]]:
     """Return what was set on the layers of ``model``, by path."""
-    names = {id(layer): found for layer, found in _names.items()}  # a layer of a user may have no hash
-    found = {path: _attributes(layer, names.get(id(layer), ())) for path, layer in saved_objects(model)}
+    found = {path: _attributes(layer, record_of(layer).set_attributes) for path, layer in saved_objects(model)}
     return {path: attributes for path, attributes in found.items() if attributes}
 
 

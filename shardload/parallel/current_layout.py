@@ -2,19 +2,19 @@
 
 every value on one device              ─► a 1x1 mesh on that device
 layouts or values over one mesh        ─► that mesh and those layouts; values on one device count as replicated
-every value lost to a failed load      ─► their previous mesh (`remember`)
+every value lost to a failed load      ─► their previous mesh (`ModelRecord.devices`)
 no values                              ─► no current mesh: the load chooses one
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from shardload.errors import MeshError
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.variables import has_value, sharding_of, value_of
 from shardload.parallel import LayoutChoice, VariableLayout
 from shardload.parallel.model_variables import all_variables
@@ -23,14 +23,6 @@ from shardload.sharding.devices import MeshDevices
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.units import plural
-
-# Weak keys: a model that is dropped takes its entry with it.
-_lost: weakref.WeakKeyDictionary[Any, MeshDevices] = weakref.WeakKeyDictionary()
-
-
-def remember(model: Any, devices: MeshDevices) -> None:
-    """Record where a model was before a failed load: the values that would show it may be gone."""
-    _lost[model] = devices
 
 
 def current_devices(model: Any) -> MeshDevices | None:
@@ -46,7 +38,7 @@ def current_devices(model: Any) -> MeshDevices | None:
             f"The variables of {model.name!r} are spread over {plural(len(meshes), 'mesh')}; say which one with mesh="
         )
     if not shardings:
-        return _lost.get(model)
+        return record_of(model).devices
     return _of_mesh(meshes.pop()) if meshes else _of_devices(shardings)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from shardload.errors import LoadInterruptedError
 from shardload.keras_bridge import abstraction, binding
 from shardload.keras_bridge.caller import warn_caller
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.optimizer_slots import begin_slot
 from shardload.keras_bridge.variables import has_value, relocate, sharding_of
 from shardload.mapping.assign import Assigner
-from shardload.parallel.current_layout import remember
 from shardload.parallel.result import KEEP_LAYOUT
 from shardload.pipeline import reporting
 from shardload.pipeline.preparing import PreparedLoad
@@ -118,7 +118,7 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
         if on_failure == "raise" or unchanged:
             raise
         # The values that would show the model's mesh may be gone: a second load finds it here.
-        remember(prepared.model, prepared.devices)
+        record_of(prepared.model).devices = prepared.devices
         state = f"Of the model {prepared.model.name!r} {left}."
         # Ctrl-C stays a KeyboardInterrupt, for whoever catches it.
         if not isinstance(error, Exception):

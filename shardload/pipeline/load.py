@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction, distributions
 from shardload.keras_bridge.caller import warn_caller
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of
 from shardload.keras_bridge.tracking import walking_vocabularies_once
 from shardload.loaders import spec_of
@@ -148,7 +149,7 @@ def load(
             report = replace(report, notes=(*report.notes, *lost))
         if matching.builds:  # after the weights, as in Keras: hooks may use their values
             load_assets(model, source.manifest, check=source.checker)
-    reporting.remember(model, report)
+    record_of(model).report = report
     return Loaded(model, report, source.manifest, call.shares(report))
 
 

@@ -1,17 +1,15 @@
-"""Build the report of a load that ran, or was only planned, and remember it for the model."""
+"""Build the report of a load that ran, or was only planned."""
 
 from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardload.errors import UnsupportedError
 from shardload.hub import fidelity
 from shardload.keras_bridge.hub_imports import imports_s
 from shardload.keras_bridge.model_state import are_averages, variables_of
@@ -46,29 +44,6 @@ _IN_TRAINING = (
     "the model has the weights in training; their moving averages (use_ema) are in the optimizer, and "
     "model.optimizer.finalize_variable_values(model.trainable_variables) puts them into the model"
 )
-
-# Weak keys: this dictionary must not keep a model, and its weights on the devices, alive.
-_reports: weakref.WeakKeyDictionary[Any, LoadReport] = weakref.WeakKeyDictionary()
-"""The report of the last load into each model."""
-
-
-def remember(model: Any, report: LoadReport) -> None:
-    """Store the report that `remembered` returns for ``model``."""
-    _reports[model] = report
-
-
-def remembered(model: Any) -> LoadReport:
-    """Return the report of the last load into ``model``.
-
-    Raises:
-        UnsupportedError: When shardload loaded nothing into it in this process.
-    """
-    if not isinstance(model, Hashable) or model not in _reports:
-        raise UnsupportedError(
-            f"Cannot report on the model {getattr(model, 'name', model)!r}: in this process, shardload loaded nothing "
-            "into it"
-        )
-    return _reports[model]
 
 
 class Clock:

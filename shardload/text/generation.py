@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from shardload.errors import UnsupportedError, UsageError, suggests_arguments
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import plain_model
 from shardload.text import sources
 from shardload.text.tokenizer import Tokenizer, from_keras_hub
@@ -148,7 +149,7 @@ def _opened(tokenizer: Tokenizer | PathLike) -> Tokenizer:
 
 def _check_context(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
     # Multimodal models have the sizes of their language model in text_config.
-    manifest = sources.manifest_of(model)
+    manifest = record_of(model).text_source
     config = {} if manifest is None else manifest.config.get("text_config") or manifest.config
     context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
     if prompt_tokens + max_new_tokens > context:

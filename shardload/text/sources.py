@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
 from typing import Any
 
 from shardload.errors import UnsupportedError, suggests_arguments
+from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.resolve.opening import open_source
 from shardload.stores.fingerprint import Fingerprint
 from shardload.text.tokenizer import Tokenizer, from_keras_hub, tokenizer_of
 from shardload.typing import PathLike
-
-
-@dataclass(slots=True)
-class _Loaded:
-    """The source of a model's weights."""
-
-    manifest: Manifest
-    header: Fingerprint
-    """Of the file whose header has the tokenizer, if it is in a header."""
-    tokenizer: Tokenizer | None = None
-    """Kept after the first use: rebuilding it from a header takes longer than tokenizing a short text."""
-
-
-# Weak, and outside the model: a dropped model frees its entry, and Keras neither tracks nor saves it.
-_loaded: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()
 
 
 @suggests_arguments
@@ -53,14 +37,10 @@ def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
 
 def remember(model: Any, manifest: Manifest) -> None:
     """Store the source of a model for `tokenizer_for`, if it may have a tokenizer."""
-    form = spec_of(manifest).tokenizer
+    form, record = spec_of(manifest).tokenizer, record_of(model)
     if form is not None:
-        _loaded[model] = _Loaded(manifest, Fingerprint.of(manifest.files if form == "header" else ()))
-
-
-def manifest_of(model: Any) -> Manifest | None:
-    """Return the source of a model's tokenizer, if `remember` stored one."""
-    return _loaded[model].manifest if model in _loaded else None
+        record.text_source, record.tokenizer = manifest, None
+        record.text_header = Fingerprint.of(manifest.files if form == "header" else ())
 
 
 def tokenizer_for(model: Any) -> Tokenizer:
@@ -70,16 +50,17 @@ def tokenizer_for(model: Any) -> Tokenizer:
         UnsupportedError: When neither exists.
         TransferError: When the file with the tokenizer changed since the load.
     """
+    record = record_of(model)
     # A preprocessor without a source: KerasHub loaded the model.
-    if model not in _loaded:
+    if record.text_source is None or record.text_header is None:
         if (layer := getattr(getattr(model, "preprocessor", None), "tokenizer", None)) is not None:
             return from_keras_hub(layer)
         raise UnsupportedError(
             f"Cannot find the tokenizer of {model.name!r}: it has no preprocessor, and shardload loaded it from no "
             "source that has a tokenizer. Pass one: tokenizer=shardload.tokenizer(source)"
         )
-    found = _loaded[model]
-    if found.tokenizer is None:
-        found.header.check()
-        found.tokenizer = tokenizer_of(found.manifest)
-    return found.tokenizer
+    found: Tokenizer | None = record.tokenizer
+    if found is None:
+        record.text_header.check()
+        found = record.tokenizer = tokenizer_of(record.text_source)
+    return found

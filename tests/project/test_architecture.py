@@ -155,6 +155,18 @@ def test_a_stage_is_given_what_it_needs_and_no_request(stage):
     assert not [name for name in imports(modules()[f"pipeline.{stage}"]) if name.endswith("Request")]
 
 
+WEAK = {
+    "keras_bridge.model_records": "what is known about a model",
+    "data.position": "the position of a running fit, in a package above Keras' private parts",
+    "parallel.distribution": "the layouts that one distribution chose; it may outlive its models",
+}
+"""Modules that store something about objects that they do not own, and what."""
+
+
+def test_one_record_says_what_is_known_about_a_model():
+    assert {name for name, path in modules().items() if "WeakKeyDictionary" in path.read_text()} == WEAK.keys()
+
+
 def fields_of(request: type) -> dict[str, object]:
     """Fields of a request with their defaults, as a signature has them."""
     return {

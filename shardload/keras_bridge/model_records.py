@@ -1,0 +1,61 @@
+"""What shardload knows about a model, a task, a backbone or a layer, besides what Keras keeps of it.
+
+One dictionary for all of it, with weak keys, outside of the objects: it keeps no model and none of the weights on its
+devices alive, and Keras neither tracks, copies nor saves what is in it. So a copy of a model has an empty record.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardload.manifest import Manifest
+    from shardload.reports import LoadReport
+    from shardload.sharding.devices import MeshDevices
+    from shardload.steps.listing import StepInfo
+    from shardload.stores.fingerprint import Fingerprint
+
+
+@dataclass(slots=True)
+class ModelRecord:
+    """What is known about one object."""
+
+    report: LoadReport | None = None
+    """Report of the last load into a model."""
+    devices: MeshDevices | None = None
+    """Mesh of a model that has no values to show it: they were lost in a failed load, or are about to be loaded."""
+    restored: StepInfo | None = None
+    """Step that a model was restored from, until ``fit`` continues from it."""
+    first_epoch: int | None = None
+    """Epoch that the callback set for the next ``fit`` of a model."""
+    runs: dict[Path, str] = field(default_factory=dict)
+    """Run of a model by folder: a second ``fit`` of a model continues its run, a new model starts another."""
+    text_source: Manifest | None = None
+    """Source of a model's weights, if it may have a tokenizer."""
+    text_header: Fingerprint | None = None
+    """State of the file with the tokenizer when the model was loaded, if the tokenizer is in its header."""
+    tokenizer: Any = None
+    """Tokenizer of that source, kept after the first use: to rebuild it takes longer than to tokenize a short text."""
+    make_preprocessor: Callable[[], Any] | None = None
+    """Function that makes the preprocessor of a task on first use."""
+    built_from: str | None = None
+    """Source whose configuration a backbone was built by."""
+    build_notes: tuple[str, ...] = ()
+    """Notes about what was changed on the backbone, or ignored, so that it matches that configuration."""
+    set_attributes: set[str] = field(default_factory=set)
+    """Names of the attributes that were set on a built layer."""
+
+
+_records: weakref.WeakKeyDictionary[Any, ModelRecord] = weakref.WeakKeyDictionary()
+
+
+def record_of(found: Any) -> ModelRecord:
+    """Return the record of an object, for reading and for writing."""
+    try:
+        return _records.setdefault(found, ModelRecord())
+    except TypeError:  # without a hash, or without weak references: nothing is known about it
+        return ModelRecord()
