@@ -32,8 +32,8 @@ from shardload.reports import LoadReport
 from shardload.resolve.opening import OpenedSource
 from shardload.steps.alternatives import Alternative, Which, alternative
 from shardload.steps.digests import Checker
-from shardload.steps.listing import StepInfo, find_step
-from shardload.steps.remote_listing import prepared
+from shardload.steps.listing import find_step, prepared
+from shardload.steps.step_info import StepInfo
 from shardload.transfer.byte_source import check_tensor
 from shardload.transfer.read_tensor import read_tensor
 from shardload.typing import LayoutLike, MeshLike, PathLike

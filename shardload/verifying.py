@@ -19,10 +19,10 @@ from shardload.manifest import Decoded, EncodedRows, Manifest, Tensor, Unreadabl
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.steps import digests
-from shardload.steps.listing import StepInfo, is_ours, list_steps
+from shardload.steps.listing import foreign, is_ours, list_steps
 from shardload.steps.record import STEP_FILE, StepRecord
-from shardload.steps.remote_listing import foreign
-from shardload.stores.remote import is_url
+from shardload.steps.step_info import StepInfo
+from shardload.stores.remote import location_of
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 
 READ_BYTES = 8 << 20
@@ -83,7 +83,8 @@ def verify(source: str | os.PathLike[str], *, progress: ProgressLike = None) -> 
 
 
 def _verdicts(source: str | os.PathLike[str], shown: Progress) -> list[Verdict]:
-    if is_url(source):
+    located = location_of(source)
+    if located is not None and located.store.is_remote:  # only steps are verified there
         if not (steps := list_steps(source)):
             raise SourceNotFoundError(f"{source} contains no steps, and only steps can be read from remote stores")
         return [_remote(info, shown) for info in steps]

@@ -19,7 +19,7 @@ from shardload.callbacks.retention import BestRule, recorded_damage
 from shardload.distributed.processes import Channel
 from shardload.keras_bridge.model_records import record_of
 from shardload.steps.digests import verify
-from shardload.steps.listing import StepInfo
+from shardload.steps.step_info import StepInfo
 
 READ_BYTES = 4 << 30
 """Steps up to this size are read completely before they count, which takes seconds; of larger ones, names and sizes."""

@@ -35,9 +35,10 @@ from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline import arguments
 from shardload.pipeline.request import RestoreRequest
 from shardload.steps.alternatives import Which
-from shardload.steps.listing import StepInfo, list_steps
+from shardload.steps.listing import list_steps
 from shardload.steps.publish import Root
 from shardload.steps.record import StepRecord
+from shardload.steps.step_info import StepInfo
 from shardload.typing import LayoutLike, MeshLike, PathLike
 
 _log = logging.getLogger("shardload")

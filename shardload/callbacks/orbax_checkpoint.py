@@ -34,9 +34,10 @@ from shardload.data import Position, follow, stop_following
 from shardload.distributed import processes
 from shardload.errors import SaveError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
-from shardload.steps.listing import StepInfo, list_steps
+from shardload.steps.listing import list_steps
 from shardload.steps.publish import Root
 from shardload.steps.record import StepRecord
+from shardload.steps.step_info import StepInfo
 from shardload.units import is_function
 
 DEFAULT_MONITOR = "val_loss"

@@ -27,7 +27,8 @@ from shardload.pipeline.request import RestoreRequest
 from shardload.reports.notes import NoteKind, of_kind
 from shardload.restoring import Restored, metric_values, run
 from shardload.steps.digests import OWN_FOLDER
-from shardload.steps.listing import StepInfo, list_steps
+from shardload.steps.listing import list_steps
+from shardload.steps.step_info import StepInfo
 from shardload.stores import json_files
 from shardload.units import plural
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from shardload.errors import SaveError, ShardloadError, UsageError
-from shardload.steps.listing import StepInfo, list_steps, ranked
+from shardload.steps.listing import list_steps
 from shardload.steps.publish import remove_step
+from shardload.steps.step_info import StepInfo, ranked
 from shardload.units import is_integer, is_real
 
 

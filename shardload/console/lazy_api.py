@@ -25,11 +25,10 @@ def find(source: str, *, weights: bool = True) -> None:
     Without ``weights``, an architecture or a configuration is enough.
     """
     from shardload.resolve import resolve
-    from shardload.resolve.stores import location_of
-    from shardload.stores.remote import is_url
+    from shardload.stores.remote import location_of
 
     # Checkpoints in stores are read in place.
-    if not is_url(source) and location_of(source) is None:
+    if location_of(source) is None:
         resolve(source, weights=weights)
 
 

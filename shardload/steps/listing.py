@@ -1,127 +1,68 @@
-"""List the steps in a folder, and resolve "latest" and "best" to a step. Reads names and ``step.json``, no data.
+"""List the steps in a folder or at a URL, and resolve "latest" and "best" to a step. Reads no data.
 
 A step is a folder named by digits without leading zeros that contains ``shardload/`` (saved by shardload) or Orbax's
 ``_CHECKPOINT_METADATA`` (a foreign step: readable, but without digests). Other folders, such as empty ones, are never
 steps. A shardload step without digests is listed with a problem: treated as a foreign step, it
-would be used unchecked.
+would be used unchecked. At a URL, only shardload's steps can be read::
+
+    s3://bucket/run          the store lists its names; digests and ``step.json`` of each step are fetched
+    s3://bucket/run/7        a single step, recognized by its digests
+    http://host/run          HTTP cannot list: give the step's number or its own URL
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from shardload.errors import DamagedError, LimitError, ShardloadError, SourceError, SourceNotFoundError, UsageError
+from shardload.errors import (
+    DamagedError,
+    LimitError,
+    ShardloadError,
+    SourceError,
+    SourceNotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from shardload.loaders.orbax import number_of, numbered
 from shardload.steps.digest_list import name_damage
 from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
 from shardload.steps.file_tree import FileTree, scan
-from shardload.steps.number import NAME, mismatch
+from shardload.steps.number import NAME, check_number
 from shardload.steps.record import STEP_FILE, StepRecord
-from shardload.stores.local import expanded, located, without_file_scheme
-from shardload.stores.location import Location
-from shardload.stores.remote import is_url, refuse_other_urls
+from shardload.steps.remote_store import RemoteStep, open_step
+from shardload.steps.step_info import StepInfo, described, ranking_record, with_best
+from shardload.stores.local import expanded, without_file_scheme
+from shardload.stores.remote import RemoteStore, remote_store
+from shardload.stores.remote_failures import COPY_FIRST
 from shardload.units import is_integer, plural
 
 ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
-_EMPTY = StepRecord()
-
-
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    """A step as described by its file names and ``step.json``."""
-
-    step: int
-    path: Path
-    ours: bool
-    """Whether shardload saved it, so that it has digests; else Keras' own callback or plain Orbax did."""
-    best_by: str | None = None
-    """For the best of the existing steps, the metric and its value: ``val_loss=0.25 (lower is better)``."""
-    n_bytes: int = 0
-    """The total size of its files."""
-    saved_s: float = 0.0
-    """The time of the save in seconds since 1970."""
-    problems: str | None = None
-    """Problems found without reading the data; `shardload.steps.digests.verify` reads all of it."""
-    record: StepRecord | None = None
-    """The content of ``step.json``; ``None`` if the file is missing or unreadable."""
-    url: str | None = None
-    """The URL of a remote step; ``path`` is then the URL, too."""
-    remote: Location | None = field(default=None, repr=False, compare=False)
-    """The folder of a remote step; ``None`` if it cannot be read."""
-
-    @property
-    def location(self) -> Location:
-        """The step's folder, local or remote."""
-        return self.remote or located(self.path)
-
-    @property
-    def best(self) -> bool:
-        """Whether it has the best value of the monitored metric among the existing steps."""
-        return self.best_by is not None
-
-    @property
-    def recorded(self) -> StepRecord:
-        """The record, or an empty record if there is none."""
-        return self.record or _EMPTY
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch, counted from 0."""
-        return self.recorded.epoch
-
-    @property
-    def batch(self) -> int | None:
-        """The number of completed batches in the epoch."""
-        return self.recorded.batch
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The logs at this step."""
-        return self.recorded.logs
-
-    @property
-    def saved_as(self) -> int:
-        """The number it was saved under; differs from ``step`` if its folder was copied or renamed."""
-        return self.step if self.recorded.step is None else self.recorded.step
-
-    @property
-    def run(self) -> str | None:
-        """The name of the run that saved it."""
-        return self.recorded.run
-
-    @property
-    def hides_rank(self) -> bool:
-        """Whether damage hides the metrics of this step."""
-        return self.ours and self.record is None and self.problems is not None
-
-    @property
-    def where(self) -> str:
-        """The URL or path, for messages."""
-        return self.url or str(self.path)
+THREADS = 8
+"""Remote steps queried concurrently: each costs a few round trips."""
+_ONLY_STEPS = "Only training steps can be read remotely"
 
 
 def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
-    """Return the steps in ``root`` in ascending order; for a URL, see `shardload.steps.remote_listing`.
+    """Return the steps in ``root`` in ascending order, or the step itself if ``root`` is the URL of a step.
 
     Raises:
-        UsageError: If ``root`` is not a path.
-        SourceNotFoundError: If the folder does not exist.
+        UsageError: If ``root`` is neither a path nor a URL.
+        SourceNotFoundError: If the folder does not exist, or there is nothing at the URL.
         SourceError: If the folder, or a subfolder that may be a step, cannot be read.
+        UnsupportedError: If the store cannot list.
+        TransferError: If the store does not respond.
     """
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise UsageError(f"Cannot list the steps in {root!r}: expected a path or URL")
     root = without_file_scheme(root)
-    if is_url(root):
-        # Imported here: remote_listing imports this module, and local steps need none of it.
-        from shardload.steps.remote_listing import list_remote
-
-        return list_remote(str(root))
-    refuse_other_urls(root)
+    if (remote := remote_store(root)) is not None:
+        return _remote_steps(remote)
     base = expanded(root)
     try:
         # Of Orbax's other names, only those of its own steps are taken: ours are called by their bare number.
@@ -143,28 +84,6 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     return with_best(sorted((i for i in found if not i.ours or NAME.fullmatch(i.path.name)), key=lambda i: i.step))
 
 
-def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the same steps, with the best one marked if there is one."""
-    best = next((info.step for info in best_first(found)), None)
-    return [replace(info, best_by=_best_by(info, found)) if info.step == best else info for info in found]
-
-
-def _best_by(best: StepInfo, found: Sequence[StepInfo]) -> str:
-    last = _ranking(found)
-    assert last is not None  # with_best found a best step, so some step has a metric
-    monitor = last.monitor or ""
-    better = "higher" if _is_higher_better(last.mode, monitor) else "lower"
-    return f"{monitor}={best.metrics[monitor]:.6g} ({better} is better)"
-
-
-def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the steps that have the monitored metric, best first: of all runs or of the newest, as `_ranking` says."""
-    if (last := _ranking(steps)) is None:
-        return []
-    runs = [last.run] if last.best_of == "run" else None
-    return ranked(steps, monitor=last.monitor or "", mode=last.mode, runs=runs)
-
-
 def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | int) -> StepInfo:
     """Return the step for "latest", "best" or a number.
 
@@ -181,15 +100,8 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
     elif step not in ("latest", "best"):
         raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
     root = without_file_scheme(root)
-    if is_url(root):
-        from shardload.steps.remote_listing import find_remote
-
-        found = find_remote(str(root), step)
-        if isinstance(found, StepInfo):
-            return found
-        steps = found
-    else:
-        steps = list_steps(root)
+    remote = remote_store(root)
+    steps = list_steps(root) if remote is None else _remote_steps(remote, step)
     if not steps:
         raise SourceNotFoundError(
             f"{root} contains no steps. Check the path: steps are folders named 0, 1, 2, …{why_no_steps(root)}"
@@ -208,7 +120,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
         if info.best if step == "best" else info.step == step:
             return info
     if step == "best":
-        last = _ranking(steps)
+        last = ranking_record(steps)
         metric = "the monitored metric" if last is None else repr(last.monitor)
         logged = sorted({name for info in steps for name in info.metrics})
         saved = f" Saved metrics: {', '.join(logged)}; name one as monitor= of OrbaxCheckpoint." if logged else ""
@@ -238,30 +150,6 @@ def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
         return Path(path)
     steps = list_steps(path) if Path(path).is_dir() else []
     return steps[-1].path if steps and steps[-1].ours else None
-
-
-def ranked(
-    steps: Iterable[StepInfo], *, monitor: str, mode: str, runs: Collection[str | None] | None = None
-) -> list[StepInfo]:
-    """Return the steps ranked from best to worst, without steps that lack the metric.
-
-    Args:
-        steps: The steps. Of equal ones, the original precedes a copy and the earlier precedes the later.
-        monitor: The metric to rank by.
-        mode: ``min``, ``max``, or ``auto``: decide by the metric's name.
-        runs: Rank the steps of these runs only.
-    """
-    # Negate the value instead of reversing the order, which would also reverse the order of equal ones.
-    sign = -1 if _is_higher_better(mode, monitor) else 1
-    known = [info for info in steps if info.recorded.ranks_by(monitor) and (runs is None or info.run in runs)]
-    return sorted(known, key=lambda info: (sign * info.metrics[monitor], info.saved_as != info.step, info.step))
-
-
-def _is_higher_better(mode: str, monitor: str) -> bool:
-    if mode in ("min", "max"):
-        return mode == "max"
-    # Keras asks the model's metrics, but a list of steps has no model. Keras 2 maximized metrics with these names.
-    return monitor.endswith(("acc", "accuracy", "auc")) or "fmeasure" in monitor
 
 
 def _look(path: Path) -> StepInfo | None:
@@ -311,49 +199,137 @@ def _look(path: Path) -> StepInfo | None:
     )
 
 
-def described(
-    step: int,
-    path: Path,
-    record: StepRecord | None,
-    *,
-    ours: bool,
-    n_bytes: int,
-    changed_s: float = 0.0,
-    problems: str | None = None,
-) -> StepInfo:
-    """Build a `StepInfo` from the content of ``step.json``."""
-    # The digests protect the number in step.json; anyone can rename the folder.
-    if problems is None and record is not None and record.step not in (None, step):
-        problems = mismatch(record.step)
-    return StepInfo(
-        step=step,
-        path=path,
-        ours=ours,
-        n_bytes=n_bytes,
-        saved_s=(record and record.saved_unix_s) or changed_s,
-        problems=problems,
-        record=record,
-    )
-
-
-def _ranking(steps: Sequence[StepInfo]) -> StepRecord | None:
-    """Return the record that defines "best": of the newest step with ``keep_best``, else with a metric.
-
-    A callback without ``keep_best`` has a default metric, too; that must not override another callback's rule.
-    """
-    monitored = [info.recorded for info in steps if info.recorded.monitor is not None]
-    promised = [record for record in monitored if record.keep_best]
-    return next(reversed(promised or monitored), None)
-
-
 def _existing(steps: Sequence[StepInfo]) -> str:
     shown = ", ".join(str(info.step) for info in steps[-10:])
     return f"It has {plural(len(steps), 'step')}: {'…, ' if len(steps) > 10 else ''}{shown}"
 
 
+def _remote_steps(store: RemoteStore, wanted: str | int | None = None) -> list[StepInfo]:
+    """Return the steps at a URL in ascending order; only ``wanted``, if it is found without reading the others."""
+    # A number needs no listing: one request is enough, and HTTP servers cannot list.
+    if isinstance(wanted, int) and (stored := open_step(store, str(wanted))) is not None:
+        return [_remote_info(stored)]
+    if (itself := open_step(store)) is not None:
+        return [_remote_info(itself)]
+    if isinstance(wanted, int) and not store.can_list:
+        # That it is not from shardload explains more than that something is missing.
+        _refuse_foreign(store, str(wanted))
+        url = store.shown(str(wanted))
+        raise SourceNotFoundError(
+            f"There is no step at {url}: it has no {DIGESTS_FILE}. Check the address and the number"
+        )
+    numbers = _remote_numbers(store)
+    # Open only the newest, even if it is damaged: an older step must not silently pass for the latest.
+    if wanted == "latest" and numbers:
+        return [_look_remotely(store, max(numbers), ours=numbers[max(numbers)])]
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-steps") as pool:
+        found = pool.map(lambda number: _look_remotely(store, number, ours=numbers[number]), sorted(numbers))
+        return with_best(list(found))
+
+
+def _remote_numbers(store: RemoteStore) -> dict[int, bool]:
+    """Return the numbers of the steps at a URL, each with whether shardload saved that step."""
+    url = store.url
+    if not store.can_list:
+        _refuse_foreign(store)
+        _refuse_file(store)
+        if NAME.fullmatch(store.name):
+            raise SourceNotFoundError(
+                f"There is no step at {url}: it has no {DIGESTS_FILE}. Check the address. {_ONLY_STEPS}"
+            )
+        raise UnsupportedError(
+            f"{url} has no {DIGESTS_FILE}, so it is not a step itself, and HTTP servers do not list their files. "
+            f"Give the address of the step itself ({url}/100), or its number (step=100). {_ONLY_STEPS}"
+        )
+    names = store.requests.names()
+    if not names:
+        _refuse_file(store)
+        raise SourceNotFoundError(f"There is nothing at {url}. Check the address. {_ONLY_STEPS}")
+    if ORBAX_FILE in names:
+        if any(name.startswith(f"{OWN_FOLDER}/") for name in names):
+            raise DamagedError(f"Step {store.name} at {url} is damaged: {DIGESTS_FILE} is missing")
+        raise foreign(url)
+    found: dict[int, bool] = {}
+    for name in names:
+        folder, _, rest = name.partition("/")
+        if NAME.fullmatch(folder) and (rest == ORBAX_FILE or rest.startswith(f"{OWN_FOLDER}/")):
+            # Both marks may appear, in any order; one of shardload's files makes it a shardload step.
+            found[int(folder)] = found.get(int(folder), False) or rest.startswith(f"{OWN_FOLDER}/")
+    return found
+
+
+def _look_remotely(store: RemoteStore, number: int, *, ours: bool) -> StepInfo:
+    problem = None
+    if ours:
+        try:
+            if (stored := open_step(store, str(number))) is not None:
+                return _remote_info(stored)
+            problem = f"{DIGESTS_FILE} is missing"
+        except DamagedError as error:
+            problem = str(error)
+    url = store.shown(str(number))
+    return StepInfo(number, Path(url), ours=ours, url=url, problems=problem)
+
+
+def _remote_info(stored: RemoteStep) -> StepInfo:
+    record = problems = None
+    try:
+        # A converted step is saved without one.
+        if STEP_FILE in stored.saved.digests.files:
+            # Fetch it once: opened in place, each of the reads below would be a request.
+            stored.local_path(STEP_FILE)
+            record = StepRecord.read(stored.root)
+    except (SourceError, SourceNotFoundError) as error:
+        problems = f"{STEP_FILE} cannot be read: {error}"
+    url, name = str(stored.root), stored.root.name
+    number = int(name) if NAME.fullmatch(name) else (record and record.step)
+    found = described(number or 0, Path(url), record, ours=True, n_bytes=stored.n_bytes, problems=problems)
+    return replace(found, url=url, remote=stored.root)
+
+
+def _refuse_foreign(store: RemoteStore, folder: str = "") -> None:
+    """Raise for a checkpoint that shardload did not save."""
+    if store.requests.read_small(f"{folder}/{ORBAX_FILE}" if folder else ORBAX_FILE, limit=1 << 20) is not None:
+        raise foreign(store.shown(folder))
+
+
+def _refuse_file(store: RemoteStore) -> None:
+    """Raise for the address of a file, such as the weights of a model."""
+    if store.requests.is_object():
+        raise UnsupportedError(
+            f"Cannot read {store.url}: it is a file, and {_ONLY_STEPS[0].lower()}{_ONLY_STEPS[1:]}. Copy it to this "
+            "machine first (aws s3 cp, gcloud storage cp, wget), and read it there"
+        )
+
+
+def foreign(url: str) -> UnsupportedError:
+    """Return the error for a remote step that shardload did not save."""
+    return UnsupportedError(
+        f"{url} was not saved by shardload: it has no digests, so its data cannot be verified. {COPY_FIRST}"
+    )
+
+
+def prepared(info: StepInfo) -> StepInfo:
+    """Return a step after fetching all files that opening it requires; nothing is fetched for a local step.
+
+    Raises:
+        UnsupportedError: If it is remote and shardload did not save it.
+        DamagedError: If it has no digests, a small file is damaged, or the number is another step's.
+        TransferError: If the store does not respond.
+    """
+    if info.url is not None:
+        if not info.ours:
+            raise foreign(info.url)
+        if info.remote is None:
+            raise DamagedError(f"Step {info.step} at {info.url} is damaged: {info.problems}")
+        info.remote.local_path()
+        check_number(info.remote)
+    return info
+
+
 def why_no_steps(root: str | os.PathLike[str]) -> str:
     """Return a sentence for the case that ``root`` is a URL, a step, or another checkpoint of Orbax; else nothing."""
-    if is_url(root):
+    if remote_store(root) is not None:
         return ". Only training steps are read from remote stores: copy other checkpoints to this machine first"
     path = expanded(without_file_scheme(root)).absolute()
     if any((path / name).exists() for name in (OWN_FOLDER, ORBAX_FILE, TREE_FILE)):

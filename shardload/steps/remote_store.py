@@ -30,8 +30,9 @@ from shardload.stores import private_copies
 from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.local import LocalFile
 from shardload.stores.location import Location
-from shardload.stores.remote import Fetch, Folder
+from shardload.stores.remote import NameTree, RemoteStore
 from shardload.stores.remote_failures import COPY_FIRST, web_page
+from shardload.stores.requests import Fetch, Requests
 from shardload.stores.store import UNIT_BYTES, File, FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural
 
@@ -53,7 +54,8 @@ class RemoteStep(Store):
     """A remote step. Its private folder is removed when this object is garbage-collected.
 
     Args:
-        remote: The step's remote folder.
+        remote: The store that contains it.
+        folder: The key of its folder there.
         digests: The content of its ``digests.json``.
 
     Raises:
@@ -63,10 +65,10 @@ class RemoteStep(Store):
 
     is_remote = is_verifying = True
 
-    def __init__(self, remote: Folder, digests: bytes) -> None:
-        self._remote = remote
-        base = private_copies.make()
-        self._folder = base / remote.name
+    def __init__(self, remote: RemoteStore, folder: str, digests: bytes) -> None:
+        self._remote, self._key = remote, folder
+        base, name = private_copies.make(), self.root.name
+        self._folder = base / name
         self._remove = weakref.finalize(self, private_copies.remove, base)
         # `Digests.read` below opens digests.json through this store, so it must count as fetched.
         self._here: set[str] = {DIGESTS_FILE}
@@ -76,21 +78,16 @@ class RemoteStep(Store):
             self._write(DIGESTS_FILE, digests)
             self.saved = SavedUnits(
                 Digests.read(self.root),
-                step=remote.name,
-                shown=remote.url,
-                explain=lambda name: web_page(remote.url, name),
+                step=name,
+                shown=str(self.root),
+                explain=lambda name: web_page(remote.shown(folder), name),
             )
         except BaseException as error:
             self._remove()
-            if isinstance(error, DamagedError) and (page := web_page(remote.url, DIGESTS_FILE)) is not None:
+            if isinstance(error, DamagedError) and (page := web_page(remote.shown(folder), DIGESTS_FILE)) is not None:
                 raise page from error
             raise
-        files = self.saved.digests.files
-        # A remote store has no folders, only names with slashes, so the folders are derived from the files.
-        self._kinds: dict[str, Kind] = {"": "folder"}
-        for name in (*files, DIGESTS_FILE):
-            self._kinds |= dict.fromkeys(_parents(name), "folder")
-        self._kinds |= dict.fromkeys((*files, DIGESTS_FILE), "file")
+        self._tree = NameTree((*self.saved.digests.files, DIGESTS_FILE))
 
     @property
     def root(self) -> Location:
@@ -105,26 +102,24 @@ class RemoteStep(Store):
 
     def shown(self, key: str) -> str:
         """Return the URL."""
-        return f"{self._remote.url}/{key}".rstrip("/")
+        return self._remote.shown(_joined(self._key, key))
 
     def kind(self, key: str) -> Kind | None:
         """Return what the step's digests say, without a request."""
-        return self._kinds.get(key)
+        return self._tree.kinds.get(key)
 
     def names(self, key: str) -> list[str]:
         """Return what the step's digests say, without a request."""
-        if self.kind(key) != "folder":
+        if (found := self._tree.names(key)) is None:
             raise SourceError(f"Cannot list the folder {self.shown(key)}: it was not saved with the step")
-        prefix = f"{key}/" if key else ""
-        inside = (name.removeprefix(prefix) for name in self._kinds if name.startswith(prefix) and name != key)
-        return sorted(name for name in inside if "/" not in name)
+        return found
 
     def open(self, key: str) -> File:
         """Open a fetched file, or one that is read from the store in parts."""
         if key in self._here:
             return LocalFile(self._folder / key, shown=self.shown(key))
         if key in self.saved.digests.files:
-            return _RemoteFile(self._remote, self.saved, key)
+            return self._remote_file(key)
         if self.kind(key) == "folder":
             raise SourceError(f"{self.shown(key)} should be a file, but it is a folder")
         raise SourceNotFoundError(f"There is no file {self.shown(key)}: it was not saved with the step")
@@ -156,25 +151,28 @@ class RemoteStep(Store):
         Raises:
             TransferError: If the store does not respond.
         """
-        listed = {*self.saved.digests.files, DIGESTS_FILE}
+        listed, step = {*self.saved.digests.files, DIGESTS_FILE}, self.root.name
         if self._remote.can_list:
-            there = set(self._remote.names())
+            there = set(self._remote.requests.names(self._key))
         else:
             # HTTP cannot list. A file with bytes is missed when it is read; an empty one never is, so ask for it.
             empty = (name for name, file in self.saved.digests.files.items() if not file.n_bytes)
-            there = listed - {name for name in empty if self._remote.read(name) is None}
-        missing = [Damage(name, "is missing", None, self._remote.name) for name in sorted(listed - there)]
+            there = listed - {name for name in empty if self._remote.requests.read(_joined(self._key, name)) is None}
+        missing = [Damage(name, "is missing", None, step) for name in sorted(listed - there)]
         return missing + [
-            Damage(name, "is unexpected: it was not saved with the step", None, self._remote.name)
+            Damage(name, "is unexpected: it was not saved with the step", None, step)
             for name in sorted(filter(is_saved, there - listed))
         ]
+
+    def _remote_file(self, name: str) -> _RemoteFile:
+        return _RemoteFile(self._remote.requests, _joined(self._key, name), self.saved, name)
 
     def _fetch(self, names: Iterable[str]) -> None:
         wanted = [name for name in names if name not in self._here]
         # Before the first request: digests.json, which names files and sizes, is untrusted.
         self._bound(wanted)
         for first in range(0, len(wanted), IN_FLIGHT):
-            files = [_RemoteFile(self._remote, self.saved, name) for name in wanted[first : first + IN_FLIGHT]]
+            files = [self._remote_file(name) for name in wanted[first : first + IN_FLIGHT]]
             pending = [file.begin(0, file.n_bytes) for file in files]
             for file, fetched in zip(files, pending, strict=True):
                 self._write(file.name, fetched.result())
@@ -190,7 +188,7 @@ class RemoteStep(Store):
                 )
         if sum(sizes.values()) > MAX_COPIED_BYTES or len(sizes) > MAX_FILES:
             raise UnsafeSourceError(
-                f"{self._remote.url} lists {plural(len(sizes), 'small file')} ({exact_bytes(sum(sizes.values()))} in "
+                f"{self.root} lists {plural(len(sizes), 'small file')} ({exact_bytes(sum(sizes.values()))} in "
                 f"total); at most {MAX_FILES} files and {MAX_COPIED_BYTES} bytes are fetched. {COPY_FIRST}"
             )
 
@@ -211,20 +209,20 @@ class _RemoteFile:
 
     descriptor = None
 
-    def __init__(self, remote: Folder, saved: SavedUnits, name: str) -> None:
-        self._remote, self._saved, self.name = remote, saved, name
+    def __init__(self, requests: Requests, key: str, saved: SavedUnits, name: str) -> None:
+        self._requests, self._key, self._saved, self.name = requests, key, saved, name
         self.n_bytes = saved.of_file(name).n_bytes
 
     def begin(self, start: int, stop: int) -> _Units:
         stop = min(stop, self.n_bytes)
-        fetch = self._remote.begin(self.name, start, stop) if start < stop else None
+        fetch = self._requests.begin(self._key, start, stop) if start < stop else None
         return _Units(self._saved, self.name, start // UNIT_BYTES, stop - start, fetch)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
-                f"{self._remote.url}/{self.name} has {exact_bytes(self.n_bytes)}, not {offset + len(rest)}"
+                f"{self._requests.url}/{self._key} has {exact_bytes(self.n_bytes)}, not {offset + len(rest)}"
             )
         while rest:
             unit, skip = divmod(offset, UNIT_BYTES)
@@ -235,7 +233,7 @@ class _RemoteFile:
 
     def read_unchecked(self, buffer: memoryview, offset: int) -> None:
         stop = offset + len(buffer)
-        found = _present(self._saved, self.name, self._remote.begin(self.name, offset, stop))
+        found = _present(self._saved, self.name, self._requests.begin(self._key, offset, stop))
         if len(found) != len(buffer):
             raise self._saved.wrong_size(self.name, found=offset + len(found))
         buffer[:] = found
@@ -281,24 +279,22 @@ def _present(saved: SavedUnits, name: str, fetch: Fetch) -> bytes:
     return found
 
 
-def open_step(remote: Folder) -> RemoteStep | None:
-    """Open the shardload step in a remote folder; ``None`` if the folder has no digests.
+def open_step(remote: RemoteStore, folder: str = "") -> RemoteStep | None:
+    """Open the shardload step in a folder of a remote store; ``None`` if the folder has no digests.
 
     Raises:
         DamagedError: If the digests are damaged.
         TransferError: If the store does not respond.
     """
-    found = remote.read_small(DIGESTS_FILE, limit=MAX_JSON_BYTES)
-    return None if found is None else RemoteStep(remote, found)
+    found = remote.requests.read_small(_joined(folder, DIGESTS_FILE), limit=MAX_JSON_BYTES)
+    return None if found is None else RemoteStep(remote, folder, found)
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
 def _is_copied(name: str) -> bool:
     top, _, rest = name.partition("/")
     # Files directly in the step, and everything in the folders of `_ITEMS` except array data.
     return (not rest or top in _ITEMS) and not _DATA.search(name)
-
-
-def _parents(name: str) -> Iterable[str]:
-    while "/" in name:
-        name = name.rpartition("/")[0]
-        yield name

@@ -1,365 +1,203 @@
-"""Folders in remote stores (``s3://``, ``gs://``, ``http(s)://``), read through TensorStore's drivers.
+"""Folders at URLs (``s3://``, ``gs://``, ``http(s)://``) as stores, and the one question whether a source is a URL.
 
-TensorStore sends, signs and retries the requests; this module adds time limits and readable error messages. A request
-raises a `TransferError` after the retries of `RETRIES`, or if the store sends nothing for the
-time returned by `timeout_s`.
+    source ─► location_of ─► a path: None, or `Location(store, key)` ─► as any other location
+
+`RemoteStore` is the store of each scheme in `SCHEMES`; `shardload.stores.requests` sends its requests.
 """
 
 from __future__ import annotations
 
-import math
-import os
+import functools
 import re
-import threading
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
-from urllib.parse import quote, urlsplit
+from collections.abc import Callable, Collection
 
-from shardload.errors import SourceError, TransferError, UnsafeSourceError, UnsupportedError
-from shardload.stores import redirects, remote_failures
-from shardload.stores.remote_failures import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeError, aws_endpoint
+from shardload.errors import SourceError, SourceNotFoundError, TransferError, UnsupportedError
+from shardload.stores.location import Location
+from shardload.stores.requests import Fetch, Requests
+from shardload.stores.store import UNIT_BYTES, FileIdentity, Kind, Store
 from shardload.units import exact_bytes
 
-DEFAULT_TIMEOUT_S = 120.0
-"""Time without a response: 64 MiB in flight together take that long at 0.5 MB/s. TensorStore would wait forever."""
-FIRST_ANSWER_S = 30.0
-"""Limit for a store's first response, which is short."""
-RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
-"""TensorStore's default of 32 attempts takes a quarter of an hour."""
-WAIT_S = 0.25
-"""Interval at which a waiting thread checks whether other requests made progress."""
-MOVED_S = 60.0
-"""How long the target of a redirect is used again: signed addresses expire, mostly after minutes."""
-_URL = re.compile(r"(s3|gs|https?)://", re.ASCII | re.IGNORECASE)
+KEPT_UNITS = 8
+"""MiB of an open file that are kept for short reads, such as those of HDF5's and ZIP's headers."""
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 
 
-def is_url(source: object) -> bool:
-    """Whether a source is the URL of a remote store."""
-    return isinstance(source, str) and _URL.match(source) is not None
+class RemoteStore(Store):
+    """The objects at a URL; keys are names below it.
 
-
-def refuse_other_urls(source: object) -> None:
-    """Raise for a URL that would be taken for a path.
-
-    Raises:
-        UnsupportedError: If ``source`` is a URL of no store that is read here.
-    """
-    if isinstance(source, str) and _OTHER_URL.match(source) and not is_url(source):
-        raise UnsupportedError(f"Cannot read {source}, expected a path, or an address at s3://, gs:// or http(s)://")
-
-
-class Folder:
-    """A folder in a remote store.
+    Objects do not change while they are read: their names are listed and their sizes determined once.
 
     Args:
-        url: ``s3://bucket/path``, ``gs://bucket/path``, ``http://host/path`` or ``https://host/path``.
-
-    Raises:
-        UnsupportedError: If the URL has parts that are not supported.
-        SourceError: If the URL is invalid.
+        url: See `shardload.stores.requests.Requests`.
     """
 
-    def __init__(self, url: str, *, progress: _Progress | None = None) -> None:
-        scheme, _, rest = url.partition("://")
-        self.url = f"{scheme.lower()}://{rest.rstrip('/')}"
-        self._progress = progress or _Progress()
-        self._kv = self._opened(_spec(self.url))
-        self._moved: dict[str, tuple[Any, float]] = {}
+    is_remote = True
 
-    def child(self, name: str) -> Folder:
-        """Return a subfolder."""
-        # With one clock: a server that stalls is waited for once, not once per folder.
-        return Folder(f"{self.url}/{name}", progress=self._progress)
+    def __init__(self, url: str) -> None:
+        self.requests = Requests(url)
+        self.size = functools.cache(self.requests.size)
 
-    def is_file(self) -> bool:
-        """Whether the address is that of an object, not of a folder."""
-        above, _, name = self.url.rpartition("/")
-        if above.endswith("/") or not above.partition("://")[2] or not name:
-            return False
-        try:
-            return Folder(above, progress=self._progress).read(name, 0, 1) is not None
-        except OutOfRangeError:
-            return True
+    @property
+    def url(self) -> str:
+        """The URL, without a slash at its end."""
+        return self.requests.url
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The last part of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def can_list(self) -> bool:
-        """Whether the store can list its names; HTTP cannot."""
-        return not self.url.startswith("http")
+        """Whether names can be listed; HTTP cannot."""
+        return self.requests.can_list
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Read bytes of an object, all by default; ``None`` if there is no such object.
+    @functools.cached_property
+    def _tree(self) -> NameTree:
+        return NameTree(self.requests.names())
 
-        Raises:
-            TransferError: If the store does not respond, refuses the request, or the object is too short.
-        """
-        return self.begin(name, start, stop).result()
+    def shown(self, key: str) -> str:
+        """Return the URL."""
+        return f"{self.url}/{key}".rstrip("/")
 
-    def begin(self, name: str, start: int = 0, stop: int | None = None) -> Fetch:
-        """Start to read an object.
+    def kind(self, key: str) -> Kind | None:
+        """See `Store.kind`; where names cannot be listed, only the root is known to be a folder."""
+        if self.can_list:
+            return self._tree.kinds.get(key)
+        return "folder" if not key else "file" if self.requests.exists(key) else None
 
-        Raises:
-            TransferError: If the name is not valid in any store; a damaged file may contain such a name.
-        """
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise TransferError(f"{self.url}/{name!a} cannot be read: its name is not valid Unicode") from error
-        asked = None if stop is None and not start else slice(start, stop)
-        return Fetch(self, name, asked, lambda: self._request(name, asked), self._progress)
+    def names(self, key: str) -> list[str]:
+        """See `Store.names`; raises `UnsupportedError` if the store cannot list."""
+        if (found := self._tree.names(key)) is None:
+            raise SourceError(f"Cannot list the folder {self.shown(key)}: it does not exist")
+        return found
 
-    def _request(self, name: str, asked: slice | None) -> Any:
-        kv, until_s = self._moved.get(name, (None, 0.0))
-        if kv is not None and time.monotonic() < until_s:
-            return kv.read("", byte_range=asked)
-        if self._progress.redirects:
-            return self._redirected(name).read("", byte_range=asked)
-        return self._kv.read(name, byte_range=asked)
+    def open(self, key: str) -> RemoteObject:
+        """See `Store.open`."""
+        match self.kind(key):
+            case "folder":
+                raise SourceError(f"{self.shown(key)} should be a file, but it is a folder")
+            case None:
+                raise SourceNotFoundError(f"There is no file {self.shown(key)}. Check the address")
+        return RemoteObject(self, key)
 
-    def follow(self, error: BaseException, name: str) -> bool:
-        """Follow the redirect that made a request fail; return whether to request the object again.
-
-        Raises:
-            TransferError: If the redirect is refused, or leads nowhere.
-        """
-        status = remote_failures.status_in(error)
-        if self.can_list or status not in redirects.REDIRECTS:
-            return False
-        self._progress.redirects |= status == 308
-        self._redirected(name)
-        return True
-
-    def _redirected(self, name: str) -> Any:
-        """Return the store of one object to which a name is redirected."""
-        first = f"{self.url}/{quote(name)}"
-        target = redirects.follow(first, timeout_s=timeout_s(first=not self._progress.answered))
-        kv = self._opened({"driver": "http", "base_url": target})
-        self._moved[name] = kv, time.monotonic() + MOVED_S
-        return kv
-
-    def check_redirects(self, name: str, asked: slice | None, limit_s: float) -> None:
-        """Ask an HTTP server once more that gave no answer in time; return if it redirects.
-
-        TensorStore tells the status of an answer only after its last retry, and retries status 308 too.
-
-        Raises:
-            TransferError: If it does not; says what the server did instead.
-        """
-        if self.can_list or self._progress.asked_again:
-            raise remote_failures.stalled(self.url, name, limit_s)
-        self._progress.asked_again = True
-        wait_s = min(limit_s / 2, remote_failures.ASK_AGAIN_S)
-        answer = redirects.ask(f"{self.url}/{quote(name)}", asked, timeout_s=wait_s)
-        if isinstance(answer.status, str) or answer.status >= 400:
-            raise remote_failures.refused(self.url, name, answer.status)
-        self._progress.redirects = answer.status in redirects.REDIRECTS
-        if not self._progress.redirects:
-            raise remote_failures.stalled(self.url, name, limit_s, answer)
-
-    def read_small(self, name: str, *, limit: int) -> bytes | None:
-        """Read a whole object of unknown size; ``None`` if there is no such object.
-
-        Raises:
-            UnsafeSourceError: If it has more than ``limit`` bytes; they are not fetched.
-        """
-        try:
-            # Ask for the first byte beyond the limit: an object without one is small enough to fetch as a whole.
-            beyond = self.read(name, limit, limit + 1)
-        except OutOfRangeError:
-            return self.read(name)
-        if beyond is None:
-            return None
-        raise UnsafeSourceError(f"{self.url}/{name} should have at most {exact_bytes(limit)}, but has more")
-
-    def names(self) -> list[str]:
-        """Return the names of all objects in this folder and below, relative to it.
-
-        Raises:
-            UnsupportedError: If the store cannot list.
-            SourceNotFoundError: If there is no such bucket.
-            TransferError: If the store does not respond or refuses the request.
-        """
-        if not self.can_list:
-            raise UnsupportedError(f"{self.url}: HTTP servers do not list their files")
-        keys = Fetch(self, "", None, self._kv.list, self._progress).wait()
-        return sorted(key.decode("utf-8", "replace") for key in keys)
-
-    def _opened(self, spec: dict[str, Any]) -> Any:
-        import tensorstore as ts  # takes 0.2 s to import
-
-        limit = timeout_s(first=True)
-        context = {f"{kind}_request_retries": RETRIES for kind in ("s3", "gcs", "http")}
-        if (credentials := _aws_credentials()) is not None:
-            context["aws_credentials"] = credentials
-        try:
-            return ts.KvStore.open(spec, context=ts.Context(context)).result(timeout=limit)
-        except TimeoutError as error:
-            raise remote_failures.stalled(self.url, "", limit) from error
-        except (ValueError, RuntimeError) as error:
-            said = str(error)[: remote_failures.SHOWN]
-            raise SourceError(f"Cannot read from {self.url}: {said}. Check the address") from error
+    def identity(self, key: str) -> FileIdentity:
+        """See `Store.identity`."""
+        return FileIdentity(self.open(key).n_bytes, (0, self.requests.version(key)))
 
 
-class _Progress:
-    """The time of the last response from a store, shared by all threads that wait for it."""
+class RemoteObject:
+    """An object that is open for reading."""
 
-    def __init__(self) -> None:
-        self.at_s = time.monotonic()
-        self.answered = False
-        self.asked_again = False
-        self.redirects = False
-        """Whether names are looked up before they are read, as TensorStore takes seconds to refuse status 308."""
-        self._waiting = 0
-        self._lock = threading.Lock()
+    descriptor = None
 
-    def begin(self) -> None:
-        """Record that a thread starts to wait; the first one starts the clock."""
-        with self._lock:
-            # After an idle time the clock is old, although no request was open.
-            if not self._waiting:
-                self.at_s = time.monotonic()
-            self._waiting += 1
+    def __init__(self, store: RemoteStore, key: str) -> None:
+        self._store, self._key = store, key
+        self._unit = functools.lru_cache(KEPT_UNITS)(self._fetch_unit)
 
-    def restart(self) -> None:
-        """Start the clock again, for a request that was sent again."""
-        with self._lock:
-            self.at_s = time.monotonic()
+    @property
+    def n_bytes(self) -> int:
+        """See `shardload.stores.store.File`; determined when it is first needed."""
+        if (found := self._store.size(self._key)) is None:
+            raise SourceNotFoundError(f"There is no file {self._store.shown(self._key)}. Check the address")
+        return found
 
-    def end(self, *, answered: bool) -> None:
-        """Record a response, or a wait that was given up, which gives the other threads no more time."""
-        with self._lock:
-            self._waiting -= 1
-            if answered:
-                self.at_s = time.monotonic()
-                self.answered = True
+    def begin(self, start: int, stop: int) -> PendingObject:
+        """See `shardload.stores.store.RemoteFile`."""
+        stop = min(stop, self.n_bytes)
+        fetch = self._store.requests.begin(self._key, start, stop) if start < stop else None
+        return PendingObject(fetch, stop - start, shown=self._store.shown(self._key))
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """See `shardload.stores.store.File`; short reads share requests for a whole MiB."""
+        rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
+        if offset + len(rest) > self.n_bytes:
+            raise TransferError(
+                f"{self._store.shown(self._key)} has {exact_bytes(self.n_bytes)}, expected {offset + len(rest)}"
+            )
+        if len(rest) >= UNIT_BYTES:
+            rest[:] = self.begin(offset, offset + len(rest)).result()
+            return
+        while rest:
+            unit, skip = divmod(offset, UNIT_BYTES)
+            part = self._unit(unit)[skip : skip + len(rest)]
+            rest[: len(part)] = part
+            rest, offset = rest[len(part) :], offset + len(part)
+
+    read_unchecked = read_into
+
+    def close(self) -> None:
+        """Release the bytes that are kept."""
+        self._unit.cache_clear()
+
+    def _fetch_unit(self, unit: int) -> memoryview:
+        return self.begin(unit * UNIT_BYTES, (unit + 1) * UNIT_BYTES).result()
 
 
-class Fetch:
-    """A pending request."""
+class PendingObject:
+    """A request for bytes of an object."""
 
-    def __init__(
-        self, folder: Folder, name: str, asked: slice | None, request: Callable[[], Any], progress: _Progress
-    ) -> None:
-        self._folder, self._name, self._asked, self._request, self._progress = folder, name, asked, request, progress
-        self._future = request()
-        self._given_up = False
+    def __init__(self, fetch: Fetch | None, n_bytes: int, *, shown: str) -> None:
+        self._fetch, self._n_bytes, self._shown = fetch, n_bytes, shown
+
+    def result(self) -> memoryview:
+        """See `shardload.stores.store.PendingBytes`."""
+        found = b"" if self._fetch is None else self._fetch.result()
+        if found is None or len(found) < self._n_bytes:
+            raise TransferError(f"{self._shown} changed while it was read: expected {exact_bytes(self._n_bytes)} more")
+        return memoryview(found)
 
     def cancel(self) -> None:
-        """Cancel the request; a thread that waits for it gets a `TransferError`."""
-        self._given_up = True
-        self._future.cancel()
+        """Cancel the request."""
+        if self._fetch is not None:
+            self._fetch.cancel()
 
-    def result(self) -> bytes | None:
-        """Return the bytes; ``None`` if there is no such object. Raises like `Folder.read`."""
-        found = self.wait()
-        if found.state == "missing":
+
+class NameTree:
+    """The folders of a remote store, which has only names of files, with slashes."""
+
+    def __init__(self, files: Collection[str]) -> None:
+        self.kinds: dict[str, Kind] = {"": "folder"}
+        for name in files:
+            parts = name.split("/")[:-1]
+            self.kinds |= dict.fromkeys(("/".join(parts[:n]) for n in range(1, len(parts) + 1)), "folder")
+        self.kinds |= dict.fromkeys(files, "file")
+
+    def names(self, folder: str) -> list[str] | None:
+        """Return the names in a folder, sorted; ``None`` if there is no such folder."""
+        if self.kinds.get(folder) != "folder":
             return None
-        if found.state != "value":
-            raise TransferError(f"{self._folder.url}/{self._name} cannot be read: its state is {found.state!r}")
-        return bytes(found.value)
-
-    @staticmethod
-    def is_too_short(error: TransferError) -> bool:
-        """Whether the request failed because the object ends before the requested range."""
-        return isinstance(error, OutOfRangeError)
-
-    def wait(self) -> Any:
-        """Wait for the response and return TensorStore's result."""
-        # Importing asyncio takes as long as importing all loaders.
-        from asyncio import CancelledError
-
-        # The first response tells whether the address and the network are right, so it gets less time.
-        limit = timeout_s(first=not self._progress.answered)
-        self._progress.begin()
-        answered = followed = False
-        try:
-            while True:
-                if self._given_up:
-                    raise TransferError(f"The request for {self._folder.url}/{self._name} was cancelled")
-                try:
-                    # In short waits: another thread may cancel, and a request that waits its turn is not stalled while
-                    # the store answers others.
-                    found = self._future.result(timeout=WAIT_S)
-                    answered = True
-                    return found
-                # Raised where `cancel` ended the request; the next round raises the error for it.
-                except CancelledError:
-                    self._given_up = True
-                except TimeoutError as error:
-                    if time.monotonic() - self._progress.at_s > limit:
-                        self._future.cancel()
-                        try:
-                            self._folder.check_redirects(self._name, self._asked, limit)
-                        except TransferError as failure:
-                            raise failure from error
-                        self._future = self._request()
-                        self._progress.restart()
-                except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
-                    answered = True
-                    if not followed and self._folder.follow(error, self._name):
-                        followed, self._future = True, self._request()
-                        continue
-                    raise remote_failures.failure(self._folder.url, error, self._name) from error
-        finally:
-            self._progress.end(answered=answered)
+        prefix = f"{folder}/" if folder else ""
+        inside = (name.removeprefix(prefix) for name in self.kinds if name.startswith(prefix) and name != folder)
+        return sorted(name for name in inside if "/" not in name)
 
 
-def timeout_s(*, first: bool) -> float:
-    """Return how long a store may stay silent, in seconds; ``first`` applies until its first response.
+def _root(url: str) -> Location:
+    return Location(RemoteStore(url), "")
+
+
+REMOTE_SCHEMES = ("s3", "gs", "http", "https")
+"""Schemes of `RemoteStore`. Of a URL, only training steps are read, as only they have digests."""
+SCHEMES: dict[str, Callable[[str], Location]] = dict.fromkeys(REMOTE_SCHEMES, _root)
+"""URL scheme → function that returns the location of a URL. A new scheme needs an entry, and a `Store`."""
+
+
+def location_of(source: object) -> Location | None:
+    """Return the location of a URL whose scheme is in `SCHEMES`; ``None`` for other sources."""
+    scheme, separator, _ = source.partition("://") if isinstance(source, str) else ("", "", "")
+    found = SCHEMES.get(scheme.lower()) if separator else None
+    return None if found is None else found(str(source))
+
+
+def remote_store(source: object) -> RemoteStore | None:
+    """Return the store at a URL, for what reads folders at `REMOTE_SCHEMES` or on this machine; ``None`` for a path.
 
     Raises:
-        SourceError: If `TIMEOUT_VARIABLE` is not set to a positive number.
+        UnsupportedError: If it is another URL, which would be taken for a path.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE)
-    if not text:
-        return FIRST_ANSWER_S if first else DEFAULT_TIMEOUT_S
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise SourceError(f"{TIMEOUT_VARIABLE} should be a number of seconds, but is {text!r}")
-    return found
-
-
-def _spec(url: str) -> dict[str, Any]:
-    scheme, _, rest = url.partition("://")
-    bucket, _, path = rest.partition("/")
-    if not bucket:
-        raise SourceError(f"{url} names no {'server' if scheme.startswith('http') else 'bucket'}")
-    # HTTP clients and servers may resolve such parts, and so leave the folder.
-    if any(part in (".", "..") for part in path.split("/")) or "\0" in url:
-        raise UnsupportedError(f"{url} has '.' or '..' between slashes, which is not a name in a store")
-    if scheme.startswith("http"):
-        parts = urlsplit(url)
-        if parts.query or parts.fragment or parts.username:
-            raise UnsupportedError(
-                "An HTTP address of a step may not contain a user, '?' or '#': file names are appended to it. "
-                + COPY_FIRST
-            )
-        return {"driver": "http", "base_url": f"{url}/"}
-    folder = f"{path}/" if path else ""
-    if scheme == "gs":
-        return {"driver": "gcs", "bucket": bucket, "path": folder}
-    spec = {"driver": "s3", "bucket": bucket, "path": folder}
-    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
-        spec["aws_region"] = region
-    if endpoint := aws_endpoint():
-        # TensorStore does not read these variables, and requires a region with an endpoint.
-        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
-    return spec
-
-
-def _aws_credentials() -> dict[str, str] | None:
-    """Select TensorStore's credential source; the default logs every source that has no credentials."""
-    if os.environ.get("AWS_NO_SIGN_REQUEST", "").upper() in ("1", "YES", "TRUE"):
-        return {"type": "anonymous"}
-    if os.environ.get("AWS_ACCESS_KEY_ID"):
-        return {"type": "environment"}
+    found = location_of(source)
+    if found is not None and isinstance(found.store, RemoteStore):
+        return found.store
+    if found is not None or (isinstance(source, str) and _OTHER_URL.match(source)):
+        raise UnsupportedError(f"Cannot read {source}, expected a path, or an address at s3://, gs:// or http(s)://")
     return None

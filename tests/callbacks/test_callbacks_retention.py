@@ -4,8 +4,8 @@ import pytest
 
 from shardload.callbacks.retention import BestRule, Retention
 from shardload.errors import UsageError
-from shardload.steps.listing import StepInfo
 from shardload.steps.record import StepRecord
+from shardload.steps.step_info import StepInfo
 
 
 def step(number, *, loss=None, hours=0.0, ours=True, problems=None, **details):

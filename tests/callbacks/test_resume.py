@@ -15,7 +15,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint, resume
 from shardload.data import resumable
 from shardload.errors import DamagedError, UsageError
-from shardload.steps.listing import StepInfo
+from shardload.steps.step_info import StepInfo
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,14 +14,16 @@ import npz_format
 import numpy as np
 import pytest
 from memory_store import MemoryStore, RemoteMemoryStore, VerifyingMemoryStore
+from object_server import ObjectServer
 from safetensors.numpy import load_file, save_file
 
 import shardload
 from shardload.errors import BudgetError, DamagedError, SourceNotFoundError, TransferError, UnsupportedError
 from shardload.loaders import open_manifest, registry
 from shardload.manifest import Decoded
-from shardload.resolve import stores
+from shardload.stores import remote
 from shardload.stores.location import Location
+from shardload.stores.remote import location_of
 from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.read_tensor import read_rows, read_tensor
 from shardload.verifying import verify
@@ -169,6 +171,28 @@ def test_a_remote_store_is_asked_in_advance_for_large_ranges(write, mesh, tmp_pa
     assert not store.ahead
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize("write", [safetensors_file, weights_h5, compressed_h5, keras_archive, sharded_h5])
+def test_a_folder_in_an_object_store_without_digests(write, scheme, tmp_path, monkeypatch):
+    original = small_model() if write in (compressed_h5, sharded_h5) else large_model()
+    (tmp_path / "models").mkdir()
+    path = write(tmp_path / "models", original)
+    server = ObjectServer(tmp_path)
+    try:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        place = location_of(f"{getattr(server, scheme)}/models") / path.name
+        assert_equal_manifests(open_manifest(path), open_manifest(place))
+        server.requests.clear()
+        filled = keras.models.clone_model(original)
+        shardload.load_weights(filled, place, mesh="1x8")
+    finally:
+        server.close()
+    assert all(map(np.array_equal, original.get_weights(), filled.get_weights()))
+    assert server.bytes_sent <= sum(v.value.nbytes for v in original.weights) * 1.01 + (6 << 20)
+    assert sum(sent > 1 for *_, sent in server.requests) <= 24
+
+
 def read_headers(place):
     """How many reads it takes to list a checkpoint's tensors."""
     open_manifest(place)
@@ -200,7 +224,7 @@ def test_an_archive_builds_its_model(tmp_path):
 def test_a_url_whose_scheme_names_a_store(tmp_path, monkeypatch):
     original = small_model()
     place = MemoryStore.copy_of(weights_h5(tmp_path, original))
-    monkeypatch.setitem(stores.SCHEMES, "memory", lambda url: Location(place.store, url.partition("://")[2]))
+    monkeypatch.setitem(remote.SCHEMES, "memory", lambda url: Location(place.store, url.partition("://")[2]))
     filled = keras.models.clone_model(original)
     report = shardload.load_weights(filled, "memory://model.weights.h5", mesh="1x2")
     assert report.source == "memory://model.weights.h5"

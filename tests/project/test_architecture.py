@@ -134,6 +134,39 @@ def test_loaders_open_files_through_their_store_only(name):
     assert not [call for call in called if isinstance(call, ast.Name) and call.id == "open"]
 
 
+ASKS_FOR_URLS = {
+    "stores.remote": "the place: location_of",
+    "stores.requests": "takes the address apart that a store was made from",
+    "stores.remote_failures": "words for one scheme",
+    "stores.redirects": "which redirect is refused",
+    "errors": "hides what is secret in an address",
+    "stores.local": "file://, and URLs that are no place to write to",
+    "resolve": "names hubs: kaggle://, hf://",
+    "resolve.hubs": "names hubs: kaggle://, hf://",
+    "accelerating.presets": "names a hub: hf://",
+    "accelerating.filling": "leaves every address to Keras",
+}
+"""Modules that look at the scheme of an address, and why each is no second place that asks "is it a URL"."""
+SCHEMES = {"s3", "gs", "http", "https", "hf", "kaggle"}
+ASKING = {"startswith", "removeprefix", "partition", "split", "match", "fullmatch", "search", "compile", "urlsplit"}
+
+
+def asks_for_urls(path: Path) -> bool:
+    """Whether a module compares text with a scheme, or searches it for one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        is_call = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ASKING
+        asks = is_call or isinstance(node, ast.Compare)
+        texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)] if asks else []
+        if any(isinstance(text, str) and ("://" in text or text in SCHEMES) and len(text) < 40 for text in texts):
+            return True
+    return False
+
+
+def test_one_place_asks_whether_a_source_is_a_url():
+    """All others ask for a location, and look at the properties of its store."""
+    assert {name for name, path in modules().items() if asks_for_urls(path)} == ASKS_FOR_URLS.keys()
+
+
 def test_no_two_classes_have_one_name():
     found = Counter(
         node.name

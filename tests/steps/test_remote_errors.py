@@ -26,7 +26,7 @@ from shardload.errors import (
 )
 from shardload.steps.digest_list import Digests, FileDigest
 from shardload.steps.listing import list_steps
-from shardload.stores import redirects, remote
+from shardload.stores import redirects, requests
 from shardload.verifying import verify
 
 WIDTH = 320
@@ -48,7 +48,7 @@ def store(objects, monkeypatch):
     server = ObjectServer(objects[0])
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(remote, "RETRIES", {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"})
+    monkeypatch.setattr(requests, "RETRIES", {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"})
     yield server
     server.close()
 
@@ -204,7 +204,7 @@ def test_a_server_that_hangs_is_waited_for_once(objects, store, monkeypatch):
 def impatient(monkeypatch):
     """A limit that ends before the last retry, which alone tells a status that TensorStore retries."""
     monkeypatch.setenv("SHARDLOAD_REMOTE_TIMEOUT", "0.6")
-    monkeypatch.setattr(remote, "RETRIES", {"max_retries": 4, "initial_delay": "2s", "max_delay": "4s"})
+    monkeypatch.setattr(requests, "RETRIES", {"max_retries": 4, "initial_delay": "2s", "max_delay": "4s"})
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

@@ -7,7 +7,7 @@ from store_contract import FILES, StoreContract
 from shardload.errors import DamagedError, SourceError
 from shardload.steps.digests import Digests
 from shardload.steps.remote_store import open_step
-from shardload.stores.remote import Folder
+from shardload.stores.remote import RemoteStore
 
 
 class TestRemoteStep(StoreContract):
@@ -27,7 +27,7 @@ class TestRemoteStep(StoreContract):
 
     @pytest.fixture
     def location(self, server):
-        return open_step(Folder(f"{server.http}/7")).root
+        return open_step(RemoteStore(f"{server.http}/7")).root
 
     def test_a_copy_is_used_instead_of_the_store(self, location, server):
         (location / "sub/b").local_path()
@@ -47,7 +47,7 @@ class TestRemoteStep(StoreContract):
             (location / "stray").open()
 
     def test_its_copies_go_with_it(self, server):
-        step = open_step(Folder(f"{server.http}/7"))
+        step = open_step(RemoteStore(f"{server.http}/7"))
         folder = (step.root / "sub/b").local_path().parents[2]
         assert folder.exists()
         del step

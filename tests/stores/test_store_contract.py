@@ -1,15 +1,18 @@
-"""The contract of stores: files on this machine, and the store in memory that tests use."""
+"""The contract of stores: files on this machine, folders at URLs, and the stores in memory that tests use."""
 
 import os
 
 import pytest
 from memory_store import MemoryStore, RemoteMemoryStore, VerifyingMemoryStore
+from object_server import ObjectServer
 from store_contract import FILES, LARGE, StoreContract
 
-from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsafeSourceError
+from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
 from shardload.loaders.folder import descendant, member
+from shardload.stores.json_files import read_object
 from shardload.stores.local import located
 from shardload.stores.location import Location
+from shardload.stores.remote import location_of
 
 
 def write(folder):
@@ -61,6 +64,50 @@ class TestLocal(StoreContract):
         assert (location / "link").is_link() and not (location / "link").exists()
         with pytest.raises(SourceNotFoundError, match="points to nothing"):
             (location / "link").open()
+
+
+class TestRemoteStore(StoreContract):
+    """A folder in S3 and in GCS, without digests."""
+
+    shown = "://bucket/folder"
+
+    @pytest.fixture
+    def server(self, tmp_path, monkeypatch):
+        write(tmp_path / "folder")
+        server = ObjectServer(tmp_path)
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+        server.close()
+
+    @pytest.fixture(params=["s3", "gs"])
+    def location(self, request, server):
+        return location_of(f"{getattr(server, request.param)}/folder/")
+
+    def test_short_reads_share_requests(self, location, server):
+        with (location / "sub/deep/d/large").stream() as stream:
+            stream.read(1)
+            server.requests.clear()
+            assert [stream.seek(at) and stream.read(3) for at in (9, 500, 100_000, 999_000)]
+            assert len(server.requests) == 0
+            stream.seek(2 << 20)
+            assert stream.read() == LARGE[2 << 20 :] and len(server.requests) == 1
+
+    def test_the_size_of_a_file_is_found_in_few_round_trips(self, location, server, tmp_path):
+        for size in (0, 1, 1023, 1024, 1025, 1 << 20, (5 << 20) - 1):
+            with (tmp_path / "folder" / f"of_{size}").open("wb") as file:
+                file.truncate(size)
+        for size in (0, 1, 1023, 1024, 1025, 1 << 20, (5 << 20) - 1):
+            path = location_of(str(location)) / f"of_{size}"
+            assert path.size == path.size == size
+        assert server.bytes_sent < 7 * 200
+
+    def test_http_lists_nothing_but_reads(self, server):
+        location = location_of(f"{server.http}/folder")
+        assert location.is_folder() and (location / "empty").is_file() and not (location / "none").exists()
+        assert read_object(location / "a.json") == {"a": 1} and (location / "sub/deep/d/large").size == len(LARGE)
+        with pytest.raises(UnsupportedError, match="HTTP servers do not list"):
+            location.names()
 
 
 class TestMemory(StoreContract):

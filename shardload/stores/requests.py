@@ -1,0 +1,389 @@
+"""Requests to remote stores (``s3://``, ``gs://``, ``http(s)://``), sent by TensorStore's drivers.
+
+TensorStore sends, signs and retries the requests; this module adds time limits and readable error messages. A request
+raises a `TransferError` after the retries of `RETRIES`, or if the store sends nothing for the
+time returned by `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from shardload.errors import SourceError, TransferError, UnsafeSourceError, UnsupportedError
+from shardload.stores import redirects, remote_failures
+from shardload.stores.remote_failures import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeError, aws_endpoint
+from shardload.units import exact_bytes
+
+DEFAULT_TIMEOUT_S = 120.0
+"""Time without a response: 64 MiB in flight together take that long at 0.5 MB/s. TensorStore would wait forever."""
+FIRST_ANSWER_S = 30.0
+"""Limit for a store's first response, which is short."""
+RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
+"""TensorStore's default of 32 attempts takes a quarter of an hour."""
+WAIT_S = 0.25
+"""Interval at which a waiting thread checks whether other requests made progress."""
+PROBES = 16
+"""Bytes requested at a time to find the size of an object."""
+MOVED_S = 60.0
+"""How long the target of a redirect is used again: signed addresses expire, mostly after minutes."""
+
+
+class Requests:
+    """Requests for objects below an address, by their names relative to it.
+
+    Args:
+        url: ``s3://bucket/path``, ``gs://bucket/path``, ``http://host/path`` or ``https://host/path``.
+
+    Raises:
+        UnsupportedError: If the URL has parts that are not supported.
+        SourceError: If the URL is invalid.
+    """
+
+    def __init__(self, url: str) -> None:
+        scheme, _, rest = url.partition("://")
+        self.url = f"{scheme.lower()}://{rest.rstrip('/')}"
+        self._progress = _Progress()
+        self._spec = _spec(self.url)
+        self._moved: dict[str, tuple[Any, float]] = {}
+
+    @functools.cached_property
+    def _kv(self) -> Any:
+        return self._opened(self._spec)
+
+    def is_object(self) -> bool:
+        """Whether the address is that of an object, not of a folder."""
+        above, _, name = self.url.rpartition("/")
+        if above.endswith("/") or not above.partition("://")[2] or not name:
+            return False
+        parent = Requests(above)
+        parent._progress = self._progress  # a server that stalls is waited for once
+        return parent.exists(name)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is an object of this name."""
+        try:
+            return self.read(name, 0, 1) is not None
+        except OutOfRangeError:
+            return True
+
+    @property
+    def can_list(self) -> bool:
+        """Whether the store can list its names; HTTP cannot."""
+        return not self.url.startswith("http")
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """Read bytes of an object, all by default; ``None`` if there is no such object.
+
+        Raises:
+            TransferError: If the store does not respond, refuses the request, or the object is too short.
+        """
+        return self.begin(name, start, stop).result()
+
+    def begin(self, name: str, start: int = 0, stop: int | None = None) -> Fetch:
+        """Start to read an object.
+
+        Raises:
+            TransferError: If the name is not valid in any store; a damaged file may contain such a name.
+        """
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise TransferError(f"{self.url}/{name!a} cannot be read: its name is not valid Unicode") from error
+        asked = None if stop is None and not start else slice(start, stop)
+        return Fetch(self, name, asked, lambda: self._request(name, asked), self._progress)
+
+    def _request(self, name: str, asked: slice | None) -> Any:
+        kv, until_s = self._moved.get(name, (None, 0.0))
+        if kv is not None and time.monotonic() < until_s:
+            return kv.read("", byte_range=asked)
+        if self._progress.redirects:
+            return self._redirected(name).read("", byte_range=asked)
+        return self._kv.read(name, byte_range=asked)
+
+    def follow(self, error: BaseException, name: str) -> bool:
+        """Follow the redirect that made a request fail; return whether to request the object again.
+
+        Raises:
+            TransferError: If the redirect is refused, or leads nowhere.
+        """
+        status = remote_failures.status_in(error)
+        if self.can_list or status not in redirects.REDIRECTS:
+            return False
+        self._progress.redirects |= status == 308
+        self._redirected(name)
+        return True
+
+    def _redirected(self, name: str) -> Any:
+        """Return the store of one object to which a name is redirected."""
+        first = f"{self.url}/{quote(name)}"
+        target = redirects.follow(first, timeout_s=timeout_s(first=not self._progress.answered))
+        kv = self._opened({"driver": "http", "base_url": target})
+        self._moved[name] = kv, time.monotonic() + MOVED_S
+        return kv
+
+    def check_redirects(self, name: str, asked: slice | None, limit_s: float) -> None:
+        """Ask an HTTP server once more that gave no answer in time; return if it redirects.
+
+        TensorStore tells the status of an answer only after its last retry, and retries status 308 too.
+
+        Raises:
+            TransferError: If it does not; says what the server did instead.
+        """
+        if self.can_list or self._progress.asked_again:
+            raise remote_failures.stalled(self.url, name, limit_s)
+        self._progress.asked_again = True
+        wait_s = min(limit_s / 2, remote_failures.ASK_AGAIN_S)
+        answer = redirects.ask(f"{self.url}/{quote(name)}", asked, timeout_s=wait_s)
+        if isinstance(answer.status, str) or answer.status >= 400:
+            raise remote_failures.refused(self.url, name, answer.status)
+        self._progress.redirects = answer.status in redirects.REDIRECTS
+        if not self._progress.redirects:
+            raise remote_failures.stalled(self.url, name, limit_s, answer)
+
+    def read_small(self, name: str, *, limit: int) -> bytes | None:
+        """Read a whole object of unknown size; ``None`` if there is no such object.
+
+        Raises:
+            UnsafeSourceError: If it has more than ``limit`` bytes; they are not fetched.
+        """
+        try:
+            # Ask for the first byte beyond the limit: an object without one is small enough to fetch as a whole.
+            beyond = self.read(name, limit, limit + 1)
+        except OutOfRangeError:
+            return self.read(name)
+        if beyond is None:
+            return None
+        raise UnsafeSourceError(f"{self.url}/{name} should have at most {exact_bytes(limit)}, but has more")
+
+    def version(self, name: str) -> int:
+        """Return a number that differs between versions of an object; 0 if it is empty or missing."""
+        try:
+            found = self.begin(name, 0, 1).wait()
+        except OutOfRangeError:
+            return 0
+        return int.from_bytes(found.stamp.generation, "big")
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object; ``None`` if there is no such object.
+
+        TensorStore's Python interface does not return sizes. So bytes are requested at several positions at once, until
+        the last one that exists is found: some ten round trips.
+        """
+        last, beyond = -1, 1 << 50
+        probes = [0, *(1 << k for k in range(10, 50, 2))]
+        while probes:
+            pending = [(at, self.begin(name, at, at + 1)) for at in probes]
+            for at, fetch in pending:
+                try:
+                    if fetch.result() is None:
+                        return None
+                    last = max(last, at)
+                except OutOfRangeError:
+                    beyond = min(beyond, at)
+            step = max(1, (beyond - last) // PROBES)
+            probes = list(range(last + step, beyond, step))[:PROBES]
+        return beyond
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names of all objects in a folder and below, relative to it.
+
+        Raises:
+            UnsupportedError: If the store cannot list.
+            SourceNotFoundError: If there is no such bucket.
+            TransferError: If the store does not respond or refuses the request.
+        """
+        if not self.can_list:
+            raise UnsupportedError(f"{self.url}: HTTP servers do not list their files")
+        import tensorstore as ts
+
+        prefix = f"{folder}/" if folder else ""
+        inside = ts.KvStore.KeyRange(prefix, f"{folder}0") if folder else ts.KvStore.KeyRange()  # "0" follows "/"
+        listed = Fetch(self, "", None, lambda: self._kv.list(inside, len(prefix.encode())), self._progress)
+        return sorted(key.decode("utf-8", "replace") for key in listed.wait())
+
+    def _opened(self, spec: dict[str, Any]) -> Any:
+        import tensorstore as ts  # takes 0.2 s to import
+
+        limit = timeout_s(first=True)
+        context = {f"{kind}_request_retries": RETRIES for kind in ("s3", "gcs", "http")}
+        if (credentials := _aws_credentials()) is not None:
+            context["aws_credentials"] = credentials
+        try:
+            return ts.KvStore.open(spec, context=ts.Context(context)).result(timeout=limit)
+        except TimeoutError as error:
+            raise remote_failures.stalled(self.url, "", limit) from error
+        except (ValueError, RuntimeError) as error:
+            said = str(error)[: remote_failures.SHOWN]
+            raise SourceError(f"Cannot read from {self.url}: {said}. Check the address") from error
+
+
+class _Progress:
+    """The time of the last response from a store, shared by all threads that wait for it."""
+
+    def __init__(self) -> None:
+        self.at_s = time.monotonic()
+        self.answered = False
+        self.asked_again = False
+        self.redirects = False
+        """Whether names are looked up before they are read, as TensorStore takes seconds to refuse status 308."""
+        self._waiting = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Record that a thread starts to wait; the first one starts the clock."""
+        with self._lock:
+            # After an idle time the clock is old, although no request was open.
+            if not self._waiting:
+                self.at_s = time.monotonic()
+            self._waiting += 1
+
+    def restart(self) -> None:
+        """Start the clock again, for a request that was sent again."""
+        with self._lock:
+            self.at_s = time.monotonic()
+
+    def end(self, *, answered: bool) -> None:
+        """Record a response, or a wait that was given up, which gives the other threads no more time."""
+        with self._lock:
+            self._waiting -= 1
+            if answered:
+                self.at_s = time.monotonic()
+                self.answered = True
+
+
+class Fetch:
+    """A pending request."""
+
+    def __init__(
+        self, requests: Requests, name: str, asked: slice | None, request: Callable[[], Any], progress: _Progress
+    ) -> None:
+        self._requests, self._name, self._asked, self._request, self._progress = (
+            requests,
+            name,
+            asked,
+            request,
+            progress,
+        )
+        self._future = request()
+        self._given_up = False
+
+    def cancel(self) -> None:
+        """Cancel the request; a thread that waits for it gets a `TransferError`."""
+        self._given_up = True
+        self._future.cancel()
+
+    def result(self) -> bytes | None:
+        """Return the bytes; ``None`` if there is no such object. Raises like `Requests.read`."""
+        found = self.wait()
+        if found.state == "missing":
+            return None
+        if found.state != "value":
+            raise TransferError(f"{self._requests.url}/{self._name} cannot be read: its state is {found.state!r}")
+        return bytes(found.value)
+
+    @staticmethod
+    def is_too_short(error: TransferError) -> bool:
+        """Whether the request failed because the object ends before the requested range."""
+        return isinstance(error, OutOfRangeError)
+
+    def wait(self) -> Any:
+        """Wait for the response and return TensorStore's result."""
+        # Importing asyncio takes as long as importing all loaders.
+        from asyncio import CancelledError
+
+        # The first response tells whether the address and the network are right, so it gets less time.
+        limit = timeout_s(first=not self._progress.answered)
+        self._progress.begin()
+        answered = followed = False
+        try:
+            while True:
+                if self._given_up:
+                    raise TransferError(f"The request for {self._requests.url}/{self._name} was cancelled")
+                try:
+                    # In short waits: another thread may cancel, and a request that waits its turn is not stalled while
+                    # the store answers others.
+                    found = self._future.result(timeout=WAIT_S)
+                    answered = True
+                    return found
+                # Raised where `cancel` ended the request; the next round raises the error for it.
+                except CancelledError:
+                    self._given_up = True
+                except TimeoutError as error:
+                    if time.monotonic() - self._progress.at_s > limit:
+                        self._future.cancel()
+                        try:
+                            self._requests.check_redirects(self._name, self._asked, limit)
+                        except TransferError as failure:
+                            raise failure from error
+                        self._future = self._request()
+                        self._progress.restart()
+                except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+                    answered = True
+                    if not followed and self._requests.follow(error, self._name):
+                        followed, self._future = True, self._request()
+                        continue
+                    raise remote_failures.failure(self._requests.url, error, self._name) from error
+        finally:
+            self._progress.end(answered=answered)
+
+
+def timeout_s(*, first: bool) -> float:
+    """Return how long a store may stay silent, in seconds; ``first`` applies until its first response.
+
+    Raises:
+        SourceError: If `TIMEOUT_VARIABLE` is not set to a positive number.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if not text:
+        return FIRST_ANSWER_S if first else DEFAULT_TIMEOUT_S
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise SourceError(f"{TIMEOUT_VARIABLE} should be a number of seconds, but is {text!r}")
+    return found
+
+
+def _spec(url: str) -> dict[str, Any]:
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    if not bucket:
+        raise SourceError(f"{url} names no {'server' if scheme.startswith('http') else 'bucket'}")
+    # HTTP clients and servers may resolve such parts, and so leave the folder.
+    if any(part in (".", "..") for part in path.split("/")) or "\0" in url:
+        raise UnsupportedError(f"{url} has '.' or '..' between slashes, which is not a name in a store")
+    if scheme.startswith("http"):
+        parts = urlsplit(url)
+        if parts.query or parts.fragment or parts.username:
+            raise UnsupportedError(
+                "An HTTP address of a step may not contain a user, '?' or '#': file names are appended to it. "
+                + COPY_FIRST
+            )
+        return {"driver": "http", "base_url": f"{url}/"}
+    folder = f"{path}/" if path else ""
+    if scheme == "gs":
+        return {"driver": "gcs", "bucket": bucket, "path": folder}
+    spec = {"driver": "s3", "bucket": bucket, "path": folder}
+    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+        spec["aws_region"] = region
+    if endpoint := aws_endpoint():
+        # TensorStore does not read these variables, and requires a region with an endpoint.
+        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
+    return spec
+
+
+def _aws_credentials() -> dict[str, str] | None:
+    """Select TensorStore's credential source; the default logs every source that has no credentials."""
+    if os.environ.get("AWS_NO_SIGN_REQUEST", "").upper() in ("1", "YES", "TRUE"):
+        return {"type": "anonymous"}
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        return {"type": "environment"}
+    return None
