@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardload.manifest import Manifest
     from shardload.reports import LoadReport
     from shardload.sharding.devices import MeshDevices
-    from shardload.steps.listing import StepInfo
+    from shardload.steps.step_info import StepInfo
     from shardload.stores.fingerprint import Fingerprint
 
 
