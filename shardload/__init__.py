@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from shardload import callbacks, data, optimizers
     from shardload.accelerating import fast
     from shardload.callbacks.checkpointer import Checkpointer, save
-    from shardload.converting import ConvertReport, convert
-    from shardload.converting.live import save_as
+    from shardload.converting import ConvertReport, convert, save_as
     from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.loading import load, load_weights, plan, report
     from shardload.optimizers.sharding import shard_optimizer
@@ -106,7 +105,7 @@ _HOMES = {
     "report": "loading",
     "restore": "restoring",
     "save": "callbacks.checkpointer",
-    "save_as": "converting.live",
+    "save_as": "converting",
     "shard_optimizer": "optimizers.sharding",
     "tokenizer": "text.sources",
 }

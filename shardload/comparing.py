@@ -98,7 +98,7 @@ def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], s
     notes: tuple[str, ...] = ()
     # Formats that share no name, such as GGUF and Keras' own, are compared by what they would load into a model.
     if one.tensors and two.tensors and one.tensors.keys().isdisjoint(two.tensors):
-        from shardload.converting.model_values import of_models  # imports Keras
+        from shardload.converting.source import of_models  # imports Keras
 
         try:
             by_weight = of_models(one.source, two.source)

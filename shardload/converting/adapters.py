@@ -18,8 +18,7 @@ import jax
 from numpy.typing import NDArray
 
 from shardload.converting.computing import StoredValue
-from shardload.converting.model_values import ModelValues
-from shardload.converting.source import Source, viewed
+from shardload.converting.source import ModelValues, Source, viewed
 from shardload.errors import MismatchError, UnsupportedError, UsageError
 from shardload.hub import quantised
 from shardload.keras_bridge import abstraction

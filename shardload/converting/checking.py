@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shardload.converting.plans import ConversionPlan
+from shardload.converting.publishing import ConversionFolder
 from shardload.converting.source import Source
-from shardload.converting.staging import ConversionFolder
 from shardload.errors import ShardloadError, SourceError
 from shardload.hub import kerashub
 from shardload.hub.described import placed

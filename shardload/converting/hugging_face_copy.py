@@ -17,11 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from shardload.converting import sidecar_files
+from shardload.converting.companions import KERAS, Companions, Preprocessing, companions_of, copy_files, is_weights
 from shardload.converting.computing import StoredValue
 from shardload.converting.plans import ConversionPlan, Copy
-from shardload.converting.preprocessing import Preprocessing
-from shardload.converting.sidecar_files import KERAS, Companions, companions_of
 from shardload.converting.source import Source, some
 from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import quantised
@@ -88,9 +86,9 @@ def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> Co
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
         folder.mkdir()
-        sidecar_files.copy(companions.transformers, folder)
-        sidecar_files.copy(companions.keras, folder / KERAS)
-        sidecar_files.copy(rewritten, folder)
+        copy_files(companions.transformers, folder)
+        copy_files(companions.keras, folder / KERAS)
+        copy_files(rewritten, folder)
         wanted = [copy.wanted for copy in copies]
         limit = shard_bytes or safetensors.SHARD_BYTES
         return safetensors.write_skeleton(folder, wanted, shard_bytes=limit, metadata=metadata)
@@ -130,7 +128,7 @@ def _other_weights(manifest: Manifest, companions: Companions) -> tuple[str, ...
     others = [
         path.relative_to(folder).as_posix()
         for path in sorted(folder.rglob("*"))
-        if sidecar_files.is_weights(path.name) and path.is_file() and path not in copied
+        if is_weights(path.name) and path.is_file() and path not in copied
     ]
     shown = [name for name in others if not (name.startswith((".", f"{KERAS}/")) or name.endswith(".index.json"))]
     return (f"{some(shown)} left out: weights outside of the checkpoint",) if shown else ()

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from shardload.converting import preprocessing, sidecar_files
 from shardload.converting.checking import description_fault
+from shardload.converting.companions import CONFIG_ENTRY, STATE, TRANSFORMERS, copy_files, write_description
 from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
-from shardload.converting.sidecar_files import STATE, TRANSFORMERS
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
 from shardload.errors import UnsupportedError, is_of_system
@@ -136,7 +135,7 @@ def file(
     try:
         described = with_dtype(model_config(root), dtype)
         if original := source.companions.config(TRANSFORMERS):
-            described[sidecar_files.ENTRY] = original
+            described[CONFIG_ENTRY] = original
         if _has_assets(source):
             notes += (
                 f"{stem}.json was not written, because layers of the model have files (a vocabulary), and "
@@ -217,7 +216,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
         keras_family(source, folder, dtype)
         if state:
             (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
-        sidecar_files.copy(source.companions.transformers, folder / TRANSFORMERS)
+        copy_files(source.companions.transformers, folder / TRANSFORMERS)
         places = _backbone_files(folder, parts[0], shard_bytes)
         return places + tuple(place for part in parts[1:] for place in _file_in(folder, TASK_WEIGHTS, part))
 
@@ -263,8 +262,8 @@ def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
     folder.mkdir(exist_ok=True)
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
-        preprocessing.write(source.model, source.preprocessing, folder)
-    sidecar_files.copy(kept, folder)
+        write_description(source.model, source.preprocessing, folder)
+    copy_files(kept, folder)
     if dtype is not None:
         for name in ("config.json", "task.json"):
             if (path := folder / name).is_file():

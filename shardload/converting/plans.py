@@ -1,15 +1,18 @@
-"""A conversion as data: the tensors of the target, the source of each value, and functions that make the files."""
+"""A conversion as data: what it will write (`ConversionPlan`), and what it has written (`ConvertReport`)."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardload.converting.computing import StoredValue
 from shardload.errors import UnsupportedError
 from shardload.manifest import View, c_strides
+from shardload.reports.names import printable
+from shardload.units import format_bytes, plural
 from shardload.writers import TensorPlace, Wanted
 
 
@@ -80,3 +83,53 @@ def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
     """Return the copy of a whole variable to a tensor of the same shape."""
     shape = tuple(value.variable.shape)
     return Copy(Wanted(name, shape, dtypes[id(value.variable)]), value, View(name, 0, shape, c_strides(shape)))
+
+
+PREPARING_SHOWN_S = 1.0
+"""The time from which a report says how long the preparations took."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """The report of one conversion."""
+
+    source: str
+    """The source; of `shardload.save_as`, the name of the model."""
+    target: str
+    format: str
+    """Format of the target, as in `shardload.inspect`."""
+    tensors: int
+    n_bytes: int
+    """Bytes of all tensors as written."""
+    resumed: int
+    """Number of tensors that an interrupted run had already copied."""
+    seconds: float
+    notes: tuple[str, ...]
+    """What of the source the target lacks, or stores in another form."""
+    preparing_s: float = 0.0
+    """Of ``seconds``, those before anything was written: imports, opening the source, building the model, making its
+    tokenizer."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        spent = f"{self.seconds:.1f} s"
+        if self.preparing_s >= PREPARING_SHOWN_S:
+            spent += f", {self.preparing_s:.1f} s of them to prepare"
+        what = f"{plural(self.tensors, 'tensor')}, {format_bytes(self.n_bytes)}, {spent}"
+        resumed = f"; {self.resumed} were copied by an interrupted run" if self.resumed else ""
+        lines = [f"{self.target}: {self.format}, {what}{resumed}", *(f"note: {note}" for note in self.notes)]
+        return "\n".join(printable(line) for line in lines)
+
+    def _repr_html_(self) -> str:
+        """The text, for notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __repr__(self) -> str:
+        notes = f", {plural(len(self.notes), 'note')}" if self.notes else ""
+        return (
+            f"<ConvertReport {self.target} ({self.format}): {plural(self.tensors, 'tensor')}, "
+            f"{format_bytes(self.n_bytes)}{notes}; print it for all>"
+        )

@@ -1,23 +1,25 @@
 """A source for conversion: a model without weights, and the location of each variable's value.
 
 The value of a variable is a view of a stored tensor; or computed from tensors by a step of loading (merged experts); or
-an array, for the few variables that are not weights and that the source cannot store (a dropout's seed).
+an array, for the few variables that are not weights and that the source cannot store (a dropout's seed). `ModelValues`
+reads them a few rows at a time, by the keys of the weights, which are the same in every format.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shardload.converting.computing import StoredValue, computed_by
-from shardload.converting.preprocessing import Preprocessing, preprocessing_of
-from shardload.converting.sidecar_files import KERAS, STATE, Companions, companions_of
+from shardload.converting.companions import KERAS, STATE, Companions, Preprocessing, companions_of, preprocessing_of
+from shardload.converting.computing import StoredValue, compute, computed_by
+from shardload.converting.strided_copy import bits, copy_view, reader_of
 from shardload.errors import MismatchError, SourceError
 from shardload.hub import config_forms, fidelity, kerashub, quantised
 from shardload.keras_bridge import abstraction
@@ -27,7 +29,7 @@ from shardload.keras_bridge.variables import stored_dtype, unique, value_of
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.hub_preset import CONFIG, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
-from shardload.manifest import Manifest
+from shardload.manifest import Manifest, View, c_strides
 from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, sort_unused, without_parts
 from shardload.mapping.state_keys import roles_of
 from shardload.stores.location import Location
@@ -271,3 +273,104 @@ def some(names: Iterable[str]) -> str:
     listed = [repr(name) if count == 1 else f"{name!r} ({count} times)" for name, count in counts.items()]
     more = f" and {counts.total() - sum([*counts.values()][:SHOWN])} more" if len(listed) > SHOWN else ""
     return ", ".join(listed[:SHOWN]) + more
+
+
+VALUES_READ_BYTES = 64 << 20
+"""Bytes read at once: rows of a transposed weight are spread over its tensor, which is read again for each range."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelValues:
+    """The weights of a checkpoint's model, read a few rows at a time."""
+
+    source: Source
+    values: dict[str, StoredValue]
+    """Key of the weight, equal in all models of the same structure → the location of its value."""
+    _computed: tuple[str, NDArray[Any]] | None = field(default=None)
+
+    def dtype(self, key: str) -> np.dtype[Any]:
+        """Return the dtype of a weight as stored; of quantised and computed ones, as loaded."""
+        return self.values[key].dtype
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a weight."""
+        return tuple(map(int, self.values[key].variable.shape))
+
+    @property
+    def keys(self) -> Iterable[str]:
+        """The weights' keys, in the model's order."""
+        return self.values
+
+    def name(self, key: str) -> str:
+        """Return the path of a weight in its model."""
+        return str(self.values[key].variable.path)
+
+    def ranges(self, key: str) -> Iterator[tuple[int, int]]:
+        """Yield ranges of rows of at most `VALUES_READ_BYTES`, or single rows if they have more."""
+        shape = self.shape(key) or (1,)
+        row_bytes = max(1, math.prod(shape[1:]) * self.dtype(key).itemsize)
+        step = max(1, VALUES_READ_BYTES // row_bytes)
+        for start in range(0, shape[0], step):
+            yield start, min(start + step, shape[0])
+
+    def encoded(self, key: str) -> None:
+        """Return ``None``: a weight is a view of a tensor, or computed, so its stored bytes do not tell it."""
+
+    def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
+        """Read rows of a weight; a scalar counts as one row."""
+        value = self.values[key]
+        if value.tensor is None or value.view is None:
+            whole = self._compute(key, value)
+            return whole[start:stop] if whole.shape else whole
+        view = value.view
+        if view.shape:
+            view = View(
+                view.tensor, view.offset + start * view.strides[0], (stop - start, *view.shape[1:]), view.strides
+            )
+        found = np.empty(view.shape, value.dtype)
+        flat = bits(found).reshape(-1)  # the same memory
+
+        def write(at: int, elements: NDArray[Any]) -> None:
+            flat[at : at + len(elements)] = elements
+
+        target = View("", 0, view.shape, c_strides(view.shape))
+        # One block: `ranges` already limits the rows.
+        block = max(1, found.size)
+        copy_view(reader_of(value.tensor, value.dtype), write, view, target, block_elements=block)
+        return found
+
+    def _compute(self, key: str, value: StoredValue) -> NDArray[Any]:
+        """Compute the value of a weight; the last one is kept, because callers read it range by range."""
+        if self._computed is None or self._computed[0] != key:
+            found: dict[int, NDArray[Any]] = {}
+            assert value.step is not None
+            compute(
+                value.step,
+                self.source.manifest,
+                {id(value.variable): value.dtype},
+                values=self.source.values.values(),
+                write=lambda variable, array: found.update({id(variable): np.array(array, value.dtype)}),
+                done=lambda variable: None,
+            )
+            self._computed = key, found[id(value.variable)]
+        return self._computed[1]
+
+
+def of_models(first: str, second: str) -> tuple[ModelValues, ModelValues]:
+    """Open two checkpoints that describe their models; of a task and a backbone, only the backbones.
+
+    Raises:
+        UnsupportedError: When one of them describes no model.
+        MismatchError: When the tensors of one do not match its model.
+    """
+    sources = open_source(first), open_source(second)
+    whole = type(sources[0].model) is type(sources[1].model)
+    one, two = (_values(source, source.model if whole else source.backbone) for source in sources)
+    return one, two
+
+
+def _values(source: Source, model: Any) -> ModelValues:
+    # Values that are arrays are initial ones or seeds, not what the checkpoint says about its weights.
+    keys = {i: role.key for i, role in roles_of(model).items() if role.kind == "weight"}
+    stored = {keys[i]: value for i, value in source.values.items() if i in keys and value.array is None}
+    return ModelValues(source, stored)

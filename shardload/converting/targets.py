@@ -16,13 +16,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from shardload.converting import hugging_face_copy, keras_files, sidecar_files, transformers
+from shardload.converting import hugging_face_copy, keras_files, transformers
+from shardload.converting.companions import KERAS, STATE, TRANSFORMERS, copy_files
 from shardload.converting.hub_configs import UNKNOWN
 from shardload.converting.hub_tokenizers import tokenizer_files
 from shardload.converting.hugging_face_copy import in_dtype
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_of
 from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
-from shardload.converting.sidecar_files import KERAS, STATE, TRANSFORMERS
 from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import kerashub
@@ -122,6 +122,26 @@ def shard_bytes_for(path: Path, to: Target, wanted: int | str | None) -> int | N
         raise UsageError(f"max_shard_bytes: {error}") from error
 
 
+CONVERT_HOST_MEMORY = 512 << 20
+"""Bytes of tensors in memory at once. Most tensors of a 9B model then fit in one block; more is not faster."""
+_COPIES = 4
+"""Copies of a block in memory at the peak: as read, joined from chunks or cast, in the target's order."""
+LEAST_HOST_MEMORY = 256 << 10
+
+
+def block_bytes_of(host_memory_bytes: int | str) -> int:
+    """Return the most bytes of one block, from the memory that a call may use."""
+    try:
+        found = parse_bytes(host_memory_bytes)
+    except ValueError as error:
+        raise UsageError(f"host_memory_bytes: {error}") from error
+    if found < LEAST_HOST_MEMORY:
+        raise UsageError(
+            f"host_memory_bytes={host_memory_bytes} is too small, expected at least {LEAST_HOST_MEMORY >> 10}KiB"
+        )
+    return found // _COPIES
+
+
 def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
     """Decide what to write.
 
@@ -217,8 +237,8 @@ def _safetensors(
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
         folder.mkdir()
-        sidecar_files.copy(source.companions.transformers, folder)
-        sidecar_files.copy(tokenizer, folder)
+        copy_files(source.companions.transformers, folder)
+        copy_files(tokenizer, folder)
         # Replaces the source's own config.json, just copied, which may state another dtype.
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         keras_family(source, folder / KERAS, dtype)
@@ -343,7 +363,7 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
         (own / "structure.json").write_text(json.dumps(structure), encoding="utf-8")
         if source.is_hub:
             keras_family(source, own / KERAS, dtype)
-        sidecar_files.copy(source.companions.transformers, own / TRANSFORMERS)
+        copy_files(source.companions.transformers, own / TRANSFORMERS)
         return places
 
     return ConversionPlan(ORBAX.name, copies, make, {}, notes=notes)

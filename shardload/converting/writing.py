@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from shardload.converting.checking import check_result
 from shardload.converting.computing import compute
 from shardload.converting.plans import ConversionPlan, Copy
+from shardload.converting.publishing import ConversionFolder, digest
 from shardload.converting.source import Source
-from shardload.converting.staging import ConversionFolder, digest
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, parts_of, reader_of, reader_of_value
 from shardload.errors import WriteError
 from shardload.manifest import View, c_strides

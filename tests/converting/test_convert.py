@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.converting.staging import staged
+from shardload.converting.publishing import staged
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.zarr_chunks import ZarrCodec
 from shardload.steps import locks

@@ -143,16 +143,16 @@ def test_killed_while_shards_get_their_names(links, moment, preset, tmp_path):
     code = f"""
 import os, signal, sys
 import conftest, shardload
-from shardload.converting import staging
+from shardload.converting import publishing
 if not {links}:
     def refuse(*names): raise PermissionError(1, "no")
-    staging.os.link = refuse
-link, count = staging._link, [0]
+    publishing.os.link = refuse
+link, count = publishing._link, [0]
 def killed(made, name):
     if count[0] == {moment}: os.kill(os.getpid(), signal.SIGKILL)
     count[0] += 1
     link(made, name)
-staging._link = killed
+publishing._link = killed
 shardload.convert({str(preset)!r}, {str(tmp_path / "m.weights.json")!r}, max_shard_bytes="64KiB")
 """
     done = warm_start.run(["-c", code], cwd=ROOT)

@@ -12,7 +12,7 @@ import small_folders
 from conversions import same
 
 import shardload
-from shardload.converting.staging import ConversionFolder, staged
+from shardload.converting.publishing import ConversionFolder, staged
 from shardload.errors import UsageError, WriteError
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import shardload
 from shardload.comparing import diff
-from shardload.converting import live_values
-from shardload.converting.live_values import boxes_of_run, local_boxes_of, reader_of_box
+from shardload.converting import live_source
+from shardload.converting.live_source import boxes_of_run, local_boxes_of, reader_of_box
 from shardload.errors import UninitialisedError, UnsupportedError, UsageError, WriteError
 from shardload.synth import synth
 
@@ -409,7 +409,7 @@ def test_a_region_is_read_as_numpy_reads_it(spec, ends):
 
 
 def test_devices_with_memory_of_their_own_are_read_in_slices(gemma, made, tmp_path, monkeypatch):
-    monkeypatch.setattr(live_values, "is_on_host", lambda data: False)
+    monkeypatch.setattr(live_source, "is_on_host", lambda data: False)
     shardload.save_as(gemma, tmp_path / "out", to="safetensors", host_memory_bytes="256KiB")
     assert same(made["gemma3_1b", "safetensors"], tmp_path / "out")
 

@@ -12,7 +12,7 @@ from system_limits import few_files
 
 import shardload
 from shardload.console import failures
-from shardload.converting import preprocessing
+from shardload.converting import companions
 from shardload.errors import LimitError, SourceError, TransferError, WriteError
 from shardload.hub import preset_files
 from shardload.loaders import open_manifest
@@ -116,7 +116,7 @@ def test_a_full_disk_is_not_taken_for_a_tokenizer_that_cannot_be_written(monkeyp
 
     monkeypatch.setattr(preset_files, "save_description", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match="No space left"):
-        preprocessing.write(object(), preprocessing.Preprocessing(Tokenizer()), tmp_path)
+        companions.write_description(object(), companions.Preprocessing(Tokenizer()), tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -117,7 +117,7 @@ def test_a_read_only_disk_names_the_target(model, tmp_path, monkeypatch):
     def refuses(*arguments, **options):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr("shardload.converting.staging.FolderLock.take", refuses)
+    monkeypatch.setattr("shardload.converting.publishing.FolderLock.take", refuses)
     with pytest.raises(WriteError, match=r"Cannot write .*/m\.weights\.h5: Read-only file system\. Choose a place"):
         shardload.save_as(model, tmp_path / "m.weights.h5")
     assert not list(tmp_path.iterdir())

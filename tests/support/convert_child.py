@@ -7,7 +7,7 @@ import sys
 import time
 
 import shardload
-from shardload.converting.staging import ConversionFolder
+from shardload.converting.publishing import ConversionFolder
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 

@@ -25,7 +25,7 @@ from callback_models import Batches, X, compiled, fit
 from shardload import cli
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.converting import writing
-from shardload.converting.staging import ConversionFolder
+from shardload.converting.publishing import ConversionFolder
 from shardload.synth import synth
 
 PAGE = 4096

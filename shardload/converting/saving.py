@@ -1,13 +1,8 @@
-"""Save a live model in another program's format; the entry point for users.
+"""Save a live model in another program's format.
 
-    model ─► source: values on devices, files from its configuration and preprocessor     `live_source.py`
-             plan, as for a conversion                                                     `targets.py`
-             every file of the target without its values; opened like any checkpoint
-             each process writes its own shards of every tensor                            `live_values.py`
-             flush ─► one rename
-
-Of several processes, process 0 makes the folder and publishes it, in a folder that all processes share. No process
-sends values to another.
+Every file of the target is made and checked before any value is written. Then each process writes its own shards of
+every tensor: no process sends values to another. Of several processes, process 0 makes the folder and publishes it, in
+a folder that all processes share.
 """
 
 from __future__ import annotations
@@ -23,17 +18,22 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from shardload import converting
-from shardload.converting import ConvertReport
 from shardload.converting.checking import check_result
-from shardload.converting.live_source import live_source
-from shardload.converting.live_values import local_boxes_of, part_of, reader_of_box
-from shardload.converting.plans import ConversionPlan, Copy
-from shardload.converting.replace_target import check_free
+from shardload.converting.live_source import live_source, local_boxes_of, part_of, reader_of_box
+from shardload.converting.plans import ConversionPlan, ConvertReport, Copy
+from shardload.converting.publishing import ConversionFolder, check_free, check_others, explained, publish, staged
 from shardload.converting.source import Source
-from shardload.converting.staging import ConversionFolder, staged
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, reader_of_value
-from shardload.converting.targets import is_file_name, plan_for, shard_bytes_for, stem_of, target_of, without_ending
+from shardload.converting.targets import (
+    CONVERT_HOST_MEMORY,
+    block_bytes_of,
+    is_file_name,
+    plan_for,
+    shard_bytes_for,
+    stem_of,
+    target_of,
+    without_ending,
+)
 from shardload.converting.writing import check_room
 from shardload.distributed import processes
 from shardload.errors import UnsupportedError, UsageError, WriteError, suggests_arguments
@@ -64,7 +64,7 @@ def save_as(
     to: SaveTarget | None = None,
     dtype: DTypeLike | None = None,
     merge_lora: bool = False,
-    host_memory_bytes: int | str = converting.DEFAULT_HOST_MEMORY,
+    host_memory_bytes: int | str = CONVERT_HOST_MEMORY,
     max_shard_bytes: int | str | None = None,
     overwrite: bool = False,
     progress: ProgressLike = None,
@@ -206,7 +206,7 @@ def _checked(
     kind = target_of(target, _format(target, to))
     name = None if dtype is None else plain_dtype_name(dtype, doing="write")
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
-    block_bytes = converting.block_bytes_of(host_memory_bytes)
+    block_bytes = block_bytes_of(host_memory_bytes)
     return _Request(target, kind, name, merge_lora, block_bytes, shard_bytes, overwrite)
 
 
@@ -268,9 +268,9 @@ def _write(source: Source, plan: ConversionPlan, request: _Request, call: JointL
             if not call.is_alone:
                 staging.flush()
             call.meet("all values are written")
-            call.first(lambda: converting.publish(plan, staging, overwrite=request.overwrite), "the publishing")
+            call.first(lambda: publish(plan, staging, overwrite=request.overwrite), "the publishing")
         except BaseException as error:
-            raise converting.explained(error, target, plan.nbytes) from error
+            raise explained(error, target, plan.nbytes) from error
         finally:
             progress.stop()
 
@@ -281,7 +281,7 @@ def _make(
     """Make all files of the target without their values, and check that they describe the model."""
     target, overwrite = request.target, request.overwrite
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
-    converting.check_others(plan, target, overwrite=overwrite)
+    check_others(plan, target, overwrite=overwrite)
     stack.enter_context(staged(target, folder=not is_file_name(target), overwrite=overwrite))
     stack.push(lambda kind, *_: staging.discard() if kind is not None else None)
     # Values of a live model cannot be recognised later, so no run may continue another: a random plan fits no journal.

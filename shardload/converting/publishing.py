@@ -1,4 +1,4 @@
-"""The working folder of a conversion: next to the target, locked, with a journal for continuing it.
+"""The name of a target: what it may replace, the working folder next to it, and the rename that publishes the result.
 
     .model.converting/         next to ``model``
       lock                     locked (flock) by the converting process; the kernel unlocks it when that dies
@@ -6,7 +6,10 @@
       result                   becomes ``model`` by one rename
 
 A plan is everything that determines the output. If the plan differs from the journal's, the conversion starts over;
-otherwise it reads finished tensors back, and copies again those whose digest differs.
+otherwise it reads finished tensors back, and copies again those whose digest differs. Replacing removes everything in a
+folder, so a folder is only replaced if its content is a checkpoint.
+
+The module is long because the checks of the first part are repeated in the second one, just before the rename.
 """
 
 from __future__ import annotations
@@ -21,14 +24,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardload.converting.replace_target import check_free, check_shard, write_error
-from shardload.errors import WriteError
+from shardload.converting.companions import is_weights
+from shardload.converting.plans import ConversionPlan
+from shardload.errors import WAYS_OUT, ProcessLostError, SaveError, ShardloadError, WriteError, errno_of
 from shardload.interrupts import defer_interrupt
+from shardload.loaders import recognise
+from shardload.loaders.contents import FolderContent
 from shardload.steps.digest_list import hasher
 from shardload.steps.file_tree import is_empty, sync, sync_all
 from shardload.steps.locks import LOCK_FILE, FolderLock
 from shardload.stores.json_files import read_optional
-from shardload.stores.local import LocalFile, working_folder
+from shardload.stores.local import LocalFile, located, working_folder
+from shardload.units import format_bytes
 from shardload.writers import TensorPlace
 
 READ_BYTES = 8 << 20
@@ -270,3 +277,148 @@ def digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
                 file.read_into(block, start)
                 found.update(block)
     return str(found.hexdigest())
+
+
+def exists(target: Path) -> WriteError:
+    """Return the error for an existing target."""
+    return WriteError(f"{target} already exists. Replace it with overwrite=True (--overwrite), or choose another name")
+
+
+def write_error(target: Path, number: int, n_bytes: int | None = None) -> WriteError:
+    """Build the error for a disk, or a limit of this process, that refuses a target with ``n_bytes`` of tensors."""
+    why = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
+    size = f", for {format_bytes(n_bytes)} of tensors" if n_bytes and number in _ROOM else ""
+    made = WriteError(f"Cannot write {target}: {why}{size}.{f' {WAYS_OUT[number]}.' if number in WAYS_OUT else ''}")
+    made.errno = number
+    return made
+
+
+_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
+    """Check that a result may get this name.
+
+    Args:
+        target: The result's name.
+        folder: Whether the result is a folder.
+        overwrite: Whether to replace an existing checkpoint.
+
+    Raises:
+        WriteError: When something else has the name, which must be kept.
+    """
+    if not os.path.lexists(target) or (folder and is_empty(target)):
+        return
+    if not overwrite:
+        raise exists(target)
+    if target.is_dir() and not folder:
+        raise WriteError(
+            f"Cannot replace {target}: it is a folder, and the result is a file. Remove it, or choose another name"
+        )
+    # A dangling link does not exist() and leads to nothing that could be lost.
+    if target.exists() and not _is_checkpoint(target):
+        raise WriteError(f"Cannot replace {target}: it is not a checkpoint. Remove it yourself, or choose another name")
+
+
+def check_description(path: Path, content: bytes, *, overwrite: bool) -> None:
+    """Check that a small file of a target may get this name: an existing file must be equal or replaceable.
+
+    Raises:
+        WriteError: When it may not.
+    """
+    if not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content):
+        return
+    if not overwrite:
+        raise exists(path)
+    if not describes_model(path):
+        raise WriteError(
+            f"Cannot replace {path}: it does not describe a model. Remove it yourself, or choose another name"
+        )
+
+
+def check_undescribed(path: Path, target: Path, *, overwrite: bool) -> None:
+    """Check that no file of this name describes another model, or that it may be removed.
+
+    Raises:
+        WriteError: When it does, and must be kept.
+    """
+    if describes_model(path) and not overwrite:
+        raise WriteError(
+            f"Cannot write {target}: {path.name} next to it describes a model, and would be taken for the description "
+            "of this one. Remove it with overwrite=True (--overwrite), or choose another name"
+        )
+
+
+def describes_model(path: Path) -> bool:
+    """Whether a file is Keras' description of a model."""
+    found = read_optional(path) if path.is_file() else None
+    return isinstance(found, dict) and "class_name" in found
+
+
+def check_shard(path: Path, made: Path, *, overwrite: bool) -> None:
+    """Check that a shard of a target may get this name.
+
+    Raises:
+        WriteError: When something else has the name.
+    """
+    # The same file under both names: an earlier run was killed while it published shards as second links.
+    if not os.path.lexists(path) or (made.exists() and path.exists() and path.samefile(made)):
+        return
+    if not overwrite:
+        raise exists(path)
+    check_free(path, folder=False, overwrite=True)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        found = recognise(path)
+    except ShardloadError:
+        return False
+    if path.is_file():
+        return True
+    if found.is_step:
+        folder = located(path)
+        return found.is_folder(FolderContent(folder, folder.names()))  # a single step, not a training run's folder
+    # Many programs write a config.json; only next to weights does it make the folder a checkpoint.
+    described = found.open_folder is not None and found.described_by is not None
+    return described and any(is_weights(e.name) and e.is_file() for e in path.iterdir())
+
+
+def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None:
+    """Check the names of files that go next to the target."""
+    for name, content in plan.sidecars.items():
+        check_description(target.with_name(name), content, overwrite=overwrite)
+    if plan.undescribed:
+        check_undescribed(target.with_name(plan.undescribed), target, overwrite=overwrite)
+    for name in plan.shards:
+        check_shard(target.with_name(name), working_folder(target) / RESULT / name, overwrite=overwrite)
+
+
+def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
+    """Flush a finished result and its sidecar files, and give them their final names."""
+    sidecars = {}
+    for name, content in plan.sidecars.items():
+        made = staging.result.with_name(f"sidecar-{name}")
+        made.write_bytes(content)
+        sidecars[made] = staging.target.with_name(name)
+    other = staging.target.with_name(plan.undescribed) if plan.undescribed else None
+    if other is not None:  # again: since the first check, hours may have passed
+        check_undescribed(other, staging.target, overwrite=overwrite)
+    removed = other if other is not None and describes_model(other) else None
+    (staging.publish_index if plan.shards else staging.publish)(sidecars=sidecars, removed=removed, overwrite=overwrite)
+
+
+def explained(error: BaseException, target: Path, n_bytes: int) -> BaseException:
+    """Return the error to raise for one that stopped the writing of a target with ``n_bytes`` of tensors."""
+    if isinstance(error, ProcessLostError):
+        return error
+    number = errno_of(error) if isinstance(error, Exception) else None
+    # A SaveError comes from Orbax's writer and names a step; the user asked for a conversion.
+    if not isinstance(error, SaveError) and isinstance(error, ShardloadError):
+        return error
+    if number in WAYS_OUT:  # HDF5 mentions it in the text of a RuntimeError
+        return write_error(target, number or 0, n_bytes)
+    if isinstance(error, OSError):
+        why = str(error.strerror or error) if number is None else os.strerror(number)
+        return WriteError(f"Cannot write {target}: {why}.")
+    return error
