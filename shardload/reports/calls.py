@@ -11,7 +11,7 @@ from shardload.reports.names import printable
 from shardload.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
-    from shardload.reports import LoadReport
+    from shardload.reports.report import LoadReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,16 @@
-"""Format a report as a table for people.
+"""Reports of loads and of planned loads.
+
+A `LoadReport` describes a load that ran, a `PlanReport` a load that was only planned; both have the
+same fields. ``str(report)`` is a table for people, ``report.to_json()`` an object for programs with these keys::
+
+    source, format, mesh, devices[{id, platform, bytes}], variables, parameters, weight_bytes, bytes{needed, read},
+    seconds{imports, build, plan, transfer, other, total}, throughput_gb_s, host_bytes{budget, peak_staging},
+    layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]}, missing, unused,
+    cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised,
+    outside[{tensor, reason}], dtypes, notes
+    fits{device_memory, per_device_max, fits, smallest_mesh}                                            plans only
+
+Missing measurements are ``null``, never ``NaN``, so that every JSON parser reads them. The table::
 
     Source     /models/gemma3_270m.gguf (gguf)
     Mesh       batch=1,model=2 (2 cpu devices)
@@ -8,27 +20,41 @@
     Time       build   120 ms  ███████
                …
 
-One function per line of the left column; each returns the content on the right, or nothing. Names are folded
+It has one function per line of the left column, which returns the content on the right, or nothing. Names are folded
 (`shardload.reports.names`), and a truncated list always ends with the number of omitted names.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from shardload.reports.facts import (
+    ByteCounts,
+    Cast,
+    DeviceUse,
+    Fit,
+    HostBytes,
+    LayoutSummary,
+    Mismatched,
+    Outside,
+    Stages,
+)
 from shardload.reports.names import TIMES, Folded, fold, printable
+from shardload.sharding.layout import Fallback
 from shardload.units import format_bytes, format_count, format_rate, format_seconds, plural
 
-if TYPE_CHECKING:
-    from shardload.reports import Cast, DeviceUse, Fallback, Fit, Mismatched, Outside, Report
-
+TEXT_WIDTH = 100
+"""Columns of ``str(report)``, which does not know the width of the reader's window."""
 MAX_DEVICE_LINES = 16
 """More devices than this are shown as least, median and most: 256 bars are unreadable."""
 MAX_NAME_LINES = 12
@@ -36,6 +62,119 @@ MAX_NAME_LINES = 12
 BAR_WIDTH = 24
 LEAST_SHOWN = 0.01
 """The part of the total from which imports and other times are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report:
+    """The fields that a load and a plan have in common; never instantiated, see `LoadReport` and `PlanReport`."""
+
+    source: str
+    """Absolute path of the resolved source."""
+    format: str
+    """The checkpoint's format, as in `shardload.manifest.Manifest`."""
+    mesh: str
+    """``batch=1,model=8``."""
+    devices: tuple[DeviceUse, ...]
+    """In mesh order."""
+    variables: int
+    """Variables filled from the checkpoint."""
+    parameters: int
+    """Elements in them."""
+    weight_bytes: int
+    """Bytes of one unsharded copy of them, in the model's dtypes."""
+    bytes: ByteCounts
+    seconds: Stages
+    host_bytes: HostBytes
+    layout: LayoutSummary
+    missing: tuple[str, ...] = ()
+    """Variables the checkpoint has no tensor for."""
+    unused: tuple[str, ...] = ()
+    """Tensors the model has no variable for."""
+    cast: tuple[Cast, ...] = ()
+    mismatched: tuple[Mismatched, ...] = ()
+    """Variables stored in another shape; in a plan, a strict load will refuse them."""
+    computed: tuple[str, ...] = ()
+    """Variables whose value a layer or converter computed from stored tensors instead of copying it."""
+    initialised: tuple[str, ...] = ()
+    """Variables that got their initial value because the checkpoint lacks them (seeds, metrics, heads)."""
+    outside: tuple[Outside, ...] = ()
+    """Tensors that do not belong to the model that was built: buffers, heads, poolers, copies of the embedding."""
+    dtypes: tuple[str, ...] = ()
+    """Dtypes of the variables, the one of most bytes first."""
+    notes: tuple[str, ...] = ()
+    """Anything else a person should know, one line each: ``gemma2_7b is not a released size; loaded gemma2_9b``."""
+
+    @property
+    def throughput_gb_s(self) -> float | None:
+        """Needed bytes per second of transfer, in 1e9 bytes; over-read bytes do not count. ``None`` if not measured."""
+        if not self.seconds.transfer or not math.isfinite(self.seconds.transfer):
+            return None
+        return self.bytes.needed / self.seconds.transfer / 1e9
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object for `json.dumps`, in the key order of the module docstring."""
+        # A property is no field, so the throughput is put where a reader looks for it: after the seconds.
+        facts: dict[str, Any] = {}
+        for key, value in asdict(self).items():
+            facts[key] = _finite(value)
+            if key == "seconds":
+                facts[key] = _finite(self.seconds.named())
+                facts["throughput_gb_s"] = _finite(self.throughput_gb_s)
+        return facts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table, for `rich.print` and notebooks."""
+        yield from sections(self, ascii_only=options.ascii_only)
+
+    def __repr__(self) -> str:
+        counts = {"missing": self.missing, "unused": self.unused, "mismatched": self.mismatched}
+        more = "".join(f", {len(found):,} {name}" for name, found in counts.items() if found)
+        more += f", {plural(len(self.notes), 'note')}" if self.notes else ""
+        return (
+            f"<{type(self).__name__} {self.source} ({self.format}) on {self.mesh}: "
+            f"{plural(self.variables, 'variable')}, {plural(self.weight_bytes, 'byte')}{more}; print it for the table>"
+        )
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        # Without force_jupyter=False, rich shows the table itself, and the notebook shows it again.
+        console = Console(file=io.StringIO(), width=TEXT_WIDTH, record=True, force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def __str__(self) -> str:
+        # The same text under any FORCE_COLOR and COLUMNS. rich pads each line with spaces, hence rstrip.
+        text = io.StringIO()
+        # In a notebook, rich would display the report there and write nothing to the file.
+        plain = Console(
+            file=text, width=TEXT_WIDTH, no_color=True, highlight=False, force_terminal=False, force_jupyter=False
+        )
+        plain.print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LoadReport(Report):
+    """The report of a load that ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanReport(Report):
+    """The report of a load that was only planned: sizes are exact, ``seconds.transfer`` is ``None``."""
+
+    fits: Fit | None = field(default=None)
+    """Whether the weights fit devices of the given memory; ``None`` if no device memory was given."""
+
+
+def _finite(value: Any) -> Any:
+    """Return ``value`` with tuples as lists, floats rounded to microseconds and non-finite ones as ``None``."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value
 
 
 def sections(report: Report, *, ascii_only: bool = False) -> Iterator[RenderableType]:
