@@ -7,8 +7,8 @@ TORCH := .venv-torch
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 # One of each kind of work: layout search with every primitive, loads of every format, a conversion, saving and restoring.
-SAMPLE := tests/parallel/test_search_primitives.py \
-	'tests/parallel/test_search_collectives.py::test_a_compiled_program_has_the_planned_collectives_and_no_others[lstm-2x4-gradients]' \
+SAMPLE := tests/layout_search/test_search_primitives.py \
+	'tests/layout_search/test_search_collectives.py::test_a_compiled_program_has_the_planned_collectives_and_no_others[lstm-2x4-gradients]' \
 	tests/loading/test_load_from_stores.py tests/loading/test_load_arrays.py tests/converting/test_convert.py \
 	tests/loading/test_load_formats.py::test_keras_archive_equals_keras_load_model \
 	tests/loading/test_load_formats.py::test_hugging_face_folder_equals_keras_hub_from_preset \

@@ -183,8 +183,8 @@ def measured(name: str, make: Callable[[], Any], mesh: Any, *, batch: int, seque
     import jax
 
     import shardload
+    from shardload.layout_search.tracing import input_specs
     from shardload.parallel import LayoutPlan, check_numbers, choose, compile_step, search
-    from shardload.parallel.layout_search.tracing import input_specs
 
     with shardload.abstract():
         model = make()

@@ -178,8 +178,8 @@ def memory(side: Side, task: Task) -> dict[str, Any]:
     """Bytes on the device with most: weights and slots that are alive, and the step as it was compiled."""
     import jax
 
+    from shardload.layout_checks.placement import bytes_by_device
     from shardload.parallel import choose, compile_step
-    from shardload.parallel.placement_check import bytes_by_device
 
     variables = {id(v): v for v in (*side.model.variables, *side.model.optimizer.variables)}
     mesh = "data=8,model=1" if side.name == "data parallel" else "data=2,model=4"

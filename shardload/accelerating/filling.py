@@ -14,8 +14,8 @@ from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import refresh_derived, state_of
 from shardload.keras_bridge.variables import is_abstract, release_from_mesh
+from shardload.layouts.current_layout import current_devices
 from shardload.loading import Loaded, run_load_weights
-from shardload.parallel.current_layout import current_devices
 from shardload.pipeline.request import LoadWeightsRequest
 from shardload.reports import LoadReport
 from shardload.sharding.devices import MeshDevices

@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardload.errors import DoesNotFitError
-from shardload.parallel.choosing import choose
-from shardload.parallel.compiled import compile_step
-from shardload.parallel.compiled_step import CompiledStep
-from shardload.parallel.layout_search.hardware import Hardware
-from shardload.parallel.layout_search.layout_plan import LayoutPlan
-from shardload.parallel.layout_search.plan_checks import Attempt, CompiledCheck
-from shardload.parallel.layout_search.searching import (
+from shardload.layout_checks.compiled import compile_step
+from shardload.layout_checks.compiled_step import CompiledStep
+from shardload.layout_search.hardware import Hardware
+from shardload.layout_search.layout_plan import LayoutPlan
+from shardload.layout_search.plan_checks import Attempt
+from shardload.layout_search.searching import (
     LayoutSearch,
     batch_axis_of,
     check_built,
     check_positive,
     default_inputs,
 )
-from shardload.parallel.layout_search.tracing import check_rows
+from shardload.layout_search.tracing import check_rows
+from shardload.parallel.choosing import choose
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.typing import LayoutMap, MeshLike
@@ -153,8 +153,8 @@ def first_that_fits(
     while True:
         step = compiled(plan)
         if limit is None or step.fits(limit):
-            checked = replace(plan, compiled=CompiledCheck.of(step, tuple(attempts)), device_memory_bytes=limit)
-            return CheckedPlan(checked, step)
+            check = replace(step.for_plan(), attempts=tuple(attempts))
+            return CheckedPlan(replace(plan, compiled=check, device_memory_bytes=limit), step)
         attempts.append(Attempt(plan.device.total, step.total_bytes))
         following = _next(searched, plan, step, limit) if len(attempts) < ATTEMPTS else None
         if following is None:

@@ -27,12 +27,12 @@ from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.sample_calls import build_by_calling, output_paths
 from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import sharding_of
-from shardload.parallel.auto import place
+from shardload.layout_search.searching import search
+from shardload.layouts.choice import LayoutChoice
+from shardload.layouts.role_layouts import place
+from shardload.layouts.roles import by_shape
+from shardload.layouts.rules import check_output_rules
 from shardload.parallel.choosing import check_layout, choose
-from shardload.parallel.layout_search.searching import search
-from shardload.parallel.result import LayoutChoice
-from shardload.parallel.roles import by_shape
-from shardload.parallel.rules import check_output_rules
 from shardload.sharding.devices import has_mesh, resolve_devices
 from shardload.sharding.mesh import MeshSpec
 from shardload.sharding.planned_mesh import planned_mesh

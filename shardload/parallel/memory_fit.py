@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import UsageError
+from shardload.layout_search.layout_plan import LayoutPlan
+from shardload.layout_search.smallest import MAX_DEVICES
 from shardload.parallel.choosing import choose
-from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 
 MARGIN = 0.1
 """Fraction of device memory reserved for activations, the generation cache and the runtime; a lower bound."""
-MAX_DEVICES = 4096
-"""The largest mesh that `smallest_mesh` tries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardload.errors import LayoutError, UsageError
+from shardload.layouts.choice import LayoutChoice
 from shardload.parallel.choosing import choose, given_plan
-from shardload.parallel.result import LayoutChoice
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.typing import LayoutLike
 from shardload.units import is_integer, plural

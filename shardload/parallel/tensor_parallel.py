@@ -27,14 +27,14 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.keras_types import Model
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.variables import has_value, value_of
+from shardload.layout_checks.placement import bytes_by_device
+from shardload.layout_checks.setup import SetupReport, check_setup
+from shardload.layout_search.layout_plan import LayoutPlan
+from shardload.layouts.choice import LayoutChoice
+from shardload.layouts.device_ids import device_id, devices_of, list_devices
 from shardload.parallel.choosing import given_plan
-from shardload.parallel.device_ids import device_id, devices_of, list_devices
 from shardload.parallel.distribution import AutoShardDistribution
-from shardload.parallel.layout_search.layout_plan import LayoutPlan
 from shardload.parallel.one_axis import mesh_for, tensor_parallel_mesh
-from shardload.parallel.placement_check import bytes_by_device
-from shardload.parallel.result import LayoutChoice
-from shardload.parallel.setup_check import SetupReport, check_setup
 from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import LayoutLike
 from shardload.units import check_kind, plural

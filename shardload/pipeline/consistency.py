@@ -24,8 +24,8 @@ import numpy as np
 from shardload.distributed.joint_call import JointCall
 from shardload.errors import DisagreementError
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.layouts.model_variables import all_variables
 from shardload.manifest import Extent, Manifest
-from shardload.parallel.model_variables import all_variables
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.sharding.devices import MeshDevices
 from shardload.stores.location import Location

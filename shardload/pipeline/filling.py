@@ -13,8 +13,8 @@ from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.optimizer_slots import begin_slot
 from shardload.keras_bridge.variables import has_value, relocate, sharding_of
+from shardload.layouts.choice import KEEP_LAYOUT
 from shardload.mapping.assign import Assigner
-from shardload.parallel.result import KEEP_LAYOUT
 from shardload.pipeline import reporting
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock

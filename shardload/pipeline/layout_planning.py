@@ -15,13 +15,12 @@ from typing import Any
 
 from shardload.errors import DoesNotFitError
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.layout_search.searching import BATCH_PER_POSITION, LayoutSearch, check_positive
+from shardload.layout_search.smallest import MAX_DEVICES, smallest_mesh_plan
+from shardload.layout_search.tracing import check_rows, input_specs, rows_of
 from shardload.manifest import Manifest
 from shardload.parallel import CompiledStep, LayoutPlan, choose, compile_step
 from shardload.parallel.checked_search import CheckedPlan, first_that_fits
-from shardload.parallel.layout_search.searching import BATCH_PER_POSITION, LayoutSearch, check_positive
-from shardload.parallel.layout_search.smallest import smallest_mesh
-from shardload.parallel.layout_search.tracing import check_rows, input_specs, rows_of
-from shardload.parallel.memory_fit import MAX_DEVICES
 from shardload.pipeline.load import build, open_planned
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import PlanRequest
@@ -195,7 +194,7 @@ class _Planning:
         with self._stage("smallest", "Looking for the smallest mesh"):
             # The plan fits its own mesh, so only smaller ones are of interest; without a plan, any mesh is.
             most = MAX_DEVICES if plan is None else plan.mesh.size - 1
-            return smallest_mesh(search, limit, most) or plan
+            return smallest_mesh_plan(search, limit, most) or plan
 
     def _compile(self, search: LayoutSearch, manifest: Manifest) -> CheckedPlan:
         """Search and compile; as long as the compiled step needs more than the limit, take the next plan."""

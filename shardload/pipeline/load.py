@@ -22,12 +22,12 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of
 from shardload.keras_bridge.tracking import walking_vocabularies_once
+from shardload.layouts.current_layout import current_devices
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import load_assets
 from shardload.mapping.stored_values import load_stored_values
-from shardload.parallel.current_layout import current_devices
 from shardload.pipeline import preparing, reporting
 from shardload.pipeline.load_distributed import JointLoad, ReadShare
 from shardload.pipeline.reporting import Clock

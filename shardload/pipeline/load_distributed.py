@@ -27,7 +27,7 @@ from shardload.distributed import processes
 from shardload.distributed.exit_reasons import exit_recorder
 from shardload.distributed.joint_call import JointCall
 from shardload.keras_bridge.recording import seeded
-from shardload.parallel.current_layout import current_devices
+from shardload.layouts.current_layout import current_devices
 from shardload.pipeline import consistency, filling
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock

@@ -12,13 +12,13 @@ from typing import Any
 from shardload import mapping as tensor_mapping
 from shardload.errors import MismatchError
 from shardload.hub import quantised
+from shardload.layouts.current_layout import current_layout
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping import Mismatch, OutsideTensor, VariableMap
 from shardload.mapping.layer_step import has_keras_hook
 from shardload.mapping.stored_values import lacking_values, stored_values
 from shardload.parallel import LayoutChoice, choose
-from shardload.parallel.current_layout import current_layout
 from shardload.pipeline.request import Matching
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, local_positions

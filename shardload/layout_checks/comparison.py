@@ -1,0 +1,116 @@
+"""Which differences rounding explains.
+
+The tolerance follows from the arithmetic. Devices add partial sums in another order, so intermediate results are
+rounded differently. How far that moves a result depends on the model: depth, cancellation, gradients that are zero in
+exact arithmetic, steps of Adam that depend on a sign. So it is measured: every weight is moved by one unit in the last
+place of the model's coarsest dtype, up or down by a seeded coin, and the model runs again on one device; three times,
+and fifteen times where three do not explain a difference.
+
+A result that is NaN on one device too, or infinite everywhere, cannot be compared and counts as wrong. Infinite
+elements among finite ones, such as masked logits, must be the same. Elements that a movement makes infinite or NaN, or
+finite again, cannot be compared either: any difference would be within their tolerance.
+
+The tolerance is 8 times the largest movement of the same array, and at least 8 units in the last place of its largest
+value: 8 = √64 is how far 64 independent roundings add up. The loss is one sum over all n elements of the output, whose
+order alone moves it by √n roundings of float32; the tolerance of a loss includes them.
+
+A missing reduction, a bias added on every device, or a wrong shard changes a result by about its own size: some 10⁵
+times the tolerance in float32, and a few times in bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardload.keras_bridge.model_state import own_layers
+from shardload.layout_checks.numbers_report import ComparedArray
+
+MARGIN = 8
+"""Independent roundings add like a random walk: this many times one of them after 64 operations."""
+SAMPLES = 3
+"""How often weights are moved: one movement of a single number, such as a loss, may happen to be small."""
+MOST_SAMPLES = 15
+"""How often where the first movements do not explain a difference. Rounding can move an activation across the kink of
+a ReLU, or change which entry a maximum takes: a gradient then jumps, and Adam turns a gradient that was zero into a
+whole step. Few movements cross a given kink; of fifteen that reach it some do."""
+
+_Doubles: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+_Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def coarsest_eps(model: Any) -> float:
+    """Return the distance from 1 to the next number in the coarsest dtype that a model stores or computes in."""
+    dtypes = {str(v.dtype) for v in model.variables} | {str(layer.compute_dtype) for layer in own_layers(model)}
+    return max([float(jnp.finfo(dtype).eps) for dtype in dtypes if "float" in dtype], default=0.0)
+
+
+def nudged(values: Any, eps: float, *, seed: int) -> Any:
+    """Return a tree of host arrays with every float moved by about one unit in the last place, up or down."""
+    coin = np.random.default_rng(seed)
+
+    # One generator for the whole tree: every array gets signs of its own, the same ones in every run with this seed.
+    def move(value: Any) -> Any:
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        signs = coin.integers(0, 2, value.shape) * 2 - 1
+        with np.errstate(over="ignore"):
+            moved = np.asarray(value.astype(np.float64) * (1 + eps * signs)).astype(value.dtype)
+        return np.where(np.isfinite(moved), moved, value)  # the largest number, as masks have it, stays finite
+
+    return jax.tree.map(move, values)
+
+
+def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1) -> ComparedArray:
+    """Compare a result with that of one device.
+
+    Args:
+        name: What it is.
+        found: The sharded model's.
+        moved: Those of one device from values that are `nudged`.
+        expected: That of one device.
+        eps: See `coarsest_eps`.
+        terms: Number of float32 terms that it is a plain sum of.
+    """
+    elements, dtype = math.prod(expected.shape), str(expected.dtype)
+    # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
+    if not jnp.issubdtype(expected.dtype, jnp.floating):
+        return ComparedArray(name, dtype, elements, 1.0, float(not np.array_equal(found, expected)), 0.0)
+    values = _doubles(expected)
+    finite = values[np.isfinite(values)]
+    largest = float(np.abs(finite).max(initial=0.0))
+    # One rounding is at most half a unit in the last place.
+    order = math.sqrt(terms) * float(np.finfo("float32").eps) / 2 * largest if terms > 1 else 0.0
+    runs = [_doubles(each) for each in moved]
+    unstable = np.any([_overflows(each, values) for each in runs], axis=0)
+    movement = max(_difference(each[~unstable], values[~unstable]) for each in runs)
+    allowed = max(MARGIN * movement, MARGIN * eps * largest, order)
+    # Where nothing is finite, equal infinities would agree without saying anything.
+    undefined = int((np.isnan(values) | unstable).sum()) if finite.size else elements
+    difference = _difference(_doubles(found)[~unstable], values[~unstable])
+    return ComparedArray(name, dtype, elements, largest, difference, allowed, undefined)
+
+
+def _overflows(moved: _Doubles, expected: _Doubles) -> _Mask:
+    """Return which elements are finite in one of the two only, or infinite otherwise."""
+    finite = np.isfinite(moved) & np.isfinite(expected)
+    same = (moved == expected) | (np.isnan(moved) & np.isnan(expected))
+    found: _Mask = ~finite & ~same
+    return found
+
+
+def _difference(a: _Doubles, b: _Doubles) -> float:
+    """Return the largest absolute difference; infinite if a value is not finite in one of the two only."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return math.inf
+    return float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+
+
+def _doubles(array: Any) -> _Doubles:
+    return np.asarray(array).astype(np.float64)

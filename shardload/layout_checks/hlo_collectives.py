@@ -1,0 +1,228 @@
+"""The collectives of a compiled program, read from its text (HLO): which, how many bytes, between which devices.
+
+    compiled.as_text() ─► computations ─► walk from ENTRY ─► one `Collective` per instruction
+                                          │ a ``while`` with a known trip count: its body that often
+                                          │ without one: once, marked ``loop``
+                                          └ a branch of a ``conditional``: once, marked ``branch``
+
+Bytes are those of an instruction's result on one device, all operands of a combined instruction together. Pairs of
+``-start`` and ``-done`` count once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from shardload.errors import UsageError
+from shardload.layout_checks.hlo_groups import group_axes, replica_groups
+from shardload.sharding.devices import mesh_spec
+from shardload.sharding.mesh import MeshSpec
+from shardload.units import format_bytes
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# HLO text has computations at column 0, with their instructions indented below; names may lack the `%`:
+#     ENTRY %main (x: f32[8]) -> f32[8] {
+#       ROOT %y = f32[8]{0} add(%a, %b), metadata={…}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+# `f32[8,128]`; `[<=8]` is a dim whose length is known only at run time.
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_CALLED = re.compile(r"\b(calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SOURCE = re.compile(r'\bop_name="([^"]*)"')
+
+Inside = Literal["", "loop", "branch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective instruction of a compiled program."""
+
+    kind: str
+    """``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all``, ``collective-permute`` …"""
+    nbytes: int
+    """Bytes of the result on one device, of one execution."""
+    dtype: str
+    """Of its operands, in XLA's words: ``f32``, ``bf16``; joined by ``+`` if they differ."""
+    operands: int
+    """Number of arrays that the instruction combines."""
+    group_size: int
+    """Devices that take part, in each group; 0 where the program does not say, as those for TPU."""
+    axes: tuple[str, ...]
+    """Mesh axes along which the devices of a group differ: all of an axis, or a part of it (see ``group_size``)."""
+    count: int = 1
+    """Executions in one step: in a loop as often as its body runs."""
+    inside: Inside = ""
+    """``loop``: in a loop of unknown length, counted once; ``branch``: may not run at all."""
+    source: str = ""
+    """The operation of the model that it belongs to, as JAX names it; empty if XLA added it."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all executions in one step."""
+        return self.nbytes * self.count
+
+    def __str__(self) -> str:
+        times = f"{self.count} x " if self.count > 1 else ""
+        over = f"over {','.join(self.axes)}" if self.axes else "on one device" if self.group_size else "over some axes"
+        note = {"": "", "loop": ", in a loop of unknown length", "branch": ", in a branch"}[self.inside]
+        return f"{times}{self.kind} {over}: {format_bytes(self.nbytes)} {self.dtype}{note}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    opcode: str
+    result: str
+    """Its shape, as text."""
+    attributes: str
+
+
+def collectives_in(text: str, mesh: MeshSpec) -> tuple[Collective, ...]:
+    """Return every collective instruction of a compiled program, in the order of its text.
+
+    Args:
+        text: ``compiled.as_text()`` of a program for one mesh.
+        mesh: The mesh, whose positions are the program's devices, row-major.
+
+    Raises:
+        UsageError: When ``text`` is no text.
+        MeshError: When ``mesh`` is no mesh.
+    """
+    if not isinstance(text, str):
+        raise UsageError(f"Cannot find collectives in {text!r:.60}: expected the text of a program, compiled.as_text()")
+    mesh = mesh_spec(mesh)
+    entry, computations = _computations(text)
+    return tuple(_walk(computations, entry, mesh)) if entry else ()
+
+
+def shape_bytes(shape: str) -> int:
+    """Return the bytes of a shape as XLA writes it: ``f32[16,128]{1,0}``, or a tuple of shapes."""
+    return sum(_bits(dtype) * _elements(dims) for dtype, dims in _ARRAY.findall(shape)) // 8
+
+
+def _walk(computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshSpec) -> Iterator[Collective]:
+    for one in computations.get(name, ()):
+        # Later parts of an asynchronous instruction, whose `-start` is counted.
+        if one.opcode.endswith(("-done", "-update")):
+            continue
+        if one.opcode.removesuffix("-start") in KINDS:
+            yield _collective(one, mesh)
+            continue
+        trips, inside = _repeats(one)
+        for callee in _callees(one):
+            for found in _walk(computations, callee, mesh):
+                # The innermost note stays: a branch inside a loop is a branch.
+                yield replace(found, count=found.count * trips, inside=found.inside or inside)
+
+
+def _repeats(one: _Instruction) -> tuple[int, Inside]:
+    """Return how often an instruction runs what it calls."""
+    match one.opcode:
+        case "while":
+            trips = _TRIPS.search(one.attributes)
+            return (int(trips[1]), "") if trips else (1, "loop")
+        case "conditional":
+            return 1, "branch"
+    return 1, ""
+
+
+def _callees(one: _Instruction) -> list[str]:
+    """Return the computations that an instruction runs; what a reduction applies has no collectives."""
+    found = [name for key, name in _CALLED.findall(one.attributes) if key != "to_apply" or one.opcode == "call"]
+    branches = _BRANCHES.search(one.attributes)
+    return found + ([name.strip().lstrip("%") for name in branches[1].split(",")] if branches else [])
+
+
+def _collective(one: _Instruction, mesh: MeshSpec) -> Collective:
+    kind = one.opcode.removesuffix("-start")
+    result = one.result
+    if kind not in (one.opcode, "all-reduce") and result.startswith("("):
+        result = _members(result)[1]  # (operands, results, …): all but all-reduce-start return both
+    arrays = _ARRAY.findall(result)
+    groups = replica_groups(one.attributes)
+    source = _SOURCE.search(one.attributes)
+    return Collective(
+        kind,
+        shape_bytes(result),
+        "+".join(sorted({dtype for dtype, _ in arrays})),
+        len(arrays),
+        max(map(len, groups), default=0),
+        group_axes(groups, mesh),
+        source=source[1] if source else "",
+    )
+
+
+def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
+    """Return the name of the entry, and the instructions of every computation by name."""
+    entry, current = "", list[_Instruction]()
+    found: dict[str, list[_Instruction]] = {}
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = found[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif name := _NAME.match(line):
+            current.append(_instruction(line[name.end() :]))
+    return entry, found
+
+
+def _instruction(text: str) -> _Instruction:
+    """Read ``f32[8]{0} all-reduce(%x), channel_id=1``."""
+    # The result's shape comes first: one word, or a tuple in parentheses with spaces in it.
+    end = _closing(text) if text.startswith("(") else text.find(" ")
+    opcode = _OPCODE.match(text, end)
+    if opcode is None:
+        return _Instruction("", "", "")
+    operands = _closing(text, opcode.end() - 1)
+    return _Instruction(opcode[1], text[:end], text[operands:])
+
+
+def _closing(text: str, start: int = 0) -> int:
+    """Return the index after the parenthesis that closes the one at ``start``."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == "(") - (text[at] == ")")
+        if depth == 0:
+            return at + 1
+    return len(text)
+
+
+def _members(shape: str) -> list[str]:
+    """Return the members of a tuple shape."""
+    found, depth, start = list[str](), 0, 1
+    for at, letter in enumerate(shape):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or depth == 0:
+            found.append(shape[start:at])
+            start = at + 1
+    return found
+
+
+def _elements(dims: str) -> int:
+    return math.prod(map(int, re.findall(r"\d+", dims)))
+
+
+def _bits(dtype: str) -> int:
+    """Return the bits of one element: ``pred`` takes a byte, tokens none."""
+    # The first number of the name: bf16, s4, f8e4m3fn.
+    width = re.search(r"\d+", dtype)
+    return 8 if dtype == "pred" else int(width[0]) if width else 0
+
+
+def as_json(found: Collective) -> dict[str, Any]:
+    """Return a collective as an object for programs."""
+    fields = {name: getattr(found, name) for name in Collective.__slots__}
+    return fields | {"axes": list(found.axes), "total_bytes": found.total_bytes}

@@ -1,0 +1,244 @@
+"""Check a layout by numbers: does the sharded model compute what it computes on one device?
+
+    the same values ─► one device ───────────────────► outputs, loss, gradients, weights after some steps ─┐
+                    ─► one device, weights rounded ──► how far rounding alone moves each of them ──────────┼─► compare
+                    ─► sharded as planned ───────────► the same, and where every shard is ─────────────────┘
+
+`rounding` defines which differences rounding explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.errors import UsageError
+from shardload.keras_bridge.abstraction import check_initialised, initialise
+from shardload.keras_bridge.binding import binding_of
+from shardload.keras_bridge.variables import is_abstract, numbered, value_of
+from shardload.layout_checks.comparison import MOST_SAMPLES, SAMPLES, coarsest_eps, compare, nudged
+from shardload.layout_checks.compiled import batch_specs, check_batch, devices_for, split_keywords
+from shardload.layout_checks.given_layouts import GivenLayouts, choice_for
+from shardload.layout_checks.numbers_report import ComparedArray, NumbersCheck
+from shardload.layout_checks.placement import bytes_by_device, misplaced, misplaced_by_id
+from shardload.layout_checks.step_programs import State, StepProgram, optimizer_of, program_of
+from shardload.layouts.choice import LayoutChoice
+from shardload.sharding.layout import Layout
+from shardload.units import is_function, plural
+
+
+def check_numbers(
+    model: Any,
+    choice: GivenLayouts,
+    inputs: Any,
+    *,
+    target: Any = None,
+    loss: Any = None,
+    training: Any = "gradients",
+    steps: int = 1,
+    kwargs: Mapping[str, Any] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> NumbersCheck:
+    """Run a model sharded and on one device, and compare everything.
+
+    The values and layouts of ``model`` stay as they are; the first device needs memory for the whole model. Outputs are
+    those of inference; loss, gradients and updated state those of training, with the same random masks.
+
+    If the model is already on this mesh, its own variables must be where the plan puts them, too.
+
+    Args:
+        model: A model with values, or a function that builds one.
+        choice: Layouts of its variables, as `choose` returns them for this model, a plan, or a function from the model
+            to either, such as ``lambda model: choose(model, mesh)``.
+        inputs: A sample batch, the first argument of the model's ``call``: (a nested structure of) arrays.
+        target: What the loss compares the outputs with.
+        loss: As for `compile_step`.
+        training: ``None`` compares outputs only; ``"gradients"`` loss and gradients too; an optimizer or its name the
+            loss and the variables after ``steps`` steps instead of the gradients.
+        steps: Training steps on the same batch.
+        kwargs: Further arguments of ``call``.
+        devices: One per mesh position; by default the first of ``jax.devices()``.
+
+    Returns:
+        A report. Call `NumbersCheck.raise_if_wrong` to turn a wrong one into an error.
+
+    Raises:
+        LayoutError: When the layouts are for another model object, or the plan is for another model.
+        UninitialisedError: When the model is not built, or variables have no value.
+        MeshError: When there are too few devices.
+        UsageError: When ``steps`` is not positive, or Keras has no optimizer ``training``.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"Cannot compare a model after steps={steps!r:.60}: expected a positive number")
+    if isinstance(model, type) or not hasattr(model, "trainable_variables"):
+        if not is_function(model):
+            raise UsageError(f"Cannot compare {model!r:.60}: expected a model, or a function that builds one")
+        model = model()
+    choice = choice_for(model, choice)
+    devices = devices_for(choice.mesh, devices)
+    if not (training is None or (isinstance(training, str) and training == "gradients")):
+        training = optimizer_of(training)  # once, so that its slots have the same names in every run
+    arrays, static = split_keywords(kwargs)
+    check_batch(inputs=inputs, target=target)
+    batch = jax.tree.map(np.asarray, {"inputs": inputs, "kwargs": arrays, "target": target})
+    trial = _Trial(model, choice, devices, batch, {"loss": loss, "static": static, "devices": devices})
+    # Outputs first: their number of elements is the number of terms that the loss adds up.
+    outcomes = [trial.run(None, steps=1)]
+    if training is not None:
+        terms = max(found.elements for found in outcomes[0].comparisons)
+        outcomes.append(trial.run(training, steps=steps, terms=terms))
+    bound = binding_of(model)
+    # On another mesh, a difference from this plan is not an error.
+    live = misplaced_by_id(model, choice, bound.devices) if bound and bound.mesh == choice.mesh else {}
+    placed = outcomes[-1].placed
+    # A variable counts once: misplaced in the live model or in the sharded run.
+    elsewhere = (live.get(each.key) or misplaced(each.path, each.array, each.layout, devices) for each in placed)
+    return NumbersCheck(
+        choice.mesh,
+        tuple(comparison for outcome in outcomes for comparison in outcome.comparisons),
+        tuple(found for found in elsewhere if found is not None),
+        variables=len(placed),
+        device_bytes=sum(each.device_bytes for each in placed),
+        found_device_bytes={d.id: n for d, n in bytes_by_device(each.array for each in placed).items()},
+        movements=max(outcome.movements for outcome in outcomes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A variable's array in the sharded run."""
+
+    key: int
+    """``id`` of the variable."""
+    path: str
+    array: Any
+    layout: Layout
+
+    @property
+    def device_bytes(self) -> int:
+        return self.layout.bounds(tuple(self.array.shape))[0].size * int(self.array.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    comparisons: list[ComparedArray]
+    placed: list[_Placed]
+    movements: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    arrays: dict[str, Any]
+    state: State
+    """After the steps."""
+    losses: tuple[str, ...] = ()
+    """Which of the arrays are losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One model, one plan and one batch, to run in several kinds of step."""
+
+    model: Any
+    choice: LayoutChoice
+    devices: tuple[Any, ...]
+    batch: Any
+    options: Mapping[str, Any]
+
+    def run(self, training: Any, *, steps: int, terms: int = 1) -> _Outcome:
+        """Run the step on one device and sharded; the loss is a sum of ``terms`` elements."""
+        eps = coarsest_eps(self.model)
+        # Two programs: the one for one device has no layouts of activations. Each can be traced in its block only.
+        with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
+            values = _values(program, self.choice)
+            expected, *moved = self._on_one_device(program, values, eps, steps=steps, seeds=range(SAMPLES))
+        with program_of(self.model, self.choice, training=training, **self.options) as program:
+            found = self._sharded(program, values, steps=steps)
+            placed = _placed(program, found.state)
+        comparisons = _compared(found, moved, expected, eps=eps, terms=terms)
+        # Twelve more movements cost twelve more runs, so only for a difference that three do not explain.
+        if any(each.differs for each in comparisons):
+            more = range(SAMPLES, MOST_SAMPLES)
+            with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
+                moved += self._on_one_device(program, values, eps, steps=steps, seeds=more)[1:]
+            comparisons = _compared(found, moved, expected, eps=eps, terms=terms)
+        return _Outcome(comparisons, placed, len(moved))
+
+    def _on_one_device(
+        self, program: StepProgram, values: State, eps: float, *, steps: int, seeds: Sequence[int]
+    ) -> list[_Results]:
+        """Return the results for these values, and for values that are rounded once more, by each seed."""
+        step, there = jax.jit(program.function), jax.sharding.SingleDeviceSharding(self.devices[0])
+        cases = [(values, self.batch)]
+        for seed in seeds:
+            moved = nudged({"state": values, "inputs": self.batch["inputs"]}, eps, seed=seed)
+            cases.append((moved["state"], {**self.batch, "inputs": moved["inputs"]}))
+        return [_run(program, step, *jax.device_put(case, there), steps=steps) for case in cases]
+
+    def _sharded(self, program: StepProgram, values: State, *, steps: int) -> _Results:
+        step = jax.jit(program.function, out_shardings=program.out_shardings(self.devices))
+        specs = program.specs(self.devices), batch_specs(self.batch, self.choice, self.devices)
+        placed = jax.tree.map(lambda value, spec: jax.device_put(value, spec.sharding), (values, self.batch), specs)
+        return _run(program, step, *placed, steps=steps)
+
+
+def _compared(
+    found: _Results, moved: Sequence[_Results], expected: _Results, *, eps: float, terms: int
+) -> list[ComparedArray]:
+    return [
+        compare(
+            name,
+            found.arrays[name],
+            [each.arrays[name] for each in moved],
+            value,
+            eps=eps,
+            terms=terms if name in found.losses else 1,
+        )
+        for name, value in expected.arrays.items()
+    ]
+
+
+def _run(program: StepProgram, step: Callable[..., Any], state: State, batch: Any, *, steps: int) -> _Results:
+    """Run a step, and name everything that it returns."""
+    paths = {name: numbered(v.path for v in found) for name, found in program.variables.items()}
+    if program.kind == "forward":
+        leaves = jax.tree_util.tree_leaves_with_path(step(state, batch)[0])
+        return _Results({"/".join(["output", *map(_key, path)]): leaf for path, leaf in leaves}, state)
+    if program.kind == "gradients":
+        loss, gradients, rest = step(state, batch)
+        named = {f"gradient of {path}": g for path, g in zip(paths["trainable"], gradients, strict=True)}
+        after = {f"{path} after a step": value for path, value in zip(paths["non_trainable"], rest, strict=True)}
+        return _Results({"loss": loss, **named, **after}, {**state, "non_trainable": rest}, ("loss",))
+    arrays = {}
+    for number in range(1, steps + 1):
+        arrays[f"loss of step {number}"], state = step(state, batch)
+    losses = tuple(arrays)
+    for name, found in paths.items():
+        arrays |= {
+            f"{path} after {plural(steps, 'step')}": value for path, value in zip(found, state[name], strict=True)
+        }
+    return _Results(arrays, state, losses)
+
+
+def _key(key: Any) -> str:
+    return str(jax.tree_util.keystr((key,), simple=True))
+
+
+def _values(program: StepProgram, choice: LayoutChoice) -> State:
+    """Return the values of all variables on the host; an optimizer that was built for this check has initial slots."""
+    own = [v for v in program.variables.get("optimizer", ()) if is_abstract(v) and id(v) not in choice.by_id]
+    initialise(own)
+    check_initialised([v for found in program.variables.values() for v in found])
+    return {name: [np.asarray(value_of(v)) for v in found] for name, found in program.variables.items()}
+
+
+def _placed(program: StepProgram, state: State) -> list[_Placed]:
+    return [
+        _Placed(id(variable), variable.path, array, layout)
+        for name, found in program.variables.items()
+        for variable, array, layout in zip(found, state[name], program.layouts[name], strict=True)
+    ]

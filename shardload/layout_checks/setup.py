@@ -1,0 +1,175 @@
+"""Check a sharded model: shardings and bytes against the plan, outputs against the same model replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from shardload.errors import UsageError
+from shardload.keras_bridge.binding import ModelBinding
+from shardload.keras_bridge.model_state import slots_of, state_of
+from shardload.keras_bridge.variables import has_value, value_of
+from shardload.layout_checks.placement import bytes_by_device
+from shardload.layouts.choice import LayoutChoice
+from shardload.layouts.device_ids import device_id
+from shardload.units import plural
+
+TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Largest accepted difference, as a part of the largest output: devices add partial sums in another order, and each
+sum is rounded to the dtype that the model computes in (float32: 24 bits, float16: 11, bfloat16: 8)."""
+SAMPLE_BATCH, SAMPLE_LENGTH = 2, 8
+"""Lengths of the open dims of a sample: its first dim, and every other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check and its result."""
+
+    name: str
+    """``shardings``, ``bytes``, ``split`` or ``outputs``."""
+    passed: bool
+    detail: str
+    """One line: what was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetupReport:
+    """The result of `check_setup`; true if every check passed."""
+
+    checks: tuple[Check, ...]
+    max_difference: float
+    """Largest absolute difference between an output of the sharded model and of the replicated one."""
+    device_bytes: Mapping[str, int]
+    """Bytes of all variables on each device, optimizer slots included."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def overall_status(self) -> str:
+        """``PASSED`` or ``FAILED``."""
+        return "PASSED" if self.ok else "FAILED"
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'ok  ' if c.passed else 'FAIL'}  {c.name}: {c.detail}" for c in self.checks)
+
+
+def check_setup(
+    model: Any, choice: LayoutChoice, binding: ModelBinding, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> SetupReport:
+    """Check where the variables of a bound model are, and what it computes.
+
+    Args:
+        model: A bound model with values.
+        choice: The layouts it was bound with.
+        binding: Its binding. Each of its devices needs memory for the whole model during the comparison.
+        args: Sample inputs; made from the inputs of a functional model if there are none.
+        kwargs: Sample inputs by name.
+
+    Raises:
+        UsageError: When there are no sample inputs, and none can be made.
+    """
+    outputs, difference = _outputs(model, binding, args, kwargs)
+    checks = (_shardings(model, choice, binding), _bytes(model, choice), _split(choice), outputs)
+    found = bytes_by_device(value_of(v) for v in state_of(model) if has_value(v))
+    return SetupReport(checks, difference, {device_id(device): n for device, n in found.items()})
+
+
+def _shardings(model: Any, choice: LayoutChoice, binding: ModelBinding) -> Check:
+    wrong, known = [], [v for v in state_of(model) if has_value(v)]
+    weight_of = {id(slot): weight for slot, weight in slots_of(model)}
+    for variable in known:
+        planned = choice.by_id.get(id(variable))
+        if planned is not None:
+            wanted = binding.distribution.sharding(planned.layout)
+        elif id(variable) in weight_of:
+            # A slot that was created after the choice is where its weight is.
+            wanted = value_of(weight_of[id(variable)]).sharding
+        else:  # created later: a metric, a learning rate
+            wanted = binding.distribution.replicated(len(variable.shape))
+        if not value_of(variable).sharding.is_equivalent_to(wanted, len(variable.shape)):
+            wrong.append(f"{variable.path} is {value_of(variable).sharding}, planned {wanted}")
+    detail = "; ".join(wrong[:3]) or f"{plural(len(known), 'variable')} sharded as planned"
+    return Check("shardings", not wrong, detail)
+
+
+def _bytes(model: Any, choice: LayoutChoice) -> Check:
+    planned = [v for v in state_of(model) if id(v) in choice.by_id and has_value(v)]
+    expected = sum(choice.by_id[id(v)].device_bytes for v in planned)
+    found = bytes_by_device(map(value_of, planned))
+    wrong = {device_id(device): n for device, n in found.items() if n != expected}
+    held = f"{expected:,} of {plural(sum(choice.by_id[id(v)].nbytes for v in planned), 'byte')} on each device"
+    return Check("bytes", not wrong, f"planned {held}, found {wrong}" if wrong else f"{held}, as planned")
+
+
+def _split(choice: LayoutChoice) -> Check:
+    over = plural(choice.mesh.size, "device")
+    text = f"{plural(choice.sharded, 'variable')} split, {choice.replicated} replicated over {over}"
+    # On several devices, a model with no split variable would pass the other checks.
+    return Check("split", choice.sharded > 0 or choice.mesh.size == 1, text)
+
+
+# ---- the same forward pass on sharded and on replicated values -------------------------------------
+
+
+def _outputs(model: Any, binding: ModelBinding, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Check, float]:
+    if not args and not kwargs:
+        args = (_sample(model),)
+    # One function for both, so only the placement of the values differs.
+    everywhere = binding.distribution.replicated(0)
+    inputs = jax.device_put((tuple(args), dict(kwargs)), everywhere)
+    values = [[value_of(v) for v in group] for group in (model.trainable_variables, model.non_trainable_variables)]
+
+    def run(values: Any, inputs: Any) -> Any:
+        return model.stateless_call(*values, *inputs[0], training=False, **inputs[1])[0]
+
+    forward = jax.jit(run)
+    with binding.scope():
+        sharded = jax.tree.leaves(forward(values, inputs))
+        replicated = jax.tree.leaves(forward(jax.device_put(values, everywhere), inputs))
+    return _compared(sharded, replicated, TOLERANCES.get(str(model.compute_dtype), TOLERANCES["float32"]))
+
+
+def _compared(found: Sequence[Any], wanted: Sequence[Any], tolerance: float) -> tuple[Check, float]:
+    difference, accepted = 0.0, True
+    for one, other in zip(map(_as_numbers, found), map(_as_numbers, wanted), strict=True):
+        off = float(np.max(np.abs(one - other), initial=0.0))
+        accepted &= off <= tolerance * float(np.max(np.abs(other), initial=0.0))  # false for NaN
+        difference = max(difference, off)
+    text = f"{plural(len(found), 'output')} compared: at most {difference:.2g} from those of the replicated model"
+    return Check("outputs", accepted, f"{text}; accepted: {tolerance:g} of the largest output"), difference
+
+
+def _as_numbers(found: Any) -> Any:
+    return np.asarray(found).astype(np.float64)
+
+
+def _sample(model: Any) -> Any:
+    try:
+        # A Sequential has its inputs in a functional model inside, which is called in its place.
+        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        return keras.tree.map_structure(_sample_of, inputs)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"Cannot make sample inputs for the model {model.name!r}: it is not functional, so its inputs are unknown. "
+            "Pass a batch: validate_tensor_parallelism_setup(x)"
+        ) from error
+
+
+def _sample_of(spec: Any) -> Any:
+    shape = [n or (SAMPLE_LENGTH if d else SAMPLE_BATCH) for d, n in enumerate(spec.shape)]
+    if "float" in spec.dtype:
+        return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    count = int(np.prod(shape))
+    # Ones and zeros are valid as token ids, segments and masks alike.
+    return ((np.arange(count) + 1) % 2).reshape(shape).astype(spec.dtype)

@@ -1,0 +1,289 @@
+"""A model's forward pass, gradients or training step as one pure function, ready for `jax.jit`.
+
+    (state, batch) ─► forward    outputs, non-trainable values
+                   ─► gradients  loss, gradients, non-trainable values
+                   ─► training   loss, state after one step of the optimizer
+
+``state`` has lists of values under ``trainable``, ``non_trainable`` and ``optimizer``; ``batch`` has ``inputs``,
+``kwargs`` and ``target``. As Keras' trainer does it: ``stateless_call``, `jax.value_and_grad` over the trainable
+variables, ``stateless_apply``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from shardload.errors import ShardloadError, UninitialisedError, UsageError
+from shardload.keras_bridge.abstraction import abstract
+from shardload.keras_bridge.binding import MeshParallel
+from shardload.keras_bridge.gathered_use import Use
+from shardload.keras_bridge.joint_optimizer import JointOptimizer
+from shardload.keras_bridge.optimizer_slots import optimizers_in
+from shardload.keras_bridge.stateless import run_forward, scaled_loss, stateless
+from shardload.keras_bridge.variables import sharding_of, stored_dtype
+from shardload.layout_search.optimizer_memory import built_on
+from shardload.layout_search.tracing import described, reason_of
+from shardload.layouts.choice import LayoutChoice
+from shardload.sharding.layout import Layout
+from shardload.transfer.placement import named_sharding
+
+Kind = Literal["forward", "gradients", "training"]
+State = dict[str, list[Any]]
+_Run = Callable[..., tuple[Any, list[Any], Any]]
+"""`run_forward` of one model."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgram:
+    """A function of values and a batch, and where the values belong."""
+
+    kind: Kind
+    function: Callable[[State, Mapping[str, Any]], Any]
+    variables: Mapping[str, Sequence[Any]]
+    """Keras' variables, whose values the state has."""
+    layouts: Mapping[str, Sequence[Layout]]
+    """Of each variable."""
+    fixed: frozenset[int] = frozenset()
+    """``id`` of state whose dtype does not follow that of the model."""
+    float32_update_bytes: int = 0
+    """Bytes that the optimizer needs during its update, in float32 even if the model is 16-bit."""
+
+    def specs(self, devices: Sequence[Any]) -> State:
+        """Return the state as shapes with shardings, without values."""
+        return {
+            name: [
+                jax.ShapeDtypeStruct(tuple(v.shape), stored_dtype(v), sharding=named_sharding(layout, devices))
+                for v, layout in zip(found, self.layouts[name], strict=True)
+            ]
+            for name, found in self.variables.items()
+        }
+
+    def out_shardings(self, devices: Sequence[Any]) -> Any:
+        """Return shardings of the results: values and gradients as the variables, outputs wherever XLA leaves them."""
+        state = jax.tree.map(lambda spec: spec.sharding, self.specs(devices))
+        match self.kind:
+            case "forward":
+                # Asking for outputs on the batch axis would add a gather of split logits that the model does not need.
+                return None, state["non_trainable"]
+            case "gradients":
+                return None, state["trainable"], state["non_trainable"]
+        return None, state
+
+
+@contextmanager
+def program_of(
+    model: Any,
+    choice: LayoutChoice,
+    *,
+    training: Any = None,
+    loss: Any = None,
+    static: Mapping[str, Any],
+    devices: Sequence[Any],
+    on_mesh: bool = True,
+) -> Iterator[StepProgram]:
+    """Make a program of a built model; it can be traced inside the block only.
+
+    Args:
+        model: A built model, abstract or not.
+        choice: Layouts of its variables.
+        training: ``None`` for inference, ``"gradients"``, or an optimizer or the name of one. One that is not built
+            yet is built without values, and as it was afterwards.
+        loss: See `loss_of`.
+        static: Arguments of ``call`` that are not arrays.
+        devices: Devices in mesh order.
+        on_mesh: Whether activations are laid out over the mesh; without, the program is for one device.
+    """
+    if not model.built:
+        raise UninitialisedError(
+            f"Cannot trace {model.name!r}: it is not built, so it has no variables yet. Call it on keras.Input first"
+        )
+    variables = {"trainable": list(model.trainable_variables), "non_trainable": list(model.non_trainable_variables)}
+    uses = _uses(choice, devices) if on_mesh else {}
+    run = _explaining(partial(run_forward, model, uses=uses, **static), f"call {model.name!r} with inputs=")
+    losses = _explaining(loss_of(model, loss), "compute the loss of outputs and target=")
+    # Without layouts by path: each variable has its own.
+    batch_axis = choice.batch_axis or choice.mesh.batch_axis
+    distribution = MeshParallel(choice.mesh, devices, {}, batch_axis=batch_axis, activations=choice.activations)
+    with ExitStack() as stack:
+        stack.enter_context(stateless(model, distribution if on_mesh else None))
+        if training is None or (isinstance(training, str) and training == "gradients"):
+            function = _forward(run) if training is None else _gradients(run, losses)
+            yield _program("gradients" if training else "forward", function, variables, choice)
+            return
+        optimizer = stack.enter_context(_built(training, variables["trainable"], choice, devices))
+        variables["optimizer"] = list(optimizer.variables)
+        program = _program("training", _training(run, optimizer, losses), variables, choice)
+        joint = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
+        # The step counter and the learning rate keep their dtype in a 16-bit model.
+        scalars = [v for v in optimizer.variables if not v.shape]
+        fixed = frozenset(id(v) for v in (*scalars, *(v for part in joint for v in part.fixed_dtype_state)))
+        yield replace(program, fixed=fixed, float32_update_bytes=sum(part.update_bytes for part in joint))
+
+
+def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
+    """Return a function whose errors, of any kind, name what it was called with: it runs the user's own code."""
+
+    def called(first: Any, given: Any, **kwargs: Any) -> Any:
+        try:
+            return function(first, given, **kwargs)
+        except ShardloadError:
+            raise
+        except Exception as error:
+            shapes = described(given) or "None"
+            raise UsageError(f"Cannot {doing}{shapes}: {type(error).__name__}: {reason_of(error)}") from error
+
+    return called
+
+
+def _program(
+    kind: Kind, function: Callable[..., Any], variables: Mapping[str, Sequence[Any]], choice: LayoutChoice
+) -> StepProgram:
+    layouts = {
+        name: [(_slot_layout if name == "optimizer" else _layout)(choice, v) for v in found]
+        for name, found in variables.items()
+    }
+    return StepProgram(kind, function, variables, layouts)
+
+
+def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
+    """Return a function of outputs and target that gives one number.
+
+    Args:
+        model: The model, whose compiled loss is taken when none is given.
+        loss: A name or function as for ``compile``, or a list or dict of them, one per output. With several outputs,
+            losses are added. If there is no loss at all, or no target, the mean of all squared outputs stands in:
+            every output then has a gradient.
+    """
+    given = getattr(model, "loss", None) if loss is None else loss
+
+    def total(outputs: Any, target: Any) -> Any:
+        if given is None or target is None:
+            if loss is not None:
+                raise UsageError(f"Cannot compute loss={loss!r:.60} without a target. Pass target=")
+            if target is not None:
+                outputs = jax.tree.map(lambda y, wanted: y - wanted.astype(y.dtype), outputs, target)
+            return sum(jnp.mean(jnp.square(y.astype(jnp.float32))) for y in jax.tree.leaves(outputs) if _is_float(y))
+        if isinstance(given, dict):
+            return sum(_mean(each, target[name], outputs[name]) for name, each in given.items())
+        if isinstance(given, list | tuple):
+            return sum(_mean(each, y, found) for each, y, found in zip(given, target, outputs, strict=True))
+        pairs = zip(jax.tree.leaves(target), jax.tree.leaves(outputs), strict=True)
+        return sum(_mean(given, y, found) for y, found in pairs)
+
+    return total
+
+
+def _mean(loss: Any, target: Any, output: Any) -> Any:
+    return jnp.mean(keras.losses.get(loss)(target, output))
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _forward(run: _Run) -> Callable[[State, Mapping[str, Any]], Any]:
+    def forward(state: State, batch: Mapping[str, Any]) -> Any:
+        found = run(state, batch["inputs"], training=False, **batch["kwargs"])
+        return found[0], found[1]
+
+    return forward
+
+
+def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], scale: Callable[[State, Any], Any]) -> Any:
+    """Return a function of state and batch that gives ((scaled loss, (loss, non-trainable values)), gradients)."""
+
+    def of(trainable: list[Any], state: State, batch: Mapping[str, Any]) -> Any:
+        # `value_and_grad` differentiates its first argument, so the trainable values come apart from the state.
+        state = {**state, "trainable": trainable}
+        outputs, rest, added = run(state, batch["inputs"], training=True, **batch["kwargs"])
+        # `added`: what layers pass to add_loss, such as regularisers, which Keras' trainer adds as well.
+        loss = losses(outputs, batch["target"]) + sum(jnp.sum(each) for each in added or ())
+        return scale(state, loss), (loss, rest)
+
+    differentiate = jax.value_and_grad(of, has_aux=True)
+    return lambda state, batch: differentiate(state["trainable"], state, batch)
+
+
+def _gradients(run: _Run, losses: Callable[[Any, Any], Any]) -> Callable[[State, Mapping[str, Any]], Any]:
+    differentiated = _differentiated(run, losses, lambda state, loss: loss)
+
+    def gradients(state: State, batch: Mapping[str, Any]) -> Any:
+        (_, (loss, rest)), found = differentiated(state, batch)
+        return loss, found, rest
+
+    return gradients
+
+
+def _training(run: _Run, optimizer: Any, losses: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    differentiated = _differentiated(run, losses, lambda state, loss: scaled_loss(optimizer, state["optimizer"], loss))
+
+    def training(state: State, batch: Mapping[str, Any]) -> Any:
+        (_, (loss, rest)), found = differentiated(state, batch)
+        trainable, slots = optimizer.stateless_apply(state["optimizer"], found, state["trainable"])
+        return loss, {"trainable": trainable, "non_trainable": rest, "optimizer": slots}
+
+    return training
+
+
+def optimizer_of(training: Any) -> Any:
+    """Return the optimizer of a training step.
+
+    Raises:
+        UsageError: When it is none, and no name of one.
+    """
+    try:
+        return keras.optimizers.get(training)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"Cannot make a step with training={training!r:.60}: expected None, 'gradients', an optimizer, or the "
+            "name of one that Keras has, such as 'adamw'"
+        ) from error
+
+
+@contextmanager
+def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices: Sequence[Any]) -> Iterator[Any]:
+    """Give an optimizer that is built for these weights.
+
+    Slots that it creates take the weights' planned layouts, or those that it spreads them to. One that was built
+    without being part of the choice is built again from its configuration.
+    """
+    with abstract():  # also its counters: the devices may be those of another machine, which store nothing
+        optimizer = optimizer_of(optimizer)
+    if optimizer.built and all(id(v) in choice.by_id for v in optimizer.variables):
+        yield optimizer
+        return
+    if optimizer.built:
+        with abstract():
+            optimizer = type(optimizer).from_config(optimizer.get_config())
+    planned = [named_sharding(_layout(choice, v), devices) for v in weights]
+    with built_on(optimizer, weights, planned):
+        yield optimizer
+
+
+def _uses(choice: LayoutChoice, devices: Sequence[Any]) -> dict[int, Use]:
+    return {
+        key: Use(named_sharding(layout, devices), named_sharding(choice.by_id[key].layout, devices))
+        for key, layout in choice.uses.items()
+    }
+
+
+def _slot_layout(choice: LayoutChoice, variable: Any) -> Layout:
+    """Return the layout of an optimizer's variable: as chosen, else the one it was built with."""
+    sharding = sharding_of(variable)
+    if id(variable) in choice.by_id or sharding is None:
+        return _layout(choice, variable)
+    return Layout.of_spec(choice.mesh, sharding.spec, len(variable.shape))
+
+
+def _layout(choice: LayoutChoice, variable: Any) -> Layout:
+    """Return a variable's layout; one that was created after the choice is replicated."""
+    planned = choice.by_id.get(id(variable))
+    return planned.layout if planned is not None else Layout.replicated(choice.mesh, len(variable.shape))

@@ -1,0 +1,348 @@
+"""The result of a search: a layout for every variable with its reason, what a step costs, and what it needs.
+
+A `LayoutPlan` is a plain value. It can be printed, compared with another plan, saved as JSON and read back on another
+machine, applied to a model (``layout=plan``), and exported for programs that do not use shardload.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardload.errors import LayoutError, UsageError
+from shardload.keras_bridge.variables import numbered
+from shardload.layout_search.plan_checks import ComparedNumbers, CompiledCheck, PlanCheck
+from shardload.layout_search.plan_files import read_plan, write_plan
+from shardload.sharding.layout import Layout, Spec
+from shardload.sharding.mesh import MeshSpec
+from shardload.typing import PathLike
+
+FORMAT = "shardload layout plan, version 1"
+_WRITTEN = "Use a file as LayoutPlan.save wrote it, or plan again"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedVariable:
+    """The layout of one variable."""
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of the whole value."""
+    spec: Spec
+    stored: tuple[str, ...]
+    """Axes that split only its storage: devices gather it for use, as in fully sharded data parallelism."""
+    trainable: bool
+    reason: str
+
+    @property
+    def used(self) -> Spec:
+        """The layout while it is used: ``spec`` without the axes in ``stored``."""
+        return tuple(tuple(axis for axis in axes if axis not in self.stored) for axes in self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether an axis splits a group of dims, and what the opposite would cost."""
+
+    axis: str
+    split: bool
+    length: int
+    """What the number of devices must divide: the greatest common divisor of the dims."""
+    dims: tuple[str, ...]
+    """The variables in the group by name (`LayoutPlan.names`), with the dim: ``dense/kernel[1]``."""
+    opposite_s: float | None
+    """Seconds that a step takes longer with the opposite decision. Negative where it takes less, but more memory for
+    weights than that is worth; ``None`` where it does not keep the limit, or contradicts other decisions."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedExchange:
+    """Collectives of one kind over one axis in a step."""
+
+    kind: str
+    axis: str
+    """Several are joined: ``batch+model``."""
+    count: int
+    nbytes: int
+    """Bytes of their results on each device."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """What one device holds at the peak of a step, in bytes."""
+
+    weights: int
+    gradients: int
+    slots: int
+    activations: int
+    """Or what the update of the optimizer needs in addition to its state, if that is more."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.weights + self.gradients + self.slots + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPlan:
+    """Layouts of all variables of a model on a mesh, found by search."""
+
+    model: str
+    """Name of the model."""
+    mesh: MeshSpec
+    batch_axis: str
+    """The axis that splits the batch."""
+    training: bool
+    inputs: str
+    """Shapes and dtypes of the inputs."""
+    variables: tuple[PlannedVariable, ...]
+    """In the order of ``model.variables``."""
+    device: DeviceBytes
+    device_memory_bytes: int | None
+    """The limit that the plan keeps, ``None`` where the search chose the best product of time and memory."""
+    step_s: float
+    """Estimated seconds of a step."""
+    exchanges: tuple[PlannedExchange, ...]
+    decisions: tuple[Decision, ...]
+    constants: Mapping[str, Any]
+    """The cost constants, see `Hardware`."""
+    notes: tuple[str, ...] = ()
+    compiled: CompiledCheck | None = None
+    """Memory and collectives of the compiled step, if it was compiled."""
+    numbers: ComparedNumbers | None = None
+    """Results of a sample batch compared with one device, if they were."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each variable: its path, and ``#2``, ``#3`` … behind it where several have one path."""
+        return tuple(numbered(v.path for v in self.variables))
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Bytes of the results of all collectives on each device."""
+        return sum(e.nbytes for e in self.exchanges)
+
+    def with_checks(
+        self, *, compiled: PlanCheck[CompiledCheck] | None = None, numbers: PlanCheck[ComparedNumbers] | None = None
+    ) -> LayoutPlan:
+        """Return the plan with the results of checks, for `summary` and `to_json`.
+
+        Args:
+            compiled: What `shardload.parallel.compile_step` returned for this plan.
+            numbers: What `shardload.parallel.check_numbers` returned for it.
+
+        Raises:
+            LayoutError: When a check is about another mesh.
+            UsageError: When an argument is not a check.
+        """
+        for check, made_by in ((compiled, "compile_step"), (numbers, "check_numbers")):
+            if check is not None and not hasattr(check, "mesh"):
+                raise UsageError(f"Cannot add {check!r:.60} to a plan: expected what {made_by} returns")
+            if check is not None and check.mesh != self.mesh:
+                raise LayoutError(f"Cannot add a check on {check.mesh} to a plan for {self.mesh}")
+        return dataclasses.replace(
+            self,
+            compiled=self.compiled if compiled is None else compiled.for_plan(),
+            numbers=self.numbers if numbers is None else numbers.for_plan(),
+        )
+
+    def layouts(self) -> Iterator[tuple[PlannedVariable, Layout]]:
+        """Yield every variable with its layout."""
+        return ((v, Layout(self.mesh, v.spec)) for v in self.variables)
+
+    def why(self, path: str) -> str:
+        """Explain the layout of a variable: its reason, and the decisions about its dims.
+
+        Args:
+            path: Its path, or one of `names`; a path that several variables have explains all of them.
+
+        Raises:
+            LayoutError: When the plan has no such variable.
+        """
+        named = list(zip(self.names, self.variables, strict=True))
+        found = [(name, v) for name, v in named if path in (name, v.path)]
+        if not found:
+            raise LayoutError(f"Cannot explain {path!r}: the plan of {self.model!r} has no variable of that path")
+        return "\n".join(line for name, v in found for line in self._reasons(name, v))
+
+    def _reasons(self, name: str, variable: PlannedVariable) -> Iterator[str]:
+        yield f"{name} {variable.shape}: {Layout(self.mesh, variable.spec)}, {variable.reason}"
+        for decision in self.decisions:
+            if any(dim.startswith(f"{name}[") for dim in decision.dims):
+                yield f"  {_decision(decision, limited=self.device_memory_bytes is not None)}"
+
+    def summary(self, *, ascii_only: bool = False) -> str:
+        """Return the plan for people: memory against the limit, collectives, and each different layout."""
+        from shardload.layout_search.picture import plan_text
+
+        return plan_text(self, ascii_only=ascii_only)
+
+    def to_svg(self) -> str:
+        """Return a picture of memory per device against the limit, and of what is split where, as SVG.
+
+        It has no dependencies and follows the reader's light or dark theme.
+        """
+        from shardload.layout_search.svg_chart import plan_svg
+
+        return plan_svg(self)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    # ---- comparing, saving, exporting ------------------------------------------------------------
+
+    def diff(self, other: LayoutPlan | PathLike) -> tuple[str, ...]:
+        """Return a line for each variable whose layout differs from another plan's, or that only one plan has.
+
+        The first line has the meshes, if they differ.
+
+        Args:
+            other: A plan, or the path of one that was saved.
+
+        Raises:
+            LayoutError: When the file is not a plan.
+            UsageError: When ``other`` is neither.
+        """
+        if not isinstance(other, LayoutPlan | str | os.PathLike):
+            raise UsageError(
+                f"Cannot compare a plan with {other!r:.60}: expected a LayoutPlan, or the path of a saved one"
+            )
+        if not isinstance(other, LayoutPlan):
+            other = LayoutPlan.load(other)
+        lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} -> {other.mesh}"]
+        mine, theirs = self._layouts_by_name(), other._layouts_by_name()
+        for path in dict.fromkeys((*mine, *theirs)):
+            a, b = mine.get(path), theirs.get(path)
+            if a is None or b is None or a.spec != b.spec:
+                lines.append(f"{path}: {a or 'absent'} -> {b or 'absent'}")
+        return tuple(lines)
+
+    def _layouts_by_name(self) -> dict[str, Layout]:
+        return {name: layout for name, (_, layout) in zip(self.names, self.layouts(), strict=True)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON-compatible data."""
+        return {"format": FORMAT, **dataclasses.asdict(self), "constants": dict(self.constants)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> LayoutPlan:
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            LayoutError: When ``data`` is something else.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise LayoutError(f"Cannot read the plan: its format is not {FORMAT!r}")
+        try:
+            # JSON has lists for tuples and objects for dataclasses. The file is untrusted: a wrong key or type is a
+            # LayoutError below.
+            known = {**data, "mesh": MeshSpec(tuple(data["mesh"]["axes"]), tuple(data["mesh"]["sizes"]))}
+            known["variables"] = tuple(_variable(v) for v in data["variables"])
+            known["device"] = DeviceBytes(**data["device"])
+            known["exchanges"] = tuple(PlannedExchange(**e) for e in data["exchanges"])
+            known["decisions"] = tuple(Decision(**{**d, "dims": tuple(d["dims"])}) for d in data["decisions"])
+            known["notes"] = tuple(data["notes"])
+            for name, kind in (("compiled", CompiledCheck), ("numbers", ComparedNumbers)):
+                known[name] = kind.from_json(found) if (found := data.get(name)) is not None else None
+            known.pop("format")
+            return cls(**known)
+        except KeyError as error:
+            raise LayoutError(f"Cannot read the plan: it has no {error}. {_WRITTEN}") from error
+        except (TypeError, AttributeError) as error:
+            # Python's own words: "… got an unexpected keyword argument 'modl'".
+            raise LayoutError(f"Cannot read the plan: a key or type is wrong ({error}). {_WRITTEN}") from error
+
+    def save(self, path: PathLike) -> None:
+        """Write the plan as JSON, and the folders that the path lacks.
+
+        Raises:
+            WriteError: When the file cannot be written.
+        """
+        write_plan(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: PathLike) -> LayoutPlan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            LayoutError: When the file is not a plan, or cannot be read.
+        """
+        return cls.from_json(read_plan(path))
+
+    def to_layout_map(self, device_mesh: Any) -> Any:
+        """Return a ``keras.distribution.LayoutMap``, with one anchored key for each variable that is split.
+
+        Args:
+            device_mesh: A ``keras.distribution.DeviceMesh`` with the plan's axes.
+
+        Raises:
+            LayoutError: When the mesh is another one, or variables of one path have different layouts.
+            UsageError: When ``device_mesh`` is not a Keras mesh.
+        """
+        from keras.distribution import DeviceMesh, LayoutMap
+
+        if not isinstance(device_mesh, DeviceMesh):
+            raise UsageError(
+                f"Cannot export the plan to a LayoutMap on {device_mesh!r:.60}: expected a mesh with devices. Pass "
+                f"keras.distribution.DeviceMesh({self.mesh.sizes}, {list(self.mesh.axes)}, devices)"
+            )
+        own = MeshSpec(tuple(device_mesh.axis_names), tuple(device_mesh.shape))
+        if own != self.mesh:
+            raise LayoutError(f"Cannot export the plan for {self.mesh} to a LayoutMap on {own}: the meshes differ")
+        found = LayoutMap(device_mesh)
+        for path, spec in self._specs_by_path().items():
+            # What no key matches is replicated by Keras anyway.
+            if any(spec):
+                # Escaped and anchored: the key is for this path and no other, by re.search too.
+                found[f"^{re.escape(path)}$"] = tuple(map(_entry, spec))
+        return found
+
+    def _specs_by_path(self) -> dict[str, Spec]:
+        """Return the layout of all variables of each path.
+
+        Raises:
+            LayoutError: When variables of one path have different layouts.
+        """
+        found: dict[str, Spec] = {}
+        for variable, layout in self.layouts():
+            if (other := found.setdefault(variable.path, variable.spec)) != variable.spec:
+                raise LayoutError(
+                    f"Cannot export the plan of {self.model!r} to a LayoutMap: several variables have the path "
+                    f"{variable.path!r}, one with {Layout(self.mesh, other)}, one with {layout}, and a LayoutMap "
+                    "expects one layout for each path. Give layers different names, or use layout=plan"
+                )
+        return found
+
+    def partition_specs(self) -> dict[str, Any]:
+        """Return a ``jax.sharding.PartitionSpec`` for every variable, by name (see `names`)."""
+        from jax.sharding import PartitionSpec
+
+        return {name: PartitionSpec(*map(_entry, v.spec)) for name, v in zip(self.names, self.variables, strict=True)}
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def _variable(data: dict[str, Any]) -> PlannedVariable:
+    spec = tuple(tuple(axes) for axes in data["spec"])
+    return PlannedVariable(**{**data, "shape": tuple(data["shape"]), "spec": spec, "stored": tuple(data["stored"])})
+
+
+def _decision(decision: Decision, *, limited: bool) -> str:
+    done = "splits" if decision.split else "does not split"
+    if decision.opposite_s is None and limited:
+        otherwise = "the opposite does not keep the memory limit, or contradicts other decisions"
+    elif decision.opposite_s is None:
+        otherwise = "the opposite contradicts other decisions"
+    else:
+        otherwise = f"the opposite takes {decision.opposite_s * 1e3:+.3f} ms per step"
+        # Without a limit, the plan is the fastest for its bytes of weights: what is faster needs more.
+        otherwise += ", and more memory for weights than that is worth" * (decision.opposite_s < 0)
+    return f"axis {decision.axis!r} {done} the {decision.length} of {', '.join(decision.dims[:3])}: {otherwise}"

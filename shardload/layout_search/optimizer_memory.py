@@ -1,0 +1,172 @@
+"""The state of an optimizer for each weight, found by building the optimizer without values.
+
+How much state a weight has depends on more than its size: REKLS has factors of its rows and columns, Adafactor sums of
+rows and columns, and both, like Muon, treat some weights in another way, by name or shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import keras
+
+from shardload.errors import LayoutError
+from shardload.keras_bridge.abstraction import abstract
+from shardload.keras_bridge.joint_optimizer import JointOptimizer
+from shardload.keras_bridge.model_state import OptimizerState, weights_optimized
+from shardload.keras_bridge.optimizer_slots import SlotSpread, optimizers_in, spread_of, state_in
+from shardload.keras_bridge.variables import set_sharding, sharding_of
+from shardload.layouts.roles import nbytes
+from shardload.sharding.layout import Layout
+from shardload.sharding.mesh import MeshSpec
+
+Follows = Literal["weight", "rows", "nothing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An array in the state of an optimizer that belongs to a weight."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of the whole array."""
+    follows: Follows
+    """It is split as its ``weight`` is, or along its ``rows`` by all axes that split the weight if they divide, or it
+    is whole on every device."""
+    spread: SlotSpread | None = None
+    """How it is spread further."""
+    even: bool = False
+    """Whether axes that do not divide its rows are an error, instead of leaving it whole."""
+
+    def allows(self, layout: Layout) -> bool:
+        """Whether it can be split for this layout of the weight."""
+        return not self.even or self.shape[0] % math.prod(layout.parts) == 0
+
+    def device_bytes(self, layout: Layout) -> float:
+        """Return the bytes on each device, for the layout of the weight."""
+        parts = math.prod(layout.parts)
+        match self.follows:
+            case "weight" if self.spread is not None:
+                return self.nbytes / math.prod(self.spread.applied(layout, self.shape).parts)
+            case "weight":
+                return self.nbytes / parts
+            case "rows" if self.shape[0] % parts == 0:
+                return self.nbytes / parts
+            case _:
+                return self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerNeeds:
+    """The state of an optimizer for each weight, and the memory that its update needs in addition."""
+
+    slots: Mapping[int, tuple[Slot, ...]] = field(default_factory=dict)
+    """By ``id(weight)``."""
+    update_bytes: int = 0
+    """Bytes that every device needs during the update under any layout; 0 where nothing is gathered for it."""
+
+
+def needs_of(optimizer: Any, weights: Sequence[Any]) -> OptimizerNeeds:
+    """Return what an optimizer needs for these weights.
+
+    An optimizer that is not built is built without values, and taken apart again.
+
+    Args:
+        optimizer: A Keras optimizer, its name, or ``None`` for no slots.
+        weights: The trainable variables of a model.
+
+    Raises:
+        LayoutError: When Keras knows no optimizer of that name, or the optimizer cannot be built for these weights.
+    """
+    if optimizer is None or not weights:
+        return OptimizerNeeds()
+    found: dict[int, list[Slot]] = defaultdict(list)
+    with _built(optimizer, weights) as own:
+        spread, factors = spread_of(own), _factors(own)
+        for slot, weight in state_in(own):
+            # State of no weight in particular is whole on every device, so any weight can count it.
+            found[id(weights[0] if weight is None else weight)].append(_slot(slot, weight, spread, factors))
+        update = sum(part.update_bytes for part in optimizers_in(own) if isinstance(part, JointOptimizer))
+    return OptimizerNeeds({key: tuple(slots) for key, slots in found.items()}, update)
+
+
+def _factors(optimizer: Any) -> Mapping[int, bool]:
+    """Return which state an optimizer splits in its own way, by ``id``, with whether it must divide."""
+    parts = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
+    # Only which state it is matters here, so a mesh of one device is enough.
+    one = MeshSpec(("x",), (1,))
+    return {
+        key: part.needs_even_state
+        for part in parts
+        for key in part.state_layouts(lambda v: Layout.replicated(one, len(v.shape)))
+    }
+
+
+def _slot(slot: Any, weight: Any, spread: SlotSpread | None, factors: Mapping[int, bool]) -> Slot:
+    shape, size = tuple(slot.shape), nbytes(slot)
+    if weight is not None and id(slot) in factors:
+        return Slot(shape, size, "rows", even=factors[id(slot)])
+    if weight is not None and slot.shape == weight.shape:
+        return Slot(shape, size, "weight", spread)
+    return Slot(shape, size, "nothing")
+
+
+def checked_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer that a caller names.
+
+    Raises:
+        LayoutError: When it is a class, or Keras knows none of that name.
+    """
+    if isinstance(optimizer, type):
+        raise LayoutError(
+            f"Cannot plan for the class {optimizer.__name__}: expected an optimizer. Create one: {optimizer.__name__}()"
+        )
+    try:
+        return keras.optimizers.get(optimizer)
+    except (KeyError, TypeError, ValueError) as error:
+        raise LayoutError(
+            f"Cannot plan for the optimizer {optimizer!r}: Keras has none of that name. Use a name such as adamw, "
+            "or rekls on the command line; in Python pass an optimizer to shardload.parallel.search"
+        ) from error
+
+
+@contextmanager
+def _built(optimizer: Any, weights: Sequence[Any]) -> Iterator[Any]:
+    """Give the optimizer, built for these weights without values, on no mesh."""
+    with abstract():
+        made = checked_optimizer(optimizer)
+        # Built for another model: plan with a fresh optimizer of the same configuration.
+        if made.built and {id(v) for v in weights_optimized(made)} != {id(v) for v in weights}:
+            made = type(made).from_config(made.get_config())
+    if made.built:
+        yield made
+        return
+    with built_on(made, weights, [None] * len(weights)):
+        yield made
+
+
+@contextmanager
+def built_on(optimizer: Any, weights: Sequence[Any], shardings: Sequence[Any]) -> Iterator[None]:
+    """Build an optimizer without values, as if its weights had these shardings; undo both after the block.
+
+    Args:
+        optimizer: A Keras optimizer that is not built.
+        weights: The trainable variables of a model.
+        shardings: A `jax.sharding.Sharding` for each weight, or ``None``; slots that mirror a weight take it.
+    """
+    unbuilt, before = OptimizerState.of(optimizer), [sharding_of(v) for v in weights]
+    try:
+        for variable, sharding in zip(weights, shardings, strict=True):
+            set_sharding(variable, sharding)
+        with abstract():
+            optimizer.build(list(weights))
+        yield
+    finally:
+        unbuilt.restore()
+        for variable, sharding in zip(weights, before, strict=True):
+            set_sharding(variable, sharding)

@@ -1,0 +1,208 @@
+"""Turn a solution into a plan: the layout and reason of each variable, exchanges, and the cost of the opposites."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.variables import numbered
+from shardload.layout_search.batch_moves import differences
+from shardload.layout_search.layout_plan import Decision, LayoutPlan, PlannedExchange, PlannedVariable
+from shardload.layout_search.problem import Problem, WeightKind
+from shardload.layout_search.solution_memory import assignment_of, chosen, fastest_that_fits, peak, state_of
+from shardload.layout_search.solving import Demand, Solution, WeightOption, gathers
+from shardload.layout_search.tracing import described
+from shardload.units import format_bytes, plural
+
+
+def make_plan(
+    model: Any, problem: Problem, demand: Demand, solution: Solution, *, inputs: Any, batch_axis: str, limit: int | None
+) -> LayoutPlan:
+    """Return the plan for a solution.
+
+    Args:
+        model: The model.
+        problem: What was solved.
+        demand: What the solution had to achieve.
+        solution: The solution.
+        inputs: The inputs that were traced.
+        batch_axis: The axis that splits the batch.
+        limit: The device memory that the caller gave.
+    """
+    activations, _ = peak(problem, solution)
+    names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))
+    decisions = tuple(_decisions(problem, demand, solution, names))
+    return LayoutPlan(
+        model=model.name,
+        mesh=problem.mesh,
+        batch_axis=batch_axis,
+        training=problem.traced.training,
+        inputs=described(inputs),
+        variables=tuple(_variables(model, problem, solution)),
+        device=replace(state_of(problem, solution), activations=activations),
+        device_memory_bytes=limit,
+        step_s=solution.seconds,
+        exchanges=tuple(_exchanges(problem, solution)),
+        decisions=decisions,
+        constants=dataclasses.asdict(problem.hardware),
+        notes=(
+            *_of_batch(problem, inputs, batch_axis),
+            *_notes(problem, batch_axis),
+            *([] if problem.traced.training else _of_generation(model, inputs)),
+        ),
+    )
+
+
+def _of_batch(problem: Problem, inputs: Any, batch_axis: str) -> list[str]:
+    """Say that the batch axis splits nothing, where the batch does not divide."""
+    size = problem.mesh.axis_size(batch_axis)
+    if size == 1 or batch_axis in problem.pinned:
+        return []
+    rows = " and ".join(map(str, sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(inputs) if np.shape(leaf)})))
+    return [
+        f"a batch of {rows} does not divide over axis {batch_axis!r}: its {plural(size, 'device')} all do the same work"
+    ]
+
+
+def _of_generation(model: Any, inputs: Any) -> list[str]:
+    """Say that a forward pass keeps no KV cache, for the models of KerasHub that generate; and how large that is."""
+    if not hasattr(model, "generate"):
+        return []
+    size = ""
+    per_token = _cached_per_token(backbone_of(model))
+    # Not of models with an encoder, which keep its keys and values too.
+    if per_token is not None and isinstance(inputs, Mapping) and inputs.keys() == {"token_ids", "padding_mask"}:
+        rows, tokens = inputs["token_ids"].shape
+        nbytes = rows * tokens * per_token * np.dtype(model.compute_dtype).itemsize
+        size = f": {format_bytes(nbytes)} over all devices for {rows} x {plural(tokens, 'token')}"
+    return [f"generate() also keeps a KV cache, which is not counted{size}"]
+
+
+def _cached_per_token(backbone: Any) -> int | None:
+    """Return how many keys and values the cache has for a token, if all layers have the same number."""
+    if any(hasattr(backbone, name) for name in ("num_kv_shared_layers", "linear_num_key_heads")):
+        return None
+    queries = _first_of(backbone, "num_query_heads", "num_heads", "num_attention_heads")
+    heads = _first_of(backbone, "num_key_value_heads") or queries
+    width = _first_of(backbone, "head_dim") or (queries and _first_of(backbone, "hidden_dim") // queries)
+    layers = _first_of(backbone, "num_layers")
+    return layers * 2 * heads * width if layers and heads and width else None
+
+
+def _first_of(backbone: Any, *names: str) -> int:
+    found = (getattr(backbone, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int)), 0)
+
+
+def _notes(problem: Problem, batch_axis: str) -> list[str]:
+    mesh = problem.mesh
+    no_axis = (
+        f"axis {batch_axis!r} splits the batch, as the mesh has no axis for that: write batch=1,{mesh} to split weights"
+    )
+    of_weights = mesh.axis_kind(batch_axis) in ("model", "expert") and mesh.axis_size(batch_axis) > 1
+    update = (
+        f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any layout: "
+        "activations count at least that much. Its time and its collectives are not counted"
+    )
+    return (
+        [no_axis] * of_weights
+        + [update] * bool(problem.update_bytes)
+        + [
+            f"no rule for {name} (x{count}): its operands count as gathered, its results as replicated"
+            if not name.startswith("while")
+            else f"{name} (x{count})"
+            for name, count in sorted(problem.traced.program.unknown.items())
+        ]
+    )
+
+
+def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for work in problem.work:
+        for exchange in work.exchanges:
+            kinds = tuple({*work.kinds, exchange.group, *exchange.dims})
+            assignment = assignment_of(problem, solution, kinds)
+            seconds, nbytes = problem.exchange_s(exchange, assignment)
+            for axis, kind in zip(problem.mesh.axes, assignment, strict=True):
+                if kind == exchange.group and nbytes and problem.sizes[axis] > 1:
+                    entry = found[exchange.kind, axis]
+                    entry[0] += work.count
+                    entry[1] += work.count * nbytes
+                    entry[2] += work.count * seconds
+    for weight, option in chosen(problem, solution):
+        # Gathered weights are not kept for the backward pass, so they are gathered again.
+        times = len(weight.members) * (2 if problem.traced.training else 1)
+        for axes, nbytes, seconds in gathers(problem, weight, option):
+            entry = found["all-gather", "+".join(axes)]
+            entry[0] += times
+            entry[1] += len(weight.members) * nbytes
+            entry[2] += times * seconds
+        if option.moved:
+            for change in differences(problem, weight, option.assignment, option.moved):
+                entry, count = found[change.kind, "+".join(change.axes)], len(weight.members)
+                # An exchange that falls away counts negative, against the one in `problem.work`.
+                entry[0] += math.copysign(count, change.nbytes)
+                entry[1] += count * change.nbytes
+                entry[2] += count * change.seconds
+    return [PlannedExchange(kind, axis, int(n), round(b), s) for (kind, axis), (n, b, s) in sorted(found.items())]
+
+
+def _decisions(problem: Problem, demand: Demand, solution: Solution, names: Mapping[int, str]) -> list[Decision]:
+    made = []
+    for kind, axis in problem.candidates:
+        done = (kind, axis) in solution.split
+        # What the opposite costs: the best plan with only this decision turned round.
+        opposite = replace(demand, forced=((kind, axis, not done),))
+        _, other = fastest_that_fits(problem, opposite)
+        if other is None and demand.state_limit_bytes is not None:
+            _, other = fastest_that_fits(problem, replace(opposite, state_limit_bytes=None))
+        longer = None if other is None else other.seconds - solution.seconds
+        made.append(Decision(axis, done, problem.length[kind], tuple(_members(problem, kind, names)), longer))
+    return made
+
+
+def _members(problem: Problem, kind: int, names: Mapping[int, str]) -> list[str]:
+    found = []
+    for weight in problem.weights:
+        for dim, of_dim in enumerate(weight.kinds):
+            if of_dim == kind:
+                found += [f"{names[id(problem.traced.weights[i][0])]}[{dim}]" for i in weight.members]
+    return found
+
+
+def _variables(model: Any, problem: Problem, solution: Solution) -> list[PlannedVariable]:
+    made: dict[int, PlannedVariable] = {}
+    for weight, option in chosen(problem, solution):
+        reason = _reason(problem, weight, option)
+        for i in weight.members:
+            variable = problem.traced.weights[i][0]
+            stored = tuple(axis for axis, _ in option.stored)
+            made[id(variable)] = PlannedVariable(
+                variable.path, weight.shape, weight.nbytes, option.spec, stored, weight.trainable, reason
+            )
+    # Kinds are in any order; a plan lists variables as the model does.
+    order = {id(variable): at for at, variable in enumerate(model.variables)}
+    return [made[key] for key in sorted(made, key=lambda key: order.get(key, len(order)))]
+
+
+def _reason(problem: Problem, weight: WeightKind, option: WeightOption) -> str:
+    if weight.pin is not None:
+        return "pinned"
+    split = Counter(axis for axes in option.spec for axis in axes)
+    if split:
+        how = [
+            f"{weight.shape[d]} of dim {d} split over {'+'.join(axes)}" for d, axes in enumerate(option.spec) if axes
+        ]
+        return ", ".join(how) + (f"; the batch is moved to its rows over {option.moved}" if option.moved else "")
+    candidates = [(k, axis) for k, axis in problem.candidates if k in weight.kinds]
+    if candidates:
+        return "replicated: splitting one of its dims would take longer than it saves"
+    return f"replicated: no dim of {weight.shape} can be split over {problem.mesh} without moving what it is used with"

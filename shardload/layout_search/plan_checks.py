@@ -1,0 +1,117 @@
+"""The checks that a plan carries: its compiled step, and its results compared with those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from shardload.sharding.mesh import MeshSpec
+from shardload.units import format_bytes, plural
+
+Record_co = TypeVar("Record_co", covariant=True)
+
+
+class PlanCheck(Protocol[Record_co]):
+    """A check of a plan, such as a `shardload.parallel.CompiledStep`."""
+
+    @property
+    def mesh(self) -> MeshSpec:
+        """The mesh that was checked."""
+        ...
+
+    def for_plan(self) -> Record_co:
+        """Return what a plan records of the check."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A plan whose compiled step was over the limit; bytes are those of one device."""
+
+    planned_bytes: int
+    compiled_bytes: int
+
+    def __str__(self) -> str:
+        return f"a plan for {format_bytes(self.planned_bytes)} compiled to {format_bytes(self.compiled_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCheck:
+    """Memory and collectives of the compiled step of a plan; bytes are those of one device."""
+
+    kind: str
+    """``forward``, ``gradients`` or ``training``."""
+    platform: str
+    """The platform it was compiled for, such as ``cpu``."""
+    total_bytes: int
+    argument_bytes: int
+    temporary_bytes: int
+    collectives: Mapping[str, tuple[int, int]]
+    """For each kind, how many run in a step, and the bytes of their results."""
+    notes: tuple[str, ...] = ()
+    attempts: tuple[Attempt, ...] = field(default=())
+    """Plans that were compiled before this one, and needed more than the limit."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CompiledCheck:
+        """Read the check of a saved plan."""
+        collectives = {kind: (int(count), int(nbytes)) for kind, (count, nbytes) in data["collectives"].items()}
+        attempts = tuple(Attempt(**one) for one in data["attempts"])
+        return cls(**{**data, "collectives": collectives, "notes": tuple(data["notes"]), "attempts": attempts})
+
+    def line(self, limit: int | None) -> str:
+        """Return the check for people: memory against the limit, and collectives."""
+        of = f" of {format_bytes(limit)}" if limit is not None else ""
+        done = ", ".join(f"{plural(n, kind)} of {format_bytes(b)}" for kind, (n, b) in self.collectives.items())
+        tried = f"; before it, {', '.join(map(str, self.attempts))}" if self.attempts else ""
+        return f"compiled for {self.platform}: {format_bytes(self.total_bytes)}{of}; {done or 'no collectives'}{tried}"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedNumbers:
+    """Results of a sample batch under a plan, compared with one device."""
+
+    results: int
+    """Outputs, losses, gradients and variables that were compared."""
+    wrong: tuple[str, ...]
+    """Those that differ by more than rounding or cannot be compared, by name."""
+    largest_share: float
+    """The largest difference, as a share of what rounding explains."""
+    variables: int
+    """Variables whose shards were compared with the plan."""
+    misplaced: tuple[str, ...]
+    """Paths of those that are not where they were planned."""
+    device_bytes: int
+    """Bytes of these variables on each device."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agrees."""
+        return not self.wrong and not self.misplaced
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ComparedNumbers:
+        """Read the comparison of a saved plan."""
+        return cls(**{**data, "wrong": tuple(data["wrong"]), "misplaced": tuple(data["misplaced"])})
+
+    def line(self) -> str:
+        """Return the comparison for people."""
+        placed = f"{plural(self.variables, 'variable')} where planned, {format_bytes(self.device_bytes)} on each device"
+        if self.ok:
+            return (
+                f"numbers: {plural(self.results, 'result')} equal to one device, within {self.largest_share:.2f} of "
+                f"what rounding explains; {placed}"
+            )
+        results = plural(self.results, "result")
+        said = f"{results} equal to one device"
+        if self.wrong:
+            said = f"{len(self.wrong)} of {results} NOT equal to one device ({_first(self.wrong)})"
+        if self.misplaced:
+            of = plural(self.variables, "variable")
+            placed = f"{len(self.misplaced)} of {of} NOT where planned ({_first(self.misplaced)})"
+        return f"numbers: {said}; {placed}"
+
+
+def _first(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

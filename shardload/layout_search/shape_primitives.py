@@ -1,0 +1,332 @@
+"""How primitives that move or combine entries map the dims of their operands to those of their results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardload.layout_search.program import UNSPLIT, Exchange, Program, Value
+
+Rule = Callable[[Program, Any, Sequence[Value]], list[Value]]
+"""A rule takes the program, the equation and the values of its operands, and returns those of its results."""
+
+_ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
+clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
+from_edtype ge gt igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p
+log2 logistic lt lt_to max min mul mul_add_fused mulhi name nand ne neg nextafter nor not one_minus_square
+optimization_barrier or polygamma polynomial population_count pow pvary real reduce_precision reduced_vary_cast
+regularized_incomplete_beta rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 to_edtype
+with_memory_space_constraint xor zeta
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+VIEWS = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient"})
+_SOURCES = """
+empty empty2 full iota random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap
+random_wrap rng_bit_generator rng_uniform axis_index create_token platform_index
+"""
+SOURCES = frozenset(_SOURCES.split())
+
+
+def itemsize(aval: Any) -> int:
+    """Return the bytes of one entry; keys of random generators count as 8."""
+    return int(getattr(aval.dtype, "itemsize", 8))
+
+
+def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
+    """Return a value for a result of an equation."""
+    return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
+
+
+# ---- shapes that agree -----------------------------------------------------------------------------
+
+
+def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Unite the dims of all operands with the result's rank: scalars and dims of length 1 broadcast."""
+    # Binary primitives broadcast dims of length 1 implicitly. To require equal shapes here would split one group in
+    # two: for a transformer block, the residual stream.
+    results = []
+    for i, var in enumerate(eqn.outvars):
+        shape = tuple(var.aval.shape)
+        if len(eqn.outvars) == len(operands) > 1:
+            same = [operands[i]]  # optimization_barrier and its like: one result per operand
+        else:
+            same = [v for v in operands if len(v.shape) == len(shape)]
+        dims: list[int | None] = [None] * len(shape)
+        for value in same:
+            for d, n in enumerate(value.dims):
+                if n != UNSPLIT and shape[d] == value.shape[d]:
+                    known = dims[d]
+                    dims[d] = n if known is None else program.unite(known, n)
+        # These share the buffer of their operand.
+        view = same[0] if eqn.primitive.name in VIEWS and same else None
+        results.append(fresh(program, var, dims, view_of=view))
+        if eqn.primitive.name == "convert_element_type":
+            results[-1].cast_of = operands[0]
+    if results and eqn.primitive.name not in VIEWS:
+        # Fused elementwise work is bound by memory, so its flops are not counted.
+        program.work("elementwise", results[0].dims, nbytes=results[0].nbytes)
+    return results
+
+
+def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Make results that depend on no dim of an operand."""
+    made = [fresh(program, var, [program.any_length() for _ in var.aval.shape]) for var in eqn.outvars]
+    for value in made:
+        value.recomputed = True
+    return made
+
+
+def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry the dims that keep their length; others are new."""
+    value, shape = operands[0], eqn.params["shape"]
+    dims: list[int | None] = [program.any_length() for _ in shape]
+    for d, at in enumerate(eqn.params["broadcast_dimensions"]):
+        if value.shape[d] == shape[at]:
+            dims[at] = value.dims[d]
+    made = fresh(program, eqn.outvars[0], dims)
+    made.recomputed = True
+    return [made]
+
+
+def transpose(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Permute the dims."""
+    value = operands[0]
+    return [fresh(program, eqn.outvars[0], [value.dims[d] for d in eqn.params["permutation"]], view_of=value)]
+
+
+def squeeze(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Drop dims of length 1."""
+    value, gone = operands[0], set(eqn.params["dimensions"])
+    return [
+        fresh(program, eqn.outvars[0], [n for d, n in enumerate(value.dims) if d not in gone], view_of=value),
+    ]
+
+
+def expand_dims(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Insert dims of length 1."""
+    value, new = operands[0], set(eqn.params["dimensions"])
+    kept = iter(value.dims)
+    rank = len(eqn.outvars[0].aval.shape)
+    return [fresh(program, eqn.outvars[0], [UNSPLIT if d in new else next(kept) for d in range(rank)], view_of=value)]
+
+
+def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry one dim, the outermost, of each block of dims that is merged or divided; the others must be whole."""
+    value, new = operands[0], tuple(eqn.outvars[0].aval.shape)
+    dims: list[int | None] = [None] * len(new)
+    heads: dict[int, int] = {}
+    # Entries are in row-major order: a split of the outermost dim of a block is the same ranges of entries before and
+    # after. A split of an inner dim is not, so the value is gathered.
+    for old_block, new_block in _blocks(value.shape, new):
+        # Dims of length 1 come and go without moving anything.
+        olds = [d for d in old_block if value.shape[d] != 1]
+        news = [d for d in new_block if new[d] != 1]
+        if not olds or not news:
+            continue
+        # Groups of heads that are merged with another dim are still followed, as parts of it.
+        grouped = program.heads_of(value.dims[olds[0]])
+        carried = _carried(program, value, new, olds, news)
+        if carried is not None:
+            dim, to, node = carried
+            dims[to] = node
+            olds.remove(dim)
+            if to != news[0] and to == len(new) - 1:
+                # (192) to (12, 16): neither the heads nor their width divide alone.
+                program.note_apart(node)
+            elif to != news[0]:
+                heads[news[0]] = node
+            elif grouped is not None and program.group(grouped) != program.group(node):
+                heads[to] = grouped
+        else:
+            if grouped is not None:
+                heads[news[0]] = grouped
+            if len(news) > 1:
+                for d in olds:
+                    program.note_apart(value.dims[d])
+        for d in olds:
+            program.need_whole(value, d, why="reshape")
+    made = fresh(program, eqn.outvars[0], dims, view_of=value)
+    program.members.update({program.group(made.dims[d]): node for d, node in heads.items()})
+    return [made]
+
+
+def _carried(
+    program: Program, value: Value, new: tuple[int, ...], olds: list[int], news: list[int]
+) -> tuple[int, int, int] | None:
+    """Return the old dim of a block that carries its group over, the new dim that gets it, and the node.
+
+    8 query heads become (4 groups, 2 heads each), as for grouped-query attention. Over 2 or 4 devices the groups are
+    split like the heads. Over 8 devices, groups and heads are split together, which XLA does without communication: the
+    inner dim then carries the node of all 8 heads, and gives it back when the two dims are merged again.
+    """
+    first, to = olds[0], news[0]
+    before, after = value.shape[first], new[to]
+    if before < after:
+        for d in olds[1:]:
+            length = program.length(value.dims[d])
+            if length > value.shape[d] and length % after == 0:
+                return d, to, value.dims[d]
+            # (4, 2, 16) to 128: all heads, with their width.
+            whole = math.prod(value.shape[o] for o in olds if o <= d)
+            if value.shape[d] < length == whole and program.can_follow(after, length):
+                return d, to, program.unite(value.dims[d], program.node(after))
+    if before == after:
+        return first, to, value.dims[first]
+    longer, shorter = max(before, after), min(before, after)
+    # (16, 128) to (128, 16): the same ranges of entries, but dims of another meaning. To carry the group over would
+    # split positions like examples in all that follows, which XLA does not do.
+    if longer % shorter or min(len(olds), len(news)) > 1:
+        return None
+    # (4, 8) merged to 32, or back: if each axis that divides 32 divides 4 as well, they can share a group.
+    if program.can_follow(longer, shorter):
+        return first, to, program.unite(value.dims[first], program.node(after))
+    whole = after * new[news[1]] if len(news) > 1 else 0
+    if before == whole:
+        return first, news[1], value.dims[first]
+    # 128 to (4, 2, 16): heads with their width, to groups of heads.
+    if before > whole > 0 and before % whole == 0 and program.can_follow(before, whole):
+        return first, news[1], program.unite(value.dims[first], program.node(whole))
+    return None
+
+
+def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Pair the shortest runs of dims of two shapes that have as many entries."""
+    blocks: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        olds: list[int] = []
+        news: list[int] = []
+        a = b = 1
+        # Take dims from the side with the smaller product until both sides have as many entries.
+        while not (olds and news and a == b):
+            if (a <= b or j >= len(new)) and i < len(old):
+                a, i = a * old[i], i + 1
+                olds.append(i - 1)
+            elif j < len(new):
+                b, j = b * new[j], j + 1
+                news.append(j - 1)
+            else:
+                break
+        blocks.append((olds, news))
+    return blocks
+
+
+# ---- parts of dims ---------------------------------------------------------------------------------
+
+
+def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
+    """Make results whose dims follow those of ``value`` that are ``kept``; the others are taken apart."""
+    results = [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
+    for d in range(len(value.dims)):
+        if not kept(d):
+            program.take_apart(value, d, why=eqn.primitive.name)
+            # XLA carries a split of the parts back to the whole.
+            for made in results:
+                program.note_apart(made.dims[d])
+    return results
+
+
+def same_length(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry the dims that keep their length (slice, pad)."""
+    shape, value = eqn.outvars[0].aval.shape, operands[0]
+    return _keeping(program, eqn, value, lambda d: value.shape[d] == shape[d])
+
+
+def windowed(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry the dims that a window of length 1 leaves alone."""
+    window = eqn.params.get("window_dimensions") or (1,) * len(operands[0].shape)
+    return _keeping(program, eqn, operands[0], lambda d: window[d] == 1)
+
+
+def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry the dims of source and operand that the window leaves alone."""
+    window, (src, value) = eqn.params["window_dimensions"], operands[:2]
+    for d, n in enumerate(src.dims):
+        if window[d] == 1:
+            program.unite(n, value.dims[d])
+        else:
+            program.take_apart(src, d, why="select_and_scatter_add")
+    return _keeping(program, eqn, value, lambda d: window[d] == 1)
+
+
+def tile(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry the dims that are not repeated."""
+    reps = eqn.params["reps"]
+    return _keeping(program, eqn, operands[0], lambda d: reps[d] == 1)
+
+
+def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry every dim but the one that a scan, a sort or a reversal runs along."""
+    params = eqn.params
+    # The parameter differs by primitive: cumsum and split say axis, sort says dimension; others use the last dim.
+    named = [params[key] for key in ("axis", "dimension", "dimensions", "axes") if key in params]
+    along = named[0] if named else len(operands[0].shape) - 1
+    dims = {along % max(len(operands[0].shape), 1)} if isinstance(along, int) else set(along)
+    for other in operands[1:]:
+        for d, n in enumerate(other.dims):
+            # A sort may have several operands of one shape, sorted together.
+            if len(other.shape) == len(operands[0].shape) and d not in dims:
+                program.unite(n, operands[0].dims[d])
+    return _keeping(program, eqn, operands[0], lambda d: d not in dims)
+
+
+def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry every dim: where one that is reversed is split, each device swaps its shard with another."""
+    value = operands[0]
+    reversed_dims = [value.dims[d] for d in eqn.params["dimensions"]]
+    exchanges = [Exchange("collective-permute", n, value.nbytes, value.dims) for n in reversed_dims]
+    program.work("rev", value.dims, nbytes=value.nbytes, exchanges=exchanges)
+    return [fresh(program, eqn.outvars[0], value.dims)]
+
+
+def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Unite every dim but the one that is joined from parts."""
+    along = eqn.params["dimension"]
+    first = operands[0]
+    for other in operands:
+        program.take_apart(other, along, why="concatenate")
+        for d, n in enumerate(other.dims):
+            if d != along:
+                program.unite(first.dims[d], n)
+    made = fresh(program, eqn.outvars[0], [None if d == along else n for d, n in enumerate(first.dims)])
+    program.note_apart(made.dims[along])
+    return [made]
+
+
+def top_k(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry every dim but the last; XLA does not divide this work: it gathers the operand on every device."""
+    value = operands[0]
+    program.need_all(value, why="top_k")
+    return [fresh(program, var, [*value.dims[:-1], None]) for var in eqn.outvars]
+
+
+def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Unite all dims of the operands; the new dim follows none."""
+    axis, first = eqn.params["axis"], operands[0]
+    for other in operands[1:]:
+        program.unite_dims(first, other)
+    dims: list[int | None] = list(first.dims)
+    dims.insert(axis, None)
+    return [fresh(program, eqn.outvars[0], dims)]
+
+
+def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Carry every dim but the one that is taken apart."""
+    axis, value = eqn.params["axis"], operands[0]
+    program.take_apart(value, axis, why="unstack")
+    dims = [n for d, n in enumerate(value.dims) if d != axis]
+    return [fresh(program, var, dims) for var in eqn.outvars]
+
+
+def dynamic_update_slice(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Unite the dims that the update fills; the operand needs the others whole."""
+    value, update = operands[:2]
+    for d, n in enumerate(update.dims):
+        if update.shape[d] == value.shape[d]:
+            program.unite(value.dims[d], n)
+        else:
+            program.take_apart(update, d, why="dynamic_update_slice")
+    return _keeping(program, eqn, value, lambda d: update.shape[d] == value.shape[d])

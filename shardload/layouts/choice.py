@@ -1,0 +1,166 @@
+"""`LayoutChoice`: a layout for every variable, the rule behind it, and the fallbacks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardload.keras_bridge.variables import numbered
+from shardload.layouts.roles import LARGE_BYTES, nbytes
+from shardload.sharding.layout import Fallback, Layout
+from shardload.sharding.mesh import AXIS_NAMES, MeshSpec
+from shardload.units import plural
+
+KEEP_LAYOUT = "as it was"
+"""Mode of a `LayoutChoice` that keeps the current layout."""
+_ARTICLES = {"batch": "the batch", "fsdp": "an fsdp", "model": "the model", "expert": "the expert"}
+
+
+@dataclass(frozen=True, slots=True)
+class VariableLayout:
+    """One variable and its layout."""
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of the whole value."""
+    layout: Layout
+    rule: str
+    """The reason: a role (``heads out``), the text of a rule, or ``default``."""
+    fallback: Fallback | None = None
+    """Why the rule's own layout could not be used."""
+
+    @classmethod
+    def of(cls, variable: Any, layout: Layout, rule: str, fallback: Fallback | None = None) -> VariableLayout:
+        """Return the layout of a Keras variable, which may have no value yet."""
+        return cls(variable.path, tuple(variable.shape), nbytes(variable), layout, rule, fallback)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the variable on each device."""
+        return self.nbytes // math.prod(self.layout.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChoice:
+    """Layouts of all variables of one model on one mesh."""
+
+    mesh: MeshSpec
+    mode: str
+    """``auto``, ``keras_hub``, ``replicated``, ``layout_map``, ``rules``, ``distribution``, or the path of a file."""
+    by_id: Mapping[int, VariableLayout]
+    """By ``id(variable)``, in the order of ``model.variables``, followed by compiled metrics and optimizer slots."""
+    batch_axis: str | None = None
+    """The axis that splits the batch; ``None`` for `MeshSpec.batch_axis`."""
+    uses: Mapping[int, Layout] = field(default_factory=dict)
+    """By ``id(variable)``: the layout of a variable while it is used, where it is stored split over more axes."""
+    activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
+    """From the path of a layer's output to its ``TensorLayout``, as the user's own map has it, to a
+    `jax.sharding.PartitionSpec`, or to ``None``."""
+    rule_notes: tuple[str, ...] = ()
+    """One sentence for each rule of a distribution that matches no variable; in other layouts that is an error."""
+
+    def of(self, variable: Any) -> Layout:
+        """Return the layout of a variable."""
+        return self.by_id[id(variable)].layout
+
+    @property
+    def variables(self) -> tuple[VariableLayout, ...]:
+        """The layouts in the order of their variables."""
+        return tuple(self.by_id.values())
+
+    @property
+    def layouts(self) -> Mapping[int, Layout]:
+        """The layouts alone, by ``id(variable)``."""
+        return {key: found.layout for key, found in self.by_id.items()}
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """Every variable that did not get its rule's layout."""
+        return tuple(v.fallback for v in self.variables if v.fallback is not None)
+
+    @property
+    def sharded(self) -> int:
+        """Number of split variables."""
+        return sum(not v.layout.is_replicated for v in self.variables)
+
+    @property
+    def replicated(self) -> int:
+        """Number of replicated variables."""
+        return len(self.variables) - self.sharded
+
+    @property
+    def replicated_large(self) -> tuple[str, ...]:
+        """Paths of variables of at least 1 MiB replicated by default although the mesh could split them."""
+        if self.mode == "replicated" or not weight_axes(self.mesh):
+            return ()
+        return tuple(v.path for v in self.variables if v.layout.is_replicated and v.nbytes >= LARGE_BYTES)
+
+    @property
+    def idle_axes(self) -> tuple[str, ...]:
+        """Axes that should split weights and split none, although a variable has at least 1 MiB."""
+        # No warning for a layout that was requested or kept, or where every variable is too small to split.
+        if self.mode in ("replicated", KEEP_LAYOUT) or all(v.nbytes < LARGE_BYTES for v in self.variables):
+            return ()
+        used = {axis for v in self.variables for axes in v.layout.spec for axis in axes}
+        return tuple(axis for axis in weight_axes(self.mesh) if axis not in used)
+
+    @property
+    def idle_notes(self) -> tuple[str, ...]:
+        """One sentence for each of `idle_axes`."""
+        return tuple(
+            f"axis {axis!r} of the mesh {self.mesh} splits no weight: the "
+            f"{plural(self.mesh.axis_size(axis), 'device')} along it store the same weights"
+            for axis in self.idle_axes
+        )
+
+    @property
+    def guess_notes(self) -> tuple[str, ...]:
+        """One sentence for each axis whose name does not say what it splits."""
+        return tuple(
+            f"axis {axis!r} of the mesh is used as {_ARTICLES[self.mesh.axis_kind(axis)]} axis because of its "
+            f"position; known names are {', '.join(AXIS_NAMES[self.mesh.axis_kind(axis)])}"
+            for axis in (self.mesh.guessed_axes if self.mode == "auto" else ())
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all variables, each counted once."""
+        return sum(v.nbytes for v in self.variables)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on each device; equal for all, because every split is even."""
+        return sum(v.device_bytes for v in self.variables)
+
+    @property
+    def rules(self) -> Mapping[str, str]:
+        """The rule of each variable, by path, with ``#2``, ``#3`` … behind it where several have one path."""
+        found = self.variables
+        return dict(zip(numbered(v.path for v in found), (v.rule for v in found), strict=True))
+
+    def summary(self) -> str:
+        """Return a few lines for people."""
+        lines = [
+            f"layout {self.mode} on {self.mesh}: {plural(self.sharded, 'variable')} split, {self.replicated} "
+            f"replicated; {self.device_bytes:,} of {plural(self.nbytes, 'byte')} on each device"
+        ]
+        if not weight_axes(self.mesh) and self.mode != "replicated":
+            axis = self.mesh.batch_axis
+            lines.append(f"axis {axis!r} splits the batch: this mesh has no axis to split weights over")
+        lines += [*self.idle_notes, *self.guess_notes, *self.rule_notes]
+        # One line per reason: a stack of layers has the same fallback in each of them.
+        for why, count in Counter(f.why for f in self.fallbacks).items():
+            first = next(f.variable for f in self.fallbacks if f.why == why)
+            others = f" and {count - 1} more" if count > 1 else ""
+            lines.append(f"fallback: {first}{others}: {why}")
+        lines += [f"replicated though large: {path}" for path in self.replicated_large]
+        return "\n".join(lines)
+
+
+def weight_axes(mesh: MeshSpec) -> tuple[str, ...]:
+    """Return the axes of more than one position that split weights, by their name or position."""
+    return tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and mesh.axis_kind(axis) != "batch")

@@ -1,0 +1,156 @@
+"""From roles to layouts: the first preferred dim that divides gets the axis; all other results are reported.
+
+A ``model`` axis splits weights as Megatron does, an ``expert`` axis the stacked matrices of a mixture. An ``fsdp`` axis
+splits one more dim, the largest remaining one, like fully sharded data parallelism, and so does a second ``model``
+axis. A ``batch`` axis splits no weight. Axes of size one split nothing and are omitted from layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardload.layouts.choice import VariableLayout
+from shardload.layouts.role import MATRICES, Dim, Follows, Role, Wants
+from shardload.layouts.roles import by_shape, nbytes
+from shardload.sharding.layout import Fallback, Layout, Spec
+from shardload.sharding.mesh import MeshSpec
+
+SMALL_BYTES = 1 << 10
+"""Splitting less than this saves nothing and costs a collective."""
+
+
+def place(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
+    """Choose the layout of a variable by its own dims."""
+    shape = tuple(int(n) for n in variable.shape)
+    if not role.dims or (nbytes(variable) < SMALL_BYTES and not role.even_small):
+        # Replicated on purpose, so no fallback is reported.
+        return VariableLayout.of(variable, Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
+    spec: list[tuple[str, ...]] = [()] * len(shape)
+    for axis in mesh.axes_of("expert"):  # first: no other axis should take the dim that it needs
+        _split(spec, shape, [d for d in role.dims if d.what == MATRICES], mesh=mesh, axis=axis)
+    model_axes = mesh.axes_of("model")
+    dim = None
+    if model_axes:
+        free = [d for d in role.dims if not spec[d.index]]
+        dim = _split(spec, shape, free, mesh=mesh, axis=model_axes[0])
+    for axis in mesh.axes:
+        if axis in model_axes[1:] or mesh.axis_kind(axis) == "fsdp":
+            _split_one_more(spec, shape, role.dims, mesh=mesh, axis=axis)
+    layout = Layout(mesh, tuple(spec))
+    return VariableLayout.of(variable, layout, role.rule, _fallback(variable, role, dim, layout=layout))
+
+
+def _split(
+    spec: list[tuple[str, ...]], shape: tuple[int, ...], dims: Sequence[Dim], *, mesh: MeshSpec, axis: str
+) -> Dim | None:
+    """Split the first of ``dims`` that divides, and return it."""
+    size = mesh.axis_size(axis)
+    dim = _first_that_divides(shape, dims, size)
+    if dim is not None and size > 1:
+        spec[dim.index] = (axis,)
+    return dim
+
+
+def follow(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
+    """Choose the layout of a variable along its leader's, where its own dims are divisible."""
+    spec: Spec = tuple(() if d is None else leader.spec[d] for d in role.dims)
+    layout = Layout(leader.mesh, spec)
+    if not layout.divides(tuple(variable.shape)):
+        layout = Layout.replicated(leader.mesh, len(variable.shape))
+    return VariableLayout.of(variable, layout, f"{role.rule} follows {role.leader.path}")
+
+
+def decide_layouts(
+    variables: Mapping[int, Any],
+    found: Mapping[int, Role],
+    mesh: MeshSpec,
+    *,
+    fixed: Mapping[int, VariableLayout] | None = None,
+) -> dict[int, VariableLayout]:
+    """Choose the layouts of all variables: those ``fixed`` by a rule, then leaders, then their followers."""
+    placed: dict[int, VariableLayout] = dict(fixed or {})
+    waiting: dict[int, Follows] = {}
+    for key, variable in variables.items():
+        role = found[key]
+        if key in placed:
+            continue
+        if isinstance(role, Follows):
+            waiting[key] = role
+        else:
+            placed[key] = place(variable, role, mesh)
+    # In rounds, as a leader may be a follower itself: the slot of a bias follows the bias, which follows its kernel.
+    while waiting:
+        ready = [k for k, role in waiting.items() if id(role.leader) in placed]
+        if not ready:  # the leader is not among the variables, so there is none to follow
+            placed |= {k: place(variables[k], by_shape(variables[k]), mesh) for k in waiting}
+            break
+        for key in ready:
+            role = waiting.pop(key)
+            placed[key] = follow(variables[key], role, placed[id(role.leader)].layout)
+    return placed
+
+
+def next_best(variable: Any, role: Role, wanted: Layout, *, rule: str) -> VariableLayout:
+    """Return the layout of a rule, with each axis that does not divide moved to another dim or dropped."""
+    shape = tuple(int(n) for n in variable.shape)
+    mesh = wanted.mesh
+    candidates = role.dims if isinstance(role, Wants) else ()
+    spec: list[tuple[str, ...]] = list(wanted.spec)
+    why = []
+    for d, (length, parts) in enumerate(zip(shape, wanted.parts, strict=True)):
+        if length % parts == 0:
+            continue
+        axes, spec[d] = spec[d], ()
+        why.append(f"{length} does not divide by {parts}")
+        # Move the axes to the best free dim of the role that divides, else drop them.
+        free = [c for c in candidates if not spec[c.index] and c.index != d]
+        other = _first_that_divides(shape, free, parts)
+        if other is not None:
+            spec[other.index] = axes
+    layout = Layout(mesh, tuple(spec))
+    reason = "; ".join(why) + ("; replicated" if layout.is_replicated else f"; split as {layout} instead")
+    return VariableLayout.of(variable, layout, rule, Fallback(variable.path, str(wanted), str(layout), reason))
+
+
+def _first_that_divides(shape: tuple[int, ...], dims: Any, parts: int) -> Dim | None:
+    return next((d for d in dims if shape[d.index] % parts == 0), None)
+
+
+def _split_one_more(
+    spec: list[tuple[str, ...]], shape: tuple[int, ...], dims: tuple[Dim, ...], *, mesh: MeshSpec, axis: str
+) -> None:
+    """Split the largest unsplit dim by ``axis``, else split a dim further."""
+    size = mesh.axis_size(axis)
+    if size == 1:
+        return
+    # Unsplit dims first, the longest first: an fsdp axis saves memory, whichever dim it takes.
+    for d in sorted(dims, key=lambda d: (bool(spec[d.index]), -shape[d.index])):
+        parts = size * Layout(mesh, tuple(spec)).parts[d.index]
+        if shape[d.index] % parts == 0:
+            spec[d.index] = (*spec[d.index], axis)
+            return
+
+
+def _fallback(variable: Any, role: Wants, dim: Dim | None, *, layout: Layout) -> Fallback | None:
+    wanted, mesh, shape = role.dims[0], layout.mesh, tuple(variable.shape)
+    axes = [axis for axis in (*mesh.axes_of("model"), *mesh.axes_of("fsdp")) if mesh.axis_size(axis) > 1]
+    if not axes or axes[0] in mesh.axes_of("fsdp"):  # an fsdp axis may take any dim
+        dim = None
+        if not axes or not layout.is_replicated:
+            return None
+    elif dim == wanted or (dim is not None and not role.exact):
+        return None
+    axis, size = axes[0], mesh.axis_size(axes[0])
+    ideal = Layout.split(layout.mesh, len(shape), dim=wanted.index, axis=axis)
+    if not role.exact:
+        return Fallback(variable.path, str(ideal), str(layout), f"no dim of {shape} divides by {size}; replicated")
+    instead = "replicated" if dim is None else f"its {shape[dim.index]} {dim.what} are split instead"
+    why = f"{_count(shape[wanted.index], wanted.what)} not divide by {size}; {instead}"
+    return Fallback(variable.path, str(ideal), str(layout), why)
+
+
+def _count(number: int, what: str) -> str:
+    """Format a count, such as ``1 head does`` or ``4 heads do``."""
+    singular = what.replace("entries", "entry").replace("matrices", "matrix").removesuffix("s")
+    return f"1 {singular} does" if number == 1 else f"{number} {what} do"
