@@ -126,7 +126,7 @@ def warm_memory(n_bytes: int) -> None:
     A virtual machine gets it from its host at the first touch, many times slower than afterwards, and gives freed
     memory back within seconds: so this belongs right before each timing.
     """
-    from shardload.transfer.buffers import memory
+    from shardload.transfer.host_memory import memory
 
     memory(n_bytes)[::4096] = 1
 

@@ -25,7 +25,7 @@ from benchmarks.measure import Comparison, compare
 
 def floor(path: Path, sizes: list[int], threads: int) -> list[object]:
     """Read the file once into fresh memory, one allocation per tensor as a load has, and nothing more."""
-    from shardload.transfer.buffers import memory
+    from shardload.transfer.host_memory import memory
     from shardload.transfer.planning import BLOCK_BYTES
 
     fd = os.open(path, os.O_RDONLY)

@@ -52,7 +52,7 @@ from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest, View
 from shardload.sharding.bounds import Bounds
 from shardload.stores.local import located
-from shardload.transfer.strides import address
+from shardload.transfer.geometry import address
 from shardload.units import plural
 
 _DESCRIPTIONS = (CONFIG, TASK, METADATA)

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from shardload.errors import LayoutError
 from shardload.manifest import Chunked, Extent, Packed, Tensor, View
+from shardload.transfer.geometry import address, regions, view_in_region
 from shardload.transfer.read_tensor import read_rows
-from shardload.transfer.regions import regions, view_in_region
-from shardload.transfer.strides import address
 from shardload.writers import FilePiece, TensorPlace
 
 Array = NDArray[Any]

@@ -15,7 +15,7 @@ from shardload.errors import LayoutError, UnsupportedError, UsageError
 from shardload.sharding.devices import MeshDevices, resolve_devices
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
-from shardload.transfer.binding import ONE_DEVICE
+from shardload.transfer.load_plan import ONE_DEVICE
 from shardload.transfer.placement import jax_mesh
 from shardload.typing import MeshLike
 

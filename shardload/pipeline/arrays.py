@@ -48,8 +48,8 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.fingerprint import Fingerprint
 from shardload.transfer import execution
-from shardload.transfer.binding import Binding
 from shardload.transfer.casts import ENABLE_64_BITS, check_cast, overflow_notes
+from shardload.transfer.load_plan import Binding
 from shardload.transfer.planning import make_plan
 from shardload.transfer.read_tensor import require_decoders
 from shardload.typing import MeshLike, PathLike

@@ -1,4 +1,8 @@
-"""From bytes in files to shards on devices: `planning` decides, `execution` does, `block_copy` moves one block.
+"""From bytes in files to shards on devices.
 
-`scratch` has the layout of a block in memory, and the copy from there into a shard.
+    planning ─► load_plan ─► execution: workers move blocks (block_copy) ─► jax.Array (placement)
+    (decides)   (values)       byte_source ─► host_memory: scratch, or shard_memory
+
+`geometry` knows where elements lie in files, `scratch` how a block lies in memory, `preadv` how one system call fills
+many places; `read_tensor` reads whole tensors for code that computes with them; `casts` says which casts are allowed.
 """

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from shardload.errors import ShardloadError, TransferError
 from shardload.manifest import Decoded, Packed, Tensor
-from shardload.transfer.buffers import memory
 from shardload.transfer.byte_source import ByteSource, FileReads
-from shardload.transfer.planning import Block
+from shardload.transfer.host_memory import memory
+from shardload.transfer.load_plan import Block
 from shardload.transfer.preadv import Grid, calls
 from shardload.transfer.read_tensor import stored_of
 from shardload.transfer.scratch import PAD_BYTES, BlockMemory, CopyPart, RowCopy, copy, grid_of, pitch_row

@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +46,10 @@ from shardload.errors import BudgetError, SourceError, SourceNotFoundError, Tran
 from shardload.manifest import Decoded, Tensor
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES, File, PendingBytes, RemoteFile
-from shardload.transfer.buffers import memory
-from shardload.transfer.planning import Block, LoadPlan
+from shardload.transfer.geometry import regions
+from shardload.transfer.host_memory import memory
+from shardload.transfer.load_plan import Block, LoadPlan
 from shardload.transfer.preadv import Grid, ReadCall, calls, scatter_read
-from shardload.transfer.regions import regions
 from shardload.transfer.scratch import BlockMemory
 from shardload.units import exact_bytes
 
@@ -304,7 +304,7 @@ class UnitReads(ByteSource):
                 if self.verifier is not None:
                     self.verifier.check(path, offset, offset + n_bytes)  # raises: it knows the file's length
                 raise _too_short(path, offset + n_bytes)
-            put(flat, at, part)
+            flat.write(part, at)
             at += part.size
         return n_bytes
 
@@ -430,7 +430,7 @@ class RangeReads(ByteSource):
             part = np.frombuffer(self._data(wanted)[skip : skip + n_bytes - at], np.uint8)
             if not part.size:
                 raise _too_short(path, offset + n_bytes)
-            put(flat, at, part)
+            flat.write(part, at)
             at += part.size
             self._used(wanted, part.size)
         return n_bytes
@@ -534,23 +534,3 @@ def units_of(block: Block) -> Iterator[Unit]:
         last = (block.offset + block.read_bytes - 1) // UNIT_BYTES
         for number in range(block.offset // UNIT_BYTES, last + 1):
             yield block.path, number
-
-
-def put(flat: BlockMemory, at: int, data: NDArray[Any]) -> None:
-    """Copy bytes into scratch, ``at`` bytes after its first, with its row spacing."""
-    itemsize = flat.dtype.itemsize
-    row, pitch = flat.row * itemsize, flat.pitch * itemsize
-    if not row:
-        flat.memory[at : at + data.size] = data
-        return
-    # The rest of a row that was begun, whole rows at once, the beginning of another one.
-    head = min(-at % row, data.size)
-    start = at // row * pitch + at % row
-    flat.memory[start : start + head] = data[:head]
-    first, rows = -(-at // row), (data.size - head) // row
-    if rows:
-        whole = np.ndarray((rows, row), np.uint8, flat.memory.data, first * pitch, (pitch, 1))
-        whole[...] = data[head : head + rows * row].reshape(rows, row)
-    tail = data[head + rows * row :]
-    start = (first + rows) * pitch
-    flat.memory[start : start + tail.size] = tail

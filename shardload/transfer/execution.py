@@ -36,11 +36,10 @@ from shardload.manifest import Manifest
 from shardload.sharding.bounds import Bounds
 from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.block_copy import BlockCopier, BlockTimes, Task
-from shardload.transfer.block_plan import BUDGET_PARTS
-from shardload.transfer.budget import Budget
-from shardload.transfer.buffers import arena_bytes
 from shardload.transfer.byte_source import Verifier, byte_source, source_kind
 from shardload.transfer.casts import needs_64_bits
+from shardload.transfer.host_memory import Budget, arena_bytes
+from shardload.transfer.load_plan import BUDGET_PARTS, Binding, Block, LoadPlan, local_bounds
 from shardload.transfer.placement import (
     IncrementalArray,
     assemble,
@@ -50,9 +49,8 @@ from shardload.transfer.placement import (
     widen,
     widens_on_device,
 )
-from shardload.transfer.planning import Binding, Block, LoadPlan, local_bounds
-from shardload.transfer.regions import SCRATCH_BYTES
-from shardload.transfer.staging import Chunk, Variable, limited_chunks, whole_chunks
+from shardload.transfer.planning import SCRATCH_BYTES
+from shardload.transfer.shard_memory import Chunk, Variable, limited_chunks, whole_chunks
 from shardload.transfer.workers import WorkerThreads, default_threads
 from shardload.units import exact_bytes
 

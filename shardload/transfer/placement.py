@@ -24,7 +24,7 @@ from shardload.errors import MeshError
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
-from shardload.transfer.buffers import arena
+from shardload.transfer.host_memory import arena
 from shardload.units import plural
 
 

@@ -1,130 +1,75 @@
 """Decide which bytes are read, in which order, and where they go: pure arithmetic, printable without reading data.
 
-Every stored tensor is a row-major sequence of elements. A `Binding` names a variable's view of a tensor
-and its layout; `make_plan` cuts the views into `Block`s::
-
-    file    ──[ block 0 )[ block 1 )[ block 2 )──      ascending offsets, at most block_bytes each
-                  │ pieces: boxes of variables
-                  ├─► kernel[0:64, :]   ─► the shards of kernel that meet the box
-                  └─► bias …                one vectorised copy per (block, shard)
-
-A block is moved in one of four ways (``how``):
-
-* ``direct``: element order and dtype of file and shards agree in runs of at least `DIRECT_RUN_BYTES`, so one
-  scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 16 MiB: shorter ones
-  need more Python calls, and share more huge pages of the shards.
-* ``staged``: transposed, cast, shared between variables, or with short runs. The block goes row by row through a
-  2 MiB scratch buffer, which mostly stays in a core's L2, so the second copy does not come from memory.
-* ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, in any layout.
-* ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
-
-Small blocks next to each other are read together, through scratch, whatever they would do alone (`runs`).
+`make_plan` checks the request and the budget; `Planner` goes tensor by tensor: all views of a tensor are cut at the
+same rows (`shardload.transfer.geometry.cut`), ranges that touch are joined into one read while it stays short, and the
+most demanding variable decides how the block is moved (`shardload.transfer.load_plan` has the picture).
 
 Views with overlapping byte ranges on one tensor (fused kernels, tied weights) share blocks, so that each
 byte is read once. Columns that no local shard needs are trimmed; unneeded bytes that are read are counted.
+
+Longer than other modules: the decisions about one block depend on each other.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardload.errors import BudgetError, LayoutError, TransferError
-from shardload.manifest import Manifest, Tensor
-from shardload.stores.location import Location
-from shardload.transfer.binding import Binding
-from shardload.transfer.block_plan import (
-    BLOCK_BYTES,
+from shardload.errors import BudgetError, LayoutError, MismatchError
+from shardload.manifest import Chunked, Decoded, Manifest, Packed, Tensor, UnreadableRows, View
+from shardload.sharding.bounds import Bounds
+from shardload.transfer.casts import check_cast
+from shardload.transfer.geometry import (
+    SKIP_BYTES,
+    Ordered,
+    Region,
+    RegionView,
+    address,
+    cut,
+    in_file_order,
+    is_injective,
+    largest_stride,
+    paths_of,
+    regions,
+    shard_run,
+    span,
+    view_in_region,
+)
+from shardload.transfer.load_plan import (
     BUDGET_PARTS,
-    MIN_BLOCK_BYTES,
+    Binding,
     Block,
     BlockPiece,
-    Planner,
+    How,
+    LoadPlan,
+    joined_runs,
     local_bounds,
 )
-from shardload.transfer.regions import least_budget, paths_of, regions
-from shardload.transfer.runs import runs
-from shardload.units import exact_bytes
+from shardload.units import exact_bytes, plural
 
 __all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_bounds", "make_plan"]
 
 
+BLOCK_BYTES = 16 << 20
+"""Longest block; see `shardload.transfer.load_plan`."""
+STAGED_BYTES = 2 << 20
+"""One scratch fill, about the size of an L2. Half of it takes twice as many Python calls; with 16 MiB the second copy
+comes from memory, a quarter slower."""
+DECODED_BYTES = 2 << 20
+"""Longest decoded block, unless the reader's unit is longer."""
+DIRECT_RUN_BYTES = 2 << 10
+"""Shortest run worth its own entry in a scatter read (35 ns); below, two cached copies are faster."""
+MIN_BLOCK_BYTES = 4 << 10
+"""One page; a budget smaller than sixteen of them is refused."""
 DEFAULT_HOST_MEMORY = 256 << 20
 """Most bytes staged. Enough to keep every reader thread busy with several blocks, and small compared with any model;
 more does not make loading faster (docs/performance.md)."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """Everything a transfer will do."""
-
-    bindings: tuple[Binding, ...]
-    blocks: tuple[Block, ...]
-    """In file order: per file by offset."""
-    positions: tuple[int, ...]
-    """Mesh positions of this process."""
-    files: tuple[Location, ...]
-    """Files to read, in order."""
-    needed_bytes: int
-    """Distinct stored bytes that the local shards consist of."""
-    read_bytes: int
-    device_bytes: tuple[int, ...]
-    """Final bytes per mesh position."""
-    host_memory_bytes: int
-    """The budget."""
-    block_bytes: int
-    """Longest direct read."""
-    runs: tuple[range, ...]
-    """Ranges of blocks that are read together; see `shardload.transfer.runs`."""
-    budget_raised: bool = False
-    """Whether the budget exceeds the default because a chunk that decodes as a whole needs more."""
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Size of one scratch buffer: several small blocks, a fill of a staged one, or the gaps in a direct one."""
-        return max(itertools.chain(self._together(), (b.scratch_bytes for b in self.blocks)), default=0)
-
-    @property
-    def direct_bytes(self) -> int:
-        """Bytes that are read straight into shard memory."""
-        alone = (self.blocks[r.start] for r in self.runs if len(r) == 1)
-        return sum(block.read_bytes for block in alone if block.how == "direct")
-
-    @property
-    def decoded_bytes(self) -> int:
-        """Size of the largest decoded block."""
-        return max((b.host_bytes for b in self.blocks if b.is_decoded), default=0)
-
-    def check_files(self, manifest: Manifest) -> None:
-        """Compare the sizes of the files to read with those in the manifest.
-
-        Raises:
-            TransferError: If one has another size or is gone.
-        """
-        for path in self.files:
-            if path.store.is_verifying:  # its bytes are compared with digests as they are read
-                continue
-            found = path.identity().size
-            if found != (expected := manifest.files.get(path, found)):
-                raise TransferError(
-                    f"Cannot load {path}: it changed since its headers were read, from {expected} to "
-                    f"{exact_bytes(found)}. Load it again once its writer has finished"
-                )
-
-    @property
-    def peak_staging_bytes(self) -> int:
-        """Peak host memory for staging, without the shards of devices that share the host's memory."""
-        # The transfer has at most BUDGET_PARTS jobs in flight; at worst, they are the largest.
-        each = itertools.chain(self._together(), (b.host_bytes for b in self.blocks))
-        return min(sum(sorted(each, reverse=True)[:BUDGET_PARTS]), self.host_memory_bytes)
-
-    def _together(self) -> Iterator[int]:
-        """Yield the bytes of each run of several blocks."""
-        for run in self.runs:
-            if len(run) > 1:
-                yield sum(block.read_bytes for block in self.blocks[run.start : run.stop])
+SCRATCH_BYTES = 64 << 20
+"""Most scratch per transfer, with fewer threads if necessary: 8 MiB for each of eight."""
+CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
+"""Most scratch per transfer if verified units are kept or prefetched as well."""
 
 
 def make_plan(
@@ -179,7 +124,7 @@ def make_plan(
         device_bytes=(sum(math.prod(t.layout.shard_shape(t.view.shape)) * t.dtype.itemsize for t in bindings),) * size,
         host_memory_bytes=budget,
         block_bytes=block_bytes,
-        runs=tuple(runs(blocks, staged=planner.staged_bytes, limit_bytes=budget // BUDGET_PARTS)),
+        runs=tuple(joined_runs(blocks, staged=planner.staged_bytes, limit_bytes=budget // BUDGET_PARTS)),
         budget_raised=host_memory_bytes is None and budget > DEFAULT_HOST_MEMORY,
     )
 
@@ -212,3 +157,334 @@ def _check_meshes(bindings: Sequence[Binding]) -> None:
             f"Cannot load onto several meshes at once: found {', '.join(sorted(map(str, meshes)))}, expected one. Give "
             "all variables layouts on the same mesh"
         )
+
+
+def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
+    """Return the smallest budget that can decode every chunk of a tensor; 0 if no chunk decodes as a whole.
+
+    Args:
+        tensor: The tensor.
+        through_units: Whether reads are verified or remote, which takes up to half of the budget, `CHECKING_BYTES` at
+            most. Scratch alone takes a quarter, `SCRATCH_BYTES` at most.
+        uploads: Whether shards are staged as well, in at most half of the rest.
+    """
+    if not _is_packed(tensor):
+        return 0
+    most = max(region.unpacking_bytes(tensor.dtype) for region in regions(tensor))
+    # Twice a chunk's shards, as they get half of what is left.
+    if uploads:
+        most += 2 * max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
+    # ``most`` must fit into what units and scratch leave: the shares above, solved for the budget.
+    if through_units:
+        return min(2 * most, most + CHECKING_BYTES) + (2 << 20)
+    return min(most * 4 // 3, most + SCRATCH_BYTES)
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    match tensor.storage:
+        case Chunked(extents=extents):
+            return any(isinstance(extent, Packed) for extent in extents.values())
+        case storage:
+            return isinstance(storage, Packed)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A region of a tensor and the parts of the variables in it."""
+
+    tensor: Tensor
+    region: Region
+    views: Mapping[int, RegionView]
+    """The view of each variable in this region, by binding index."""
+
+    def key(self, bindings: Sequence[Binding]) -> Hashable:
+        """Return a key equal for parts cut the same way: layers repeat, so one of them is planned and copied."""
+        tensor, region = self.tensor, self.region
+        views = (
+            (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, bindings[i].layout, bindings[i].dtype)
+            for i, seen in self.views.items()
+        )
+        return (tensor.shape, tensor.dtype, region.size, region.origin, *views)
+
+    @property
+    def row_elements(self) -> int:
+        """The largest stride of all views if they share it, else the region's size."""
+        strides = {largest_stride(seen.view) for seen in self.views.values()}
+        return max(1, strides.pop() if len(strides) == 1 else self.region.size)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the element range of each variable, half-open, sorted."""
+        starts = ((address(seen.view, seen.box.start), seen) for seen in self.views.values())
+        return sorted((start, start + span(seen.box.shape, seen.view.strides)) for start, seen in starts)
+
+
+class Planner:
+    """State shared by all steps of planning; used for one `make_plan` call."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        bindings: tuple[Binding, ...],
+        positions: tuple[int, ...],
+        *,
+        block_bytes: int,
+        budget: int,
+        scatter: bool,
+    ) -> None:
+        self.tensors = manifest.tensors
+        self.bindings = bindings
+        self.block_bytes = block_bytes
+        self.budget = budget
+        self.scatter = scatter
+        self.shards = [local_bounds(t, positions) for t in bindings]
+        self.by_tensor: dict[str, list[int]] = {}
+        self._planned: dict[Hashable, tuple[TensorPart, tuple[Block, ...]]] = {}
+        # Every view is checked before any is cut: views come from converters and layer hooks, which may be wrong.
+        for index, binding in enumerate(bindings):
+            self._check_target(binding)
+            self.by_tensor.setdefault(binding.view.tensor, []).append(index)
+
+    def _check_target(self, binding: Binding) -> None:
+        view, tensor = binding.view, self.tensors.get(binding.view.tensor)
+        if tensor is None:
+            raise MismatchError(f"Cannot load variable {binding.name!r}: the checkpoint has no tensor {view.tensor!r}")
+        if isinstance(tensor.storage, Decoded) and isinstance(tensor.storage.reader, UnreadableRows):
+            raise tensor.storage.reader.refusal(tensor.name)
+        if len(view.shape) != len(view.strides) or min(view.strides, default=0) < 0 or view.offset < 0:
+            raise LayoutError(
+                f"Cannot load variable {binding.name!r}: found {view}, expected one stride per dim, and none < 0"
+            )
+        stop = view.offset + span(view.shape, view.strides)
+        if 0 not in view.shape and stop > tensor.size:
+            raise MismatchError(
+                f"Cannot load variable {binding.name!r} of shape {view.shape}: its view needs "
+                f"{plural(stop, 'element')} of tensor {view.tensor!r}, which has {tensor.size} (shape {tensor.shape})"
+            )
+        check_cast(tensor.dtype, binding.dtype, variable=binding.name, tensor=view.tensor)
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Return all blocks, per file by offset."""
+        wanted = {name: tensor for name, tensor in self.tensors.items() if name in self.by_tensor}
+        return tuple(block for place in in_file_order(wanted) for block in self._region_blocks(*place))
+
+    def _region_blocks(self, tensor: Tensor, region: Region) -> Iterator[Block]:
+        views = ((i, view_in_region(self.bindings[i].view, tensor, region)) for i in self.by_tensor[tensor.name])
+        part = TensorPart(tensor, region, {i: seen for i, seen in views if seen is not None})
+        if not part.views:
+            return
+        if region.packed is not None:
+            yield from self._packed_block(part, region.packed)
+            return
+        if isinstance(tensor.storage, Decoded):  # readers of equal shape may still differ, so never reuse a plan
+            yield from self._part_blocks(part)
+            return
+        key = part.key(self.bindings)
+        if (like := self._planned.get(key)) is None:
+            self._planned[key] = part, tuple(self._part_blocks(part))
+            yield from self._planned[key][1]
+        else:
+            yield from _shifted(*like, part)
+
+    def _part_blocks(self, part: TensorPart) -> Iterator[Block]:
+        tensor = part.tensor
+        how = self._how(part)
+        limit = self._limit_bytes(part, how) // tensor.dtype.itemsize
+        spans = sorted(
+            ((start, stop, piece) for i in part.views for start, stop, piece in self._cut(i, part, limit)),
+            key=lambda s: s[:2],
+        )
+        for start, stop, pieces in _merge(spans, limit):
+            yield self._block(part, start, stop, how, pieces)
+
+    def _cut(self, index: int, part: TensorPart, limit: int) -> Iterator[tuple[int, int, BlockPiece]]:
+        seen = part.views[index]
+        skip = max(1, SKIP_BYTES // part.tensor.dtype.itemsize)
+        for box in self._boxes(index, seen):
+            for cut_out in cut(Ordered.of(seen.view, box), limit=limit, skip=skip):
+                start = address(seen.view, cut_out.start)
+                yield start, start + span(cut_out.shape, seen.view.strides), BlockPiece(index, cut_out, seen.view)
+
+    def _boxes(self, index: int, seen: RegionView) -> list[Bounds]:
+        """Return the boxes of a variable's part that the local shards need."""
+        shards = self.shards[index]
+        # Distinct shards never overlap, so equal sizes mean that they cover the variable: read it in one piece.
+        if shards and sum(b.size for b in shards) == math.prod(seen.view.shape):
+            return [seen.box]
+        return [both for b in shards if (both := b.intersect(seen.box)) is not None]
+
+    def _packed_block(self, part: TensorPart, packed: Packed) -> Iterator[Block]:
+        tensor, region = part.tensor, part.region
+        pieces = tuple(BlockPiece(i, box, seen.view) for i, seen in part.views.items() for box in self._boxes(i, seen))
+        if not pieces:
+            return
+        yield Block(
+            tensor.name,
+            region.path,
+            region.offset,
+            start=0,
+            stop=region.size,
+            read_bytes=packed.n_bytes,
+            host_bytes=region.unpacking_bytes(tensor.dtype) + self._cast_bytes(tensor, region.size, pieces),
+            row_elements=0,
+            step=region.size,
+            how="packed",
+            pieces=pieces,
+            packed=packed,
+        )
+
+    def _how(self, part: TensorPart) -> How:
+        if isinstance(part.tensor.storage, Decoded):
+            return "decoded"
+        if not self.scatter:
+            return "staged"
+        # A scatter read sends each byte to one address, so elements that two variables share need scratch.
+        disjoint = all(a[1] <= b[0] for a, b in itertools.pairwise(part.ranges()))
+        return "direct" if disjoint and all(self._is_direct(part, i) for i in part.views) else "staged"
+
+    def _is_direct(self, part: TensorPart, index: int) -> bool:
+        """Whether the shards of a variable consist of long, unchanged runs of the file."""
+        binding, seen = self.bindings[index], part.views[index]
+        if binding.dtype != part.tensor.dtype or not is_injective(binding.view):
+            return False
+        shard = binding.layout.shard_shape(binding.view.shape)
+        # Shards have one shape, so one stands for all; but the edges of a chunk cut each of them differently.
+        if part.region.origin is None:
+            boxes = {Bounds.whole(shard)}
+        else:
+            common = (b.intersect(seen.box) for b in self.shards[index])
+            boxes = {Bounds.whole(both.shape) for both in common if both is not None}
+        return all(_has_long_runs(seen.view, box, shard, part.tensor.dtype.itemsize) for box in boxes)
+
+    def _limit_bytes(self, part: TensorPart, how: How) -> int:
+        """Return the longest block of a region in bytes, a multiple of the element size or decoding unit."""
+        tensor, sharing = part.tensor, len(part.views)
+        # A block longer than scratch passes through it row by row, so at least two rows must fit.
+        fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
+        staged = self.block_bytes if fits else STAGED_BYTES
+        wanted = {"direct": self.block_bytes, "staged": staged, "decoded": DECODED_BYTES}[how]
+        most = max(MIN_BLOCK_BYTES, self.budget // (BUDGET_PARTS * sharing))
+        limit = max(min(wanted, self.block_bytes, most), tensor.dtype.itemsize)
+        if not isinstance(tensor.storage, Decoded):
+            return limit
+        row = max(1, tensor.nbytes // max(1, tensor.rows))
+        unit = row * max(1, min(tensor.storage.reader.row_alignment, tensor.rows))
+        # Single rows where a unit is too long, although the reader may then decode that unit once per row.
+        unit = unit if unit <= max(most, limit) else row
+        if 2 * unit > self.budget:
+            raise BudgetError(
+                f"Cannot read tensor {tensor.name!r}: it decodes in units of {exact_bytes(unit)}, and two of them "
+                f"exceed the host-memory budget of {exact_bytes(self.budget)}. Raise the budget to at least "
+                f"{exact_bytes(2 * unit)}"
+            )
+        return max(limit // unit, 1) * unit
+
+    def _block(self, part: TensorPart, start: int, stop: int, how: How, pieces: tuple[BlockPiece, ...]) -> Block:
+        tensor, region, itemsize = part.tensor, part.region, part.tensor.dtype.itemsize
+        offset, read_bytes = region.offset + start * itemsize, (stop - start) * itemsize
+        if isinstance(tensor.storage, Decoded):
+            # Readers decode whole rows. Stored rows may differ in length, so these count as their share of the tensor.
+            row, stored = max(1, tensor.size // tensor.rows), tensor.stored_bytes
+            first, last = start // row, -(-stop // row)
+            start, stop, offset = first * row, last * row, 0
+            read_bytes = stored * last // tensor.rows - stored * first // tensor.rows
+        step = stop - start
+        row_elements = self._row_elements(part, start, pieces) if how == "staged" and step >= part.row_elements else 0
+        if row_elements:
+            # A fill is whole rows: a row copy moves rows, and each fill starts at row 0 of scratch.
+            step = min(-(-step // row_elements), max(1, STAGED_BYTES // (row_elements * itemsize))) * row_elements
+        host_bytes = self._host_bytes(tensor, step, how, pieces)
+        return Block(
+            tensor.name, region.path, offset, start, stop, read_bytes, host_bytes, row_elements, step, how, pieces
+        )
+
+    def _row_elements(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
+        """Return the row length shared by all pieces if none of them crosses a row boundary, else 0."""
+        row_elements = part.row_elements
+        if 2 * row_elements * part.tensor.dtype.itemsize > STAGED_BYTES:
+            return 0
+        for piece in pieces:
+            view = piece.view
+            inner = [(n, t) for n, t in zip(piece.box.shape, view.strides, strict=True) if t < row_elements]
+            length = sum((n - 1) * t for n, t in inner) + 1
+            # `RowCopy` walks along the one dim whose stride is a row.
+            repeated = sum(t == row_elements and n > 1 for n, t in zip(view.shape, view.strides, strict=True)) != 1
+            if repeated or (address(view, piece.box.start) - start) % row_elements + length > row_elements:
+                return 0
+        return row_elements
+
+    def _host_bytes(self, tensor: Tensor, elements: int, how: How, pieces: tuple[BlockPiece, ...]) -> int:
+        """Return memory for the block as read, spacing between its rows (see `scratch`), and a cast copy."""
+        if how == "direct":
+            return 0
+        stored_bytes = elements * tensor.dtype.itemsize
+        # 64 bytes (`PAD_BYTES`) per row of 1 KiB (`PITCH_ROW_BYTES`) or more: a sixteenth, rounded up.
+        padding = stored_bytes // 16 + 64 if how == "staged" else 0
+        return stored_bytes + self._cast_bytes(tensor, elements, pieces) + padding
+
+    def _cast_bytes(self, tensor: Tensor, elements: int, pieces: tuple[BlockPiece, ...]) -> int:
+        wanted = {self.bindings[p.binding].dtype for p in pieces} - {tensor.dtype}
+        # Casts run one after another on the worker, so the widest one is the peak.
+        return elements * max((d.itemsize for d in wanted), default=0)
+
+    def staged_bytes(self, block: Block) -> int:
+        """Return the memory of all shards of a block's variables, each padded to a cache line."""
+        return sum(self._shard_bytes(piece.binding) for piece in block.pieces)
+
+    def _shard_bytes(self, index: int) -> int:
+        shards = self.shards[index]
+        return len(shards) * (shards[0].size * self.bindings[index].dtype.itemsize + 63) if shards else 0
+
+    def needed_bytes(self) -> int:
+        """Return distinct stored bytes of the local shards; overlapping views count at most their whole tensor."""
+        total = 0
+        for name, indices in self.by_tensor.items():
+            tensor = self.tensors[name]
+            seen: dict[View, set[Bounds]] = {}
+            for i in indices if len(indices) > 1 else ():
+                seen.setdefault(self.bindings[i].view, set()).update(self.shards[i])
+            pairs = seen.items() or [(self.bindings[indices[0]].view, self.shards[indices[0]])]
+            elements = min(sum(_distinct(view, bounds) for view, bounds in pairs), tensor.size)
+            total += tensor.stored_bytes * elements // max(1, tensor.size)
+        return total
+
+
+def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:
+    """Yield the blocks of a part that is cut like another one."""
+    other = dict(zip(like.views, part.views.items(), strict=True))
+    by = part.region.offset - like.region.offset
+    for b in blocks:
+        pieces = tuple(BlockPiece(i, p.box, seen.view) for p in b.pieces for i, seen in (other[p.binding],))
+        # Not `dataclasses.replace`: it takes three times as long, and most blocks of a model are made here.
+        yield Block(
+            *(part.tensor.name, part.region.path, b.offset + by, b.start, b.stop, b.read_bytes, b.host_bytes),
+            *(b.row_elements, b.step, b.how, pieces),
+        )
+
+
+def _has_long_runs(view: View, box: Bounds, shard: tuple[int, ...], itemsize: int) -> bool:
+    length, outer = shard_run(view, box, shard)
+    return (length == box.size and outer == 0) or length * itemsize >= DIRECT_RUN_BYTES
+
+
+def _distinct(view: View, bounds: Collection[Bounds]) -> int:
+    """Count the distinct tensor elements in some boxes of a view; a broadcast dim (stride 0) counts once."""
+    real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
+    return min(math.prod(view.shape[d] for d in real), sum(math.prod(b.shape[d] for d in real) for b in bounds))
+
+
+def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tuple[int, int, tuple[BlockPiece, ...]]]:
+    """Join touching ranges while the union stays within ``limit`` elements (or equals one of the ranges)."""
+    held: list[BlockPiece] = []
+    first = last = 0
+    for start, stop, piece in spans:
+        joint = max(last, stop) - first
+        # One range may contain the other (a row longer than ``limit``): their union reads nothing more.
+        if held and start <= last and (joint <= limit or joint in (last - first, stop - start)):
+            last = max(last, stop)
+        else:
+            if held:
+                yield first, last, tuple(held)
+            first, last, held = start, stop, []
+        held.append(piece)
+    if held:
+        yield first, last, tuple(held)

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from shardload.manifest import View
 from shardload.sharding.bounds import Bounds
-from shardload.transfer.planning import Block
+from shardload.transfer.geometry import Ordered, address, run, span
+from shardload.transfer.load_plan import Block
 from shardload.transfer.preadv import Grid
-from shardload.transfer.strides import Ordered, address, run, span
 
 PITCH_ROW_BYTES = 1 << 10
 """Shorter rows already spread over enough cache sets."""
@@ -82,6 +82,25 @@ class BlockMemory:
         if self.row:
             at = at // self.row * self.pitch + at % self.row
         return at * itemsize, tuple(self._stride(t) * itemsize for t in view.strides)
+
+    def write(self, data: NDArray[Any], at: int) -> None:
+        """Copy bytes to where they belong, ``at`` bytes of the block after its first."""
+        itemsize = self.dtype.itemsize
+        row, pitch = self.row * itemsize, self.pitch * itemsize
+        if not row:
+            self.memory[at : at + data.size] = data
+            return
+        # The rest of a row that was begun, whole rows at once, the beginning of another one.
+        head = min(-at % row, data.size)
+        start = at // row * pitch + at % row
+        self.memory[start : start + head] = data[:head]
+        first, rows = -(-at // row), (data.size - head) // row
+        if rows:
+            whole = np.ndarray((rows, row), np.uint8, self.memory.data, first * pitch, (pitch, 1))
+            whole[...] = data[head : head + rows * row].reshape(rows, row)
+        tail = data[head + rows * row :]
+        start = (first + rows) * pitch
+        self.memory[start : start + tail.size] = tail
 
     def _stride(self, stride: int) -> int:
         return stride // self.row * self.pitch if self.row and stride >= self.row else stride

@@ -1,4 +1,4 @@
-"""Where pieces of a variable go: `shardload.transfer.staging`."""
+"""Where pieces of a variable go: `shardload.transfer.shard_memory`."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.planning import Binding, BlockPiece, local_bounds
 from shardload.transfer.scratch import BlockMemory, copy
-from shardload.transfer.staging import Chunk, Variable, stacked_dim
+from shardload.transfer.shard_memory import Chunk, Variable, stacked_dim
 
 MESH = MeshSpec.parse("2x4")
 ROWS, COLUMNS = 16, 24

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardload.transfer.buffers import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, MAPPED_BYTES, arena, memory, stack
+from shardload.transfer.host_memory import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, MAPPED_BYTES, arena, memory, stack
 
 
 @pytest.mark.parametrize("n_bytes", [1, 1000, MAPPED_BYTES, HUGE_PAGE_BYTES - 1])

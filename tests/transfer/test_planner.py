@@ -15,10 +15,10 @@ from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
-from shardload.transfer.budget import Budget
 from shardload.transfer.casts import check_cast
+from shardload.transfer.geometry import Ordered, address, cut, span
+from shardload.transfer.host_memory import Budget
 from shardload.transfer.planning import Binding, make_plan
-from shardload.transfer.strides import Ordered, address, cut, span
 
 MESH = MeshSpec.parse("1x8")
 FLOAT32 = np.dtype(np.float32)

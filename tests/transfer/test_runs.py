@@ -16,8 +16,8 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.steps.digests import Checker
 from shardload.stores.local import located
+from shardload.transfer.load_plan import RUN_BYTES, SMALL_BLOCK_BYTES, joined_runs
 from shardload.transfer.planning import Binding, make_plan
-from shardload.transfer.runs import RUN_BYTES, SMALL_BYTES, runs
 
 MESH = MeshSpec.parse("1x8")
 SHAPES = [(), (8,), (24, 8), (3,), (16, 8, 4), (64, 64), (0, 8), (8, 1)]
@@ -157,18 +157,18 @@ def test_what_forms_a_run():
     def block(offset, n_bytes, *, path="f", decoded=False):
         return SimpleNamespace(offset=offset, read_bytes=n_bytes, path=path, is_decoded=decoded)
 
-    big = SMALL_BYTES + 1
+    big = SMALL_BLOCK_BYTES + 1
     sizes = [10, 20, big, 30, 40]
     starts = itertools.accumulate(sizes, initial=0)
     blocks = [block(at, n) for at, n in zip(starts, sizes, strict=False)]
     end = sum(sizes)
     blocks += [block(end + 1, 5), block(end + 6, 5, path="g"), block(end + 11, 5, path="g", decoded=True)]
-    found = list(runs(blocks, staged=lambda b: b.read_bytes, limit_bytes=1000))
+    found = list(joined_runs(blocks, staged=lambda b: b.read_bytes, limit_bytes=1000))
     assert found == [range(2), range(2, 3), range(3, 5), range(5, 6), range(6, 7), range(7, 8)]
-    assert list(runs(blocks, staged=lambda b: b.read_bytes, limit_bytes=29))[:2] == [range(1), range(1, 2)]
-    many = [block(i * SMALL_BYTES, SMALL_BYTES) for i in range(20)]
-    assert list(runs(many, staged=lambda b: 0, limit_bytes=0)) == [range(8), range(8, 16), range(16, 20)]
-    assert list(runs([], staged=lambda b: 0, limit_bytes=0)) == []
+    assert list(joined_runs(blocks, staged=lambda b: b.read_bytes, limit_bytes=29))[:2] == [range(1), range(1, 2)]
+    many = [block(i * SMALL_BLOCK_BYTES, SMALL_BLOCK_BYTES) for i in range(20)]
+    assert list(joined_runs(many, staged=lambda b: 0, limit_bytes=0)) == [range(8), range(8, 16), range(16, 20)]
+    assert list(joined_runs([], staged=lambda b: 0, limit_bytes=0)) == []
 
 
 def test_decoded_tensors_stay_alone(tmp_path):

@@ -20,8 +20,7 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
 from shardload.transfer.execution import execute, named_sharding, place
-from shardload.transfer.planning import Binding, make_plan
-from shardload.transfer.regions import least_budget
+from shardload.transfer.planning import Binding, least_budget, make_plan
 
 MESH = MeshSpec.parse("1x8")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -407,7 +406,7 @@ def test_reads_that_the_kernel_cuts_short_are_gone_on_with(manifest, value, monk
 )
 def test_lists_of_reads_longer_than_one_call_takes(tmp_path, monkeypatch, shape, dim):
     """More runs than one system call takes, and not a multiple of them."""
-    monkeypatch.setattr("shardload.transfer.block_plan.DIRECT_RUN_BYTES", 512)
+    monkeypatch.setattr("shardload.transfer.planning.DIRECT_RUN_BYTES", 512)
     value = np.arange(np.prod(shape), dtype=np.uint32).astype(np.uint16).reshape(shape)
     manifest = manifest_of(tmp_path / "f.bin", {"a": value})
     plan = planned(manifest, whole(manifest, "a", dim=dim), block_bytes=1 << 30, budget=1 << 34)
@@ -460,7 +459,7 @@ def test_no_memory_for_shards_is_told(manifest, monkeypatch):
     def no_memory(n_bytes):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("shardload.transfer.buffers.memory", no_memory)
+    monkeypatch.setattr("shardload.transfer.host_memory.memory", no_memory)
     with pytest.raises(
         TransferError,
         match=r"Cannot allocate 4194304 bytes for the shards of variable 'a' .*Use a mesh over more hosts",

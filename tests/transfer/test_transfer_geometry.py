@@ -84,9 +84,11 @@ def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
     layout = data.draw(layouts(seen.shape))
     target = Binding("v", view_of("t", value, seen), value.dtype, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardload.transfer.block_plan.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
-        patch.setattr("shardload.transfer.block_plan.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 100, 1 << 20])))
-        patch.setattr("shardload.transfer.block_plan.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
+        patch.setattr("shardload.transfer.planning.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
+        patch.setattr("shardload.transfer.planning.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 100, 1 << 20])))
+        skip = data.draw(st.sampled_from([1, 16, 1 << 17]))
+        patch.setattr("shardload.transfer.planning.SKIP_BYTES", skip)
+        patch.setattr("shardload.transfer.load_plan.SKIP_BYTES", skip)
         patch.setattr("shardload.transfer.scratch.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
         block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
         plan = make_plan(manifest, [target], host_memory_bytes=1 << 20, block_bytes=block_bytes)
@@ -124,9 +126,11 @@ def test_any_box_of_chunks_in_any_layout(tmp_path_factory, data, pair, placement
         Binding("whole", View.whole(manifest.tensors["t"]), wide, whole),
     ][data.draw(st.integers(0, 1)) :]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardload.transfer.block_plan.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
-        patch.setattr("shardload.transfer.block_plan.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20])))
-        patch.setattr("shardload.transfer.block_plan.SKIP_BYTES", data.draw(st.sampled_from([1, 16, 1 << 17])))
+        patch.setattr("shardload.transfer.planning.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
+        patch.setattr("shardload.transfer.planning.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20])))
+        skip = data.draw(st.sampled_from([1, 16, 1 << 17]))
+        patch.setattr("shardload.transfer.planning.SKIP_BYTES", skip)
+        patch.setattr("shardload.transfer.load_plan.SKIP_BYTES", skip)
         patch.setattr("shardload.transfer.scratch.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
         block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
         plan = make_plan(manifest, targets, host_memory_bytes=1 << 20, block_bytes=block_bytes)

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from shardload.errors import TransferError
 from shardload.manifest import View
 from shardload.sharding.bounds import Bounds
-from shardload.transfer.buffers import arena, stack
+from shardload.transfer.geometry import largest_stride
+from shardload.transfer.host_memory import arena, stack
+from shardload.transfer.load_plan import Binding, Block, BlockPiece
 from shardload.transfer.placement import IncrementalArray
-from shardload.transfer.planning import Binding, Block, BlockPiece
 from shardload.transfer.scratch import CopyPart
-from shardload.transfer.strides import largest_stride
 from shardload.units import exact_bytes
 
 

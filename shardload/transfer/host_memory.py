@@ -1,4 +1,4 @@
-"""Fresh, aligned host memory for shards.
+"""Host memory: fresh, aligned buffers for shards, and the budget that limits what is staged.
 
 On CPU, JAX adopts a host array as device memory, without a copy, when it starts on a 64-byte boundary. There a
 shard buffer *is* the device's memory, and is never written or reused after it was handed over. All
@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shardload.errors import BudgetError
+from shardload.units import exact_bytes
 
 ALIGNMENT_BYTES = 64
 """Alignment PJRT requires to adopt a host buffer on CPU."""
@@ -76,3 +79,40 @@ def arena_bytes(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> int:
 
 def _step(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class Budget:
+    """A byte limit, the bytes taken now, and the peak.
+
+    Used only by the thread that submits work: when a request is refused, the caller finishes work in flight to free
+    memory, then asks again. Nothing waits inside a lock, and submission order rules out deadlock.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.taken_bytes = 0
+        self.peak_bytes = 0
+
+    def try_take(self, n_bytes: int, *, what: str) -> bool:
+        """Take ``n_bytes`` if they are free now; return whether they were.
+
+        Raises:
+            BudgetError: When they exceed the whole budget.
+        """
+        if n_bytes > self.limit_bytes:
+            raise BudgetError(
+                f"{what} needs {exact_bytes(n_bytes)} of host memory at once, but the budget is "
+                f"{exact_bytes(self.limit_bytes)}. Raise the host-memory budget to at least {exact_bytes(n_bytes)}"
+            )
+        if self.taken_bytes + n_bytes > self.limit_bytes:
+            return False
+        self.taken_bytes += n_bytes
+        self.peak_bytes = max(self.peak_bytes, self.taken_bytes)
+        return True
+
+    def give_back(self, n_bytes: int) -> None:
+        """Return bytes whose memory is free again (or now belongs to a device)."""
+        self.taken_bytes -= n_bytes
+        # Not clamped to 0: whoever gives back too much lets later requests exceed the limit.
+        if self.taken_bytes < 0:
+            raise AssertionError("more bytes were given back than taken")

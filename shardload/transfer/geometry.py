@@ -1,0 +1,301 @@
+"""Where the elements of a tensor and of its views lie in files.
+
+A tensor is one run of a file, or several chunks: its *regions*. A chunk of shape ``chunk_shape`` stores its elements in
+C order (after decoding, if it is packed), including those past the tensor's edge. For one chunk, a variable is a view
+with the chunk's own strides, of which only a box exists::
+
+    tensor (4, 6), chunks (4, 3)      variable = tensor, seen from chunk (0, 1)
+        0  1  2 │ 3  4  5                 strides (3, 1), offset -3: index (0, 3) is element 0 of the chunk
+        6  7  8 │ 9 10 11                 box [0:4, 3:6]
+
+A view is cut into boxes that are short, ascending runs of a region. Sort a view's dims by stride, largest first: in
+that *address order* later elements lie at higher addresses. A box of a prefix of single indices, then a range in one
+dim, then full dims spans one short run of the file::
+
+    stored (6, 4), view transposed to (4, 6)      address order: view dims (1, 0), strides (4, 1)
+        0  1  2  3  ┐
+        4  5  6  7  ┘ box 0 = view[:, 0:2]        a box of the view *and* the bytes of elements 0..8
+        8  9 10 11  ┐
+       12 13 14 15  ┘ box 1 = view[:, 2:4]
+
+Ranges start at multiples of the same number of rows of the *tensor*, so that several views of one
+tensor (query, key and value out of one fused kernel) are cut at the same places and share their reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import LayoutError
+from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View, c_strides
+from shardload.sharding.bounds import Bounds
+from shardload.stores.location import Location
+
+SKIP_BYTES = 128 << 10
+"""Gaps from this length on are skipped, not read: 0.1 ms at 1 GB/s, the cost of one block.
+
+``benchmarks.strided_reads`` measures it: from a disk, skipping breaks even at 128 KiB in one case, above 512 KiB in
+another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a tensor stored in one place."""
+
+    path: Location
+    """The file (for a decoded tensor, the first one)."""
+    offset: int
+    """Byte offset of its first element; meaningless for a decoded tensor."""
+    size: int
+    """Elements."""
+    origin: tuple[int, ...] | None = None
+    """For a chunk, the tensor index of its first element; None where the region is the whole tensor."""
+    shape: tuple[int, ...] = ()
+    """The chunk's shape."""
+    packed: Packed | None = None
+    """The encoding, if the chunk decodes as a whole."""
+
+    def stored_bytes(self, dtype: np.dtype[Any]) -> int:
+        """Return its size in the file; for a decoded tensor the size is unknown."""
+        return self.size * dtype.itemsize if self.packed is None else self.packed.n_bytes
+
+    def unpacking_bytes(self, dtype: np.dtype[Any]) -> int:
+        """Return the memory needed to decode it: the input, and the output in TensorStore and here."""
+        if self.packed is None:
+            return 0
+        return 2 * self.size * dtype.itemsize + self.packed.n_bytes + len(self.packed.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionView:
+    """The part of a variable in one region."""
+
+    view: View
+    """Elements counted from the region's first one; only those of ``box`` exist."""
+    box: Bounds
+    """In the variable's index space."""
+
+
+def regions(tensor: Tensor) -> Iterator[Region]:
+    """Yield the regions of a tensor, in declaration order."""
+    match tensor.storage:
+        case Extent(path, offset):
+            yield Region(path, offset, tensor.size)
+        case Packed() as whole:
+            yield Region(whole.path, whole.offset, tensor.size, packed=whole)
+        case Decoded(reader):
+            yield Region(reader.paths[0], 0, tensor.size)
+        case Chunked(shape, extents):
+            for index, extent in extents.items():
+                origin = tuple(i * n for i, n in zip(index, shape, strict=True))
+                packed = extent if isinstance(extent, Packed) else None
+                yield Region(extent.path, extent.offset, math.prod(shape), origin, shape, packed)
+
+
+def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | None:
+    """Return the part of a view in a region; None if they do not overlap.
+
+    Raises:
+        LayoutError: When a view of a chunked tensor does more than select, reorder and slice dims.
+    """
+    if 0 in view.shape:
+        return None
+    if region.origin is None:
+        return RegionView(view, Bounds.whole(view.shape))
+    if not math.prod(tensor.shape):
+        return None
+    # Where the view starts in the tensor, and which dim of the tensor each of its dims walks along.
+    dims = _dims(view, tensor)
+    first = tuple(view.offset // t % n for t, n in zip(c_strides(tensor.shape), tensor.shape, strict=True))
+    inner = c_strides(region.shape)
+    # A dim that the view fixes to one index (or drops) selects the chunk by that index.
+    for j, (i, a, n) in enumerate(zip(first, region.origin, region.shape, strict=True)):
+        if j not in dims and not a <= i < a + n:
+            return None
+    start, stop = [0] * len(view.shape), list(view.shape)
+    for d, dim in enumerate(dims):
+        if dim is not None:
+            start[d] = max(0, region.origin[dim] - first[dim])
+            stop[d] = min(view.shape[d], region.origin[dim] + region.shape[dim] - first[dim])
+            if start[d] >= stop[d]:
+                return None
+    strides = tuple(0 if j is None else inner[j] for j in dims)
+    # Negative where the view starts before the chunk; only elements of the box are ever addressed.
+    offset = sum((i - a) * t for i, a, t in zip(first, region.origin, inner, strict=True))
+    return RegionView(View(view.tensor, offset, view.shape, strides), Bounds(tuple(start), tuple(stop)))
+
+
+def _dims(view: View, tensor: Tensor) -> list[int | None]:
+    """Return the tensor dim that each dim of a view follows; None for a dim of length 1."""
+    strides = c_strides(tensor.shape)
+    # Dims longer than 1 have different strides in C order, so a stride tells the dim.
+    along = {t: j for j, (t, n) in enumerate(zip(strides, tensor.shape, strict=True)) if n > 1}
+    found = [along.get(t) if n > 1 else None for n, t in zip(view.shape, view.strides, strict=True)]
+    walked = [(n, j) for n, j in zip(view.shape, found, strict=True) if n > 1]
+    known = [j for _, j in walked if j is not None]
+    first = [view.offset // t % n for t, n in zip(strides, tensor.shape, strict=True)]
+    fits = all(j is not None and first[j] + n <= tensor.shape[j] for n, j in walked)
+    if not fits or len(set(known)) < len(known):
+        raise LayoutError(
+            f"Cannot load a view of tensor {tensor.name!r} of shape {tensor.shape}, which is stored in chunks: found "
+            f"shape {view.shape} and strides {view.strides}, expected dims that are only selected, reordered or sliced"
+        )
+    return found
+
+
+def paths_of(tensor: Tensor) -> tuple[Location, ...]:
+    """Return the files a tensor is read from."""
+    match tensor.storage:
+        case Decoded(reader):
+            return reader.paths
+        case Extent(path):
+            return (path,)
+        case _:
+            return tuple(dict.fromkeys(region.path for region in regions(tensor)))
+
+
+def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
+    """Yield every region of some tensors, per file by offset; a decoded tensor follows its predecessor."""
+    files: dict[Location, int] = {}
+    reached: dict[Location, int] = {}
+    placed = []
+    for index, tensor in enumerate(tensors.values()):
+        for region in regions(tensor):
+            decoded = isinstance(tensor.storage, Decoded)
+            offset = reached.get(region.path, 0) if decoded else region.offset
+            reached[region.path] = offset + (0 if decoded else region.stored_bytes(tensor.dtype))
+            placed.append((files.setdefault(region.path, len(files)), offset, index, tensor, region))
+    placed.sort(key=lambda p: p[:3])
+    return ((tensor, region) for *_, tensor, region in placed)
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A box of a view, its dims in address order."""
+
+    order: tuple[int, ...]
+    """View dims, largest stride first."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Elements to skip per index."""
+    offset: int
+    """Element at which the box starts."""
+    origin: tuple[int, ...]
+    """Start of the box in the view, in the view's own dim order."""
+
+    @classmethod
+    def of(cls, view: View, box: Bounds) -> Ordered:
+        """Return ``box`` of ``view`` in address order; dims of length 1 (any stride) come first."""
+        shape = box.shape
+        # Dims of length 1 come first, where `_level` never chooses one: it divides by the stride, and theirs may be 0.
+        order = sorted(range(len(shape)), key=lambda d: (shape[d] != 1, -view.strides[d]))
+        return cls(
+            tuple(order),
+            tuple(shape[d] for d in order),
+            tuple(view.strides[d] for d in order),
+            address(view, box.start),
+            box.start,
+        )
+
+    def to_view(self, start: list[int], stop: list[int]) -> Bounds:
+        """Convert a box in address order to a box of the view."""
+        first, last = [0] * len(start), [0] * len(start)
+        for d, a, b in zip(self.order, start, stop, strict=True):
+            first[d], last[d] = self.origin[d] + a, self.origin[d] + b
+        return Bounds(tuple(first), tuple(last))
+
+
+def address(view: View, index: tuple[int, ...]) -> int:
+    """Return the tensor element at ``index`` of the view."""
+    return view.offset + sum(i * t for i, t in zip(index, view.strides, strict=True))
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the elements from the first to the last one of a non-empty box, both included."""
+    return sum((n - 1) * t for n, t in zip(shape, strides, strict=True)) + 1
+
+
+def is_injective(view: View) -> bool:
+    """Whether the elements of a view are distinct: no broadcast dims and no overlapping windows."""
+    # Sufficient, not necessary: interleaved dims that never meet count as overlapping, and are then staged.
+    ordered = Ordered.of(view, Bounds.whole(view.shape))
+    inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]
+    return all(n == 1 or t >= i for n, t, i in zip(ordered.shape, ordered.strides, inner, strict=True))
+
+
+def run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
+    """Find the longest trailing run that is contiguous in both stride systems.
+
+    Returns:
+        Its length in elements and the number of leading dims outside it.
+    """
+    length, outer = 1, len(shape)
+    while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
+        outer -= 1
+        length *= shape[outer]
+    return length, outer
+
+
+def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
+    """Cut into boxes that each span at most ``limit`` elements, in address order.
+
+    Args:
+        whole: The box to cut; yields nothing when it is empty.
+        limit: Longest span in elements, at least 1.
+        skip: Gaps of at least this many elements inside a box are cut out.
+
+    Yields:
+        Boxes in the view's index space that tile it.
+    """
+    if 0 in whole.shape:
+        return
+    level, rows = _level(whole, limit, skip)
+    if level < 0:
+        yield whole.to_view([0] * len(whole.shape), list(whole.shape))
+        return
+    stride, length = whole.strides[level], whole.shape[level]
+    inner = list(whole.shape[level + 1 :])
+    for prefix in itertools.product(*(range(n) for n in whole.shape[:level])):
+        base = whole.offset + sum(i * t for i, t in zip(prefix, whole.strides, strict=False))
+        # Rows since the last multiple of ``rows`` in the tensor, where the box of every view of it ends.
+        phase = (base // stride) % rows
+        edges = [0, *range(rows - phase, length, rows), length]
+        for a, b in itertools.pairwise(edges):
+            yield whole.to_view([*prefix, a, *[0] * len(inner)], [*(i + 1 for i in prefix), b, *inner])
+
+
+def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
+    """Return the dim to cut and the number of its indices per box; dim -1 when nothing is cut."""
+    shape, strides = whole.shape, whole.strides
+    dims = range(len(shape))
+    inner = [span(shape[d + 1 :], strides[d + 1 :]) for d in dims]
+    # Cutting at the innermost dim with such a gap leaves none inside a box, not even of an outer dim.
+    gap = max((d for d in dims if shape[d] > 1 and strides[d] - inner[d] >= skip), default=-1)
+    if span(shape, strides) <= limit:
+        return gap, 1
+    level = next(d for d in dims if inner[d] <= limit)
+    if gap >= level:
+        return gap, 1
+    stride = strides[level]
+    # Where rows do not overlap, their number depends on the stride alone, not on how much of a row a view needs:
+    # views of different columns are then cut at the same rows.
+    rows = limit // stride if inner[level] <= stride else (limit - inner[level]) // stride + 1
+    return level, max(1, rows)
+
+
+def largest_stride(view: View) -> int:
+    """Return the largest stride of a view's dims longer than 1; 0 if there are none."""
+    return max((t for n, t in zip(view.shape, view.strides, strict=True) if n > 1), default=0)
+
+
+def shard_run(view: View, box: Bounds, shard: tuple[int, ...]) -> tuple[int, int]:
+    """Return the longest run of ``box`` contiguous in the file and in a C-ordered buffer of shape ``shard``."""
+    ordered = Ordered.of(view, box)
+    strides = c_strides(shard)
+    return run(ordered.shape, ordered.strides, tuple(strides[d] for d in ordered.order))
