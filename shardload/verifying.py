@@ -92,12 +92,8 @@ def _verdicts(source: str | os.PathLike[str], shown: Progress) -> list[Verdict]:
     if is_ours(path):
         return [_with_digests(path, shown)]
     if steps := list_steps(path) if path.is_dir() else []:
-        return [_step(info, shown) for info in steps]
+        return [_with_digests(info.path, shown) if info.ours else _readable(info.path, shown) for info in steps]
     return [_readable(path, shown)]
-
-
-def _step(info: StepInfo, shown: Progress) -> Verdict:
-    return _with_digests(info.path, shown) if info.ours else _readable(info.path, shown)
 
 
 def _remote(info: StepInfo, shown: Progress) -> Verdict:

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardload.errors import SourceError
 from shardload.loaders.folder import member
-from shardload.stores.headers import read_header
+from shardload.stores.file_reading import read_header
 from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
 from shardload.stores.store import File

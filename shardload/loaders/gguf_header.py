@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
-from shardload.stores.headers import read_header as read_bytes
+from shardload.stores.file_reading import read_header as read_bytes
 from shardload.stores.location import Location
 from shardload.stores.store import File
 from shardload.units import exact_bytes, plural

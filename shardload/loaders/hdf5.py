@@ -40,8 +40,8 @@ from shardload.loaders.hdf5_strings import Strings
 from shardload.loaders.hdf5_structures import Structures
 from shardload.loaders.hdf5_walk import SHOWN, HeaderLimit, LinkWalk, decoded, open_at
 from shardload.manifest import Decoded, Extent, Storage, Tensor
+from shardload.stores.file_reading import FileStream
 from shardload.stores.location import Location
-from shardload.stores.streams import FileStream
 from shardload.units import exact_bytes
 
 MAX_EXPANSION = 1100

@@ -18,8 +18,8 @@ import numpy as np
 from shardload.errors import SourceError, UnsafeSourceError
 from shardload.loaders.hdf5_links import HARD, SOFT, Link, dense_links, has_dense_links
 from shardload.loaders.hdf5_structures import Structures
+from shardload.stores.file_reading import MemoryStream
 from shardload.stores.location import Location
-from shardload.stores.streams import MemoryStream
 from shardload.units import exact_bytes
 
 FREE_HEADER_BYTES = 1 << 20

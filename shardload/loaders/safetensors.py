@@ -25,7 +25,7 @@ import numpy as np
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError
 from shardload.loaders.extents import check_shape, collect
 from shardload.manifest import Decoded, Extent, Manifest, Tensor, UnreadableRows
-from shardload.stores.headers import read_header as read_bytes
+from shardload.stores.file_reading import read_header as read_bytes
 from shardload.stores.json_files import require_brace, unique_pairs
 from shardload.stores.location import Location
 from shardload.units import exact_bytes, plural

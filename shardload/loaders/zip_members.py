@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
-from shardload.stores.headers import read_header
+from shardload.stores.file_reading import read_header
 from shardload.stores.location import Location
 from shardload.stores.store import File
 from shardload.units import exact_bytes, plural

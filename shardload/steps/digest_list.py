@@ -24,9 +24,8 @@ from typing import Any
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError
 from shardload.steps.file_tree import FileTree, scan, sync
 from shardload.stores import json_files
-from shardload.stores.litter import is_litter
 from shardload.stores.local import located
-from shardload.stores.location import Location
+from shardload.stores.location import Location, is_litter
 from shardload.stores.store import UNIT_BYTES
 from shardload.units import exact_bytes
 

@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import Any
 
 from shardload.errors import ShardloadError, SourceError, TransferError, UnsafeSourceError
-from shardload.stores.headers import read_header
+from shardload.stores.file_reading import read_header
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.store import File

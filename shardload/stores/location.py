@@ -1,4 +1,10 @@
-"""A file or a folder in a store, used like a `pathlib.PurePosixPath` that can also read."""
+"""A file or a folder in a store, used like a `pathlib.PurePosixPath` that can also read.
+
+Listings leave out *litter*, which operating systems and file systems leave in folders and which belongs to no
+checkpoint. Finder writes ``.DS_Store`` into folders that it shows. macOS writes ``._model.safetensors`` next to each
+file on disks that cannot store its attributes, and into archives. Windows writes ``Thumbs.db`` and ``desktop.ini``. NFS
+renames a deleted file that is still open to ``.nfs000000000012ab34``.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError
-from shardload.stores.headers import read_header
-from shardload.stores.litter import is_litter
+from shardload.stores.file_reading import FileStream, read_header
 from shardload.stores.store import File, FileIdentity, Store
-from shardload.stores.streams import FileStream
+
+_LITTER = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
+_LITTER_PREFIXES = ("._", ".nfs0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ class Location:
         return self.key[len(prefix) :] if self.key.startswith(prefix) else None
 
     def names(self) -> list[str]:
-        """Return the names in the folder, sorted, without `litter`; raises `SourceError` if it cannot be listed."""
+        """Return the names in the folder, sorted, without litter; raises `SourceError` if it cannot be listed."""
         return [name for name in self.store.names(self.key) if not is_litter(name)]
 
     def open(self) -> File:
@@ -132,4 +139,10 @@ class Location:
         return self.store.local_path(self.key)
 
 
-__all__ = ["Location"]
+def is_litter(path: str) -> bool:
+    """Whether the last part of a path, separated by ``/``, is the name of such a file."""
+    name = path.rpartition("/")[2]
+    return name in _LITTER or name.startswith(_LITTER_PREFIXES)
+
+
+__all__ = ["Location", "is_litter"]

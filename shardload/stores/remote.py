@@ -172,13 +172,11 @@ class NameTree:
         return sorted(name for name in inside if "/" not in name)
 
 
-def _root(url: str) -> Location:
-    return Location(RemoteStore(url), "")
-
-
 REMOTE_SCHEMES = ("s3", "gs", "http", "https")
 """Schemes of `RemoteStore`. Of a URL, only training steps are read, as only they have digests."""
-SCHEMES: dict[str, Callable[[str], Location]] = dict.fromkeys(REMOTE_SCHEMES, _root)
+SCHEMES: dict[str, Callable[[str], Location]] = dict.fromkeys(
+    REMOTE_SCHEMES, lambda url: Location(RemoteStore(url), "")
+)
 """URL scheme → function that returns the location of a URL. A new scheme needs an entry, and a `Store`."""
 
 

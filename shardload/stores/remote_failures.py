@@ -44,7 +44,8 @@ def is_http(url: str) -> bool:
 
 def failure(url: str, error: BaseException | None, name: str) -> Exception:
     """Build an error for a failed request: the URL, the store's message, and a way to fix it."""
-    where = (f"{url}/{name}" if name else url) + _endpoint(url)
+    endpoint = {"s3": aws_endpoint(), "gs": os.environ.get("TENSORSTORE_GCS_HTTP_URL")}.get(_scheme(url))
+    where = (f"{url}/{name}" if name else url) + (f" (at {endpoint})" if endpoint else "")
     text = " ".join(str(error).split())
     # What follows the code may be text from the server.
     code = text.partition(":")[0]
@@ -117,11 +118,6 @@ def aws_endpoint() -> str | None:
 
 def _scheme(url: str) -> str:
     return url.partition(":")[0]
-
-
-def _endpoint(url: str) -> str:
-    found = {"s3": aws_endpoint(), "gs": os.environ.get("TENSORSTORE_GCS_HTTP_URL")}.get(_scheme(url))
-    return f" (at {found})" if found else ""
 
 
 def _check(url: str) -> str:

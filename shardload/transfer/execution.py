@@ -262,7 +262,7 @@ class Transfer:
         n_bytes = 0
         for run in self.plan.runs:
             run_bytes = sum(block.read_bytes for block in self._blocks(run))
-            free = self._is_free(run)
+            free = self.placement == "adopt" and not self.plan.blocks[run.start].is_decoded
             if job and (n_bytes + run_bytes > most or not free):
                 yield job
                 job, n_bytes = [], 0
@@ -273,9 +273,6 @@ class Transfer:
 
     def _blocks(self, run: range) -> tuple[Block, ...]:
         return self.plan.blocks[run.start : run.stop]
-
-    def _is_free(self, run: range) -> bool:
-        return self.placement == "adopt" and not self.plan.blocks[run.start].is_decoded
 
     def _submit(self, job: list[range]) -> None:
         # Memory is taken and files are opened here, on the calling thread; workers only read and copy.

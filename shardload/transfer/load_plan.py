@@ -236,14 +236,10 @@ def joined_runs(blocks: Sequence[Block], *, staged: Callable[[Block], int], limi
         small = block.read_bytes <= SMALL_BLOCK_BYTES and not block.is_decoded
         added = staged(block) if small else limit_bytes + 1
         read_bytes, staged_bytes = read_bytes + block.read_bytes, staged_bytes + added
-        joins = before is not None and _adjoin(before, block) and read_bytes <= RUN_BYTES
-        if index and not (joins and staged_bytes <= limit_bytes):
+        joins = before is not None and (before.path, before.offset + before.read_bytes) == (block.path, block.offset)
+        if index and not (joins and read_bytes <= RUN_BYTES and staged_bytes <= limit_bytes):
             yield range(first, index)
             first, read_bytes, staged_bytes = index, block.read_bytes, added
         before = block if small else None
     if blocks:
         yield range(first, len(blocks))
-
-
-def _adjoin(one: Block, other: Block) -> bool:
-    return one.offset + one.read_bytes == other.offset and one.path == other.path

@@ -428,11 +428,8 @@ class Planner:
 
     def staged_bytes(self, block: Block) -> int:
         """Return the memory of all shards of a block's variables, each padded to a cache line."""
-        return sum(self._shard_bytes(piece.binding) for piece in block.pieces)
-
-    def _shard_bytes(self, index: int) -> int:
-        shards = self.shards[index]
-        return len(shards) * (shards[0].size * self.bindings[index].dtype.itemsize + 63) if shards else 0
+        used = ((self.shards[piece.binding], self.bindings[piece.binding].dtype) for piece in block.pieces)
+        return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
 
     def needed_bytes(self) -> int:
         """Return distinct stored bytes of the local shards; overlapping views count at most their whole tensor."""

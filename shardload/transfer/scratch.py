@@ -81,7 +81,8 @@ class BlockMemory:
         itemsize = self.dtype.itemsize
         if self.row:
             at = at // self.row * self.pitch + at % self.row
-        return at * itemsize, tuple(self._stride(t) * itemsize for t in view.strides)
+        strides = (t // self.row * self.pitch if self.row and t >= self.row else t for t in view.strides)
+        return at * itemsize, tuple(t * itemsize for t in strides)
 
     def write(self, data: NDArray[Any], at: int) -> None:
         """Copy bytes to where they belong, ``at`` bytes of the block after its first."""
@@ -101,9 +102,6 @@ class BlockMemory:
         tail = data[head + rows * row :]
         start = (first + rows) * pitch
         self.memory[start : start + tail.size] = tail
-
-    def _stride(self, stride: int) -> int:
-        return stride // self.row * self.pitch if self.row and stride >= self.row else stride
 
 
 class RowCopy:

@@ -214,7 +214,7 @@ def _grouped(
     for b, p, box in pieces:
         if groups:
             chunk, members = groups[-1]
-            joined = _hull(chunk.box, box)
+            joined = Bounds(tuple(map(min, chunk.box.start, box.start)), tuple(map(max, chunk.box.stop, box.stop)))
             # Only where both together are a box: a hull with holes would be uploaded with memory that nobody filled.
             if joined.size == chunk.box.size + box.size and joined.size * itemsize <= limit:
                 chunk.box = joined
@@ -222,7 +222,3 @@ def _grouped(
                 continue
         groups.append((Chunk(variable, box), [(b, p)]))
     return groups
-
-
-def _hull(one: Bounds, other: Bounds) -> Bounds:
-    return Bounds(tuple(map(min, one.start, other.start)), tuple(map(max, one.stop, other.stop)))

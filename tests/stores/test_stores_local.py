@@ -4,7 +4,7 @@ from contextlib import closing
 import pytest
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, TruncatedSourceError
-from shardload.stores.headers import read_header
+from shardload.stores.file_reading import read_header
 from shardload.stores.local import LocalFile, open_readonly, read_exact
 
 
