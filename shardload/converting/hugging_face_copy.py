@@ -23,7 +23,7 @@ from shardload.converting.plans import ConversionPlan, Copy
 from shardload.converting.source import Source, some
 from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import quantised
-from shardload.keras_bridge.dtype_policies import with_dtype
+from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.folder import member
 from shardload.loaders.hf_folder import BARE

@@ -25,7 +25,7 @@ from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
 from shardload.errors import UnsupportedError, is_of_system
-from shardload.keras_bridge.dtype_policies import with_dtype
+from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.keras_bridge.model_state import own_layers
 from shardload.keras_bridge.saving import SavedLayout, assets_of, optimizers_of, saved_layout
 from shardload.keras_bridge.set_attributes import serialised_with_attributes

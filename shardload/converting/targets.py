@@ -27,7 +27,7 @@ from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import kerashub
 from shardload.hub.config_forms import architecture_of
-from shardload.keras_bridge.dtype_policies import with_dtype
+from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import spec_of
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.loaders.orbax import SPEC as ORBAX

@@ -41,8 +41,8 @@ from shardload.hub.legacy_models import build_legacy, has_config
 from shardload.hub.preset_path import preset_path
 from shardload.hub.sidecar import config_beside
 from shardload.hub.tensorflow import as_with_tensorflow, omit_preprocessor
-from shardload.keras_bridge.dtype_policies import with_dtype
 from shardload.keras_bridge.hub_imports import timed
+from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.local import any_home

@@ -41,7 +41,7 @@ def build_legacy(
         safe_mode: As for `build_model`.
         compiling: Called with the reason if the model was saved compiled but is not; ``None``: do not compile it.
     """
-    from shardload.keras_bridge import legacy_models  # imports Keras
+    from shardload.keras_bridge import legacy as legacy_models
 
     scope: dict[str, Any] = {"custom_objects": custom_objects, "safe_mode": safe_mode}
     model = legacy_models.build(manifest.config, dtype=dtype, **scope)

@@ -34,10 +34,9 @@ from shardload.errors import UninitialisedError, UnsupportedError, UsageError, s
 from shardload.keras_bridge.hub_imports import HUB, hub_patched
 from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.model_state import refresh_derived, state_of
-from shardload.keras_bridge.patches import Patch, Patches
+from shardload.keras_bridge.patches import Patch, Patches, reading_signatures_once
 from shardload.keras_bridge.pending import HostConstant, is_built_in, pending_of, recording
 from shardload.keras_bridge.recording import record_variables, registered
-from shardload.keras_bridge.signatures import reading_signatures_once
 from shardload.keras_bridge.variables import (
     direct_assign,
     forget_initializer,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from shardload.errors import MismatchError
 from shardload.keras_bridge.keras_types import Variable
-from shardload.keras_bridge.legacy_order import legacy_weights, own_weights
+from shardload.keras_bridge.legacy import legacy_weights, own_weights
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.variables import unique
 from shardload.loaders.keras_legacy import LAYERS, OPTIMIZER, TOP_LEVEL

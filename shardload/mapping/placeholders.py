@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import LimitError, UnsupportedError
-from shardload.keras_bridge.array_casts import casts_by_astype
+from shardload.keras_bridge.patches import casts_by_astype
 from shardload.manifest import Tensor, View, c_strides
 from shardload.transfer.casts import is_float
 from shardload.units import exact_bytes

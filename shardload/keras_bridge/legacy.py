@@ -1,4 +1,4 @@
-"""Models from configurations in the form of Keras 2, by Keras' own legacy code, without TensorFlow."""
+"""Keras 2: models from configurations in its form, by Keras' own legacy code, and the order of the stored weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
-from keras.src.legacy.saving import saving_options, saving_utils
+from keras.src.legacy.saving import legacy_h5_format, saving_options, saving_utils
 from keras.src.saving import serialization_lib
 
 from shardload.errors import UnsupportedError
-from shardload.keras_bridge.keras_types import Model
+from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.layer_settings import global_policy
 
 
@@ -92,3 +92,15 @@ def _is_float(dtype: Any) -> bool:
     if isinstance(dtype, Mapping) and isinstance(dtype.get("config"), Mapping):
         dtype = dtype["config"].get("name")
     return isinstance(dtype, str) and "float" in dtype
+
+
+def legacy_weights(layer: Any) -> list[Variable]:
+    """Return a layer's weights, also those of layers in it, in the order of Keras 2: trainable ones first."""
+    return list(legacy_h5_format._legacy_weights(layer))
+
+
+def own_weights(model: Model) -> list[Variable]:
+    """Return the weights that belong to the model itself and to none of its layers, in the order of Keras 2."""
+    # As in `legacy_h5_format.load_weights_from_hdf5_group`, but by identity: `in` would compare values.
+    known = {id(variable) for variable in model.weights}
+    return [v for v in model._trainable_variables + model._non_trainable_variables if id(v) in known]
