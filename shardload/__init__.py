@@ -143,7 +143,7 @@ def _begin() -> None:
     """Let the other processes notice if this one is killed in the imports that follow, which take seconds."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
-        importlib.import_module(f"{__name__}.distributed.processes").begin()
+        importlib.import_module(f"{__name__}.processes").begin()
 
 
 @atexit.register  # if JAX was imported first, this runs before its shutdown, which waits for other processes
@@ -151,7 +151,7 @@ def _leave() -> None:
     """Notify the other processes when a script ends without using this package: they may be waiting for it."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
-        importlib.import_module(f"{__name__}.distributed.processes").leave_unheard()
+        importlib.import_module(f"{__name__}.processes").leave_unheard()
 
 
 def _installed_version() -> str:

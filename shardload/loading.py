@@ -14,8 +14,7 @@ from shardload.errors import UnsupportedError, suggests_arguments
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import plain_model
 from shardload.pipeline import load as pipeline
-from shardload.pipeline.load import Loaded
-from shardload.pipeline.load_distributed import joint_load
+from shardload.pipeline.load import Loaded, joint_load
 from shardload.pipeline.request import LoadRequest, LoadWeightsRequest, PlanRequest
 from shardload.progress import ProgressLike
 from shardload.text.preprocessor import TextInput

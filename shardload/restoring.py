@@ -25,8 +25,9 @@ from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
 from shardload.mapping import Items, map_state
 from shardload.pipeline import load as pipeline
-from shardload.pipeline.load_distributed import JointLoad, joint_load
+from shardload.pipeline.load import joint_load
 from shardload.pipeline.request import RestoreRequest
+from shardload.processes.calls import Call
 from shardload.progress import ProgressLike
 from shardload.reports import LoadReport
 from shardload.resolve.opening import OpenedSource
@@ -137,7 +138,7 @@ def run(request: RestoreRequest) -> Restored:
     return restored
 
 
-def _restore_undamaged(request: RestoreRequest, call: JointLoad) -> Restored:
+def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
     """Restore the requested step; if it is damaged and a fallback is wanted, the one that `alternative` finds."""
     directory, step = request.directory, request.step
     skipped: list[str] = []
@@ -168,7 +169,7 @@ def _restore_undamaged(request: RestoreRequest, call: JointLoad) -> Restored:
             info = find_step(directory, found.step)
 
 
-def _find(call: JointLoad, directory: PathLike, step: Which) -> StepInfo:
+def _find(call: Call, directory: PathLike, step: Which) -> StepInfo:
     """Return the step that process 0 chooses: a later search by another process may find a newer step."""
     # Process 0 keeps what it found, the others look up its number: `first` passes on JSON only.
     mine: list[StepInfo] = []
@@ -181,9 +182,7 @@ def _find(call: JointLoad, directory: PathLike, step: Which) -> StepInfo:
     return mine[0] if mine else find_step(directory, number)
 
 
-def _restore(
-    request: RestoreRequest, info: StepInfo, call: JointLoad, skipped: Sequence[str], *, best: bool
-) -> LoadReport:
+def _restore(request: RestoreRequest, info: StepInfo, call: Call, skipped: Sequence[str], *, best: bool) -> LoadReport:
     def opener() -> OpenedSource:
         ready = prepared(info)
         checker = Checker.of_step(ready.location) if ready.ours else None  # before the headers, which it verifies

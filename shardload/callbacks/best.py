@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from shardload.callbacks.monitor import Monitor
 from shardload.callbacks.retention import BestRule, recorded_damage
-from shardload.distributed.processes import Channel
 from shardload.keras_bridge.model_records import record_of
+from shardload.processes import Channel
 from shardload.steps.digests import verify
 from shardload.steps.step_info import StepInfo
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import keras
 
+from shardload import processes
 from shardload.callbacks import step_records
 from shardload.callbacks.best import Best
 from shardload.callbacks.contents import Contents
@@ -31,7 +32,6 @@ from shardload.callbacks.retention import Retention, remover
 from shardload.callbacks.selection import Selection, Variables
 from shardload.callbacks.writer import Writer
 from shardload.data import Position, follow, stop_following
-from shardload.distributed import processes
 from shardload.errors import SaveError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.steps.listing import list_steps

@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.experimental import multihost_utils
 
-from shardload.distributed import processes
+from shardload import processes
 from shardload.keras_bridge.training import in_fit
 
 _asked = itertools.count()

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from shardload import processes
 from shardload.callbacks.step_records import trained_batches
 from shardload.data import Origin, Position, Reading, resumable_of_fit
-from shardload.distributed import processes
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of

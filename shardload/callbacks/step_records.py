@@ -18,8 +18,8 @@ import jax
 import keras
 import numpy as np
 
+from shardload import processes
 from shardload.callbacks.monitor import plain_logs
-from shardload.distributed import processes
 from shardload.errors import UsageError, require_callable_with
 from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
 from shardload.keras_bridge.variables import current_value

@@ -30,10 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from shardload import processes
 from shardload.callbacks.snapshot import snapshot
 from shardload.callbacks.step_records import prepare_serialising
-from shardload.distributed import processes
-from shardload.distributed.exit_reasons import ExitRecorder
 from shardload.errors import (
     ProcessLostError,
     SaveError,
@@ -45,6 +44,7 @@ from shardload.errors import (
 from shardload.interrupts import Worker, defer_interrupt
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
+from shardload.processes.exit_reasons import ExitRecorder
 from shardload.steps import orbax_writer
 from shardload.steps.digests import OWN_FOLDER, Digests
 from shardload.steps.file_tree import sync_files

@@ -65,7 +65,7 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
         label = "Error: " if _interruption(error) is None else ""
         _to_stderr(_paragraph(label + failure.message))
         # Of several processes: JAX may abort this one before it ends, which is not to be reported as well.
-        if (reasons := sys.modules.get("shardload.distributed.exit_reasons")) is not None:
+        if (reasons := sys.modules.get("shardload.processes.exit_reasons")) is not None:
             reasons.exit_recorder().rest()
     # Unless stdout is what failed, or it has the results: a signal may come after them.
     if json_wanted and not (streams.has_object() or isinstance(error, streams.ReaderLeftError | streams.OutputError)):

@@ -105,9 +105,9 @@ def provide_devices(
     simulated = _simulate(jax, min(own or needed, MAX_SIMULATED))
     if processes is not None:
         # Imported after meet(), which must be the first use of JAX.
-        from shardload.pipeline import load_distributed
+        from shardload.processes.calls import start_jax
 
-        load_distributed.start()
+        start_jax()
     devices = _start(jax)
     found = devices[0].platform
     if platform is not None and found != platform:

@@ -119,7 +119,7 @@ def steps(directory: str) -> list[Any]:
 
 def failures_since(directory: str, steps: list[Any]) -> list[Any]:
     """Return the failures that ended a run of several processes after its last step, oldest first."""
-    from shardload.distributed.watchdog import written_since
+    from shardload.processes.watchdog import written_since
     from shardload.stores.local import without_file_scheme
 
     return written_since(without_file_scheme(directory), max((info.saved_s for info in steps), default=0.0))

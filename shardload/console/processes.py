@@ -100,8 +100,8 @@ class Processes:
             except Exception as error:  # JAX, MPI and the client of Kubernetes have many classes
                 raise _not_connected(self, f"{type(error).__name__}: {error}") from error
         # Imported late, because it imports JAX.
-        from shardload.distributed import processes
-        from shardload.distributed.exit_reasons import exit_recorder
+        from shardload import processes
+        from shardload.processes.exit_reasons import exit_recorder
 
         # Before Keras is imported, which takes seconds: from here on, the end of this process is noticed and reported.
         exit_recorder().begin(holds_back=True)

@@ -49,7 +49,7 @@ class Results:
         """Report Ctrl-C or another signal, from another thread, right before the process exits."""
         message = message_of(number)
         # If this is one of several processes: this exit is expected, and is to be reported here only.
-        if (reasons := sys.modules.get("shardload.distributed.exit_reasons")) is not None:
+        if (reasons := sys.modules.get("shardload.processes.exit_reasons")) is not None:
             reasons.exit_recorder().leave()
         # os.write, because the main thread may hold the locks of Python's streams.
         with contextlib.suppress(OSError):

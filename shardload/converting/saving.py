@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from shardload import processes
 from shardload.converting.checking import check_result
 from shardload.converting.live_source import live_source, local_boxes_of, part_of, reader_of_box
 from shardload.converting.plans import ConversionPlan, ConvertReport, Copy
@@ -35,7 +36,6 @@ from shardload.converting.targets import (
     without_ending,
 )
 from shardload.converting.writing import check_room
-from shardload.distributed import processes
 from shardload.errors import UnsupportedError, UsageError, WriteError, suggests_arguments
 from shardload.keras_bridge.lora import hidden, lora_kernels, lora_layers
 from shardload.keras_bridge.model_state import plain_model
@@ -43,8 +43,8 @@ from shardload.keras_bridge.recording import seeded
 from shardload.keras_bridge.variables import unique, value_of
 from shardload.manifest import View, c_strides
 from shardload.pipeline import arguments
-from shardload.pipeline.consistency import Topic
-from shardload.pipeline.load_distributed import JointLoad, joint
+from shardload.processes.agreement import Topic
+from shardload.processes.calls import Alone, Call, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.bounds import Bounds
 from shardload.stores.local import expanded, local_target, temporary_folder, working_folder
@@ -233,11 +233,11 @@ def _format(target: Path, to: str | None) -> str | None:
 
 
 @contextmanager
-def _together(model: Any, request: _Request) -> Iterator[JointLoad]:
+def _together(model: Any, request: _Request) -> Iterator[Call]:
     """Make the call together with the other processes, if they have parts of the model."""
     values = [value_of(v) for v in unique(model.variables)] if processes.are_several() else []
     if all(value.is_fully_addressable for value in values):
-        yield JointLoad(None)
+        yield Alone()
     else:
         with joint("save_as", request.target, request.compared, doing="saving") as call:
             yield call
@@ -249,7 +249,7 @@ def _facts(plan: ConversionPlan) -> dict[str, str]:
     }
 
 
-def _write(source: Source, plan: ConversionPlan, request: _Request, call: JointLoad, progress: Progress) -> None:
+def _write(source: Source, plan: ConversionPlan, request: _Request, call: Call, progress: Progress) -> None:
     """Make the files, fill in the values, and publish the result."""
     target = request.target
     staging = ConversionFolder(working_folder(target), target)

@@ -29,7 +29,6 @@ import keras
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardload.distributed.same_values import require_agreement
 from shardload.errors import UninitialisedError, UnsupportedError, UsageError, suggests_arguments
 from shardload.keras_bridge.hub_imports import HUB, hub_patched
 from shardload.keras_bridge.keras_types import Model, Variable
@@ -49,6 +48,7 @@ from shardload.keras_bridge.variables import (
     unique,
     value_of,
 )
+from shardload.processes.agreement import require_agreement
 from shardload.sharding.layout import Layout
 from shardload.units import check_kind, plural
 

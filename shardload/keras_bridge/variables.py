@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax._src.array import ArrayImpl
 
-from shardload.distributed.same_values import require_agreement
 from shardload.errors import MismatchError
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.pending import PendingValue
+from shardload.processes.agreement import require_agreement
 from shardload.sharding.layout import Layout
 from shardload.transfer.placement import named_sharding
 

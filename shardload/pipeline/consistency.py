@@ -1,9 +1,8 @@
-"""Check that all processes are about to load the same thing.
+"""What must be the same when all processes are about to load: mesh, source, dtype, model and layout.
 
-The call and its arguments are compared first. For every topic, each process makes the same short lists of facts and
-sends their digests. Where two digests differ, process 0 sends its list, and every process finds the first
-difference. Paths are not compared: the checkpoint may have another path on another host. Nor are names of variables,
-because Keras numbers them in order of creation: a variable is identified by its place in the model.
+`shardload.processes.agreement` compares it. Paths are not compared: the checkpoint may have another path on another
+host. Nor are names of variables, because Keras numbers them in order of creation: a variable is identified by its place
+in the model.
 
 Steps saved by shardload have digests of their content. From other files a few bytes are read, at the start of tensors
 and at evenly spaced places: enough to tell one checkpoint from another, not to detect a flipped bit.
@@ -14,19 +13,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from shardload.distributed.joint_call import JointCall
-from shardload.errors import DisagreementError
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.layouts.model_variables import all_variables
 from shardload.manifest import Extent, Manifest
 from shardload.pipeline.preparing import PreparedLoad
+from shardload.processes.agreement import Facts, Topic, digest
 from shardload.sharding.devices import MeshDevices
 from shardload.stores.location import Location
 from shardload.transfer.byte_source import Verifier
@@ -36,36 +31,6 @@ from shardload.units import exact_bytes
 SPOTS = 256
 """Places to read in all files: takes milliseconds, for a checkpoint of any size."""
 SPOT_BYTES = 256
-
-Facts = dict[str, str]
-"""Name → fact, as text that is equal on every process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Topic:
-    """One thing that must be the same on all processes."""
-
-    what: str
-    """Object of the sentence "processes disagree about …"."""
-    facts: Callable[[], Facts]
-    fix: str
-    """What to do about a difference, as the last sentence of the message."""
-    titles: Callable[[], Facts] = dict
-    """Process 0's titles of facts whose names alone are unclear, for messages."""
-
-
-def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
-    """Return the topics to compare at the start of a call.
-
-    Args:
-        function: Its name.
-        arguments: Arguments that must be equal as written; mesh, layout and dtype are compared later, by
-            their effect.
-    """
-    return [
-        Topic("the call", lambda: {"function": repr(function)}, "Make the same calls in the same order on all of them"),
-        Topic("the arguments", lambda: _written(arguments), "Pass the same on every process"),
-    ]
 
 
 def topics(prepared: PreparedLoad) -> list[Topic]:
@@ -90,70 +55,6 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
     ]
 
 
-def require(joint: JointCall, found: list[Topic]) -> None:
-    """Check that all processes are about to load the same thing.
-
-    Raises:
-        DisagreementError: On all processes, naming the first difference and each side's value.
-    """
-    facts = [topic.facts() for topic in found]
-    # One meeting for all topics, with digests: the facts, a line per tensor, follow only where digests differ.
-    of_each = joint.together(lambda: [_digest(one) for one in facts], f"the comparison of {found[0].what}")
-    for topic, mine, digests in zip(found, facts, zip(*of_each, strict=True), strict=True):
-        if len(set(digests)) > 1:
-            raise _disagreement(joint, topic, mine)
-
-
-def _disagreement(joint: JointCall, topic: Topic, mine: Facts) -> DisagreementError:
-    # All processes come here together, as all compared the same digests.
-    first, titles = joint.first(lambda: (mine, topic.titles()), f"what process 0 has of {topic.what}")
-    differences = joint.together(lambda: _difference(first, mine), f"what differs of {topic.what}")
-    key, wanted, _ = next(one for one in differences if one is not None)
-    others = [f"process {i} has {one[2]}" for i, one in enumerate(differences) if one is not None and one[0] == key]
-    return DisagreementError(
-        f"Cannot make this call together: the processes disagree about {topic.what}. {titles.get(key, key)}: process "
-        f"0 has {wanted}, {', '.join(others[:8])}{' …' if len(others) > 8 else ''}. {topic.fix}"
-    )
-
-
-def _difference(first: Facts, mine: Facts) -> tuple[str, str, str] | None:
-    """Return the first fact that differs: its name, its value on process 0, and its value here."""
-    for key in [*first, *(key for key in mine if key not in first)]:
-        if first.get(key) != mine.get(key):
-            return key, first.get(key, "none"), mine.get(key, "none")
-    return None
-
-
-def _digest(facts: Facts) -> str:
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-
-
-def _written(arguments: Mapping[str, Any]) -> Facts:
-    found: Facts = {}
-    for name, value in arguments.items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}[{key!r}]": _as_text(item) for key, item in sorted(value.items(), key=str)}
-        elif value is not None:
-            found[name] = _as_text(value)
-    return found
-
-
-def _as_text(value: Any) -> str:
-    """Format an argument's value as text that is equal on every process; objects by their type."""
-    match value:
-        case None | str():
-            return repr(value)
-        # Before int, which bool is a subclass of.
-        case bool() | np.bool_():
-            return repr(bool(value))
-        case int() | np.integer():
-            return repr(int(value))
-        # Sorted, as a set is in another order in each process.
-        case list() | tuple() | set() | frozenset():
-            return f"[{', '.join(sorted(map(_as_text, value)))}]"
-    return type(value).__name__
-
-
 def _mesh(devices: MeshDevices) -> Facts:
     shape = f"{'x'.join(map(str, devices.mesh.sizes))} ({', '.join(devices.mesh.axes)})"
     return {"Its shape": shape, "Its devices": ", ".join(str(getattr(d, "id", None)) for d in devices.devices)}
@@ -173,7 +74,7 @@ def source(manifest: Manifest) -> Facts:
                 where = f" in {exact_bytes(tensor.stored_bytes)}"
         found[f"Tensor {tensor.name!r}"] = f"{tensor.dtype} {tensor.shape}{where}"
     found["The sizes of its files"] = ", ".join(map(str, sorted(manifest.files.values())))
-    found["Its configuration"] = _digest({"": json.dumps(manifest.config, sort_keys=True, default=repr)})
+    found["Its configuration"] = digest({"": json.dumps(manifest.config, sort_keys=True, default=repr)})
     return found
 
 
@@ -182,7 +83,7 @@ def content(manifest: Manifest, check: Verifier | None) -> Facts:
     if check is None:
         return {name: _bytes_at(path, offset) for name, path, offset in _spots(manifest)}
     return {
-        f"The digests of {name}": _digest({"": "".join(units)}) for name, units in sorted(check.units_by_file().items())
+        f"The digests of {name}": digest({"": "".join(units)}) for name, units in sorted(check.units_by_file().items())
     }
 
 

@@ -44,7 +44,7 @@ def fill(
         files: Fingerprint of the checkpoint's files from when their headers were read.
         progress: Receives the number of bytes read.
         on_failure: What to do with a half-loaded model.
-        on_filled: Called when all values are in place, while old values can still be restored.
+        on_filled: Called when all values are in place here, while old values can still be restored.
 
     Raises:
         LoadInterruptedError: When it failed after values had been replaced; describes the state of the model.

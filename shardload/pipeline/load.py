@@ -1,26 +1,39 @@
 """The order of a load, from the request to the report.
 
-    agree on the call ─► open ─► start JAX ─► place ─► build or take the model ─► map ─► lay out ─► plan ─► check
-    ─► agree on the plan ─► fill ─► report
+    ●0 open ─► ●1 start JAX ─► ●2 place ─► build or take the model ─► map ─► lay out ─► plan ─► check
+    ─► ●3 read ─► ●4 assign, initialise ─► report ─► ●5
 
-Before fill, no model is changed, and only headers are read, and the values of tensors that may be copies or zeros
-(`shardload.mapping.outside`). Map, lay out, plan and check are `shardload.pipeline.preparing`; fill is
-`shardload.pipeline.filling`. Both agreements, and the start of JAX, are for several processes that load together:
-`shardload.pipeline.load_distributed` makes them meet there.
+Before the read, no model is changed, and only headers are read, and the values of tensors that may be copies or zeros
+(`shardload.mapping.outside`). Map, lay out, plan and check are `shardload.pipeline.preparing`; read, assign and
+initialise are `shardload.pipeline.filling`. At each ● all processes of a `jax.distributed` run meet, if they load
+together:
+
+    0   all make the same call with the same arguments
+    1   headers are valid everywhere: JAX, whose start waits for all processes, may start
+    2   JAX has started, and the mesh gives each process an equal part
+    3   all are about to load the same thing (`shardload.pipeline.consistency`)
+    4   all have read their part, and old values may be released: all later steps compute together
+    5   all have finished
+
+A load onto this process's own devices concerns this process only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from shardload import processes
 from shardload.hub import kerashub
 from shardload.keras_bridge import abstraction, distributions
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of
+from shardload.keras_bridge.recording import seeded
 from shardload.keras_bridge.tracking import walking_vocabularies_once
 from shardload.layouts.current_layout import current_devices
 from shardload.loaders import spec_of
@@ -28,8 +41,7 @@ from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import load_assets
 from shardload.mapping.stored_values import load_stored_values
-from shardload.pipeline import preparing, reporting
-from shardload.pipeline.load_distributed import JointLoad, ReadShare
+from shardload.pipeline import consistency, filling, preparing, reporting
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import (
     Construction,
@@ -41,13 +53,34 @@ from shardload.pipeline.request import (
     PlanRequest,
     RestoreRequest,
 )
+from shardload.processes.calls import Alone, Call, joint
+from shardload.reports import ByteCounts, HostBytes
 from shardload.resolve.opening import OpenedSource, open_source
-from shardload.sharding.devices import MeshDevices, abstract_devices, available, mesh_spec, resolve_devices
+from shardload.sharding.devices import (
+    MeshDevices,
+    abstract_devices,
+    available,
+    check_shares,
+    mesh_spec,
+    named_devices,
+    resolve_devices,
+)
 from shardload.stores.fingerprint import Fingerprint
 from shardload.typing import LayoutLike, MeshLike
 
 if TYPE_CHECKING:
     from shardload.reports import LoadReport, PlanReport
+
+
+@dataclass(frozen=True, slots=True)
+class ReadShare:
+    """Measurements of one process's part of a load."""
+
+    process: int
+    bytes: ByteCounts
+    host_bytes: HostBytes
+    total_s: float
+    """Wall clock, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +92,37 @@ class Loaded:
     manifest: Manifest
     shares: tuple[ReadShare, ...] = ()
     """Bytes read by each process, if several loaded together."""
+
+
+@contextmanager
+def joint_load(request: JointRequest) -> Iterator[Call]:
+    """Make a call together with the other processes, if there are any and their devices are involved.
+
+    The request is checked after the processes compared it, so that an error on one is raised on all.
+
+    Raises:
+        DisagreementError: On all processes, when their calls differ.
+    """
+    if not processes.are_several() or _is_local(request):
+        request.check()
+        yield Alone()
+    else:
+        with joint(request.function, request.source, request.compared) as call:
+            request.check()
+            yield call
+
+
+def _is_local(request: JointRequest) -> bool:
+    """Whether all named devices belong to this process; if none is named, the call involves all processes' devices."""
+    try:
+        named = named_devices(request.mesh, request.devices)
+        if request.mesh is None and request.devices is None and request.model is not None:
+            current = current_devices(request.model)
+            named = None if current is None else current.devices
+    except Exception:  # a wrong argument: the call itself raises the error, on all processes
+        return False
+    # No device named means all devices of all processes (`bool(named)` is False), so the call is joint.
+    return bool(named) and all(getattr(d, "process_index", None) == jax.process_index() for d in named or ())
 
 
 def open_requested(request: LoadRequest | LoadWeightsRequest) -> OpenedSource:
@@ -87,7 +151,7 @@ def open_planned(request: PlanRequest) -> OpenedSource:
 @walking_vocabularies_once()
 def load(
     request: JointRequest,
-    call: JointLoad,
+    call: Call,
     *,
     opener: Callable[[], OpenedSource],
     on_opened: Callable[[Manifest], None] = lambda manifest: None,
@@ -97,7 +161,7 @@ def load(
 
     Args:
         request: A checked request.
-        call: The call that all processes make.
+        call: The call, of all processes or of this one.
         opener: Opens the source.
         on_opened: Called before the model is built.
         on_built: Called with the model that was built, before its weights are read.
@@ -111,12 +175,14 @@ def load(
     call.start_jax()
     with clock("imports"):  # the first use of JAX starts its devices
         devices, layout = devices_and_layout(request.placement, request.model)
-    call.check_shares(devices)
+    if not call.is_alone:
+        check_shares(devices)
     with clock("other"):
         on_opened(source.manifest)
     # Build: with the same seeds on all processes, so that what the checkpoint lacks gets the same initial values.
     matching = request.matching
-    with call.seeds() if matching.builds else nullcontext():
+    seed = call.draw_seed() if matching.builds else None
+    with nullcontext() if seed is None else seeded(seed):
         if isinstance(request, LoadRequest):
             model, why_uncompiled = _build(request.construction, source.manifest, clock)
             on_built(model, source.manifest)
@@ -142,7 +208,15 @@ def load(
                 warn_caller(text)
             # Agree on the plan, fill.
             rates = {} if matching.builds else learning_rates_of(model)
-            filled = call.fill(prepared, clock, files, progress=request.shown, on_failure=request.on_failure)
+            call.require(consistency.topics(prepared))
+            filled = filling.fill(
+                prepared,
+                clock,
+                files,
+                progress=call.watched(request.shown),
+                on_failure=request.on_failure,
+                on_filled=lambda: call.meet("the end of the transfer"),
+            )
             report = reporting.with_rates(filled, rates, learning_rates_of(model))
         if spec_of(source.manifest).tensor_names == "step" and matching.items in ("all", "weights"):
             lost = load_stored_values(model, source.manifest, strict=matching.strict)
@@ -150,7 +224,23 @@ def load(
         if matching.builds:  # after the weights, as in Keras: hooks may use their values
             load_assets(model, source.manifest, check=source.checker)
     record_of(model).report = report
-    return Loaded(model, report, source.manifest, call.shares(report))
+    return Loaded(model, report, source.manifest, _shares(call, report))
+
+
+def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:
+    """Wait until all processes are done; return the share of each, or nothing in a call of one."""
+    own: dict[str, Any] = {
+        "bytes": asdict(report.bytes),
+        "host_bytes": asdict(report.host_bytes),
+        "total_s": report.seconds.total,
+    }
+    accounts = call.together(lambda: own, "the account")
+    if len(accounts) == 1:
+        return ()
+    return tuple(
+        ReadShare(i, ByteCounts(**account["bytes"]), HostBytes(**account["host_bytes"]), account["total_s"])
+        for i, account in enumerate(accounts)
+    )
 
 
 def plan(request: PlanRequest) -> PlanReport:

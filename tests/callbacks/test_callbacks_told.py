@@ -14,9 +14,9 @@ from callback_models import assert_holds, compiled, fit, steps_in
 
 from shardload import interrupts
 from shardload.callbacks import OrbaxCheckpoint, retention, writer
-from shardload.distributed import watchdog
 from shardload.errors import SaveError, SourceError, StepExistsError
 from shardload.interrupts import Worker, defer_interrupt, number_of, raise_interrupt_safely
+from shardload.processes import watchdog
 from shardload.steps import orbax_log_filter, orbax_writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")

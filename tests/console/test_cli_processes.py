@@ -158,7 +158,7 @@ def test_what_several_processes_cannot_do(more, checkpoint):
 
 DIES = """
 import os, signal, sys, time
-from shardload.distributed.heartbeat import Heartbeat
+from shardload.processes.heartbeats import Heartbeat
 Heartbeat.__init__.__kwdefaults__["silent_s"] = 3.0  # not 15, for the test
 from functools import partial
 from shardload.console.failures import tell
@@ -179,7 +179,7 @@ try:
     if index == victim and when == "importing":
         time.sleep(1)  # the others are connected, too
         die()
-    from shardload.distributed.processes import Channel
+    from shardload.processes import Channel
     meeting = Channel("test")
     meeting.together(lambda: None)
     if index == victim:

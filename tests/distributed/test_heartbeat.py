@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from shardload.distributed.heartbeat import Heartbeat
 from shardload.errors import ProcessLostError
+from shardload.processes.heartbeats import Heartbeat
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,9 @@ class Store:
 def at_exit(monkeypatch):
     """What would be done when the interpreter ends; at the latest, it is done after the test."""
     found = []
-    monkeypatch.setattr("shardload.distributed.heartbeat.atexit.register", found.append)
-    monkeypatch.setattr("shardload.distributed.heartbeat.LINGER_S", 0.2)  # the others are this process, and do not end
-    monkeypatch.setattr("shardload.distributed.heartbeat.SETTLE_S", 0.0)
+    monkeypatch.setattr("shardload.processes.heartbeats.atexit.register", found.append)
+    monkeypatch.setattr("shardload.processes.heartbeats.LINGER_S", 0.2)  # the others are this process, and do not end
+    monkeypatch.setattr("shardload.processes.heartbeats.SETTLE_S", 0.0)
     yield found
     for leave in found:
         leave()
@@ -105,7 +105,7 @@ def test_no_thread_is_in_the_service_when_the_interpreter_ends(store, at_exit, m
         return []
 
     monkeypatch.setattr(store, "key_value_dir_get", slow)
-    monkeypatch.setattr("shardload.distributed.heartbeat.FIRST_S", 0.0)
+    monkeypatch.setattr("shardload.processes.heartbeats.FIRST_S", 0.0)
     before = set(threading.enumerate())
     beating(store)
     (speaker,) = (t for t in set(threading.enumerate()) - before if t.name == "shardload-heartbeat")

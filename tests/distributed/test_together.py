@@ -18,9 +18,7 @@ from safetensors.numpy import save_file
 from together_runs import Case, make_sources, outcomes
 
 import shardload
-from shardload.distributed import joint_call
-from shardload.distributed import processes as job_processes
-from shardload.distributed.processes import described, from_elsewhere
+from shardload import processes as job_processes
 from shardload.errors import (
     BackendError,
     DisagreementError,
@@ -32,8 +30,9 @@ from shardload.errors import (
 )
 from shardload.keras_bridge.recording import seeded
 from shardload.loaders import open_manifest
-from shardload.pipeline import consistency, load_distributed, preparing
+from shardload.pipeline import consistency, preparing
 from shardload.pipeline.request import LoadWeightsRequest
+from shardload.processes import agreement, calls, described, from_elsewhere, joint_call
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding import devices
 from shardload.sharding.mesh import MeshSpec
@@ -114,10 +113,10 @@ def compared(*facts):
 
     def side(index):
         topics = [
-            consistency.Topic(f"topic {i}", lambda one=one: one, "Pass the same") for i, one in enumerate(facts[index])
+            agreement.Topic(f"topic {i}", lambda one=one: one, "Pass the same") for i, one in enumerate(facts[index])
         ]
         try:
-            consistency.require(Side(index, barrier, words), topics)
+            agreement.require(Side(index, barrier, words), topics)
         except DisagreementError as error:
             return str(error)
         return None
@@ -249,7 +248,7 @@ def service(monkeypatch):
     monkeypatch.setattr(job_processes, "count", lambda: 2)
     monkeypatch.setattr(job_processes, "index", lambda: made.me.index)
     monkeypatch.setattr(joint_call.JointCall, "numbers", NumbersOf(made))
-    monkeypatch.setattr(load_distributed, "exit_recorder", lambda: SimpleNamespace(begin=int, note=str, rest=int))
+    monkeypatch.setattr(calls, "exit_recorder", lambda: SimpleNamespace(begin=int, note=str, rest=int))
     return made
 
 
@@ -438,6 +437,6 @@ def test_progress_says_which_process_counts(monkeypatch):
     monkeypatch.setattr(job_processes, "index", lambda: 2)
     monkeypatch.setattr(job_processes, "count", lambda: 4)
     counted = Counted()
-    load_distributed.JointLoad(SimpleNamespace(check=lambda: None)).watched(counted).start(8, "Loading x")
-    load_distributed.JointLoad(None).watched(counted).start(8, "Loading x")
+    joint_call.Watched(counted, lambda: None).start(8, "Loading x")
+    calls.Alone().watched(counted).start(8, "Loading x")
     assert [stage for stage, _, _ in counted.stages] == ["Loading x on process 2 of 4", "Loading x"]

@@ -13,15 +13,19 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
 
-from shardload.distributed import processes
-from shardload.distributed.processes import Channel, Word
+from shardload import processes
 from shardload.errors import DisagreementError, LoadInterruptedError, ProcessFailedError, ProcessLostError
+from shardload.processes import Channel, Word, agreement
+from shardload.progress import Progress
+from shardload.sharding.devices import available
 
 T = TypeVar("T")
 
@@ -29,6 +33,8 @@ LOST_S = 8.0
 """How long this process may wait inside JAX, where it cannot raise, after another process was lost."""
 FAILED_S = 20.0
 """The same after another process failed; longer, because this process may notice late while it computes."""
+LOOK_S = 0.2
+"""Interval at which a process that waits for JAX to start checks that all others are still running."""
 
 
 class JointCall:
@@ -38,6 +44,7 @@ class JointCall:
         on_end: Called before this process is terminated.
     """
 
+    is_alone: ClassVar[bool] = False
     numbers: ClassVar[Iterator[int]] = itertools.count()
     """Numbers of the calls that this process takes part in."""
 
@@ -73,6 +80,16 @@ class JointCall:
         self._flags = self._flags_of_attempt()
         self._beat.ask(self._flags)
         self._from_elsewhere = self._heard = None
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Make an error inside the block fail on all processes, so that each may then try an alternative."""
+        try:
+            yield
+        except BaseException as error:
+            if (cause := self.failure(error)) is error:
+                raise
+            raise cause from None
 
     def check(self) -> None:
         """Raise if another process failed since the last meeting; reads local data only."""
@@ -110,6 +127,43 @@ class JointCall:
         """Run ``do`` on process 0 only; every process gets its JSON result, or its failure."""
         return self.together(do if processes.is_first() else lambda: None, what)[0]  # type: ignore[return-value]
 
+    def meet(self, what: str) -> None:
+        """Wait for all processes; raises on all if one of them failed."""
+        self.together(lambda: None, what)
+
+    def require(self, found: Sequence[agreement.Topic]) -> None:
+        """Check that the processes agree about these topics.
+
+        Raises:
+            DisagreementError: On all processes, when they do not.
+        """
+        agreement.require(self, found)
+
+    def watched(self, progress: Progress) -> Progress:
+        """Return progress that also raises if another process failed."""
+        return Watched(progress, self.check)
+
+    def start_jax(self) -> None:
+        """Start JAX on all processes; this waits for the others.
+
+        Raises:
+            MeshError: On all processes, when JAX did not start on one.
+        """
+        # Two meetings: none starts JAX before all can, and none goes on before all have.
+        self.meet("the start of JAX")
+        self.together(self._start, "JAX has started")
+
+    def draw_seed(self) -> int | None:
+        """Return process 0's seed, derived from the user's state without changing it; another one for each call."""
+
+        def draw() -> int:
+            # A copy of the generator: two calls in a row draw the same bits from it, which the call's name tells apart.
+            drawn = random.Random()
+            drawn.setstate(random.getstate())
+            return random.Random(f"{drawn.getrandbits(64)} {self.name}").getrandbits(31)
+
+        return self.first(draw, "the seed")
+
     def failure(self, error: BaseException) -> BaseException:
         """Report a failure of this process to the others, and find the common cause.
 
@@ -145,6 +199,31 @@ class JointCall:
         return self._remember(_with_note(self._cause(said), error))
 
     # ---- internals -------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Start JAX's backends in another thread: if another process fails to start, JAX takes minutes to notice."""
+        raised: list[BaseException] = []
+
+        def start() -> None:
+            try:
+                available()
+            except BaseException as error:
+                raised.append(error)
+
+        # A daemon: a start that hangs must not keep the program from ending.
+        starting = threading.Thread(target=start, name="shardload-start", daemon=True)
+        starting.start()
+        while starting.is_alive():
+            starting.join(LOOK_S)
+            try:
+                self.check()
+            except BaseException:
+                if starting.is_alive():
+                    self._beat.abandon()  # JAX would wait for processes that do not come
+                raise
+        if raised:
+            self._beat.abandon()
+            raise raised[0]
 
     def _flags_of_attempt(self) -> str:
         # All processes count the same attempts, as each ends in a meeting.
@@ -218,6 +297,26 @@ class JointCall:
                 self._beat.see_off()
         # Not sys.exit: in this thread it ends only the thread, and the other one never returns from JAX.
         os._exit(1)
+
+
+class Watched:
+    """Progress of one process of a joint call: forwarded, and a chance to notice that another process failed."""
+
+    def __init__(self, shown: Progress, check: Callable[[], None]) -> None:
+        self._shown, self._check = shown, check
+
+    def start(self, total_bytes: int, description: str) -> None:
+        """Begin a stage; each process counts its own bytes."""
+        self._shown.start(total_bytes, f"{description} on process {processes.index()} of {processes.count()}")
+
+    def advance(self, n_bytes: int) -> None:
+        """Check between two blocks, and count."""
+        self._check()
+        self._shown.advance(n_bytes)
+
+    def stop(self) -> None:
+        """End the stage."""
+        self._shown.stop()
 
 
 def _apart(said: dict[int, Word]) -> DisagreementError:

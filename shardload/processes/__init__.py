@@ -29,8 +29,8 @@ import jax
 from jax._src import distributed as _distributed
 
 from shardload import errors
-from shardload.distributed.heartbeat import RETURN_S, Heartbeat, first_line
 from shardload.errors import MismatchError, ProcessLostError, SaveError, ShardloadError
+from shardload.processes.heartbeats import RETURN_S, Heartbeat, first_line
 
 T = TypeVar("T")
 

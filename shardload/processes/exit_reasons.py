@@ -1,7 +1,7 @@
 """Record why a run of several processes ended: in the folder of the steps or, without one, on stderr.
 
 exit of this process     noticed by a helper process (`watchdog`)
-exit of another one      noticed by the heartbeat (`heartbeat`)
+exit of another one      noticed by the heartbeat (`heartbeats`)
 failure of a save        recorded by the code that raises it
 """
 
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from shardload.distributed import processes, watchdog
+from shardload import processes
+from shardload.processes import watchdog
 
 
 class ExitRecorder:

@@ -1,1 +1,0 @@
-"""Communication between the processes of one run, and their common handling of failures."""

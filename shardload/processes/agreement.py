@@ -1,0 +1,161 @@
+"""Check that the processes of a run agree: about a call, about its topics, about the initial value of an array.
+
+For every topic, each process makes the same short lists of facts and sends their digests. Where two digests differ,
+process 0 sends its list, and every process finds the first difference.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from jax.sharding import Sharding
+
+from shardload import processes
+from shardload.errors import DisagreementError, UninitialisedError
+
+T = TypeVar("T")
+
+Facts = dict[str, str]
+"""Name → fact, as text that is equal on every process."""
+
+
+class Meetings(Protocol):
+    """The meetings of a joint call."""
+
+    def together(self, do: Callable[[], T], what: str) -> list[T]:
+        """As in `JointCall`."""
+        ...
+
+    def first(self, do: Callable[[], T], what: str) -> T:
+        """As in `JointCall`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """One thing that must be the same on all processes."""
+
+    what: str
+    """Object of the sentence "processes disagree about …"."""
+    facts: Callable[[], Facts]
+    fix: str
+    """What to do about a difference, as the last sentence of the message."""
+    titles: Callable[[], Facts] = dict
+    """Process 0's titles of facts whose names alone are unclear, for messages."""
+
+
+def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
+    """Return what to compare at the start of a call: the function's name, and arguments as they were written."""
+    return [
+        Topic("the call", lambda: {"function": repr(function)}, "Make the same calls in the same order on all of them"),
+        Topic("the arguments", lambda: _written(arguments), "Pass the same on every process"),
+    ]
+
+
+def require(joint: Meetings, found: Sequence[Topic]) -> None:
+    """Check that these topics are the same on all processes.
+
+    Raises:
+        DisagreementError: On all processes, naming the first difference and each side's value.
+    """
+    facts = [topic.facts() for topic in found]
+    # One meeting for all topics, with digests: the facts, a line per tensor, follow only where digests differ.
+    of_each = joint.together(lambda: [digest(one) for one in facts], f"the comparison of {found[0].what}")
+    for topic, mine, digests in zip(found, facts, zip(*of_each, strict=True), strict=True):
+        if len(set(digests)) > 1:
+            raise _disagreement(joint, topic, mine)
+
+
+def _disagreement(joint: Meetings, topic: Topic, mine: Facts) -> DisagreementError:
+    # All processes come here together, as all compared the same digests.
+    first, titles = joint.first(lambda: (mine, topic.titles()), f"what process 0 has of {topic.what}")
+    differences = joint.together(lambda: _difference(first, mine), f"what differs of {topic.what}")
+    key, wanted, _ = next(one for one in differences if one is not None)
+    others = [f"process {i} has {one[2]}" for i, one in enumerate(differences) if one is not None and one[0] == key]
+    return DisagreementError(
+        f"Cannot make this call together: the processes disagree about {topic.what}. {titles.get(key, key)}: process "
+        f"0 has {wanted}, {', '.join(others[:8])}{' …' if len(others) > 8 else ''}. {topic.fix}"
+    )
+
+
+def _difference(first: Facts, mine: Facts) -> tuple[str, str, str] | None:
+    """Return the first fact that differs: its name, its value on process 0, and its value here."""
+    for key in [*first, *(key for key in mine if key not in first)]:
+        if first.get(key) != mine.get(key):
+            return key, first.get(key, "none"), mine.get(key, "none")
+    return None
+
+
+def digest(facts: Facts) -> str:
+    """Return a short text that differs for other facts."""
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _written(arguments: Mapping[str, Any]) -> Facts:
+    found: Facts = {}
+    for name, value in arguments.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}[{key!r}]": _as_text(item) for key, item in sorted(value.items(), key=str)}
+        elif value is not None:
+            found[name] = _as_text(value)
+    return found
+
+
+def _as_text(value: Any) -> str:
+    """Format an argument's value as text that is equal on every process; objects by their type."""
+    match value:
+        case None | str():
+            return repr(value)
+        # Before int, which bool is a subclass of.
+        case bool() | np.bool_():
+            return repr(bool(value))
+        case int() | np.integer():
+            return repr(int(value))
+        # Sorted, as a set is in another order in each process.
+        case list() | tuple() | set() | frozenset():
+            return f"[{', '.join(sorted(map(_as_text, value)))}]"
+    return type(value).__name__
+
+
+def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> None:
+    """Check that the processes initialize a variable alike; all of them call this, in the same order.
+
+    JAX's ``device_put`` compares too, but on the devices: a process that raises could then never exit, because its
+    devices wait for the devices of the other processes, and a killed process would block the others. So digests are
+    compared through the key-value store.
+
+    Args:
+        values: The initial value, or the inputs it is computed from.
+        path: The path of the variable, for the message.
+        sharding: The sharding of the variable, over devices of all processes that call this.
+
+    Raises:
+        UninitialisedError: If the values differ.
+        ProcessLostError: If one of the processes has exited.
+    """
+    members = tuple(sorted({d.process_index for d in sharding.device_set}))
+    digest = hashlib.sha256()
+    for value in values:
+        array = np.asarray(value)
+        # Bytes, not values: NaN differs from itself, and dtypes and shapes must agree, too.
+        digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    channel = _channel(members, processes.call.name)
+    if len(set(channel.together(digest.hexdigest))) > 1:
+        raise UninitialisedError(
+            f"The initial value of {path!r}, which is not in the checkpoint, differs from process to process, most "
+            "likely because each draws its own random seed. Before building the model, call "
+            "keras.utils.set_random_seed(n) with the same n on every process, or keras.distribution.initialize(), "
+            "which does so"
+        )
+
+
+@functools.cache
+def _channel(members: tuple[int, ...], call: str) -> processes.Channel:
+    """Return a channel; each call has its own, because a failed call may leave an exchange incomplete."""
+    return processes.Channel("-".join(("initial", *map(str, members), call)), members=members)
