@@ -1,17 +1,34 @@
-"""Digests of a step: one xxh3-64 per MiB of every file, so that every byte can be checked when it is read.
+"""Verify a step: all of it, or the parts that are read, each MiB by the thread that needs it first.
 
-`Digests` is the list of digests (``shardload/digests.json``), written last and read first. `verify` reads a whole
-step; a `Checker` checks only the MiB units that a partial read overlaps, each once.
+                start          stop
+|----unit----|--[-unit-----|--]-unit----|     the range overlaps two units: both are checked as a whole
+
+`Digests` is the list of digests (``shardload/digests.json``), one xxh3-64 per MiB of every file, written last and read
+first. `SavedUnits` compares bytes with them; a `Checker` checks only the units that a partial read overlaps, each once;
+`verify` reads a whole step.
+
+Longer than other modules: two ways to the same comparison.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
-from shardload.errors import LimitError, ShardloadError, SourceNotFoundError, TransferError
-from shardload.steps.checker import Checker, VerifyingStore
+from shardload.errors import (
+    DamagedError,
+    LimitError,
+    ShardloadError,
+    SourceError,
+    SourceNotFoundError,
+    TransferError,
+    UsageError,
+)
 from shardload.steps.digest_list import (
     DIGESTS_FILE,
     OWN_FOLDER,
@@ -22,17 +39,326 @@ from shardload.steps.digest_list import (
     FileDigest,
     digest_piece,
     flip_damage,
+    hash_of,
+    hasher,
     name_damage,
     pieces_of,
+    size_damage,
     step_name,
 )
 from shardload.steps.file_tree import scan
-from shardload.steps.number import number_damage
+from shardload.steps.number import check_number, number_damage
+from shardload.steps.record import STEP_FILE
 from shardload.stores.local import located
 from shardload.stores.location import Location
-from shardload.stores.store import UNIT_BYTES
+from shardload.stores.store import UNIT_BYTES, File
+from shardload.units import exact_bytes
 
-__all__ = ["DIGESTS_FILE", "OWN_FOLDER", "Checker", "Damage", "Digests", "verify"]
+__all__ = ["DIGESTS_FILE", "OWN_FOLDER", "Checker", "Damage", "Digests", "SavedUnits", "verify"]
+
+PIECE_BYTES = 128 << 10
+"""Bytes per read in `Checker.check`: fits into the L2 cache and is small compared with any budget."""
+
+
+def _close_all(files: dict[str, File]) -> None:
+    # Empty the dict itself: `close` and the finalizer share it, so no file is closed twice.
+    while files:
+        files.popitem()[1].close()
+
+
+class SavedUnits:
+    """The digests that a step was saved with, and the comparison of its bytes with them. Thread-safe.
+
+    Args:
+        digests: The content of ``digests.json``.
+        step: The name of the step.
+        shown: The step's path or URL, for messages.
+        explain: Returns the error for a file whose bytes are not damaged but something else; ``None`` if they are.
+    """
+
+    def __init__(
+        self,
+        digests: Digests,
+        *,
+        step: str,
+        shown: str,
+        explain: Callable[[str], TransferError | None] = lambda name: None,
+    ) -> None:
+        self.digests = digests
+        self.bytes_checked = 0
+        self._step, self._shown, self._explain = step, shown, explain
+        self._lock = threading.Lock()
+
+    def of_file(self, name: str) -> FileDigest:
+        """Return the digest of a file, named relative to the step's folder.
+
+        Raises:
+            DamagedError: If the file was not saved with the step.
+        """
+        found = self.digests.files.get(name)
+        if found is None:
+            raise self.damaged(Damage(name, "was not saved with the step"))
+        return found
+
+    def span(self, name: str, unit: int) -> tuple[int, int]:
+        """Return the first byte of a unit, and one past its last."""
+        first = unit * UNIT_BYTES
+        return first, min(first + UNIT_BYTES, self.of_file(name).n_bytes)
+
+    def compare(self, name: str, unit: int, data: memoryview) -> None:
+        """Compare the bytes of a unit with its digest.
+
+        Raises:
+            DamagedError: If they differ.
+        """
+        self.compare_digest(name, unit, hash_of(data))
+
+    def compare_digest(self, name: str, unit: int, found: str) -> None:
+        """Compare the digest of a unit with the saved one; raises like `compare`."""
+        first, last = self.span(name, unit)
+        with self._lock:
+            self.bytes_checked += last - first
+        if found != self.of_file(name).units[unit]:
+            raise self.damaged(flip_damage(name, first, last, ""))
+
+    def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError | TransferError:
+        """Return the error for a file that is shorter than it was saved."""
+        expected = self.of_file(name).n_bytes
+        if found is not None:
+            return self.damaged(size_damage(name, found, expected, ""))
+        return self.damaged(Damage(name, f"was truncated: it was saved with {exact_bytes(expected)}, and has fewer"))
+
+    def missing(self, name: str) -> DamagedError | TransferError:
+        """Return the error for a missing file."""
+        return self.damaged(Damage(name, "is missing"))
+
+    def damaged(self, found: Damage) -> DamagedError | TransferError:
+        """Return the error for a defect."""
+        if (explained := self._explain(found.path)) is not None:
+            return explained
+        where = "" if found.offset is None else f" from byte {found.offset}"
+        return DamagedError(
+            f"Step {self._step} is damaged: {self._shown}/{found.path}{where} {found.what}. "
+            "Restore an earlier step, or copy this one again"
+        )
+
+
+@runtime_checkable
+class VerifyingStore(Protocol):
+    """A store that contains one step and compares what it reads with the step's digests."""
+
+    @property
+    def saved(self) -> SavedUnits:
+        """The step's digests."""
+        ...
+
+    def name_damage(self) -> list[Damage]:
+        """Return the missing and the unexpected files."""
+        ...
+
+
+class Checker:
+    """A checker for the parts of a step that are read; it checks each MiB at most once. Thread-safe.
+
+    Args:
+        folder: The step's folder.
+
+    Raises:
+        SourceNotFoundError: If the step has no digests.
+        DamagedError: If ``digests.json`` is damaged.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | Location) -> None:
+        self.folder = located(folder)
+        store = self.folder.store
+        if isinstance(store, VerifyingStore):
+            self.saved = store.saved
+        else:
+            self.saved = SavedUnits(Digests.read(folder), step=step_name(folder), shown=str(self.folder))
+        self._real = self.folder.resolved()
+        self._lock = threading.Lock()
+        self._files: dict[str, File] = {}
+        # The finalizer gets the dict, not self, which it would keep alive.
+        weakref.finalize(self, _close_all, self._files)
+        self._units: dict[tuple[str, int], Future[None]] = {}
+
+    @property
+    def digests(self) -> Digests:
+        """The digests of all files."""
+        return self.saved.digests
+
+    @property
+    def bytes_checked(self) -> int:
+        """Bytes read and compared so far."""
+        return self.saved.bytes_checked
+
+    @classmethod
+    def of_step(cls, folder: str | os.PathLike[str] | Location) -> Checker:
+        """Open a step; check its names, sizes and files up to 1 MiB. Larger files are checked as they are read.
+
+        Raises:
+            DamagedError: At the first damage; also if the digests are missing, or if the folder is named after
+                another step.
+        """
+        where = located(folder)
+        if where.store.is_verifying:  # small files were checked when they were fetched
+            return cls(where)
+        try:
+            found = cls(where)
+        except SourceNotFoundError as error:
+            raise DamagedError(f"Step {where.name} in {where.parent} lost its digests: {error}") from error
+        # Names and sizes first: that needs no reads, and finds interrupted copies.
+        if damage := found.digests.check_names(where.local_path()):
+            raise DamagedError(str(damage[0]))
+        for name, digest in found.digests.files.items():
+            # `check_number` trusts step.json, which may exceed 1 MiB: it contains the user's metadata.
+            if digest.n_bytes <= UNIT_BYTES or name == STEP_FILE:
+                found.check_whole(name)
+        check_number(where)
+        return found
+
+    def check(self, path: str | os.PathLike[str] | Location, start: int, stop: int) -> None:
+        """Return once every MiB that overlaps ``[start, stop)`` of a file is verified.
+
+        Args:
+            path: The file: relative to the step's folder, or absolute within it.
+            start: First byte.
+            stop: One past the last byte.
+
+        Raises:
+            DamagedError: If the bytes differ from the saved ones; names step, file and offset. Later calls repeat it.
+            TransferError: If the file cannot be read.
+        """
+        name = self._relative(path)
+        size = self.saved.of_file(name).n_bytes
+        if not 0 <= start <= stop <= size:
+            raise self.saved.damaged(
+                Damage(name, f"should have at least {exact_bytes(stop)}, but was saved with {size}")
+            )
+        if start == stop or self.folder.store.is_verifying:  # remote bytes are checked when they arrive
+            return
+        file = self._open(name)
+        wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
+        mine, others = self._claim(name, wanted)
+        # First check all own units, then wait: two threads with overlapping ranges would otherwise wait for each other.
+        for unit, done in mine:
+            self._settle(done, name, unit, file=file)
+        for done in [*(done for _, done in mine), *others]:
+            done.result()
+
+    def read_unit(self, path: str | os.PathLike[str] | Location, unit: int, into: memoryview) -> int:
+        """Read one unit of a file and check the bytes.
+
+        Args:
+            path: The file, as for `check`.
+            unit: The index of the unit, counted from 0.
+            into: A buffer of at least 1 MiB.
+
+        Returns:
+            The size of the unit in bytes: 1 MiB, less at the end of the file, 0 past the end.
+
+        Raises:
+            DamagedError: If the bytes differ from the saved ones; names step, file and offset.
+            TransferError: If the file cannot be read.
+        """
+        name = self._relative(path)
+        first, last = self.saved.span(name, unit)
+        if first >= last:
+            return 0
+        part = into[: last - first]
+        self._open(name).read_into(part, first)
+        if not self.folder.store.is_verifying:
+            self.saved.compare(name, unit, part)
+        return last - first
+
+    def units_by_file(self) -> dict[str, tuple[str, ...]]:
+        """Return the digests of all units, by file name relative to the step's folder."""
+        return {name: digest.units for name, digest in self.digests.files.items()}
+
+    def check_whole(self, path: str | os.PathLike[str] | Location) -> None:
+        """`check` a whole file; an empty file must still be empty."""
+        name = self._relative(path)
+        self._open(name)
+        self.check(name, 0, self.saved.of_file(name).n_bytes)
+
+    def close(self) -> None:
+        """Close all open files, as garbage collection does. The checker stays usable and reopens files as needed."""
+        with self._lock:
+            _close_all(self._files)
+
+    def __enter__(self) -> Checker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _relative(self, path: str | os.PathLike[str] | Location) -> str:
+        if not isinstance(path, Location) and not Path(path).is_absolute():
+            return Path(path).as_posix()
+        for root in (self.folder, self._real):
+            if name := located(path).relative_to(root):
+                return name
+        raise UsageError(f"{path} is not inside the step {self.folder}")
+
+    def _open(self, name: str) -> File:
+        with self._lock:
+            if name in self._files:
+                return self._files[name]
+            path = self._real / name
+            # `_real` contains no link, so any link on the way to the file is inside the step.
+            if path.resolved() != path:
+                raise self.saved.damaged(
+                    Damage(name, "is reached through a symbolic link, which is not allowed in a step")
+                )
+            try:
+                file = path.open()
+            except (SourceError, SourceNotFoundError) as error:
+                # Not damage: without permission, the earlier step that a DamagedError recommends would fail, too.
+                if isinstance(error.__cause__, PermissionError):
+                    raise TransferError(str(error)) from error
+                raise self.saved.damaged(Damage(name, f"cannot be opened: {error}")) from error
+            found, expected = file.n_bytes, self.saved.of_file(name).n_bytes
+            if found != expected:
+                file.close()
+                raise self.saved.damaged(size_damage(name, found, expected, ""))
+            self._files[name] = file
+            return file
+
+    def _claim(self, name: str, wanted: range) -> tuple[list[tuple[int, Future[None]]], list[Future[None]]]:
+        """Return the units that this thread must check, and the futures of units that other threads claimed before."""
+        mine: list[tuple[int, Future[None]]] = []
+        others: list[Future[None]] = []
+        with self._lock:
+            for unit in wanted:
+                known = self._units.get((name, unit))
+                if known is not None:
+                    others.append(known)
+                    continue
+                done = self._units[name, unit] = Future()
+                mine.append((unit, done))
+        return mine, others
+
+    def _settle(self, done: Future[None], name: str, unit: int, *, file: File) -> None:
+        """Check one unit and pass the result to all threads that wait for it."""
+        try:
+            self._check_unit(name, unit, file=file)
+        except BaseException as error:
+            # A failed read does not prove damage: forget the unit, so that a later call reads it again.
+            if not isinstance(error, DamagedError):
+                with self._lock:
+                    self._units.pop((name, unit), None)
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    def _check_unit(self, name: str, unit: int, *, file: File) -> None:
+        first, last = self.saved.span(name, unit)
+        running, piece = hasher(), memoryview(bytearray(min(PIECE_BYTES, last - first)))
+        for start in range(first, last, PIECE_BYTES):
+            part = piece[: min(PIECE_BYTES, last - start)]
+            file.read_into(part, start)
+            running.update(part)
+        self.saved.compare_digest(name, unit, running.hexdigest())
 
 
 def verify(folder: str | os.PathLike[str] | Location, *, progress: Callable[[int], None] | None = None) -> list[Damage]:
