@@ -205,11 +205,12 @@ def source_of(model: str, options: argparse.Namespace) -> Iterator[str]:
         yield "gemma3_270m"
         return
     from shardload import synth
-    from shardload.resolve import architectures
+    from shardload.families import Family, register, unregister
+    from shardload.resolve.architectures import lookup
 
     smaller = {"num_hidden_layers": options.layers, "vocab_size": options.vocabulary}
-    config = {**architectures.ARCHITECTURES[model], **{k: v for k, v in smaller.items() if v}}
-    architectures.ARCHITECTURES["agreement"] = config
+    config = {**lookup(model)[1], **{k: v for k, v in smaller.items() if v}}
+    register(Family(name="agreement", title="Agreement", sizes={"agreement": config}))
     try:
         with tempfile.TemporaryDirectory(prefix="agreement-") as folder:
             path = str(synth.synth("agreement", directory=folder))
@@ -222,7 +223,7 @@ def source_of(model: str, options: argparse.Namespace) -> Iterator[str]:
                 print(f"{model}: margins before each round of memorising: {found['margins']}", file=sys.stderr)
             yield path
     finally:
-        del architectures.ARCHITECTURES["agreement"]
+        unregister("agreement")
 
 
 def real_prompts(source: str) -> list[list[int]]:

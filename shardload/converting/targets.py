@@ -25,8 +25,8 @@ from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, kera
 from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, UsageError
+from shardload.families.parts.config import architecture_of
 from shardload.hub import kerashub
-from shardload.hub.config_forms import architecture_of
 from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import spec_of
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE

@@ -5,11 +5,14 @@ KerasHub's converters pass only some of them. A check after the build finds argu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
-from shardload.hub import rope
-from shardload.hub.families import Config, family_of, text_of
+from shardload.families.parts import rope
+from shardload.families.parts.checks import Checks
+from shardload.families.parts.config import Config
+from shardload.families.registry import model_type_of
+from shardload.hub.fields import text_of
 
 
 def arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
@@ -26,31 +29,22 @@ def arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
         SourceError: When the configuration contradicts itself.
     """
     # Passed when the model is built, a setting is part of what Keras saves; set on layers later, it would be lost.
-    family, text = family_of(config), text_of(config)
-    if family is None:
+    checks, text = model_type_of(config).checks, text_of(config)
+    if checks is None:
         return {}
     found: dict[str, Any] = {}
-    if family.epsilon is not None and (epsilon := text.get(family.epsilon[0])) is not None:
+    if checks.epsilon is not None and (epsilon := text.get(checks.epsilon[0])) is not None:
         found |= dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps"), epsilon)
-    if family.theta is not None:
-        rotation = rope.rotation(text, rope.FULL, default_theta=family.theta, head_dim=None)
-        found |= _rotary_arguments(rotation, stretched=_STRETCHED.get(str(config.get("model_type")), "linear"))
-    if family.windows is not None:
-        found |= _window_arguments(text, family.windows(text, int(text["num_hidden_layers"])))
-    if rope.is_gemma_3(config):
+    if checks.rotary is not None:
+        rotation = rope.rotation(text, rope.FULL, checks.rotary, head_dim=None)
+        found |= _rotary_arguments(rotation, stretched=checks.rotary.stretched)
+    if checks.windows is not None:
+        found |= _window_arguments(text, checks)
+    if checks.caps is not None and not checks.caps.has_scores:
         found["attention_logit_soft_cap"] = None  # the class applies it, transformers does not
-    if config.get("model_type") == "bert" and text.get("type_vocab_size") is not None:
-        found["num_segments"] = text["type_vocab_size"]
-    if config.get("model_type") == "esm" and text.get("rope_theta") is not None:
-        found["max_wavelength"] = text["rope_theta"]
-    if config.get("model_type") == "gpt2" and text.get("n_inner") is not None:
-        found["intermediate_dim"] = text["n_inner"]
+    found |= {name: text[field] for field, name in checks.arguments.items() if text.get(field) is not None}
     # Classes name the same setting differently, so each spelling is offered.
     return {name: value for name, value in found.items() if name in parameters}
-
-
-_STRETCHED = {"gpt_oss": "yarn"}
-"""``model_type`` → kind of rotary scaling that the constructor's factor means; linear for all others."""
 
 
 def _rotary_arguments(rotation: rope.Rotation, *, stretched: str) -> dict[str, Any]:
@@ -68,24 +62,15 @@ def _rotary_arguments(rotation: rope.Rotation, *, stretched: str) -> dict[str, A
     return found
 
 
-def _window_arguments(config: Config, windows: Sequence[int | None]) -> dict[str, Any]:
+def _window_arguments(config: Config, checks: Checks) -> dict[str, Any]:
     """Return the window shared by all windowed layers; `fields` checks later which layers have it."""
+    assert checks.windows is not None
+    windows = checks.windows(config, int(config["num_hidden_layers"]))
     sizes = {size for size in windows if size}
     if len(sizes) > 1:  # the constructors take one size; `fields` refuses the model
         return {}
     size = next(iter(sizes), None)
     if size is None:
-        # Only these two constructors accept None as a size.
-        no_size = {"sliding_window_size": None} if config.get("model_type") in ("qwen3", "qwen3_moe") else {}
+        no_size = {"sliding_window_size": None} if checks.has_unsized_windows else {}
         return {"use_sliding_window_attention": False, "sliding_window": None, **no_size}
     return {"use_sliding_window_attention": True, "sliding_window_size": size, "sliding_window": size}
-
-
-def for_converter(config: Config) -> Config:
-    """Return the configuration without entries that KerasHub's converters refuse, although the model supports them."""
-    scaling = config.get("rope_scaling")
-    kind = scaling.get("rope_type") or scaling.get("type") if isinstance(scaling, Mapping) else None
-    # KerasHub's Llama converter raises for scalings other than llama3; `arguments` passes the linear factor.
-    if config.get("model_type") != "llama" or kind in (None, "llama3"):
-        return config
-    return {key: value for key, value in config.items() if key != "rope_scaling"}

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardload.errors import UnsupportedError, UsageError
+from shardload.families.parts.checks import FieldDifference
 from shardload.hub import arguments as constructing
-from shardload.hub import built, families, fields, pooling, quantised
+from shardload.hub import built, fields, pooling, quantised
 from shardload.hub.sidecar import config_beside
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_records import record_of
@@ -36,7 +37,7 @@ def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
     if not isinstance(ignore, Iterable) or not all(isinstance(name, str) for name in ignore):
         raise UsageError(f"Cannot use ignore_config={ignore!r:.60}: expected a list of fields: ['rope_scaling']")
     names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    known = sorted({*families.KNOWN, quantised.FIELD, quantised.ADAPTER})
+    known = sorted({*fields.known_fields(), quantised.FIELD, quantised.ADAPTER})
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"Cannot ignore {unknown[0]!r}: it is not a checked field. Those are {', '.join(known)}")
     return names
@@ -151,7 +152,7 @@ def _attribute_notes(model: Any, manifest: Manifest) -> tuple[str, ...]:
     )
 
 
-def _refusal(manifest: Manifest, backbone: Any, refused: list[fields.FieldDifference]) -> str:
+def _refusal(manifest: Manifest, backbone: Any, refused: list[FieldDifference]) -> str:
     each = "; ".join(f"{d.field} is {d}" for d in refused)
     names = list(dict.fromkeys(d.field for d in refused))
     flags = " ".join(f"--ignore-config {name}" for name in names)

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from shardload.hub import built, rope
-from shardload.hub.families import (
-    BOTH_WAYS,
-    PARTLY,
-    ROPE,
-    TANH,
-    WINDOW,
-    Config,
-    Family,
-    family_of,
-    obeyed,
-    text_of,
-    windows_of,
-)
+from shardload.families.parts import rope
+from shardload.families.parts.checks import ROPE, TANH, WINDOW, Checks, FieldDifference
+from shardload.families.parts.config import Config
+from shardload.families.registry import family_of, model_type_of, model_types
+from shardload.hub import built
+from shardload.hub.config_forms import completed
 from shardload.units import plural
 
 SMALL_EPSILON = 1e-4
@@ -35,22 +26,23 @@ SMALL_EPSILON = 1e-4
 _GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu")
 
 
-@dataclass(frozen=True, slots=True)
-class FieldDifference:
-    """One field whose value differs in the model."""
+def known_fields() -> set[str]:
+    """Return every field that is checked."""
+    known = {*ROPE, *WINDOW, "is_causal", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
+    for kind in model_types().values():
+        known.update(kind.only)
+        if kind.checks is not None:
+            known.update(kind.checks.attributes)
+            known.update(named[0] for named in (kind.checks.epsilon, kind.checks.activation) if named)
+    return known
 
-    field: str
-    configured: str
-    """The value in the configuration, for messages."""
-    actual: str
-    """The value in the model, for messages."""
-    names: tuple[str, ...]
-    """Field names that ignore this difference."""
-    fix: Callable[[], None] | None = None
-    """Sets the value on the layers, if the change is small and the constructor cannot do it."""
 
-    def __str__(self) -> str:
-        return f"{self.configured} in the configuration, but {self.actual} in the model"
+def text_of(config: Config) -> Config:
+    """Return the text model's configuration with its defaults; the whole configuration if the model has no parts."""
+    nested = config.get("text_config")
+    # Gemma 3's text part may omit its model_type.
+    text = {"model_type": f"{config.get('model_type')}_text", **nested} if isinstance(nested, Mapping) else config
+    return completed(text)
 
 
 def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
@@ -63,30 +55,20 @@ def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
     Raises:
         SourceError: When the configuration contradicts itself.
     """
-    if config.get("model_type") == "t5gemma":
-        yield from _windows_of_t5gemma(config)
-    # Model types without a family: only the fields of `PARTLY` are compared.
-    family, text = family_of(config), text_of(config)
+    known, text = model_type_of(config), text_of(config)
+    yield from known.differences(config)
     yield from _directions(config, text, backbone)
-    yield from _only(text, family.only or {} if family else PARTLY.get(str(config.get("model_type")), {}))
-    if family is None:
+    yield from _only(text, known.only)
+    if (checks := known.checks) is None:
         return
-    yield from _epsilon(text, family, backbone)
-    yield from _activation(text, family, backbone)
-    yield from _rotations(text, family, backbone)
-    yield from _windows(text, family, backbone)
-    if family.caps:
-        yield from _caps(text, backbone)
-        yield from _scalar(text, backbone)
-    if config.get("model_type") == "esm" and config.get("rope_theta", 1e4) != backbone.max_wavelength:
-        yield FieldDifference("rope_theta", str(config["rope_theta"]), str(backbone.max_wavelength), ROPE)
-    if (
-        config.get("model_type") == "bart"
-        and (heads := config.get("decoder_attention_heads", 16)) != backbone.num_heads
-    ):
-        yield FieldDifference(
-            "decoder_attention_heads", str(heads), str(backbone.num_heads), ("decoder_attention_heads",)
-        )
+    yield from _epsilon(text, checks, backbone)
+    yield from _activation(text, checks, backbone)
+    yield from _rotations(text, checks, backbone)
+    yield from _windows(text, checks, backbone)
+    yield from _caps(text, checks, backbone)
+    for field, same in checks.attributes.items():
+        if (wanted := config.get(field, same.default)) != (actual := getattr(backbone, same.attribute)):
+            yield FieldDifference(field, str(wanted), str(actual), same.names)
 
 
 def epsilon_of(backbone: Any) -> float:
@@ -103,12 +85,13 @@ def activation_of(backbone: Any) -> str | None:
 
 def limits(config: Config) -> Iterator[str]:
     """Yield features that the model lacks and that transformers lacks too, or applies only to longer texts."""
-    family, text = family_of(config), text_of(config)
-    if family is None or family.theta is None:
+    family, checks, text = family_of(config), model_type_of(config).checks, text_of(config)
+    if family is None or checks is None or checks.rotary is None:
         return
-    if rope.is_gemma_3(config) and (cap := text.get("attn_logit_softcapping")) is not None:
-        yield f"attn_logit_softcapping: {cap} is left out, because transformers does not apply it to Gemma 3"
-    rotation = rope.rotation(text, rope.FULL, default_theta=family.theta, head_dim=None)
+    ignores_cap = checks.caps is not None and not checks.caps.has_scores
+    if ignores_cap and (cap := text.get("attn_logit_softcapping")) is not None:
+        yield f"attn_logit_softcapping: {cap} is left out, because transformers does not apply it to {family.title}"
+    rotation = rope.rotation(text, rope.FULL, checks.rotary, head_dim=None)
     parameters = rotation.parameters
     if rotation.kind == "longrope" and parameters.get("long_factor") != parameters.get("short_factor"):
         longest = parameters["original_max_position_embeddings"]
@@ -138,31 +121,20 @@ def _directions(config: Config, text: Config, backbone: Any) -> Iterator[FieldDi
     """Compare whether tokens attend to later ones: transformers 5 respects ``is_causal`` in every mask, 4 in none."""
     decoder = config.get("decoder")
     causal = (decoder if isinstance(decoder, Mapping) else text).get("is_causal")
-    if causal is not None and not causal and config.get("model_type") not in BOTH_WAYS:
+    known = model_type_of(config)
+    if causal is not None and not causal and not known.attends_both_ways:
         yield FieldDifference("is_causal", str(causal), "True", ("is_causal",))
-    if config.get("model_type") == "gemma3_text":
-        field = "use_bidirectional_attention"
+    for field in known.checks.attention_flags if known.checks else ():
         wanted = bool(config.get(field))
         actual = {bool(getattr(built.attention_of(block, field), field, False)) for block in built.blocks(backbone)}
         if actual - {wanted}:
             yield FieldDifference(field, str(wanted), str(not wanted), (field,))
 
 
-def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
-    """Yield T5Gemma's windows: KerasHub's encoder has none, and its decoder's window is one token too long."""
-    for part, has in (("encoder", "no window"), ("decoder", "one token more")):
-        found = config.get(part)
-        nested = found if isinstance(found, Mapping) else {}
-        types = nested.get("layer_types")
-        window, longest = nested.get("sliding_window", 4096), nested.get("max_position_embeddings") or np.inf
-        if window and window < longest and (types is None or rope.SLIDING in types):
-            yield FieldDifference("sliding_window", f"{window} (in the {part})", has, WINDOW)
-
-
-def _epsilon(config: Config, family: Family, backbone: Any) -> Iterator[FieldDifference]:
-    if family.epsilon is None:
+def _epsilon(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDifference]:
+    if checks.epsilon is None:
         return
-    field, default = family.epsilon
+    field, default = checks.epsilon
     wanted = config.get(field)
     wanted = default if wanted is None else wanted
     wrong = [layer for layer in built.normalisations(backbone) if layer.epsilon != wanted]
@@ -181,19 +153,18 @@ def _epsilon(config: Config, family: Family, backbone: Any) -> Iterator[FieldDif
     )
 
 
-def _activation(config: Config, family: Family, backbone: Any) -> Iterator[FieldDifference]:
-    if family.activation is None:
+def _activation(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDifference]:
+    if checks.activation is None:
         return
-    field, default = family.activation
+    field, default = checks.activation
     configured = str(config.get(field) or default)
-    if family.has_activation == TANH and config.get("model_type") == "gemma" and configured == "gelu":
-        configured = TANH  # like transformers: Gemma's first configurations meant the tanh form
+    configured = checks.activation_names.get(configured, configured)
     wanted = _function(configured)
     # No attribute to compare: the class computes one fixed activation.
     found = list(built.activations(backbone))
-    if not found and family.has_activation is not None:
-        if wanted is None or not _alike(wanted, _function(family.has_activation)):
-            yield FieldDifference(field, configured, family.has_activation, (field,))
+    if not found and checks.has_activation is not None:
+        if wanted is None or not _alike(wanted, _function(checks.has_activation)):
+            yield FieldDifference(field, configured, checks.has_activation, (field,))
         return
     wrong = [one for one in found if wanted is None or not _alike(wanted, one[2])]
     if not wrong:
@@ -240,21 +211,19 @@ def _only(config: Config, only: Mapping[str, tuple[Any, ...]]) -> Iterator[Field
             yield FieldDifference(field, str(config[field])[:80], str(values[0]), (field,))
 
 
-def _rotations(config: Config, family: Family, backbone: Any) -> Iterator[FieldDifference]:
-    if family.theta is None:
+def _rotations(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDifference]:
+    if checks.rotary is None:
         return
     head_dim, blocks = head_dim_of(backbone), built.blocks(backbone)
-    windows = family.windows(config, len(blocks)) if family.windows else [None] * len(blocks)
+    windows = checks.windows(config, len(blocks)) if checks.windows else [None] * len(blocks)
     seen: set[tuple[str, str]] = set()  # most blocks are alike, and measuring one takes a compilation
     for i, block in enumerate(blocks):
-        # Only Gemma 3 has other rotary positions in its sliding layers, with a base of their own.
-        kind = rope.SLIDING if windows[i] and rope.is_gemma_3(config) else rope.FULL
+        kind = rope.SLIDING if windows[i] and checks.rotary.sliding_theta is not None else rope.FULL
         key = (kind, built.rotary_key(block))
         if key in seen:
             continue
         seen.add(key)
-        theta = 1e4 if kind == rope.SLIDING else family.theta
-        wanted = rope.rotation(config, kind, default_theta=theta, head_dim=head_dim)
+        wanted = rope.rotation(config, kind, checks.rotary, head_dim=head_dim)
         measured = built.turns_of(block, head_dim)
         if measured is None or _turns_alike(wanted, *measured, long_factors=built.long_factors_of(block)):
             continue
@@ -280,11 +249,12 @@ def _turns_alike(
     )
 
 
-def _windows(config: Config, family: Family, backbone: Any) -> Iterator[FieldDifference]:
+def _windows(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDifference]:
     blocks = built.blocks(backbone)
     # A window that the longest text fits into is none: on both sides, so that it never counts as a difference.
-    wanted = windows_of(config, family, len(blocks))
-    actual = [obeyed(window, config) for window in built.windows_of(blocks)]
+    windows = checks.windows(config, len(blocks)) if checks.windows else [None] * len(blocks)
+    wanted = [_obeyed(window, config) for window in windows]
+    actual = [_obeyed(window, config) for window in built.windows_of(blocks)]
     wrong = [i for i in range(len(blocks)) if wanted[i] != actual[i]]
     if wrong:
 
@@ -298,21 +268,32 @@ def _windows(config: Config, family: Family, backbone: Any) -> Iterator[FieldDif
             f"{wanted[i] or 'no window'} (layer {i})",
             f"{actual[i] or 'no window'} ({len(wrong)} of {plural(len(blocks), 'layer')} differ)",
             WINDOW,
-            fix if config.get("model_type") == "gpt_oss" else None,  # has windows in the layers that should have none
+            fix if checks.sets_windows else None,
         )
 
 
-def _caps(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    second = config.get("model_type") == "gemma2"  # for Gemma 3, transformers does not apply the scores' cap
+def _obeyed(window: int | None, config: Config) -> int | None:
+    """Return a KerasHub window; ``None`` if the longest text fits into it."""
+    if not window:
+        return None
+    # A bidirectional window extends by half its size to each side.
+    reach = window // 2 + 1 if config.get("use_bidirectional_attention") else window
+    return int(window) if reach < (config.get("max_position_embeddings") or np.inf) else None
+
+
+def _caps(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDifference]:
+    if (caps := checks.caps) is None:
+        return
     attention = next((built.attention_of(block, "logit_soft_cap") for block in built.blocks(backbone)), None)
     pairs = (
-        ("attn_logit_softcapping", 50.0 if second else None, getattr(attention, "logit_soft_cap", None)),
-        ("final_logit_softcapping", 30.0 if second else None, getattr(backbone, "final_logit_soft_cap", None)),
+        ("attn_logit_softcapping", caps.scores, getattr(attention, "logit_soft_cap", None)),
+        ("final_logit_softcapping", caps.logits, getattr(backbone, "final_logit_soft_cap", None)),
     )
     for field, default, actual in pairs:
-        wanted = config.get(field, default) if second or field != "attn_logit_softcapping" else None
+        wanted = config.get(field, default) if caps.has_scores or field != "attn_logit_softcapping" else None
         if wanted != actual:
             yield FieldDifference(field, str(wanted), str(actual), (field,))
+    yield from _scalar(config, backbone)
 
 
 def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:

@@ -32,10 +32,11 @@ from types import ModuleType
 from typing import Any
 
 from shardload.errors import MissingExtraError, UnsupportedError
+from shardload.families.parts.config import GENERATORS, architecture_of
+from shardload.families.registry import model_type_of
 from shardload.hub import config_forms, fidelity, quantised
-from shardload.hub.arguments import for_converter
 from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
-from shardload.hub.config_forms import GENERATORS, architecture_of, check_representable, read_config, ties_embeddings
+from shardload.hub.config_forms import check_representable, read_config, ties_embeddings
 from shardload.hub.converters import OWN, OwnConverter, converter_of
 from shardload.hub.legacy_models import build_legacy, has_config
 from shardload.hub.preset_path import preset_path
@@ -381,7 +382,7 @@ def _transformers_loader(manifest: Manifest) -> Any:
     keras_hub()
     with _hub_extra():
         from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
-    config = for_converter(read_config(manifest))
+    config = model_type_of(manifest.config).for_converter(read_config(manifest))
     if (own := converter_of(manifest)) is not None:
 
         class OwnLoader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardload.errors import SourceError, UnsupportedError
-from shardload.hub.config_defaults import completed
-from shardload.hub.config_forms import GENERATORS, architecture_of, renamed
+from shardload.families.parts.config import GENERATORS, architecture_of
+from shardload.hub.config_forms import completed, renamed
 from shardload.units import plural
 
 Config = Mapping[str, Any]

@@ -16,8 +16,8 @@ from typing import Any
 
 import keras
 
+from shardload.families.parts.config import architecture_of
 from shardload.hub import kerashub
-from shardload.hub.config_forms import architecture_of
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import state_of

@@ -16,10 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardload.errors import SourceError
+from shardload.families.registry import model_types
 from shardload.manifest import Manifest
 
-_BASES = ("model", "transformer", "albert", "bert", "deit", "distilbert", "roberta", "swin", "vit")
-"""First parts of names that `transformers` omits when it stores a base model alone."""
 _SPELLINGS = (
     ("LayerNorm.weight", "LayerNorm.gamma"),
     ("LayerNorm.bias", "LayerNorm.beta"),
@@ -75,7 +74,7 @@ class HubNames:
 
     def _without_base(self, wanted: str, names: Mapping[str, Any]) -> str | None:
         base, _, rest = wanted.partition(".")
-        if base not in _BASES or not rest:
+        if base not in _bases() or not rest:
             return None
         if base not in self._bare:
             # The checkpoint does have the prefix, so a name that is not found with it is absent.
@@ -106,3 +105,8 @@ def _prefixes(rest: str, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         if name == rest or name.endswith(f".{rest}"):
             yield name[: len(name) - len(rest)]
+
+
+def _bases() -> set[str]:
+    """Return first parts of names that `transformers` omits when it stores a base model alone."""
+    return {"model", "transformer", *(kind.prefix for kind in model_types().values() if kind.prefix)}

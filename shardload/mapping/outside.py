@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import UsageError
-from shardload.hub.config_defaults import IMAGE_MODELS
-from shardload.hub.config_forms import architecture_of
+from shardload.families.parts.config import architecture_of
+from shardload.families.parts.outside import POOLER
+from shardload.families.registry import model_type_of
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor
@@ -97,42 +98,6 @@ _BUFFERS = (
     _Buffer(r"num_batches_tracked", _is_integer, "a buffer: counts batches of training"),
     _Buffer(r"(encoder|decoder)\.version", _is_scalar, "a version number"),
 )
-_BERT_HEADS = r"cls\.|classifier\.|qa_outputs\."
-_ROBERTA_HEADS = r"lm_head\.|classifier\.|qa_outputs\."
-_VISION_HEADS = r"classifier\.|decoder\.\d+\."
-_DECODERS = (
-    *("gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
-)
-_HEADS = {
-    "bert": _BERT_HEADS,
-    "roberta": _ROBERTA_HEADS,
-    "xlm-roberta": _ROBERTA_HEADS,
-    "albert": r"predictions\.|sop_classifier\.|classifier\.|qa_outputs\.",
-    "distilbert": r"vocab_(transform|layer_norm|projector)\.|(pre_)?classifier\.|qa_outputs\.",
-    "esm": r"lm_head\.|classifier\.|(esm\.)?contact_head\.",
-    "bart": r"classification_head\.|qa_outputs\.",
-    "gpt2": r"score\.|classifier\.|qa_outputs\.|multiple_choice_head\.",
-    "vit": _VISION_HEADS,
-    "deit": _VISION_HEADS + r"|(cls|distillation)_classifier\.",
-    "swin": _VISION_HEADS,
-    "dinov2": _VISION_HEADS,
-    "dinov2_with_registers": _VISION_HEADS,
-    **dict.fromkeys(_DECODERS, r"score\.|qa_outputs\."),
-}
-"""By ``model_type``: prefixes of a task's own layers, outside of every backbone."""
-_POOLED = ("roberta", "xlm-roberta", "esm", *IMAGE_MODELS)
-"""Model types with a pooler in `transformers` but not in KerasHub."""
-_POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
-_VISION_POOLER = (r"(model\.)?vision_tower\.(vision_model\.)?head\..+", "the vision tower's pooling head, never called")
-_TOKENS_AHEAD = (r"mtp\..+", "layers that predict several tokens ahead, which transformers leaves out too")
-_MORE = {
-    **dict.fromkeys(("gemma3", "paligemma"), _VISION_POOLER),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _TOKENS_AHEAD),
-    **dict.fromkeys(
-        IMAGE_MODELS, (r"(\w+\.)?embeddings\.mask_token", "replaces masked patches, in masked training only")
-    ),
-}
 _COPY = re.compile(r"(.+\.)?(lm_head(\.out_proj)?|embed_tokens|shared|wte)\.weight")
 _EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|shared|wte|word_embeddings)\.weight")
 _ADDED = {
@@ -190,9 +155,10 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
     KerasHub's BERT and ALBERT always have a pooler, its Mistral, Mixtral and GPT-OSS an output layer; `transformers`
     stores neither for tasks that use none.
     """
-    kind, architecture = manifest.config.get("model_type"), architecture_of(manifest.config)
-    part = next((p for p in _PARTS if kind in p.model_types and architecture.endswith(p.without)), None)
-    if part is None or not mapping.absent or not all(re.fullmatch(part.names, name) for name in mapping.absent):
+    architecture, part = architecture_of(manifest.config), model_type_of(manifest.config).optional_part
+    if part is None or not architecture.endswith(part.without):
+        return mapping
+    if not mapping.absent or not all(re.fullmatch(part.names, name) for name in mapping.absent):
         return mapping
     # If some of it is stored, the rest was lost.
     if any(re.fullmatch(part.names, name) for name in manifest.tensors):
@@ -212,38 +178,6 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part that a KerasHub class always has, but a class of `transformers` may lack."""
-
-    title: str
-    model_types: tuple[str, ...]
-    names: str
-    without: tuple[str, ...]
-    """Suffixes of the classes that work without it."""
-    output: str
-    """What depends on its values."""
-
-
-_PARTS = (
-    _Part(
-        "pooler",
-        ("bert", "albert"),
-        _POOLER,
-        # A ``BertModel`` may have been created with ``add_pooling_layer=False``.
-        ("Model", "ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForTokenClassification", "ForQuestionAnswering"),
-        "the pooled output",
-    ),
-    _Part(
-        "output layer",
-        ("mistral", "mixtral", "gpt_oss", "phi3"),
-        r"lm_head\.weight",
-        ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
-        "token_embedding(…, reverse=True)",
-    ),
-)
-
-
 def _ignored(unused: Iterable[str], patterns: tuple[str, ...]) -> dict[str, str]:
     found = {name: p for name in unused for p in patterns if fnmatchcase(name, p)}
     if unmatched := [p for p in patterns if not any(fnmatchcase(name, p) for name in unused)]:
@@ -253,19 +187,19 @@ def _ignored(unused: Iterable[str], patterns: tuple[str, ...]) -> dict[str, str]
 
 def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | None:
     """Return a tensor that is outside according to its name, dtype and shape."""
-    name, kind = tensor.name, str(manifest.config.get("model_type"))
+    name, known = tensor.name, model_type_of(manifest.config)
     if not tensor.size:
         return OutsideTensor(name, "has no elements")
     for buffer in _BUFFERS:
         if re.fullmatch(rf"(.+\.)?{buffer.suffix}", name) and buffer.fits(tensor):
             return OutsideTensor(name, buffer.reason)
-    if kind in _POOLED and re.fullmatch(_POOLER, name):
+    if known.has_pooler_outside and re.fullmatch(POOLER, name):
         return OutsideTensor(name, f"a pooler, which {_class(model)} does not have", True)
-    if kind in _MORE and re.fullmatch(_MORE[kind][0], name):
-        return OutsideTensor(name, _MORE[kind][1], True)
+    if reason := next((reason for names, reason in known.outside.items() if re.fullmatch(names, name)), None):
+        return OutsideTensor(name, reason, True)
     # A backbone has no head. A task has one, so tensors of a head that it does not use are an error.
     is_backbone = backbone_of(model) is model
-    if is_backbone and kind in _HEADS and re.match(_HEADS[kind], name):
+    if is_backbone and known.heads and re.match(known.heads, name):
         head = f"part of the head of {architecture_of(manifest.config) or 'a task'}"
         return OutsideTensor(name, f"{head}; {_class(model)} ends before it", True)
     return None

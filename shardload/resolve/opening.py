@@ -15,7 +15,7 @@ from shardload.loaders.orbax import SPEC, open_orbax
 from shardload.loaders.registry import names as format_names
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved, resolve
-from shardload.resolve.architectures import ARCHITECTURES
+from shardload.resolve.architectures import lookup
 from shardload.steps.digests import Checker
 from shardload.steps.listing import find_step, is_ours, latest_of_ours, prepared
 from shardload.stores.json_files import read_optional
@@ -145,7 +145,7 @@ def _without_weights(
     from shardload.hub.described import with_tensors
 
     if found.architecture is not None:
-        config = {**ARCHITECTURES[found.architecture], "torch_dtype": "bfloat16"}
+        config = {**lookup(found.architecture)[1], "torch_dtype": "bfloat16"}
         manifest = Manifest(nowhere(found.architecture), HUGGING_FACE, {}, {}, config)
         note = f"planned from the architecture: no weights of {found.architecture} are on this machine"
     else:

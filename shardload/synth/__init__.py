@@ -33,7 +33,7 @@ from shardload.errors import WAYS_OUT, UnsupportedError, UsageError, WriteError
 from shardload.hub.tensors import Spec, transformers_tensors
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import root
-from shardload.resolve.architectures import ALIASES, ARCHITECTURES, Config, lookup, scaled
+from shardload.resolve.architectures import Config, aliases, architectures, lookup, scaled
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import local_target
 from shardload.stores.nowhere import nowhere
@@ -88,10 +88,10 @@ class _Job:
 def names() -> list[ArchitectureSummary]:
     """Return the supported architectures with their sizes; imports nothing heavy."""
     found = []
-    for name, config in ARCHITECTURES.items():
+    for name, config in architectures().items():
         parameters = sum(math.prod(spec.shape) for spec in transformers_tensors(config))
-        aliases = tuple(alias for alias, of in ALIASES.items() if of == name)
-        found.append(ArchitectureSummary(name, aliases, parameters, 2 * parameters))
+        others = tuple(alias for alias, of in aliases().items() if of == name)
+        found.append(ArchitectureSummary(name, others, parameters, 2 * parameters))
     return found
 
 

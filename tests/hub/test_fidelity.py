@@ -17,10 +17,11 @@ from safetensors.numpy import load_file, save_file
 import shardload
 from shardload.converting import transformers as written
 from shardload.errors import MismatchError, SourceError, UnsupportedError, UsageError
+from shardload.families.parts import rope
+from shardload.families.registry import model_types
 from shardload.hub import built as built_layers
-from shardload.hub import families, fidelity, fields, kerashub, preset_files, rope
-from shardload.hub.config_defaults import completed
-from shardload.hub.config_forms import read_config
+from shardload.hub import fidelity, fields, kerashub, preset_files
+from shardload.hub.config_forms import completed, read_config
 from shardload.loaders import gguf_models, open_manifest
 from shardload.loaders.gguf_config import llama3_factors
 from shardload.loaders.gguf_header import read_header
@@ -35,6 +36,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+CHECKED = [name for name, kind in model_types().items() if kind.checks is not None]
 NESTED = {"full_attention": {**LINEAR, "rope_theta": 1e6}, "sliding_attention": DEFAULT}
 PER_HEAD = {"hidden_size": 24, "query_pre_attn_scalar": 6}
 """As Gemma 27B: scores are scaled by the width of the model per head."""
@@ -338,7 +340,7 @@ def test_a_folder_older_than_some_keys_has_the_defaults_of_transformers(tmp_path
         assert old.get_config() | {"name": ""} == now.get_config() | {"name": ""}
 
 
-@pytest.mark.parametrize("model_type", sorted({*families.FAMILIES, "dinov3_vit"} - {"gemma3"}))
+@pytest.mark.parametrize("model_type", sorted({*CHECKED, "dinov3_vit"} - {"gemma3"}))
 def test_every_field_may_be_left_out_that_has_a_default(model_type):
     needed = {"vocab_size": 33, "pad_token_id": 1} if model_type == "esm" else {}
     manifest = Manifest(located("/m"), "hf-safetensors", {}, {}, {"model_type": model_type, **needed})
@@ -364,14 +366,14 @@ def test_some_defaults_follow_from_other_fields(said, derived):
 
 def test_gpt_oss_without_rotary_parameters_has_those_of_its_class():
     config = completed({"model_type": "gpt_oss"})
-    said = rope.rotation(config, rope.FULL, default_theta=1.0, head_dim=64)
+    said = rope.rotation(config, rope.FULL, rope.Rotary(1.0), head_dim=64)
     assert (said.kind, said.theta, said.parameters["factor"]) == ("yarn", 1.5e5, 32.0)
 
 
 @pytest.mark.parametrize(("kind", "dims"), [("default", 8), ("linear", 4)])
 def test_a_part_of_each_head_is_turned_only_where_transformers_does(kind, dims):
     config = {"rope_scaling": {"rope_type": kind, "factor": 2.0}, "partial_rotary_factor": 0.5}
-    assert 2 * len(rope.rotation(config, rope.FULL, default_theta=1e4, head_dim=8).angles) == dims
+    assert 2 * len(rope.rotation(config, rope.FULL, rope.Rotary(1e4), head_dim=8).angles) == dims
 
 
 @pytest.mark.parametrize("case", ORDINARY)
@@ -433,7 +435,7 @@ def test_half_precision_is_as_good_as_float32(model_type):
 
 
 def test_every_family_is_one_that_kerashub_converts():
-    for model_type in families.FAMILIES:
+    for model_type in CHECKED:
         assert kerashub.converter(Manifest(located("/m"), "hf-safetensors", {}, {}, {"model_type": model_type}))
 
 
@@ -467,7 +469,7 @@ ANGLES = {
 def test_rotary_positions_are_those_of_transformers(kind):
     parameters, angles, scale = ANGLES[kind]
     config = {"rope_theta": 1e4, "rope_scaling": {"rope_type": kind.split()[0], **parameters}}
-    found = rope.rotation(config, rope.FULL, default_theta=1.0, head_dim=8)
+    found = rope.rotation(config, rope.FULL, rope.Rotary(1.0), head_dim=8)
     np.testing.assert_allclose(found.angles, angles, rtol=2e-5)
     assert found.scale == pytest.approx(scale, rel=1e-5)
 
@@ -496,7 +498,7 @@ def test_a_rotary_layer_turns_by_the_angles_it_is_said_to(made):
 def test_a_factor_that_is_no_number_is_an_error_of_the_source(factor):
     config = {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     with pytest.raises(SourceError, match="factor"):
-        rope.rotation(config, rope.FULL, default_theta=1e4, head_dim=8)
+        rope.rotation(config, rope.FULL, rope.Rotary(1e4), head_dim=8)
 
 
 # ---- GGUF ----------------------------------------------------------------------------------------

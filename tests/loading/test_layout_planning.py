@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import keras
 import pytest
+from small_family import published
 
 import shardload
 from shardload.errors import DoesNotFitError, LayoutError
@@ -13,7 +14,7 @@ from shardload.parallel import CompiledStep, LayoutPlan
 from shardload.pipeline import layout_planning
 from shardload.pipeline.layout_planning import StepSpec, plan_layouts
 from shardload.pipeline.request import PlanRequest
-from shardload.resolve.architectures import ARCHITECTURES, scaled
+from shardload.resolve.architectures import lookup, scaled
 
 MIB = 2**20
 TRAINED = StepSpec("adamw", batch=8, sequence=32)
@@ -23,7 +24,8 @@ TRAINED = StepSpec("adamw", batch=8, sequence=32)
 def tiny(monkeypatch, tmp_path):
     """A small architecture that has no weights."""
     monkeypatch.setenv("SHARDLOAD_HOME", str(tmp_path))
-    monkeypatch.setitem(ARCHITECTURES, "tiny", scaled(ARCHITECTURES["gemma2_2b"], 0.02))
+    with published("tiny", scaled(lookup("gemma2_2b")[1], 0.02)):
+        yield
 
 
 def request(limit=None, mesh="2x4"):

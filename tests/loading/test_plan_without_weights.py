@@ -8,6 +8,7 @@ import socket
 import hub_folders
 import pytest
 import small_folders
+from small_family import published
 from transformers_cross import folders, table
 from transformers_cross.cases import CASES
 
@@ -17,7 +18,7 @@ from shardload.hub import kerashub
 from shardload.hub.tensors import transformers_tensors
 from shardload.loaders import open_manifest
 from shardload.resolve import hubs
-from shardload.resolve.architectures import ARCHITECTURES, scaled
+from shardload.resolve.architectures import lookup, scaled
 from shardload.synth import synth
 from shardload.verifying import verify
 
@@ -53,10 +54,10 @@ def offline(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny():
     """The name of a small architecture."""
-    monkeypatch.setitem(ARCHITECTURES, "tiny", scaled(ARCHITECTURES["gemma2_9b"], TINY))
-    return "tiny"
+    with published("tiny", scaled(lookup("gemma2_9b")[1], TINY)) as name:
+        yield name
 
 
 def facts(report, *, without=("seconds", "notes")):
@@ -156,12 +157,12 @@ def test_a_name_that_kerashub_has_too_is_not_looked_up_there():
 
 
 def test_the_path_of_a_configuration_is_enough(tmp_path):
-    folder = config_folder(tmp_path / "config", scaled(ARCHITECTURES["gemma2_9b"], TINY))
+    folder = config_folder(tmp_path / "config", scaled(lookup("gemma2_9b")[1], TINY))
     assert facts(shardload.plan(folder / "config.json")) == facts(shardload.plan(folder))
 
 
 def test_a_configuration_may_have_another_name(tmp_path):
-    folder = config_folder(tmp_path / "config", scaled(ARCHITECTURES["llama3_8b"], TINY))
+    folder = config_folder(tmp_path / "config", scaled(lookup("llama3_8b")[1], TINY))
     named = (folder / "config.json").rename(tmp_path / "my8b.json")
     found = shardload.plan(named)
     assert found.source == str(named) and found.notes[0].startswith(f"planned from its configuration: {named} alone")
@@ -185,7 +186,7 @@ def test_with_weights_beside_it_the_path_of_a_configuration_means_the_checkpoint
 
 
 def test_files_of_other_models_beside_a_configuration_are_no_obstacle(tmp_path):
-    folder = config_folder(tmp_path / "config", scaled(ARCHITECTURES["gemma2_9b"], TINY))
+    folder = config_folder(tmp_path / "config", scaled(lookup("gemma2_9b")[1], TINY))
     alone = shardload.plan(folder / "config.json")
     (folder / "other.h5").write_bytes(b"")
     found = shardload.plan(folder / "config.json")

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from shardload.errors import SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.hub.tensors import transformers_tensors
 from shardload.keras_bridge.abstraction import abstract
-from shardload.resolve.architectures import ARCHITECTURES, scaled
+from shardload.resolve.architectures import architectures, scaled
 from shardload.synth import names, noise, synth
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
@@ -67,22 +67,22 @@ OTHERS = ("qwen2.5_7b", "llama3.2", *PUBLISHED)
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_parameter_counts_are_those_that_were_published(name, parameters):
-    assert sum(math.prod(spec.shape) for spec in transformers_tensors(ARCHITECTURES[name])) == parameters
+    assert sum(math.prod(spec.shape) for spec in transformers_tensors(architectures()[name])) == parameters
 
 
-@pytest.mark.parametrize("name", [n for n in ARCHITECTURES if not n.startswith(OTHERS)])
+@pytest.mark.parametrize("name", [n for n in architectures() if not n.startswith(OTHERS)])
 def test_parameter_counts_are_those_of_kerashubs_presets(name):
     known = {n: entry["metadata"].get("params") for n, entry in BUILTIN_PRESETS.items()}
     preset = next(p for p in (name, f"{name}_en_uncased", f"{name}_en", f"{name}_text") if p in known)
     if name == "gemma3_4b":
         preset = "gemma3_4b_text"
-    found = sum(math.prod(spec.shape) for spec in transformers_tensors(ARCHITECTURES[name]))
+    found = sum(math.prod(spec.shape) for spec in transformers_tensors(architectures()[name]))
     assert found == known.get(f"{name}_text", known[preset])
 
 
 @pytest.mark.parametrize("name", ["gemma2_2b", "gemma3_1b", "gpt2_base", "llama3_8b"])
 def test_scaling_keeps_heads_and_divisibility(name):
-    big, small = ARCHITECTURES[name], scaled(ARCHITECTURES[name], 0.05)
+    big, small = architectures()[name], scaled(architectures()[name], 0.05)
     for key in ("num_attention_heads", "num_key_value_heads", "n_head"):
         assert small.get(key) == big.get(key)
     assert small["vocab_size"] % 8 == big["vocab_size"] % 8

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardload.hub import rope
+from shardload.families.parts import rope
 from shardload.hub.converters import Config, OwnConverter, byte_pairs
 
 
 def _arguments(config: Config) -> dict[str, Any]:
-    rotation = rope.rotation(config, rope.FULL, default_theta=1.5e5, head_dim=None)
+    rotation = rope.rotation(config, rope.FULL, rope.Rotary(1.5e5), head_dim=None)
     return {
         "vocabulary_size": config["vocab_size"],
         "num_layers": config["num_hidden_layers"],

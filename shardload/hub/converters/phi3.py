@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from shardload.hub import rope
+from shardload.families.parts import rope
 from shardload.hub.converters import Config, OwnConverter
 
 
 def _arguments(config: Config) -> dict[str, Any]:
-    scaling = rope.rotation(config, rope.FULL, default_theta=1e4, head_dim=None)
+    scaling = rope.rotation(config, rope.FULL, rope.Rotary(1e4, is_partial=True), head_dim=None)
     found = {
         "vocabulary_size": config["vocab_size"],
         "num_layers": config["num_hidden_layers"],

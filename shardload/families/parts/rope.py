@@ -20,12 +20,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError
+from shardload.families.parts.config import Config
 from shardload.units import plural
 
-Config = Mapping[str, Any]
 Angles = NDArray[np.float64]
 SLIDING = "sliding_attention"
 FULL = "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What the rotary positions of a ``model_type`` are, beside its configuration."""
+
+    theta: float
+    """Default base."""
+    sliding_theta: float | None = None
+    """Default base in sliding layers, if a configuration states their rotary positions apart."""
+    is_partial: bool = False
+    """Whether ``partial_rotary_factor`` applies to unscaled positions; for other models, transformers 5 ignores values
+    other than 1, and 4 fails."""
+    stretched: str = "linear"
+    """The kind of scaling that the factor in KerasHub's constructor means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +63,33 @@ class Rotation:
         return f"rotary positions of type {self.kind}{stretched}, base {self.theta:g}"
 
 
-def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim: int | None) -> Rotation:
+def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int | None) -> Rotation:
     """Return the rotation of one kind of layer.
 
     Args:
         config: The text model's configuration.
         layer_type: `FULL` or `SLIDING`; most models treat both alike.
-        default_theta: The base if the configuration has none.
+        rotary: The model's, from its family.
         head_dim: Features of a head; ``None`` omits the angles.
 
     Raises:
         SourceError: When a parameter is missing or not a number.
     """
-    parameters = dict(parameters_of(config, layer_type))
+    has_kinds = rotary.sliding_theta is not None
+    default_theta = rotary.sliding_theta if has_kinds and layer_type == SLIDING else rotary.theta
+    parameters = dict(parameters_of(config, layer_type, has_kinds=has_kinds))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # its name in Phi-3's first configurations
-    theta = parameters.get("rope_theta") or _theta_beside(config, layer_type) or default_theta
+    beside = "rope_local_base_freq" if has_kinds and layer_type == SLIDING else "rope_theta"
+    theta = parameters.get("rope_theta") or config.get(beside) or default_theta
     longest = config.get("max_position_embeddings")
     original = config.get("original_max_position_embeddings") or longest  # Phi-3 has it outside rope_scaling
     # Rules compare the length a model was first trained with and its present one.
     parameters.setdefault("original_max_position_embeddings", original)
     parameters["max_position_embeddings"] = longest
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if kind == "default" and config.get("model_type") != "phi3":
-        partial = 1.0  # the only value in the other models checked here: transformers 5 ignores others, 4 fails
+    if kind == "default" and not rotary.is_partial:
+        partial = 1.0
     base = _number("rope_theta", theta)
     rule = _RULES.get(str(kind))
     if rule is None or head_dim is None:
@@ -83,14 +101,14 @@ def rotation(config: Config, layer_type: str, *, default_theta: float, head_dim:
     return Rotation(str(kind), base, parameters, angles, scale)
 
 
-def parameters_of(config: Config, layer_type: str) -> Config:
+def parameters_of(config: Config, layer_type: str, *, has_kinds: bool) -> Config:
     """Return a configuration's rotary parameters for one kind of layer, from any of the forms."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if isinstance(new, Mapping) and any(isinstance(new.get(key), Mapping) for key in (FULL, SLIDING)):
         # transformers 5, for models whose kinds of layers differ: an entry for each kind.
         found = new.get(layer_type)
         return found if isinstance(found, Mapping) else {}
-    if is_gemma_3(config):  # a flat entry belongs to full attention
+    if has_kinds:  # a flat entry belongs to full attention
         return old if layer_type == FULL and isinstance(old, Mapping) else {}
     # A folder may have both forms; rope_scaling wins, and what it lacks (rope_theta) comes from rope_parameters.
     found = old or new
@@ -100,17 +118,6 @@ def parameters_of(config: Config, layer_type: str) -> Config:
 def field_of(config: Config) -> str:
     """Return the name of the ``config.json`` entry that scales positions."""
     return "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-
-
-def is_gemma_3(config: Config) -> bool:
-    """Whether a configuration belongs to Gemma 3, whose sliding layers have other rotary positions."""
-    return str(config.get("model_type", "")).startswith("gemma3")
-
-
-def _theta_beside(config: Config, layer_type: str) -> Any:
-    if is_gemma_3(config) and layer_type == SLIDING:
-        return config.get("rope_local_base_freq")
-    return config.get("rope_theta")
 
 
 def _number(name: str, value: Any) -> float:

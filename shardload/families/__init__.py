@@ -1,0 +1,15 @@
+"""Families of models: one module declares all that shardload knows about one.
+
+    BUILT_IN, entry points, register()  ─►  registry  ─►  Family  ─►  ModelType
+                                                                        names, defaults, checks, …
+
+Other packages ask `shardload.families.registry` and never compare a ``model_type`` or the name of a class, so that a
+family is one file.
+"""
+
+from __future__ import annotations
+
+from shardload.families.record import Family, ModelType
+from shardload.families.registry import register, unregister
+
+__all__ = ["Family", "ModelType", "register", "unregister"]

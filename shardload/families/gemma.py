@@ -1,0 +1,70 @@
+"""Gemma and Gemma 2, which share a class of KerasHub."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardload.families.parts.checks import RMS, TANH, Caps, Checks, by_layer_type, first_slides
+from shardload.families.parts.config import Dims, decoder_defaults, published_decoder
+from shardload.families.parts.outside import DECODER_HEADS
+from shardload.families.parts.rope import Rotary
+from shardload.families.record import Family, ModelType
+
+ONE_WAY = {"use_bidirectional_attention": (False, None)}
+
+
+def _first(dims: Dims) -> dict[str, Any]:
+    return published_decoder("gemma", "GemmaForCausalLM", dims, vocab=256000, head_dim=256)
+
+
+def _second(dims: Dims, *, head_dim: int = 256, scalar: int = 256) -> dict[str, Any]:
+    caps: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    heads: dict[str, Any] = {"head_dim": head_dim, "query_pre_attn_scalar": scalar}
+    return published_decoder("gemma2", "Gemma2ForCausalLM", dims, vocab=256000, **heads, **caps, sliding_window=4096)
+
+
+GEMMA = ModelType(
+    name="gemma",
+    defaults=decoder_defaults(256000, 3072, 24576, 28, 16, kv=16, longest=8192) | {"head_dim": 256},
+    checks=Checks(
+        RMS,
+        ("hidden_act", TANH),
+        Rotary(1e4),
+        has_activation=TANH,
+        # Gemma's first configurations meant the tanh form.
+        activation_names={"gelu": TANH},
+    ),
+    only=ONE_WAY,
+    heads=DECODER_HEADS,
+)
+GEMMA_2 = ModelType(
+    name="gemma2",
+    defaults=decoder_defaults(256000, 2304, 9216, 26, 8, kv=4, longest=8192)
+    | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    checks=Checks(
+        RMS,
+        ("hidden_activation", TANH),
+        Rotary(1e4),
+        by_layer_type(first_slides),
+        TANH,
+        caps=Caps(scores=50.0, logits=30.0),
+    ),
+    only=ONE_WAY,
+    heads=DECODER_HEADS,
+)
+FAMILY = Family(
+    name="gemma",
+    title="Gemma",
+    model_types=(GEMMA, GEMMA_2),
+    # 27B scales queries by hidden / heads instead of head_dim.
+    sizes={
+        "gemma_2b": _first(Dims(2048, 18, 8, 1, 16384)),
+        "gemma_7b": _first(Dims(3072, 28, 16, 16, 24576)),
+        "gemma2_2b": _second(Dims(2304, 26, 8, 4, 9216)),
+        "gemma2_9b": _second(Dims(3584, 42, 16, 8, 14336)),
+        "gemma2_27b": _second(Dims(4608, 46, 32, 16, 36864), head_dim=128, scalar=144),
+    },
+    aliases={"gemma2_7b": "gemma2_9b"},
+    alias_notes={"gemma2_7b": "Gemma 2 was never released at 7B"},
+)

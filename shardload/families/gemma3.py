@@ -1,0 +1,92 @@
+"""Gemma 3: text alone, text and images, and EmbeddingGemma, which attends in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardload.families.gemma import ONE_WAY
+from shardload.families.parts.checks import RMS, TANH, Caps, Checks, by_layer_type
+from shardload.families.parts.config import Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.outside import DECODER_HEADS, VISION_POOLER
+from shardload.families.parts.rope import Rotary
+from shardload.families.record import Family, ModelType
+
+
+def _published(
+    dims: Dims, *, window: int, head_dim: int = 256, scalar: int = 256, factor: float | None = 8.0
+) -> dict[str, Any]:
+    scaling = {"rope_type": "linear", "factor": factor} if factor else None
+    heads: dict[str, Any] = {"head_dim": head_dim, "query_pre_attn_scalar": scalar}
+    rest: dict[str, Any] = {**heads, "sliding_window": window, "rope_scaling": scaling}
+    return published_decoder("gemma3_text", "Gemma3ForCausalLM", dims, vocab=262144, **rest)
+
+
+# All layers slide but, by default, every sixth.
+def _slides(config: Config, i: int) -> bool:
+    return bool((i + 1) % int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6))
+
+
+def _windows(config: Config, layers: int) -> list[int | None]:
+    """Return the windows; a bidirectional one extends by half its size to each side, and KerasHub counts all tokens."""
+    windows = by_layer_type(_slides)(config, layers)
+    if not config.get("use_bidirectional_attention"):
+        return windows
+    return [None if window is None else 2 * (int(window) // 2) + 1 for window in windows]
+
+
+_CHECKS = Checks(
+    RMS,
+    ("hidden_activation", TANH),
+    Rotary(1e6, sliding_theta=1e4),
+    _windows,
+    TANH,
+    # KerasHub's class applies a cap of the scores, transformers does not.
+    caps=Caps(scores=None, logits=None, has_scores=False),
+)
+
+
+def _lacking(config: Config, name: str) -> str | None:
+    """Compare the tokens per image, configured and in KerasHub (one per 4x4 patches)."""
+    vision, configured = config.get("vision_config"), config.get("mm_tokens_per_image")
+    if not isinstance(vision, Mapping) or not isinstance(configured, int):
+        return None
+    side, patch = vision.get("image_size"), vision.get("patch_size")
+    if not isinstance(side, int) or not isinstance(patch, int) or patch < 1:
+        return None
+    made = (side // patch // 4) ** 2
+    if made == configured:
+        return None
+    return f"config.json sets mm_tokens_per_image={configured}, but KerasHub makes {made} for each image"
+
+
+TEXT = ModelType(
+    name="gemma3_text",
+    defaults=decoder_defaults(262208, 2304, 9216, 26, 8, kv=4, longest=131072)
+    | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    checks=replace(_CHECKS, attention_flags=("use_bidirectional_attention",)),
+    heads=DECODER_HEADS,
+)
+WITH_IMAGES = ModelType(
+    name="gemma3",
+    parts={"text_config": "gemma3_text", "vision_config": "siglip_vision_model"},
+    checks=_CHECKS,
+    only=ONE_WAY,
+    lacking=_lacking,
+    heads=DECODER_HEADS,
+    outside=VISION_POOLER,
+)
+FAMILY = Family(
+    name="gemma3",
+    title="Gemma 3",
+    model_types=(TEXT, WITH_IMAGES),
+    # 27B scales queries by hidden / heads instead of head_dim. 4B and more stretch RoPE by 8, to 128 K tokens.
+    sizes={
+        "gemma3_270m": _published(Dims(640, 18, 4, 1, 2048), window=512, factor=None),
+        "gemma3_1b": _published(Dims(1152, 26, 4, 1, 6912), window=512, factor=None),
+        "gemma3_4b": _published(Dims(2560, 34, 8, 4, 10240), window=1024),
+        "gemma3_12b": _published(Dims(3840, 48, 16, 8, 15360), window=1024),
+        "gemma3_27b": _published(Dims(5376, 62, 32, 16, 21504), window=1024, head_dim=128, scalar=168),
+    },
+)

@@ -1,0 +1,59 @@
+"""Llama 2 and 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardload.families.parts.checks import RMS, SILU, Checks
+from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.outside import DECODER_HEADS
+from shardload.families.parts.rope import Rotary
+from shardload.families.record import Family, ModelType
+
+
+def _published(dims: Dims, *, tied: bool = False, factor: float | None = None) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    rest: dict[str, Any] = {"rope_theta": 500000.0, "rope_scaling": scaling if factor else None, "rms_norm_eps": 1e-5}
+    return published_decoder("llama", "LlamaForCausalLM", dims, vocab=128256, tied=tied, **rest)
+
+
+def _for_converter(config: Config) -> Config:
+    """Leave out scalings other than llama3, for which KerasHub's converter raises; its class takes a linear factor."""
+    scaling = config.get("rope_scaling")
+    kind = scaling.get("rope_type") or scaling.get("type") if isinstance(scaling, Mapping) else None
+    if kind in (None, "llama3"):
+        return config
+    return {key: value for key, value in config.items() if key != "rope_scaling"}
+
+
+LLAMA = ModelType(
+    name="llama",
+    defaults=ROTARY | decoder_defaults(32000, 4096, 11008, 32, 32, kv=None, longest=2048),
+    for_converter=_for_converter,
+    has_tie_argument=True,
+    checks=Checks(RMS, SILU, Rotary(1e4)),
+    heads=DECODER_HEADS,
+)
+FAMILY = Family(
+    name="llama",
+    title="Llama 3",
+    model_types=(LLAMA,),
+    sizes={
+        "llama3_8b": _published(Dims(4096, 32, 32, 8, 14336)),
+        "llama3_70b": _published(Dims(8192, 80, 64, 8, 28672)),
+        "llama3.1_8b": _published(Dims(4096, 32, 32, 8, 14336), factor=8.0),
+        "llama3.1_70b": _published(Dims(8192, 80, 64, 8, 28672), factor=8.0),
+        "llama3.1_405b": _published(Dims(16384, 126, 128, 8, 53248), factor=8.0),
+        "llama3.2_1b": _published(Dims(2048, 16, 32, 8, 8192), tied=True, factor=32.0),
+        "llama3.2_3b": _published(Dims(3072, 28, 24, 8, 8192), tied=True, factor=32.0),
+    },
+    aliases={"llama3_405b": "llama3.1_405b"},  # released as 3.1 only
+    ties_unsaid=("LlamaBackbone", "Llama3Backbone"),
+)

@@ -1,0 +1,1 @@
+"""What families declare their models with: records, and entries that several families share."""

@@ -1,0 +1,71 @@
+"""Qwen 2 and 2.5, and the mixture of experts of Qwen 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardload.families.parts.checks import RMS, SILU, Checks, after_first_layers, by_layer_type
+from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.outside import DECODER_HEADS
+from shardload.families.parts.rope import Rotary
+from shardload.families.record import Family, ModelType
+
+DEFAULTS = ROTARY | {"sliding_window": 4096, "use_sliding_window": False}
+MOE_DEFAULTS = DEFAULTS | {
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "router_aux_loss_coef": 0.001,
+    "output_router_logits": False,
+}
+
+
+def _published(dims: Dims, *, vocab: int, tied: bool) -> dict[str, Any]:
+    rest: dict[str, Any] = {"rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": 32768}
+    return published_decoder("qwen2", "Qwen2ForCausalLM", dims, vocab=vocab, tied=tied, **rest)
+
+
+# Every other one of the first layers slides, the others attend to all tokens.
+def _slides(config: Config, i: int) -> bool:
+    return i % 2 == 0 and i < int(config.get("max_window_layers", 28))
+
+
+def lacks_dense_layers(config: Config, name: str) -> str | None:
+    """Refuse a mixture with layers that are dense (without experts)."""
+    layers, every = config.get("mlp_only_layers"), config.get("decoder_sparse_step")
+    dense = None if every == 1 else f"decoder_sparse_step={every}"
+    if isinstance(layers, list) and any(i in layers for i in range(int(config["num_hidden_layers"]))):
+        dense = f"mlp_only_layers={layers}"
+    return dense and f"config.json sets {dense}, but KerasHub's converter needs experts in every layer"
+
+
+QWEN_2 = ModelType(
+    name="qwen2",
+    defaults=DEFAULTS | decoder_defaults(151936, 4096, 22016, 32, 32, kv=32, longest=32768),
+    has_tie_argument=True,
+    checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False)),
+    heads=DECODER_HEADS,
+)
+QWEN_2_MOE = ModelType(
+    name="qwen2_moe",
+    defaults=MOE_DEFAULTS
+    | decoder_defaults(151936, 2048, 5632, 24, 16, kv=16, longest=32768)
+    | {"num_experts": 60, "num_experts_per_tok": 4}
+    | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    renamed={"num_experts": "num_local_experts"},
+    lacking=lacks_dense_layers,
+    has_tie_argument=True,
+    checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(_slides, always=False)),
+    only={"qkv_bias": (True,)},
+    heads=DECODER_HEADS,
+)
+FAMILY = Family(
+    name="qwen2",
+    title="Qwen",
+    model_types=(QWEN_2, QWEN_2_MOE),
+    sizes={
+        "qwen2.5_0.5b": _published(Dims(896, 24, 14, 2, 4864), vocab=151936, tied=True),
+        "qwen2.5_7b": _published(Dims(3584, 28, 28, 4, 18944), vocab=152064, tied=False),
+        "qwen2.5_32b": _published(Dims(5120, 64, 40, 8, 27648), vocab=152064, tied=False),
+        "qwen2.5_72b": _published(Dims(8192, 80, 64, 8, 29568), vocab=152064, tied=False),
+    },
+)

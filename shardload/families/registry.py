@@ -1,0 +1,123 @@
+"""The known families, and what they say about a configuration.
+
+    built in      a module of this package that `BUILT_IN` names                              ─┐
+    installed     an entry point of the group ``shardload.families``: name = "package.module:FAMILY"  ├─► families()
+    registered    `register(family)`, in this process                                          ─┘
+
+The modules of families are imported at the first question, all at once: they are data and import nothing heavy.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from shardload.errors import UnsupportedError, UsageError
+from shardload.families.parts.config import Config
+from shardload.families.record import Family, ModelType
+
+GROUP = "shardload.families"
+# The order is that of lists in messages.
+BUILT_IN = (
+    *("gemma", "gemma3", "gemma4", "t5gemma", "paligemma"),
+    *("llama", "mistral", "smollm3", "qwen2", "qwen3", "qwen3_5", "gpt_oss", "gpt2", "phi3", "bloom"),
+    *("bert", "roberta", "albert", "distilbert", "bart", "esm"),
+    *("vit", "swin", "dino", "siglip", "metaclip", "sam3"),
+)
+_registered: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Register a family in this process; an installed package uses an entry point of `GROUP` instead.
+
+    Raises:
+        UsageError: When its name or one of its model types is taken.
+    """
+    if family.name in names():
+        raise UsageError(f"Cannot register the family {family.name!r}: the name is taken. Choose another name")
+    if taken := [kind.name for kind in family.model_types if kind.name in _model_types()]:
+        owner = _model_types()[taken[0]][0].name
+        raise UsageError(
+            f"Cannot register the family {family.name!r}: its model_type {taken[0]!r} belongs to {owner!r}. Remove it"
+        )
+    _registered[family.name] = family
+    _model_types.cache_clear()
+
+
+def unregister(name: str) -> None:
+    """Remove a family that `register` added."""
+    del _registered[name]
+    _model_types.cache_clear()
+
+
+def names() -> tuple[str, ...]:
+    """Return the name of every family, without importing one."""
+    return (*BUILT_IN, *announced(), *_registered)
+
+
+def families() -> tuple[Family, ...]:
+    """Return every family, in the order of `names`.
+
+    Raises:
+        UnsupportedError: When an installed package that provides one cannot be imported.
+    """
+    return (*map(_declared, (*BUILT_IN, *announced())), *_registered.values())
+
+
+def model_type_of(config: Config) -> ModelType:
+    """Return what is known about a configuration's ``model_type``; a record without entries for an unknown one."""
+    return _found(config)[1]
+
+
+def family_of(config: Config) -> Family | None:
+    """Return the family of a configuration's ``model_type``."""
+    return _found(config)[0]
+
+
+def model_types() -> Mapping[str, ModelType]:
+    """Return every known ``model_type`` by its name."""
+    return {name: kind for name, (_, kind) in _model_types().items()}
+
+
+def _found(config: Config) -> tuple[Family | None, ModelType]:
+    kind: Any = config.get("model_type")
+    known = _model_types().get(kind) if isinstance(kind, str) else None
+    return known or (None, ModelType(name=str(kind)))
+
+
+@cache
+def _model_types() -> dict[str, tuple[Family, ModelType]]:
+    found: dict[str, tuple[Family, ModelType]] = {}
+    for family in families():
+        for kind in family.model_types:
+            # A package cannot replace a built-in model type, only add one.
+            found.setdefault(kind.name, (family, kind))
+    return found
+
+
+@cache
+def announced() -> dict[str, EntryPoint]:
+    """Return the families that installed packages announce, by name."""
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
+
+
+@cache
+def _declared(name: str) -> Family:
+    if name in BUILT_IN:
+        built_in: Family = pkgutil.resolve_name(f"shardload.families.{name}:FAMILY")
+        return built_in
+    point = announced()[name]
+    try:
+        found = point.load()
+    # Any exception: importing runs the package's code. An error, not a warning, as otherwise its models would be
+    # reported as unknown.
+    except Exception as error:
+        raise UnsupportedError(
+            f"Cannot use the family {name!r}: importing {point.value} failed: {error}. Update or uninstall its package"
+        ) from error
+    if not isinstance(found, Family) or found.name != name:
+        raise UnsupportedError(f"Cannot use the family {name!r}: expected its Family at {point.value}")
+    return found
