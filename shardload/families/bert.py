@@ -6,6 +6,8 @@ from typing import Any
 
 from shardload.families.parts.checks import Checks
 from shardload.families.parts.config import BASE, DROPOUT
+from shardload.families.parts.gguf import GgufArchitecture
+from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.parts.outside import OPTIONAL_POOLER
 from shardload.families.record import Family, ModelType
 
@@ -28,6 +30,51 @@ def _published(*, hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
+GGUF_TOP = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+}
+GGUF_BLOCK = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+
+
+def gguf_entries(values: GgufValues, model_type: str, class_name: str, *, padding: int) -> dict[str, Any]:
+    """Return the ``config.json`` of a GGUF file of the architecture ``bert``.
+
+    Args:
+        values: The header.
+        model_type: The model's.
+        class_name: The model's in transformers.
+        padding: Positions at the beginning that GGUF leaves out.
+    """
+    positions = values.rows("position_embd.weight") or values.count("context_length")
+    return model_entries(values, model_type, class_name) | {
+        "hidden_size": values.count("embedding_length"),
+        "intermediate_size": values.count("feed_forward_length"),
+        "num_hidden_layers": values.count("block_count"),
+        "num_attention_heads": values.count("attention.head_count"),
+        "max_position_embeddings": positions + padding,
+        "type_vocab_size": values.rows("token_types.weight") or 1,
+        "layer_norm_eps": values.number("attention.layer_norm_epsilon"),
+        "hidden_act": "gelu",
+    }
+
+
+def has_word_pieces(values: GgufValues) -> bool:
+    """Whether a file of the architecture ``bert`` has no tokenizer of RoBERTa or XLM-RoBERTa."""
+    return values.entries.get("tokenizer.ggml.model") not in ("t5", "gpt2")
+
+
 BERT = ModelType(
     name="bert",
     defaults=DEFAULTS,
@@ -46,4 +93,14 @@ FAMILY = Family(
         "bert_base": _published(hidden=768, layers=12, heads=12),
         "bert_large": _published(hidden=1024, layers=24, heads=16),
     },
+    gguf=(
+        GgufArchitecture(
+            name="bert",
+            config=lambda values: gguf_entries(values, "bert", "BertModel", padding=0),
+            applies=lambda values: has_word_pieces(values) and values.rows("token_types.weight") is not None,
+            block_names=GGUF_BLOCK,
+            top_names=GGUF_TOP,
+            block="encoder.layer",
+        ),
+    ),
 )

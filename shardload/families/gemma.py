@@ -6,6 +6,8 @@ from typing import Any
 
 from shardload.families.parts.checks import RMS, TANH, Caps, Checks, by_layer_type, first_slides
 from shardload.families.parts.config import Dims, decoder_defaults, published_decoder
+from shardload.families.parts.gguf import BLOCK, SANDWICH, GgufArchitecture
+from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
 from shardload.families.record import Family, ModelType
@@ -21,6 +23,29 @@ def _second(dims: Dims, *, head_dim: int = 256, scalar: int = 256) -> dict[str, 
     caps: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     heads: dict[str, Any] = {"head_dim": head_dim, "query_pre_attn_scalar": scalar}
     return published_decoder("gemma2", "Gemma2ForCausalLM", dims, vocab=256000, **heads, **caps, sliding_window=4096)
+
+
+def attention_scalar(base: dict[str, Any], *, largest_layers: int) -> int:
+    """Return ``query_pre_attn_scalar``, which GGUF lacks; like llama.cpp, detect the 27B exceptions by layer count."""
+    if base["num_hidden_layers"] == largest_layers:
+        return int(base["hidden_size"] // base["num_attention_heads"])
+    return int(base["head_dim"])
+
+
+def _gguf_gemma(values: GgufValues) -> dict[str, Any]:
+    return decoder_entries(values, "gemma", "GemmaForCausalLM") | {"tie_word_embeddings": True}
+
+
+def _gguf_gemma_2(values: GgufValues) -> dict[str, Any]:
+    base = decoder_entries(values, "gemma2", "Gemma2ForCausalLM")
+    return base | {
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": attention_scalar(base, largest_layers=46),
+        # Files may omit these three keys; the values are llama.cpp's defaults.
+        "attn_logit_softcapping": values.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": values.number("final_logit_softcapping", 30.0),
+        "sliding_window": values.number("attention.sliding_window", 4096),
+    }
 
 
 GEMMA = ModelType(
@@ -67,4 +92,8 @@ FAMILY = Family(
     },
     aliases={"gemma2_7b": "gemma2_9b"},
     alias_notes={"gemma2_7b": "Gemma 2 was never released at 7B"},
+    gguf=(
+        GgufArchitecture(name="gemma", config=_gguf_gemma, block_names=BLOCK, norms_plus_one=True),
+        GgufArchitecture(name="gemma2", config=_gguf_gemma_2, block_names=SANDWICH, norms_plus_one=True),
+    ),
 )

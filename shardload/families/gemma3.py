@@ -1,4 +1,4 @@
-"""Gemma 3: text alone, text and images, and EmbeddingGemma, which attends in both directions."""
+"""Gemma 3: text alone, and text with images. EmbeddingGemma is its text model, attending in both directions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardload.families.gemma import ONE_WAY
+from shardload.families.gemma import ONE_WAY, attention_scalar
 from shardload.families.parts.checks import RMS, TANH, Caps, Checks, by_layer_type
 from shardload.families.parts.config import Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.gguf import SANDWICH, GgufArchitecture
+from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS, VISION_POOLER
 from shardload.families.parts.rope import Rotary
 from shardload.families.record import Family, ModelType
@@ -61,6 +63,19 @@ def _lacking(config: Config, name: str) -> str | None:
     return f"config.json sets mm_tokens_per_image={configured}, but KerasHub makes {made} for each image"
 
 
+def gguf(values: GgufValues) -> dict[str, Any]:
+    """Return the ``config.json`` of a GGUF file of Gemma 3."""
+    base = decoder_entries(values, "gemma3_text", "Gemma3ForCausalLM")
+    return base | {
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": attention_scalar(base, largest_layers=62),
+        "attn_logit_softcapping": values.number("attn_logit_softcapping", None),
+        "final_logit_softcapping": values.number("final_logit_softcapping", None),
+        "sliding_window": values.number("attention.sliding_window", 1024),
+        "rope_local_base_freq": values.number("rope.freq_base_swa", 10000.0),
+    }
+
+
 TEXT = ModelType(
     name="gemma3_text",
     defaults=decoder_defaults(262208, 2304, 9216, 26, 8, kv=4, longest=131072)
@@ -89,4 +104,5 @@ FAMILY = Family(
         "gemma3_12b": _published(Dims(3840, 48, 16, 8, 15360), window=1024),
         "gemma3_27b": _published(Dims(5376, 62, 32, 16, 21504), window=1024, head_dim=128, scalar=168),
     },
+    gguf=(GgufArchitecture(name="gemma3", config=gguf, block_names=SANDWICH, norms_plus_one=True),),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardload.families.parts.checks import Checks
+from shardload.families.parts.gguf import GgufArchitecture, Undo
+from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.record import Family, ModelType
 
 
@@ -18,6 +20,37 @@ def _published(*, hidden: int, layers: int, heads: int) -> dict[str, Any]:
         "n_head": heads,
         "n_positions": 1024,
         "resid_pdrop": 0.1,
+    }
+
+
+_GGUF_TOP = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_GGUF_BLOCK = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_CONV1D = dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Undo.TRANSPOSE)
+"""``Conv1D`` stores (in, out); llama.cpp transposes it to (out, in), as in all other models."""
+
+
+def _gguf(values: GgufValues) -> dict[str, Any]:
+    return model_entries(values, "gpt2", "GPT2LMHeadModel") | {
+        "n_embd": values.count("embedding_length"),
+        "n_inner": values.count("feed_forward_length"),
+        "n_layer": values.count("block_count"),
+        "n_head": values.count("attention.head_count"),
+        "n_positions": values.count("context_length"),
+        "layer_norm_epsilon": values.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
     }
 
 
@@ -39,4 +72,14 @@ FAMILY = Family(
         "gpt2_extra_large": _published(hidden=1600, layers=48, heads=25),
     },
     aliases={"gpt2": "gpt2_base"},
+    gguf=(
+        GgufArchitecture(
+            name="gpt2",
+            config=_gguf,
+            block_names=_GGUF_BLOCK,
+            top_names=_GGUF_TOP,
+            block="transformer.h",
+            undone=_CONV1D,
+        ),
+    ),
 )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardload.families.mistral import MIXTRAL_BLOCK, gguf_mistral, gguf_mixtral
 from shardload.families.parts.checks import RMS, SILU, Checks
 from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.gguf import BLOCK, PERMUTED, ROPE_FREQS, GgufArchitecture
+from shardload.families.parts.gguf_values import GgufValues, decoder_entries, with_llama3_scaling
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
 from shardload.families.record import Family, ModelType
@@ -33,6 +36,18 @@ def _for_converter(config: Config) -> Config:
     return {key: value for key, value in config.items() if key != "rope_scaling"}
 
 
+def _gguf(values: GgufValues) -> dict[str, Any]:
+    """Build the configuration of Llama, Mistral or Mixtral; GGUF tells them apart only by keys that one of them has."""
+    base = with_llama3_scaling(values, decoder_entries(values, "llama", "LlamaForCausalLM"))
+    if values.number("expert_count", 0):
+        return gguf_mixtral(values, base)
+    window = values.number("attention.sliding_window", None)
+    # Of the two, only Mistral has a window, or (Nemo) heads that do not add up to the hidden size.
+    if window is not None or base["head_dim"] * base["num_attention_heads"] != base["hidden_size"]:
+        return base | gguf_mistral(window)
+    return base
+
+
 LLAMA = ModelType(
     name="llama",
     defaults=ROTARY | decoder_defaults(32000, 4096, 11008, 32, 32, kv=None, longest=2048),
@@ -56,4 +71,9 @@ FAMILY = Family(
     },
     aliases={"llama3_405b": "llama3.1_405b"},  # released as 3.1 only
     ties_unsaid=("LlamaBackbone", "Llama3Backbone"),
+    gguf=(
+        GgufArchitecture(
+            name="llama", config=_gguf, block_names=BLOCK | MIXTRAL_BLOCK, undone=PERMUTED, rope_factors=ROPE_FREQS
+        ),
+    ),
 )

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardload.families.parts.checks import RMS, SILU, Checks, every_layer
 from shardload.families.parts.config import ROTARY, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.gguf_values import GgufValues
 from shardload.families.parts.outside import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
 from shardload.families.record import Family, ModelType
 
+
+def gguf_mistral(window: int | None) -> dict[str, Any]:
+    """Return the entries of a GGUF file of the architecture ``llama`` that differ from Llama's."""
+    return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+
+
+def gguf_mixtral(values: GgufValues, base: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a GGUF file of the architecture ``llama`` with experts."""
+    return base | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "sliding_window": values.number("attention.sliding_window", None),
+    }
+
+
+MIXTRAL_BLOCK = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}
+"""GGUF part of a block → Hugging Face's, of experts."""
 _DEFAULTS = ROTARY | decoder_defaults(32000, 4096, 14336, 32, 32, kv=8, longest=131072)
 MISTRAL = ModelType(
     name="mistral",

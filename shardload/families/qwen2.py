@@ -6,6 +6,8 @@ from typing import Any
 
 from shardload.families.parts.checks import RMS, SILU, Checks, after_first_layers, by_layer_type
 from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.gguf import BLOCK, EXPERTS, GgufArchitecture
+from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
 from shardload.families.record import Family, ModelType
@@ -38,6 +40,31 @@ def lacks_dense_layers(config: Config, name: str) -> str | None:
     return dense and f"config.json sets {dense}, but KerasHub's converter needs experts in every layer"
 
 
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+
+def _gguf(values: GgufValues) -> dict[str, Any]:
+    base = decoder_entries(values, "qwen2", "Qwen2ForCausalLM")
+    # KerasHub's converter also reads the size of a window that is off.
+    return base | {"use_sliding_window": False, "sliding_window": base["max_position_embeddings"]}
+
+
+def _gguf_moe(values: GgufValues) -> dict[str, Any]:
+    base = decoder_entries(values, "qwen2_moe", "Qwen2MoeForCausalLM") | expert_entries(values)
+    shared = values.shape("blk.0.ffn_up_shexp.weight") or (0, 0)
+    return base | {
+        "shared_expert_intermediate_size": values.number("expert_shared_feed_forward_length", shared[0]),
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+        "sliding_window": base["max_position_embeddings"],
+    }
+
+
 QWEN_2 = ModelType(
     name="qwen2",
     defaults=DEFAULTS | decoder_defaults(151936, 4096, 22016, 32, 32, kv=32, longest=32768),
@@ -68,4 +95,8 @@ FAMILY = Family(
         "qwen2.5_32b": _published(Dims(5120, 64, 40, 8, 27648), vocab=152064, tied=False),
         "qwen2.5_72b": _published(Dims(8192, 80, 64, 8, 29568), vocab=152064, tied=False),
     },
+    gguf=(
+        GgufArchitecture(name="qwen2", config=_gguf, block_names=BLOCK),
+        GgufArchitecture(name="qwen2moe", config=_gguf_moe, block_names=BLOCK | EXPERTS | _SHARED_EXPERT),
+    ),
 )

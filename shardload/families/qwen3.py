@@ -6,6 +6,8 @@ from typing import Any
 
 from shardload.families.parts.checks import RMS, SILU, Checks, after_first_layers, by_layer_type, if_used
 from shardload.families.parts.config import Dims, decoder_defaults, published_decoder
+from shardload.families.parts.gguf import BLOCK, EXPERTS, GgufArchitecture
+from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
 from shardload.families.qwen2 import DEFAULTS, MOE_DEFAULTS, lacks_dense_layers
@@ -22,6 +24,15 @@ def _complete(config: dict[str, Any]) -> None:
     heads = config.get("num_attention_heads")
     if config["head_dim"] is None and isinstance(heads, int) and heads > 0:
         config["head_dim"] = int(config["hidden_size"]) // heads
+
+
+def _gguf(values: GgufValues) -> dict[str, Any]:
+    return decoder_entries(values, "qwen3", "Qwen3ForCausalLM") | {"use_sliding_window": False, "sliding_window": None}
+
+
+def _gguf_moe(values: GgufValues) -> dict[str, Any]:
+    base = decoder_entries(values, "qwen3_moe", "Qwen3MoeForCausalLM") | expert_entries(values)
+    return base | {"norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None}
 
 
 QWEN_3 = ModelType(
@@ -53,4 +64,8 @@ FAMILY = Family(
         "qwen3_14b": _published(Dims(5120, 40, 40, 8, 17408), tied=False),
         "qwen3_32b": _published(Dims(5120, 64, 64, 8, 25600), tied=False),
     },
+    gguf=(
+        GgufArchitecture(name="qwen3", config=_gguf, block_names=BLOCK),
+        GgufArchitecture(name="qwen3moe", config=_gguf_moe, block_names=BLOCK | EXPERTS),
+    ),
 )

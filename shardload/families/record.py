@@ -14,6 +14,7 @@ from typing import Any
 
 from shardload.families.parts.checks import Checks, FieldDifference
 from shardload.families.parts.config import Config
+from shardload.families.parts.gguf import GgufArchitecture
 
 
 def _nothing(_: Any) -> None:
@@ -98,3 +99,6 @@ class Family:
     """Alias → why it is not a size, a clause."""
     ties_unsaid: tuple[str, ...] = ()
     """KerasHub's classes whose configuration does not state ``tie_word_embeddings``."""
+    gguf: tuple[GgufArchitecture, ...] = ()
+    gguf_refused: Mapping[str, str] = field(default_factory=dict)
+    """GGUF architecture → why it is not supported, although KerasHub seems to have the model; a clause."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from shardload.errors import UnsupportedError, UsageError
 from shardload.families.parts.config import Config
+from shardload.families.parts.gguf import GgufArchitecture
 from shardload.families.record import Family, ModelType
 
 GROUP = "shardload.families"
@@ -24,8 +25,10 @@ GROUP = "shardload.families"
 BUILT_IN = (
     *("gemma", "gemma3", "gemma4", "t5gemma", "paligemma"),
     *("llama", "mistral", "smollm3", "qwen2", "qwen3", "qwen3_5", "gpt_oss", "gpt2", "phi3", "bloom"),
+    "embedding_gemma",
     *("bert", "roberta", "albert", "distilbert", "bart", "esm"),
-    *("vit", "swin", "dino", "siglip", "metaclip", "sam3"),
+    *("vit", "swin", "dino", "siglip", "clip", "sam3"),
+    *("falcon", "gpt_neox"),
 )
 _registered: dict[str, Family] = {}
 
@@ -80,6 +83,20 @@ def family_of(config: Config) -> Family | None:
 def model_types() -> Mapping[str, ModelType]:
     """Return every known ``model_type`` by its name."""
     return {name: kind for name, (_, kind) in _model_types().items()}
+
+
+def gguf_architectures() -> dict[str, list[GgufArchitecture]]:
+    """Return the supported GGUF architectures by name, with all kinds of models that share it."""
+    found: dict[str, list[GgufArchitecture]] = {}
+    for family in families():
+        for kind in family.gguf:
+            found.setdefault(kind.name, []).append(kind)
+    return found
+
+
+def why_refused(gguf_architecture: str) -> str | None:
+    """Return why a GGUF architecture that KerasHub seems to have is not supported."""
+    return next((f.gguf_refused[gguf_architecture] for f in families() if gguf_architecture in f.gguf_refused), None)
 
 
 def _found(config: Config) -> tuple[Family | None, ModelType]:

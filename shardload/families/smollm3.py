@@ -6,6 +6,8 @@ from typing import Any
 
 from shardload.families.parts.checks import RMS, SILU, Checks, by_layer_type
 from shardload.families.parts.config import ROTARY, Config, decoder_defaults
+from shardload.families.parts.gguf import BLOCK, PERMUTED, ROPE_FREQS, GgufArchitecture
+from shardload.families.parts.gguf_values import GgufValues, decoder_entries, with_llama3_scaling
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
 from shardload.families.record import Family, ModelType
@@ -28,6 +30,12 @@ def _complete(config: dict[str, Any]) -> None:
         config["layer_types"] = ["full_attention" if one else "sliding_attention" for one in rotated]
 
 
+def _gguf(values: GgufValues) -> dict[str, Any]:
+    """Build the configuration; that every fourth layer has no rotary positions is known to llama.cpp, not to GGUF."""
+    base = with_llama3_scaling(values, decoder_entries(values, "smollm3", "SmolLM3ForCausalLM"))
+    return base | {"no_rope_layer_interval": 4, "use_sliding_window": False}
+
+
 SMOLLM_3 = ModelType(
     name="smollm3",
     defaults=ROTARY
@@ -38,4 +46,9 @@ SMOLLM_3 = ModelType(
     checks=Checks(RMS, SILU, Rotary(2e6), by_layer_type(_slides, always=False), has_activation="silu"),
     heads=DECODER_HEADS,
 )
-FAMILY = Family(name="smollm3", title="SmolLM 3", model_types=(SMOLLM_3,))
+FAMILY = Family(
+    name="smollm3",
+    title="SmolLM 3",
+    model_types=(SMOLLM_3,),
+    gguf=(GgufArchitecture(name="smollm3", config=_gguf, block_names=BLOCK, undone=PERMUTED, rope_factors=ROPE_FREQS),),
+)

@@ -4,8 +4,8 @@ A file that does not describe a model that can be built (an unknown architecture
 keep GGUF's names, and the manifest says why (`Manifest.undescribed`).
 
 Unquantised tensors are extents; quantised ones decode to float32, bit for bit as the gguf package does, one range
-of rows at a time. See `gguf_header` (the bytes), `gguf_parts` (split files), `gguf_models` (names and configuration),
-`gguf_rows` (decoding).
+of rows at a time. See `gguf_header` (the bytes), `gguf_parts` (split files), `gguf_models` and `shardload.families`
+(names and configuration), `gguf_rows` (decoding).
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsupportedError
+from shardload.families.parts.gguf import Undo
+from shardload.families.parts.gguf_values import head_counts
 from shardload.loaders import gguf_models as models
 from shardload.loaders.contents import CONFIG, FolderContent
 from shardload.loaders.extents import collect
-from shardload.loaders.gguf_config import head_counts
 from shardload.loaders.gguf_experts import fused
 from shardload.loaders.gguf_header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf_parts import first_part, read_model
-from shardload.loaders.gguf_rows import Undo, original_shape, storage
+from shardload.loaders.gguf_rows import original_shape, storage
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.location import Location
@@ -94,16 +95,16 @@ def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], lis
     known = models.architecture(header, name)
     config = models.config(header, name, rope_factors=_rope_factors(header, known.rope_factors))
     # Only permutations need the numbers of heads. Gemma 4's differ by layer, so they are not read for every model.
-    heads, kv_heads = head_counts(header, name) if known.undone else (1, 1)
+    heads, kv_heads = head_counts(models.values_of(header, name)) if known.undone else (1, 1)
     tensors = []
     for stored in header.tensors:
-        for hf_name, info, undo in known.pieces(stored, name):
+        for hf_name, info, undo in models.pieces(known, stored, name):
             # With grouped-query attention there are fewer heads of keys than of queries.
             count = kv_heads if ".attn_k." in info.name else heads
             _check_shape(info, undo, count)
             where, dtype = storage(info, undo=undo, heads=count)
             tensors.append(Tensor(hf_name, original_shape(info, undo), dtype, where))
-    return config, [*tensors, *(fused(header) if known.fuses_experts else ())]
+    return config, [*tensors, *fused(header, known)]
 
 
 def _as_stored(header: GgufHeader) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""GPT-OSS' experts: GGUF stores gate and up apart; Hugging Face interleaves them, and transposes all matrices.
+"""Fused experts (GPT-OSS): GGUF stores gate and up apart; Hugging Face interleaves them, and transposes all matrices.
 
 ffn_gate_exps, ffn_up_exps   (experts, out, in)   ─►   gate_up_proj   (experts, in, g0 u0 g1 u1 …)
 ffn_down_exps                (experts, out, in)   ─►   down_proj      (experts, in, out)
@@ -16,17 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError
+from shardload.families.parts.gguf import GgufArchitecture, Undo
 from shardload.loaders.gguf_header import GgufHeader, TensorInfo
-from shardload.loaders.gguf_rows import PLAIN, GgufRows, Undo, unreadable
+from shardload.loaders.gguf_rows import PLAIN, GgufRows, unreadable
 from shardload.manifest import Decoded, EncodedRows, Tensor
 from shardload.stores.location import Location
 from shardload.units import plural
-
-_PARTS: Mapping[str, tuple[str, ...]] = {
-    "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
-    "down_proj": ("ffn_down_exps",),
-}
-"""Hugging Face's name → GGUF's parts of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +81,25 @@ class Experts(EncodedRows):
         return np.ascontiguousarray(np.moveaxis(merged, 1, -1))
 
 
-def fused(header: GgufHeader) -> Iterator[Tensor]:
-    """Yield the experts of every block of GPT-OSS under Hugging Face's names.
+def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor]:
+    """Yield the fused experts of every block under Hugging Face's names.
 
     Raises:
         SourceError: When the shapes of gate and up differ, or one of them is missing.
     """
+    if not architecture.fused_experts:
+        return
     stored = {info.name: info for info in header.tensors}
     blocks = sorted({int(found[1]) for name in stored if (found := re.match(r"blk\.(\d{1,6})\.ffn_\w+_exps\.", name))})
     for block in blocks:
-        for name, parts in _PARTS.items():
+        for name, parts in architecture.fused_experts.items():
             for suffix, ending in (("weight", ""), ("bias", "_bias")):
                 names = [f"blk.{block}.{part}.{suffix}" for part in parts]
                 if any(each in stored for each in names):
                     infos = _alike(names, stored)
                     reader = Experts(tuple(GgufRows(info, Undo.NOTHING) for info in infos))
                     is_known = all(info.kind.is_known for info in infos)
-                    at = f"model.layers.{block}.mlp.experts.{name}{ending}"
+                    at = f"{architecture.block}.{block}.mlp.experts.{name}{ending}"
                     yield Tensor(at, reader.shape, reader.dtype, Decoded(reader if is_known else unreadable(*infos)))
 
 

@@ -24,7 +24,6 @@ import math
 from collections.abc import Hashable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import MissingExtraError, SourceError, SourceNotFoundError, TransferError
+from shardload.families.parts.gguf import Undo
 from shardload.loaders.gguf_header import TensorInfo
 from shardload.manifest import Decoded, EncodedRows, Extent, Storage, UnreadableRows
 from shardload.stores.location import Location
@@ -47,17 +47,6 @@ PLAIN: dict[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
 }
 """GGML types that are stored unquantised; all others decode to float32."""
-
-
-class Undo(Enum):
-    """The transformation that the converter to GGUF applied to a tensor."""
-
-    NOTHING = "nothing"
-    MINUS_ONE = "minus one"
-    DROP_TWO = "drop two"
-    TRANSPOSE = "transpose"
-    UNPERMUTE = "unpermute"
-    UNFUSE = "unfuse"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ import shardload
 from shardload.converting import transformers as written
 from shardload.errors import MismatchError, SourceError, UnsupportedError, UsageError
 from shardload.families.parts import rope
+from shardload.families.parts.gguf_values import llama3_factors
 from shardload.families.registry import model_types
 from shardload.hub import built as built_layers
 from shardload.hub import fidelity, fields, kerashub, preset_files
 from shardload.hub.config_forms import completed, read_config
 from shardload.loaders import gguf_models, open_manifest
-from shardload.loaders.gguf_config import llama3_factors
 from shardload.loaders.gguf_header import read_header
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located

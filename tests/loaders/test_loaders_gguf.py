@@ -1,3 +1,4 @@
+import itertools
 import re
 import struct
 import sys
@@ -25,11 +26,11 @@ from shardload.errors import (
     UnsafeSourceError,
     UnsupportedError,
 )
+from shardload.families.parts.gguf_values import llama3_factors
+from shardload.families.registry import gguf_architectures
 from shardload.loaders import open_manifest
 from shardload.loaders.gguf import tokenizer_metadata
-from shardload.loaders.gguf_config import llama3_factors
 from shardload.loaders.gguf_header import INLINE_ITEMS, TYPES, read_array, read_header
-from shardload.loaders.gguf_models import ARCHITECTURES
 from shardload.loaders.gguf_rows import PLAIN, minus_one
 from shardload.stores.local import located
 from shardload.verifying import verify
@@ -66,13 +67,13 @@ def test_the_page_lists_every_type():
     assert "\n".join(rows) + "\n" in page
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_our_names_are_the_package_s(name):
-    arch = next(a for a, label in gguf.MODEL_ARCH_NAMES.items() if label == name)
+@pytest.mark.parametrize("kind", [*itertools.chain(*gguf_architectures().values())], ids=lambda kind: kind.name)
+def test_our_names_are_the_package_s(kind):
+    arch = next(a for a, label in gguf.MODEL_ARCH_NAMES.items() if label == kind.name)
     names = gguf.get_tensor_name_map(arch, 2)
-    parts = [part for part in ARCHITECTURES[name].block_names if "." not in part]
-    for ours in (*(f"blk.1.{part}" for part in parts), *ARCHITECTURES[name].top_names):
-        hf = ARCHITECTURES[name].hf_name(f"{ours}.weight", "x").replace(".{}", "")
+    parts = [part for part in kind.block_names if "." not in part]
+    for ours in (*(f"blk.1.{part}" for part in parts), *kind.top_names):
+        hf = kind.hf_name(f"{ours}.weight", "x").replace(".{}", "")
         spellings = (hf, hf.removeprefix("transformer."))
         known = next(filter(None, (names.get_name(each, try_suffixes=(".weight",)) for each in spellings)), None)
         assert known is None or known.removesuffix(".weight") == ours, hf

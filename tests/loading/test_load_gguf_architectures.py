@@ -13,8 +13,7 @@ import pytest
 from transformers_cross import folders, running
 
 import shardload
-from shardload.loaders.gguf_config import CONFIGS
-from shardload.loaders.gguf_models import ARCHITECTURES
+from shardload.families.registry import gguf_architectures
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
 
@@ -44,10 +43,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
 
 
 def test_every_architecture_is_crossed_and_in_the_documentation():
-    assert set(CASES) == set(ARCHITECTURES) == set(CONFIGS)
+    assert set(CASES) == set(gguf_architectures())
     listed = PAGE.read_text(encoding="utf-8").partition("\n## GGUF\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \|$", listed, re.MULTILINE)
-    assert [name.strip("`") for names, _ in rows[1:] for name in names.split(", ")] == list(ARCHITECTURES)
+    assert [name.strip("`") for names, _ in rows[1:] for name in names.split(", ")] == list(gguf_architectures())
 
 
 @pytest.mark.sample(2)

@@ -10,7 +10,7 @@ EDGES = {
     "stores": {"errors", "units"},
     "manifest": {"errors", "stores", "units"},
     "reports": {"sharding", "units"},
-    "loaders": {"errors", "manifest", "stores", "units"},
+    "loaders": {"errors", "families", "manifest", "stores", "units"},
     "progress": {"errors", "reports", "units"},
     "transfer": {"errors", "manifest", "sharding", "stores", "units"},
     "processes": {"errors", "progress", "sharding"},

@@ -1,0 +1,205 @@
+"""The key-values of a GGUF header, with typed access, and entries of configurations that several families have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import SourceError, UnsupportedError
+from shardload.units import plural
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufValues:
+    """Typed access to the key-values of one header."""
+
+    entries: Mapping[str, Any]
+    """Key → value, under their full names."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Tensor → its shape, outermost dim first."""
+    path: str
+    rope_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Name of a tensor (``rope_freqs``) → the factor by which each rotary frequency is slowed down."""
+
+    @property
+    def architecture(self) -> str:
+        """``general.architecture``; empty if the file has none."""
+        found = self.entries.get("general.architecture")
+        return found if isinstance(found, str) else ""
+
+    def has(self, key: str) -> bool:
+        """Whether the key exists under the architecture's prefix."""
+        return f"{self.architecture}.{key}" in self.entries
+
+    def number(self, key: str, default: Any = ...) -> Any:
+        """Return a number under the architecture's prefix; per-layer arrays must be uniform."""
+        full = f"{self.architecture}.{key}"
+        found = self.entries.get(full, default)
+        # Compared as text: 1 and True differ, and NaN equals itself.
+        if isinstance(found, list) and found and len(set(map(repr, found))) == 1:
+            found = found[0]
+        # `...` marks a key without default, as `None` is a default.
+        if found is ...:
+            raise SourceError(f"{self.path} should contain the key {full!r}, as every {self.architecture} model does")
+        if found is not default and (isinstance(found, bool) or not isinstance(found, int | float)):
+            raise UnsupportedError(
+                f"{self.path}: {full!r} should be one number for all layers, but is {str(found)[:80]}"
+            )
+        return shortest(found) if isinstance(found, float) else found
+
+    def count(self, key: str) -> int:
+        """Return a positive integer under the architecture's prefix."""
+        found = self.number(key)
+        if not isinstance(found, int) or not 0 < found < 1 << 31:
+            raise SourceError(
+                f"{self.path}: '{self.architecture}.{key}' should be a positive integer, but is {found!r}"
+            )
+        return found
+
+    def each(self, key: str, layers: int) -> list[int]:
+        """Return a setting of every layer: a list in the header, or one number for all."""
+        found = self.entries.get(f"{self.architecture}.{key}")
+        if not isinstance(found, list):
+            return [self.count(key)] * layers
+        if len(found) != layers or not all(isinstance(one, int) and 0 <= one < 1 << 31 for one in found):
+            raise SourceError(
+                f"{self.path}: '{self.architecture}.{key}' should have one integer for each of "
+                f"{plural(layers, 'layer')}, but is {str(found)[:80]}"
+            )
+        # A pattern may be a list of booleans.
+        return [int(one) for one in found]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return a tensor's shape; ``None`` if the file does not contain the tensor."""
+        return self.shapes.get(name)
+
+    def rows(self, name: str) -> int | None:
+        """Return the length of a tensor's dim 0; ``None`` if the file does not contain the tensor."""
+        found = self.shape(name)
+        return None if found is None else found[0]
+
+
+def shortest(value: float) -> float:
+    """Return the shortest decimal that is the same float32: 1e-06, not 9.999999974752427e-07."""
+    return float(str(np.float32(value)))
+
+
+# ---- entries of configurations -------------------------------------------------------------------
+
+
+def head_counts(values: GgufValues) -> tuple[int, int]:
+    """Return the numbers of query heads and key-value heads."""
+    heads = values.count("attention.head_count")
+    return heads, values.count("attention.head_count_kv") if values.has("attention.head_count_kv") else heads
+
+
+def model_entries(values: GgufValues, model_type: str, class_name: str) -> Config:
+    """Return the entries that every configuration has."""
+    # Rows of the embedding, not the number of tokens: an embedding may be padded beyond its vocabulary.
+    vocabulary = values.rows("token_embd.weight")
+    if vocabulary is None:
+        raise SourceError(f"{values.path} should contain the tensor 'token_embd.weight', as every model does")
+    special = {
+        f"{short}_token_id": values.entries[f"tokenizer.ggml.{long}_token_id"]
+        for short, long in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+        if f"tokenizer.ggml.{long}_token_id" in values.entries
+    }
+    return {"model_type": model_type, "architectures": [class_name], "vocab_size": vocabulary, **special}
+
+
+def decoder_entries(values: GgufValues, model_type: str, class_name: str) -> Config:
+    """Return the entries of a decoder with rotary positions and RMS norms."""
+    heads, kv_heads = head_counts(values)
+    hidden = values.count("embedding_length")
+    return model_entries(values, model_type, class_name) | {
+        "hidden_size": hidden,
+        "intermediate_size": values.count("feed_forward_length"),
+        "num_hidden_layers": values.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        # llama.cpp's default.
+        "head_dim": values.count("attention.key_length") if values.has("attention.key_length") else hidden // heads,
+        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": values.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(values),
+        "max_position_embeddings": values.number("context_length", None),
+        # Without an output matrix llama.cpp uses the embedding.
+        "tie_word_embeddings": values.rows("output.weight") is None,
+    }
+
+
+def _rope_scaling(values: GgufValues) -> Config | None:
+    kind = values.entries.get(f"{values.architecture}.rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    found = {"rope_type": kind, "factor": values.number("rope.scaling.factor", 1.0)}
+    for key, name in _YARN.items():
+        if values.has(f"rope.scaling.{key}"):
+            found[name] = values.number(f"rope.scaling.{key}")
+    return found
+
+
+_YARN = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+"""GGUF's names for the parameters of each kind of rotary scaling."""
+
+
+def with_llama3_scaling(values: GgufValues, base: Config) -> Config:
+    """Add Llama 3's scaling to a configuration; a model whose KerasHub class has none is refused when it is built."""
+    return base | {"rope_scaling": _llama3_scaling(values, base) or base["rope_scaling"]}
+
+
+def _llama3_scaling(values: GgufValues, base: Config) -> Config | None:
+    """Find the scaling rule of Llama 3.1 and later: GGUF stores only the factors that it produces."""
+    factors = values.rope_factors.get("rope_freqs", ())
+    if not factors:
+        return None
+    scaling = {
+        "rope_type": "llama3",
+        # The slowest frequencies get the whole factor. The other three numbers are those of all Llama 3 models;
+        # the comparison below shows whether they are this one's.
+        "factor": shortest(max(factors)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if 2 * len(factors) == base["head_dim"]:
+        expected = llama3_factors(scaling, theta=base["rope_theta"], head_dim=base["head_dim"])
+    else:
+        expected = np.empty(0)
+    if len(expected) != len(factors) or not np.allclose(expected, factors, rtol=1e-4):
+        raise UnsupportedError(
+            f"{values.path}: 'rope_freqs.weight' does not follow Llama 3's rule, and its configuration cannot be "
+            "recovered from GGUF. Load the safetensors of this model instead"
+        )
+    return scaling
+
+
+def llama3_factors(scaling: Mapping[str, Any], *, theta: float, head_dim: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the factors by which Llama 3's rule slows each of ``head_dim // 2`` rotary frequencies."""
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    # A hostile theta gives NaN, which equals nothing.
+    with np.errstate(all="ignore"):
+        wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(0, head_dim, 2) / head_dim)
+        smooth = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+        factors: np.ndarray[Any, np.dtype[np.float64]] = 1 / ((1 - smooth) / factor + smooth)
+    return factors
+
+
+def expert_entries(values: GgufValues) -> Config:
+    """Return the entries of a mixture; whether the router's weights are normalised, llama.cpp knows by architecture."""
+    stacked = values.shape("blk.0.ffn_up_exps.weight") or (0, 0)
+    return {
+        "num_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "moe_intermediate_size": values.number("expert_feed_forward_length", stacked[1] if len(stacked) > 1 else 0),
+        "decoder_sparse_step": 1,
+    }
