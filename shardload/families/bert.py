@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from shardload.families.parts.checks import Checks
-from shardload.families.parts.config import BASE, DROPOUT
+from shardload.families.parts.config import BASE, DROPOUT, SIZES, Config
 from shardload.families.parts.gguf import GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.parts.outside import OPTIONAL_POOLER
+from shardload.families.parts.tensors import Spec, affine, norm
 from shardload.families.record import Family, ModelType
 
 DEFAULTS = BASE | DROPOUT | {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}
@@ -75,6 +77,24 @@ def has_word_pieces(values: GgufValues) -> bool:
     return values.entries.get("tokenizer.ggml.model") not in ("t5", "gpt2")
 
 
+def _tensors(config: Config) -> Iterator[Spec]:
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    sizes = {"word": "vocab_size", "position": "max_position_embeddings", "token_type": "type_vocab_size"}
+    for name, size in sizes.items():
+        yield Spec(f"embeddings.{name}_embeddings.weight", (config[size], hidden))
+    yield from norm("embeddings.LayerNorm", hidden)
+    for i in range(config["num_hidden_layers"]):
+        at = f"encoder.layer.{i}"
+        for part in ("query", "key", "value"):
+            yield from affine(f"{at}.attention.self.{part}", (hidden, hidden), out=hidden)
+        yield from affine(f"{at}.attention.output.dense", (hidden, hidden), out=hidden)
+        yield from norm(f"{at}.attention.output.LayerNorm", hidden)
+        yield from affine(f"{at}.intermediate.dense", (intermediate, hidden), out=intermediate)
+        yield from affine(f"{at}.output.dense", (hidden, intermediate), out=hidden)
+        yield from norm(f"{at}.output.LayerNorm", hidden)
+    yield from affine("pooler.dense", (hidden, hidden), out=hidden)
+
+
 BERT = ModelType(
     name="bert",
     defaults=DEFAULTS,
@@ -84,6 +104,8 @@ BERT = ModelType(
     prefix="bert",
     heads=r"cls\.|classifier\.|qa_outputs\.",
     optional_part=OPTIONAL_POOLER,
+    tensors=_tensors,
+    sizes=(*SIZES, "max_position_embeddings", "type_vocab_size"),
 )
 FAMILY = Family(
     name="bert",

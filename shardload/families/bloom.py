@@ -1,10 +1,15 @@
-"""BLOOM: query, key and value are one matrix in a checkpoint, head by head."""
+"""BLOOM: query, key and value are one matrix in a checkpoint, head by head.
+
+query_key_value   rows (heads, 3, head_dim)
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from shardload.families.parts.checks import Checks
+from shardload.families.parts.config import Config
+from shardload.families.parts.converter import Converter, byte_pairs
 from shardload.families.parts.gguf import GgufArchitecture, Undo
 from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.record import Family, ModelType
@@ -35,11 +40,71 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
     }
 
 
+# ---- the converter, for KerasHub ----------------------------------------------------------------
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    return {
+        "vocabulary_size": config["vocab_size"],
+        "num_layers": config["n_layer"],
+        "num_heads": config["n_head"],
+        "hidden_dim": config["hidden_size"],
+        "intermediate_dim": 4 * config["hidden_size"],
+        "layer_norm_epsilon": config["layer_norm_epsilon"],
+    }
+
+
+def _port_weights(backbone: Any, loader: Any, config: Config) -> None:
+    loader.port_weight(backbone.token_embedding.embeddings, "transformer.word_embeddings.weight")
+    _port_norm(backbone.embeddings_layer_norm, loader, "transformer.word_embeddings_layernorm")
+    _port_norm(backbone.layer_norm, loader, "transformer.ln_f")
+    for i, block in enumerate(backbone.transformer_layers):
+        _port_block(block, loader, f"transformer.h.{i}")
+
+
+def _port_block(block: Any, loader: Any, at: str) -> None:
+    attention = block._self_attention_layer
+    _port_norm(block._pre_attention_layernorm, loader, f"{at}.input_layernorm")
+    _port_norm(block._post_attention_layernorm, loader, f"{at}.post_attention_layernorm")
+    for i, layer in enumerate((attention._query_dense, attention._key_dense, attention._value_dense)):
+        _port_third(layer, loader, f"{at}.self_attention.query_key_value", i)
+    for layer, name in (
+        (attention._output_dense, "self_attention.dense"),
+        (block._mlp_intermediate_dense, "mlp.dense_h_to_4h"),
+        (block._mlp_output_dense, "mlp.dense_4h_to_h"),
+    ):
+        loader.port_weight(layer.kernel, f"{at}.{name}.weight", lambda value, _: value.T)
+        loader.port_weight(layer.bias, f"{at}.{name}.bias")
+
+
+def _port_third(layer: Any, loader: Any, name: str, which: int) -> None:
+    """Port the query, the key or the value of all heads; the kernel is (hidden, heads, head_dim)."""
+
+    # Only reshape, index and transpose: the result is a view, from which `mapping` learns this third's bytes.
+    def kernel(value: Any, shape: Any) -> Any:
+        hidden, heads, width = shape
+        return value.reshape(heads, 3, width, hidden)[:, which].transpose(2, 0, 1)
+
+    loader.port_weight(layer.kernel, f"{name}.weight", kernel)
+    loader.port_weight(layer.bias, f"{name}.bias", lambda value, shape: value.reshape(shape[0], 3, shape[1])[:, which])
+
+
+def _port_norm(layer: Any, loader: Any, name: str) -> None:
+    loader.port_weight(layer.gamma, f"{name}.weight")
+    loader.port_weight(layer.beta, f"{name}.bias")
+
+
+def _tokenizer(cls: Any, preset: str, **kwargs: Any) -> Any:
+    vocabulary, merges = byte_pairs(preset)
+    return cls(vocabulary=vocabulary, merges=merges, **kwargs)
+
+
 BLOOM = ModelType(
     name="bloom",
     defaults={"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5},
     checks=Checks(("layer_norm_epsilon", 1e-5)),
     only={"apply_residual_connection_post_layernorm": (False, None)},
+    converter=Converter("BloomBackbone", _arguments, _port_weights, _tokenizer),
 )
 FAMILY = Family(
     name="bloom",

@@ -10,6 +10,7 @@ from shardload.families.parts.gguf import BLOCK, SANDWICH, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
+from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors
 from shardload.families.record import Family, ModelType
 
 ONE_WAY = {"use_bidirectional_attention": (False, None)}
@@ -61,6 +62,9 @@ GEMMA = ModelType(
     ),
     only=ONE_WAY,
     heads=DECODER_HEADS,
+    tensors=DecoderTensors(norms_minus_one=True),
+    sizes=DECODER_SIZES,
+    norms_minus_one=True,
 )
 GEMMA_2 = ModelType(
     name="gemma2",
@@ -77,6 +81,9 @@ GEMMA_2 = ModelType(
     ),
     only=ONE_WAY,
     heads=DECODER_HEADS,
+    tensors=DecoderTensors(norms_minus_one=True, sandwich=True),
+    sizes=DECODER_SIZES,
+    norms_minus_one=True,
 )
 FAMILY = Family(
     name="gemma",

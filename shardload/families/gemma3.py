@@ -13,6 +13,7 @@ from shardload.families.parts.gguf import SANDWICH, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS, VISION_POOLER
 from shardload.families.parts.rope import Rotary
+from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors
 from shardload.families.record import Family, ModelType
 
 
@@ -82,6 +83,9 @@ TEXT = ModelType(
     | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
     checks=replace(_CHECKS, attention_flags=("use_bidirectional_attention",)),
     heads=DECODER_HEADS,
+    tensors=DecoderTensors(norms_minus_one=True, sandwich=True, normed_heads=True),
+    sizes=DECODER_SIZES,
+    norms_minus_one=True,
 )
 WITH_IMAGES = ModelType(
     name="gemma3",

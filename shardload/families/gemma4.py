@@ -117,7 +117,7 @@ TEXT = ModelType(
     only={"use_bidirectional_attention": ("vision", None), "hidden_activation": (TANH, None)},
 )
 WITH_IMAGES = replace(TEXT, name="gemma4")
-ASSISTANT = ModelType(name="gemma4_assistant", adapt=_adapt)
+ASSISTANT = ModelType(name="gemma4_assistant", adapt=_adapt, loads_head_of=("Gemma4AssistantForCausalLM",))
 FAMILY = Family(
     name="gemma4",
     title="Gemma 4",

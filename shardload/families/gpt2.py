@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from shardload.families.parts.checks import Checks
+from shardload.families.parts.config import Config
 from shardload.families.parts.gguf import GgufArchitecture, Undo
 from shardload.families.parts.gguf_values import GgufValues, model_entries
+from shardload.families.parts.tensors import Spec, affine, norm
 from shardload.families.record import Family, ModelType
 
 
@@ -54,6 +57,20 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
     }
 
 
+def _tensors(config: Config) -> Iterator[Spec]:
+    hidden, intermediate = config["n_embd"], config.get("n_inner") or 4 * config["n_embd"]
+    yield Spec("wte.weight", (config["vocab_size"], hidden))
+    yield Spec("wpe.weight", (config["n_positions"], hidden))
+    for i in range(config["n_layer"]):
+        yield from norm(f"h.{i}.ln_1", hidden)
+        yield from affine(f"h.{i}.attn.c_attn", (hidden, 3 * hidden), out=3 * hidden)
+        yield from affine(f"h.{i}.attn.c_proj", (hidden, hidden), out=hidden)
+        yield from norm(f"h.{i}.ln_2", hidden)
+        yield from affine(f"h.{i}.mlp.c_fc", (hidden, intermediate), out=intermediate)
+        yield from affine(f"h.{i}.mlp.c_proj", (intermediate, hidden), out=hidden)
+    yield from norm("ln_f", hidden)
+
+
 GPT_2 = ModelType(
     name="gpt2",
     defaults={"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1},
@@ -62,6 +79,8 @@ GPT_2 = ModelType(
     ),
     only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False, None)},
     heads=r"score\.|classifier\.|qa_outputs\.|multiple_choice_head\.",
+    tensors=_tensors,
+    sizes=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
 )
 FAMILY = Family(
     name="gpt2",

@@ -1,17 +1,24 @@
-"""GPT-OSS."""
+"""GPT-OSS. KerasHub's converter reads MXFP4 codes only; plain experts, as after training, have a converter here.
+
+experts.gate_up_proj   (experts, in, 2 * out), gate and up columns alternate, as in KerasHub's class
+experts.down_proj      (experts, in, out)
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from shardload.families.parts import rope
 from shardload.families.parts.checks import Checks, by_layer_type, first_slides
-from shardload.families.parts.config import ROTARY, decoder_defaults
+from shardload.families.parts.config import ROTARY, Config, decoder_defaults
+from shardload.families.parts.converter import Converter, byte_pairs
 from shardload.families.parts.gguf import GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
 from shardload.families.record import Family, ModelType
 
+_ROTARY = Rotary(1.5e5, stretched="yarn")
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -51,6 +58,63 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
     }
 
 
+# ---- the converter, for KerasHub ----------------------------------------------------------------
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    rotation = rope.rotation(config, rope.FULL, _ROTARY, head_dim=None)
+    return {
+        "vocabulary_size": config["vocab_size"],
+        "num_layers": config["num_hidden_layers"],
+        "hidden_dim": config["hidden_size"],
+        "intermediate_dim": config["intermediate_size"],
+        "num_query_heads": config["num_attention_heads"],
+        "num_key_value_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
+        "num_experts": config["num_local_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "sliding_window": config["sliding_window"],
+        "rope_max_wavelength": rotation.theta,
+        "rope_scaling_factor": rotation.parameters.get("factor", 1.0),
+    }
+
+
+def _port_weights(backbone: Any, loader: Any, config: Config) -> None:
+    embedding = backbone.token_embedding
+    loader.port_weight(embedding.embeddings, "model.embed_tokens.weight")
+    loader.port_weight(embedding.reverse_embeddings, "lm_head.weight", lambda value, _: value.T)
+    loader.port_weight(backbone.layer_norm.scale, "model.norm.weight")
+    for i, block in enumerate(backbone.transformer_layers):
+        at = f"model.layers.{i}"
+        loader.port_weight(block.input_layernorm.scale, f"{at}.input_layernorm.weight")
+        loader.port_weight(block.post_attention_layernorm.scale, f"{at}.post_attention_layernorm.weight")
+        _port_attention(block.self_attention_layer, loader, f"{at}.self_attn")
+        _port_experts(block.sparse_moe_block, loader, f"{at}.mlp")
+
+
+def _port_attention(attention: Any, loader: Any, at: str) -> None:
+    for letter, name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output")):
+        layer = getattr(attention, f"{name}_dense")
+        loader.port_weight(layer.kernel, f"{at}.{letter}_proj.weight", lambda value, shape: value.T.reshape(shape))
+        loader.port_weight(layer.bias, f"{at}.{letter}_proj.bias", lambda value, shape: value.reshape(shape))
+    loader.port_weight(attention.sinks, f"{at}.sinks")
+
+
+def _port_experts(mixture: Any, loader: Any, at: str) -> None:
+    router = mixture.router.router_dense
+    loader.port_weight(router.kernel, f"{at}.router.weight", lambda value, _: value.T)
+    loader.port_weight(router.bias, f"{at}.router.bias")
+    # Stored in the very layout of KerasHub's class, so no hook is needed.
+    for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+        loader.port_weight(getattr(mixture.experts, name), f"{at}.experts.{name}")
+
+
+def _tokenizer(cls: Any, preset: str, **kwargs: Any) -> Any:
+    vocabulary, merges = byte_pairs(preset, with_added=True)
+    return cls(vocabulary=vocabulary, merges=merges, **kwargs)
+
+
 GPT_OSS = ModelType(
     name="gpt_oss",
     defaults=ROTARY
@@ -61,13 +125,19 @@ GPT_OSS = ModelType(
     checks=Checks(
         ("rms_norm_eps", 1e-5),
         None,
-        Rotary(1.5e5, stretched="yarn"),
+        _ROTARY,
         by_layer_type(first_slides),
         sets_windows=True,
     ),
     only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     heads=DECODER_HEADS,
     optional_part=OPTIONAL_OUTPUT_LAYER,
+    converter=Converter(
+        *("GptOssBackbone", _arguments, _port_weights, _tokenizer),
+        # KerasHub's converter decodes experts that are MXFP4 codes.
+        applies=lambda names: any(name.endswith(".experts.gate_up_proj") for name in names),
+    ),
+    decodes="mxfp4",
 )
 FAMILY = Family(
     name="gpt_oss",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardload.families.mistral import MIXTRAL_BLOCK, gguf_mistral, gguf_mixtral
@@ -12,6 +12,7 @@ from shardload.families.parts.gguf import BLOCK, PERMUTED, ROPE_FREQS, GgufArchi
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, with_llama3_scaling
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
+from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors, Spec, gated_mlp
 from shardload.families.record import Family, ModelType
 
 
@@ -48,6 +49,10 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
     return base
 
 
+def _feed_forward(config: Config, layer: int, at: str) -> Iterator[Spec]:
+    return gated_mlp(config, f"{at}.mlp", biased=bool(config.get("mlp_bias")))
+
+
 LLAMA = ModelType(
     name="llama",
     defaults=ROTARY | decoder_defaults(32000, 4096, 11008, 32, 32, kv=None, longest=2048),
@@ -55,6 +60,8 @@ LLAMA = ModelType(
     has_tie_argument=True,
     checks=Checks(RMS, SILU, Rotary(1e4)),
     heads=DECODER_HEADS,
+    tensors=DecoderTensors(feed_forward=_feed_forward),
+    sizes=DECODER_SIZES,
 )
 FAMILY = Family(
     name="llama",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from shardload.families.parts.checks import RMS, SILU, Checks, every_layer
-from shardload.families.parts.config import ROTARY, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
 from shardload.families.parts.gguf_values import GgufValues
 from shardload.families.parts.outside import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
+from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors, Spec, gated_mlp
 from shardload.families.record import Family, ModelType
 
 
@@ -35,6 +37,14 @@ MIXTRAL_BLOCK = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }
 """GGUF part of a block → Hugging Face's, of experts."""
+
+
+def _experts(config: Config, layer: int, at: str) -> Iterator[Spec]:
+    yield Spec(f"{at}.block_sparse_moe.gate.weight", (config["num_local_experts"], config["hidden_size"]))
+    for i in range(config["num_local_experts"]):
+        yield from gated_mlp(config, f"{at}.block_sparse_moe.experts.{i}", names=("w1", "w3", "w2"))
+
+
 _DEFAULTS = ROTARY | decoder_defaults(32000, 4096, 14336, 32, 32, kv=8, longest=131072)
 MISTRAL = ModelType(
     name="mistral",
@@ -42,6 +52,8 @@ MISTRAL = ModelType(
     checks=Checks(RMS, SILU, Rotary(1e4), every_layer),
     heads=DECODER_HEADS,
     optional_part=OPTIONAL_OUTPUT_LAYER,
+    tensors=DecoderTensors(reads_attention_bias=False),
+    sizes=DECODER_SIZES,
 )
 MIXTRAL = ModelType(
     name="mixtral",
@@ -51,6 +63,8 @@ MIXTRAL = ModelType(
     checks=Checks(("rms_norm_eps", 1e-5), SILU, Rotary(1e6), every_layer),
     heads=DECODER_HEADS,
     optional_part=OPTIONAL_OUTPUT_LAYER,
+    tensors=DecoderTensors(reads_attention_bias=False, feed_forward=_experts),
+    sizes=(*DECODER_SIZES, "num_local_experts"),
 )
 FAMILY = Family(
     name="mistral",

@@ -1,18 +1,27 @@
-"""Phi-3 and Phi-4: query, key and value are one matrix in a checkpoint, and so are gate and up."""
+"""Phi-3 and Phi-4: query, key and value are one matrix in a checkpoint, and so are gate and up.
+
+qkv_proj       (heads + 2 * key-value heads) * head_dim rows
+gate_up_proj   gate, then up
+"""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 from shardload.errors import SourceError
+from shardload.families.parts import rope
 from shardload.families.parts.checks import SILU, Checks, every_layer
-from shardload.families.parts.config import ROTARY, decoder_defaults
+from shardload.families.parts.config import ROTARY, Config, decoder_defaults
+from shardload.families.parts.converter import Converter
 from shardload.families.parts.gguf import GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, shortest
 from shardload.families.parts.outside import OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
 from shardload.families.record import Family, ModelType
 
+_ROTARY = Rotary(1e4, is_partial=True)
 _GGUF_BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_qkv": "self_attn.qkv_proj",
@@ -48,7 +57,66 @@ def _longrope(values: GgufValues) -> dict[str, Any]:
     return {"rope_type": "longrope"} | found
 
 
-_ROTARY = Rotary(1e4, is_partial=True)
+# ---- the converter, for KerasHub ----------------------------------------------------------------
+
+
+def _arguments(config: Config) -> dict[str, Any]:
+    scaling = rope.rotation(config, rope.FULL, _ROTARY, head_dim=None)
+    found = {
+        "vocabulary_size": config["vocab_size"],
+        "num_layers": config["num_hidden_layers"],
+        "hidden_dim": config["hidden_size"],
+        "intermediate_dim": config["intermediate_size"],
+        "num_query_heads": config["num_attention_heads"],
+        "num_key_value_heads": config["num_key_value_heads"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "max_sequence_length": config["max_position_embeddings"],
+        "rope_max_wavelength": scaling.theta,
+    }
+    if scaling.kind != "longrope":
+        return found
+    return found | {
+        "pretraining_sequence_length": scaling.parameters["original_max_position_embeddings"],
+        "rope_scaling_type": "su",
+        "rope_scaling_short_factor": scaling.parameters["short_factor"],
+        "rope_scaling_long_factor": scaling.parameters["long_factor"],
+    }
+
+
+def _port_weights(backbone: Any, loader: Any, config: Config) -> None:
+    embedding = backbone.token_embedding
+    loader.port_weight(embedding.embeddings, "model.embed_tokens.weight")
+    loader.port_weight(embedding.reverse_embeddings, "lm_head.weight", lambda value, _: value.T)
+    loader.port_weight(backbone.layer_norm.scale, "model.norm.weight")
+    for i, block in enumerate(backbone.transformer_layers):
+        _port_block(block, loader, f"model.layers.{i}")
+
+
+def _port_block(block: Any, loader: Any, at: str) -> None:
+    attention = block.attention
+    loader.port_weight(block.pre_attention_layernorm.scale, f"{at}.input_layernorm.weight")
+    loader.port_weight(block.post_attention_layernorm.scale, f"{at}.post_attention_layernorm.weight")
+    fused = (
+        (f"{at}.self_attn.qkv_proj.weight", (attention.query_dense, attention.key_dense, attention.value_dense)),
+        (f"{at}.mlp.gate_up_proj.weight", (block.feedforward_gate_dense, block.feedforward_intermediate_dense)),
+    )
+    # Each layer takes its rows of the fused matrix, which are as many as its kernel has outputs.
+    for name, layers in fused:
+        start = 0
+        for layer in layers:
+            rows = slice(start, start + math.prod(layer.kernel.shape[1:]))
+            loader.port_weight(layer.kernel, name, lambda value, shape, rows=rows: value[rows].T.reshape(shape))
+            start = rows.stop
+    loader.port_weight(
+        attention.output_dense.kernel, f"{at}.self_attn.o_proj.weight", lambda value, shape: value.T.reshape(shape)
+    )
+    loader.port_weight(block.feedforward_output_dense.kernel, f"{at}.mlp.down_proj.weight", lambda value, _: value.T)
+
+
+def _tokenizer(cls: Any, preset: str, **kwargs: Any) -> Any:
+    return cls(str(Path(preset) / "tokenizer.model"), **kwargs)
+
+
 PHI_3 = ModelType(
     name="phi3",
     defaults=ROTARY
@@ -56,6 +124,7 @@ PHI_3 = ModelType(
     | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "sliding_window": None},
     checks=Checks(("rms_norm_eps", 1e-5), SILU, _ROTARY, every_layer),
     optional_part=OPTIONAL_OUTPUT_LAYER,
+    converter=Converter("Phi3Backbone", _arguments, _port_weights, _tokenizer),
 )
 FAMILY = Family(
     name="phi3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from shardload.families.parts.checks import RMS, SILU, Checks, after_first_layers, by_layer_type
@@ -10,8 +11,10 @@ from shardload.families.parts.gguf import BLOCK, EXPERTS, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
+from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors, Spec, gated_mlp
 from shardload.families.record import Family, ModelType
 
+MOE_SIZES = (*DECODER_SIZES, "num_experts", "moe_intermediate_size")
 DEFAULTS = ROTARY | {"sliding_window": 4096, "use_sliding_window": False}
 MOE_DEFAULTS = DEFAULTS | {
     "norm_topk_prob": False,
@@ -65,12 +68,35 @@ def _gguf_moe(values: GgufValues) -> dict[str, Any]:
     }
 
 
+def _has_experts(config: Config, layer: int) -> bool:
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % config["decoder_sparse_step"] == 0
+
+
+def experts(config: Config, layer: int, at: str) -> Iterator[Spec]:
+    """Yield the feed-forward part of a layer, with experts or without."""
+    if not _has_experts(config, layer):
+        yield from gated_mlp(config, f"{at}.mlp")
+        return
+    yield Spec(f"{at}.mlp.gate.weight", (config["num_experts"], config["hidden_size"]))
+    for i in range(config["num_experts"]):
+        yield from gated_mlp(config, f"{at}.mlp.experts.{i}", size="moe_intermediate_size")
+
+
+def _with_shared_expert(config: Config, layer: int, at: str) -> Iterator[Spec]:
+    yield from experts(config, layer, at)
+    if _has_experts(config, layer):
+        yield from gated_mlp(config, f"{at}.mlp.shared_expert", size="shared_expert_intermediate_size")
+        yield Spec(f"{at}.mlp.shared_expert_gate.weight", (1, config["hidden_size"]))
+
+
 QWEN_2 = ModelType(
     name="qwen2",
     defaults=DEFAULTS | decoder_defaults(151936, 4096, 22016, 32, 32, kv=32, longest=32768),
     has_tie_argument=True,
     checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False)),
     heads=DECODER_HEADS,
+    tensors=DecoderTensors(qkv_biases=True),
+    sizes=DECODER_SIZES,
 )
 QWEN_2_MOE = ModelType(
     name="qwen2_moe",
@@ -84,6 +110,8 @@ QWEN_2_MOE = ModelType(
     checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(_slides, always=False)),
     only={"qkv_bias": (True,)},
     heads=DECODER_HEADS,
+    tensors=DecoderTensors(reads_attention_bias=False, qkv_biases=True, feed_forward=_with_shared_expert),
+    sizes=(*MOE_SIZES, "shared_expert_intermediate_size", "decoder_sparse_step"),
 )
 FAMILY = Family(
     name="qwen2",

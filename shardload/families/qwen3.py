@@ -10,7 +10,8 @@ from shardload.families.parts.gguf import BLOCK, EXPERTS, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
-from shardload.families.qwen2 import DEFAULTS, MOE_DEFAULTS, lacks_dense_layers
+from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors
+from shardload.families.qwen2 import DEFAULTS, MOE_DEFAULTS, MOE_SIZES, experts, lacks_dense_layers
 from shardload.families.record import Family, ModelType
 
 
@@ -41,6 +42,8 @@ QWEN_3 = ModelType(
     has_tie_argument=True,
     checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False), has_unsized_windows=True),
     heads=DECODER_HEADS,
+    tensors=DecoderTensors(normed_heads=True),
+    sizes=DECODER_SIZES,
 )
 QWEN_3_MOE = ModelType(
     name="qwen3_moe",
@@ -53,6 +56,8 @@ QWEN_3_MOE = ModelType(
     has_tie_argument=True,
     checks=Checks(RMS, SILU, Rotary(1e4), if_used, has_unsized_windows=True),
     heads=DECODER_HEADS,
+    tensors=DecoderTensors(normed_heads=True, feed_forward=experts),
+    sizes=(*MOE_SIZES, "decoder_sparse_step"),
 )
 FAMILY = Family(
     name="qwen3",

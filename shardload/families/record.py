@@ -14,7 +14,9 @@ from typing import Any
 
 from shardload.families.parts.checks import Checks, FieldDifference
 from shardload.families.parts.config import Config
+from shardload.families.parts.converter import Converter
 from shardload.families.parts.gguf import GgufArchitecture
+from shardload.families.parts.tensors import Spec
 
 
 def _nothing(_: Any) -> None:
@@ -80,6 +82,18 @@ class ModelType:
     has_pooler_outside: bool = False
     """Whether transformers has a pooler and KerasHub has none."""
     optional_part: OptionalPart | None = None
+    tensors: Callable[[Config], Iterator[Spec]] | None = None
+    """Lists all tensors of a checkpoint in the order of the file, from a completed configuration."""
+    sizes: tuple[str, ...] = ()
+    """Fields that `tensors` reads, which must be positive numbers."""
+    norms_minus_one: bool = False
+    """Whether the model's norms store their scale minus one."""
+    converter: Converter | None = None
+    """For models that KerasHub has a class for, but no converter."""
+    decodes: str | None = None
+    """The quantisation method whose tensors KerasHub's converter decodes."""
+    loads_head_of: tuple[str, ...] = ()
+    """Classes of transformers whose head KerasHub's converter loads into a task, beside image classifiers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

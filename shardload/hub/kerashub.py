@@ -33,11 +33,11 @@ from typing import Any
 
 from shardload.errors import MissingExtraError, UnsupportedError
 from shardload.families.parts.config import GENERATORS, architecture_of
-from shardload.families.registry import model_type_of
+from shardload.families.registry import model_type_of, model_types
 from shardload.hub import config_forms, fidelity, quantised
 from shardload.hub.build_errors import check_layer_count, describe_failure, not_compiled, refuse_code
 from shardload.hub.config_forms import check_representable, read_config, ties_embeddings
-from shardload.hub.converters import OWN, OwnConverter, converter_of
+from shardload.hub.converters import OwnConverter, converter_of
 from shardload.hub.legacy_models import build_legacy, has_config
 from shardload.hub.preset_path import preset_path
 from shardload.hub.sidecar import config_beside
@@ -398,7 +398,8 @@ def _transformers_loader(manifest: Manifest) -> Any:
     except (KeyError, ValueError) as error:
         # KerasHub has no list: its model types are the string constants of the constructor's if-chain.
         known = sorted(set(re.findall(r'"([a-z][\w\-]*)"', inspect.getsource(TransformersPresetLoader.__init__))))
-        known = sorted({*known, *OWN} - {"model_type"})
+        declared = {kind.name for kind in model_types().values() if kind.converter is not None}
+        known = sorted({*known, *declared} - {"model_type"})
         raise UnsupportedError(
             f"Cannot build the model of {manifest.source}: there is no converter for model_type "
             f"{config.get('model_type')!r}, only for {', '.join(known)}. Build your own model, then call "

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardload.errors import UnsupportedError
+from shardload.families.registry import model_type_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
@@ -44,8 +45,6 @@ _SIGNS = (
 """Tensor names that no unquantised model has → the method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
 """Endings of names that are a sign only together with another tensor."""
-_DECODED = {"gpt_oss": "mxfp4"}
-"""``model_type`` → the method whose tensors KerasHub's converter decodes."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER = r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\."
 _OPTION = f"ignore_config=({FIELD!r},) (--ignore-config {FIELD})"
@@ -68,9 +67,9 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
     _check_tensors(manifest, manifest.tensors, ignore=ignore)
     if ADAPTER not in ignore and _has_adapter_beside(manifest):
         raise UnsupportedError(_about_adapter_beside(manifest))
-    model_type = str(manifest.config.get("model_type"))
+    decoded = model_type_of(manifest.config).decodes
     for method, where in _described(manifest):
-        if FIELD not in ignore and _DECODED.get(model_type) != method:
+        if FIELD not in ignore and method != decoded:
             raise UnsupportedError(
                 f"Cannot load {manifest.source}: {where} sets {method} quantisation, expected plain weights. "
                 f"{_ALTERNATIVES}. If its tensors are plain weights all the same, pass {_OPTION}"
@@ -120,7 +119,7 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
         notes.append(f"{ADAPTER} ignored: the model has the weights without the PEFT adapter")
     if FIELD not in ignore or not spec_of(manifest).may_be_codes:
         return tuple(notes)
-    decoded = _DECODED.get(str(manifest.config.get("model_type")))
+    decoded = model_type_of(manifest.config).decodes
     ignored = [f"{where} sets {method}" for method, where in _described(manifest) if method != decoded]
     if bare := _widened(manifest, bindings):
         ignored.append(f"{plural(len(bare), 'tensor')} in float8 ({bare[0]!r} …)")
@@ -143,7 +142,7 @@ def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable
     names = list(names)
     if any(re.search(_ADAPTER, name) for name in names):
         raise UnsupportedError(_about_adapter(manifest))
-    decoded = _DECODED.get(str(manifest.config.get("model_type")))
+    decoded = model_type_of(manifest.config).decodes
     for name in names:
         method = _method_of(name, manifest)
         if method is not None and method != decoded and not (method == BARE_FLOAT8 and FIELD in ignore):

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 
 from shardload.families.parts.config import architecture_of
+from shardload.families.registry import model_type_of
 from shardload.hub import kerashub
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.keras_types import Variable
@@ -169,7 +170,8 @@ def _kept(names: tuple[str, ...]) -> tuple[str, ...]:
 def _has_head(model: Any, manifest: Manifest) -> bool:
     """Whether the checkpoint's head fits this task: KerasHub loads heads of image classifiers and assistants."""
     architecture = architecture_of(manifest.config)
-    fits = "ForImageClassification" in architecture or architecture == "Gemma4AssistantForCausalLM"
+    known = model_type_of(manifest.config).loads_head_of
+    fits = "ForImageClassification" in architecture or architecture in known
     return fits and backbone_of(model) is not model and hasattr(kerashub.converter(manifest), "convert_head")
 
 

@@ -30,7 +30,9 @@ from typing import Any, Literal
 import numpy as np
 
 from shardload.errors import WAYS_OUT, UnsupportedError, UsageError, WriteError
-from shardload.hub.tensors import Spec, transformers_tensors
+from shardload.families.parts.tensors import Spec
+from shardload.families.registry import model_type_of
+from shardload.hub.tensors import transformers_tensors
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import root
 from shardload.resolve.architectures import Config, aliases, architectures, lookup, scaled
@@ -233,8 +235,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     places = h5.write_skeleton(work / filename, tensors, names=layout.names)
     check_for_keras(work / filename, listed_by_keras(backbone))
     numbers = {id(v): number for number, v in enumerate(backbone.variables)}  # seeds the values
-    # Gemma's norms store their scale minus one.
-    near_one = () if str(job.config["model_type"]).startswith("gemma") else ("/scale", "/gamma")
+    near_one = () if model_type_of(job.config).norms_minus_one else ("/scale", "/gamma")
     with (work / filename).open("r+b", buffering=0) as file:
         for place, variable in zip(places, layout.variables.values(), strict=True):
             file.seek(place.pieces[0].offset)
