@@ -1,4 +1,4 @@
-"""Which differences rounding explains.
+"""The one comparison of results: which differences rounding explains.
 
 The tolerance follows from the arithmetic. Devices add partial sums in another order, so intermediate results are
 rounded differently. How far that moves a result depends on the model: depth, cancellation, gradients that are zero in
@@ -21,7 +21,8 @@ times the tolerance in float32, and a few times in bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardload.keras_bridge.model_state import own_layers
-from shardload.layout_checks.numbers_report import ComparedArray
+from shardload.units import plural
 
 MARGIN = 8
 """Independent roundings add like a random walk: this many times one of them after 64 operations."""
@@ -42,6 +43,56 @@ whole step. Few movements cross a given kink; of fifteen that reach it some do."
 
 _Doubles: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 _Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedArray:
+    """One array that the sharded model computed, compared with the same array on one device."""
+
+    name: str
+    """``output``, ``loss``, ``gradient of dense/kernel``, ``dense/kernel after 5 steps`` …"""
+    dtype: str
+    elements: int
+    largest: float
+    """Largest absolute value on one device."""
+    max_abs: float
+    """Largest absolute difference; infinite if one of the two is not finite where the other is."""
+    allowed: float
+    """Largest absolute difference that rounding explains."""
+    undefined: int = 0
+    """Elements that cannot be compared: NaN on one device too, infinite where no element is finite, or made infinite or
+    NaN by rounding alone."""
+
+    @property
+    def max_rel(self) -> float:
+        """The largest difference, relative to the largest value."""
+        return self.max_abs / self.largest if self.largest else (math.inf if self.max_abs else 0.0)
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of what rounding explains."""
+        return self.max_abs / self.allowed if self.allowed else (math.inf if self.max_abs else 0.0)
+
+    @property
+    def differs(self) -> bool:
+        """Whether there is a difference that rounding does not explain."""
+        return self.max_abs > self.allowed
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains the difference, and every element could be compared."""
+        return not self.differs and not self.undefined
+
+    def __str__(self) -> str:
+        if self.undefined and not self.differs:
+            return (
+                f"{self.name} ({self.dtype}): {self.undefined:,} of {plural(self.elements, 'element')} cannot be "
+                "compared: NaN or infinite on one device too, or after rounding there"
+            )
+        return (
+            f"{self.name} ({self.dtype}): differs by {self.max_abs:.2e} of {self.largest:.2e}, allowed "
+            f"{self.allowed:.2e}"
+        )
 
 
 def coarsest_eps(model: Any) -> float:
@@ -66,14 +117,57 @@ def nudged(values: Any, eps: float, *, seed: int) -> Any:
     return jax.tree.map(move, values)
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Results compared with those of one device."""
+
+    arrays: tuple[ComparedArray, ...]
+    movements: int
+    """How often rounding was measured."""
+
+
+def compare_all(
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    moved: Callable[[Sequence[int]], list[Mapping[str, Any]]],
+    *,
+    eps: float,
+    terms: Mapping[str, int] | None = None,
+) -> Compared:
+    """Compare results by name; rounding is measured again where a few movements do not explain a difference.
+
+    Args:
+        found: The results to check.
+        expected: The results of one device.
+        moved: Returns the results of one device from values that are `nudged` by these seeds.
+        eps: See `coarsest_eps`.
+        terms: Number of float32 terms of results that are a plain sum.
+    """
+    runs: list[Mapping[str, Any]] = []
+
+    def compared() -> tuple[ComparedArray, ...]:
+        return tuple(
+            compare(name, found[name], [run[name] for run in runs], value, eps=eps, terms=(terms or {}).get(name, 1))
+            for name, value in expected.items()
+        )
+
+    runs += moved(range(SAMPLES))
+    arrays = compared()
+    # Twelve more movements cost twelve more runs, so only for a difference that three do not explain.
+    if any(each.differs for each in arrays):
+        runs += moved(range(SAMPLES, MOST_SAMPLES))
+        arrays = compared()
+    return Compared(arrays, len(runs))
+
+
 def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1) -> ComparedArray:
     """Compare a result with that of one device.
 
     Args:
-        name: What it is.
-        found: The sharded model's.
-        moved: Those of one device from values that are `nudged`.
-        expected: That of one device.
+        name: A name for messages.
+        found: The result to check.
+        moved: Results of one device from values that are `nudged`.
+        expected: The result of one device.
         eps: See `coarsest_eps`.
         terms: Number of float32 terms that it is a plain sum of.
     """

@@ -1,22 +1,94 @@
-"""Memory and collectives of a compiled step: the report that `shardload.parallel.compile_step` returns."""
+"""Compile a planned step without weights, and read its memory and its collectives from the compiled program.
+
+    model + LayoutChoice + shapes of a batch ─► lower, compile (no values) ─► CompiledStep
+                                                                              bytes per device, every collective
+
+The batch is split over the batch axis, activations are laid out as in a bound model, and everything else is XLA's own
+decision: this is the program that training on that mesh runs.
+
+On CPU, XLA computes 16-bit floats in 32 bits: copies of all weights appear among the temporaries, and collectives have
+twice their bytes. Compile the model in float32 and ask for `CompiledStep.scaled`.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Number
 from typing import Any
 
 import jax
+import numpy as np
 
+from shardload.errors import MeshError, UsageError
 from shardload.keras_bridge.joint_optimizer import FLOAT32_UPDATE
-from shardload.layout_checks.hlo_collectives import Collective, as_json
-from shardload.layout_checks.step_programs import Kind
-from shardload.layout_search.plan_checks import CompiledCheck
+from shardload.layout_checks.hlo import Collective, as_json, collectives_in
+from shardload.layout_checks.step_programs import Kind, StepProgram, program_of
+from shardload.layout_search.given_layouts import GivenLayouts, choice_for
+from shardload.layout_search.plan_parts import CompiledCheck
+from shardload.layout_search.tracing import collector_paused
+from shardload.layouts.choice import LayoutChoice
+from shardload.sharding.devices import device_list
+from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import format_bytes, plural
+from shardload.transfer.placement import named_sharding
+from shardload.units import check_no_iterator, format_bytes, plural
 
+CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""The machine code is never run. Partitioning and buffers are decided before it is generated."""
 _WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
+
+
+def compile_step(
+    model: Any,
+    choice: GivenLayouts,
+    inputs: Any,
+    *,
+    target: Any = None,
+    training: Any = None,
+    loss: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> CompiledStep:
+    """Compile a model's step under a choice of layouts, from shapes alone.
+
+    Neither values nor layouts of the model change, and no weight is allocated.
+
+    Args:
+        model: A built model, with values or from `shardload.abstract`.
+        choice: Layouts of its variables, as `choose` returns them for this model, or a plan.
+        inputs: The first argument of its ``call``: one, or a nested structure of, arrays or
+            ``jax.ShapeDtypeStruct``s. Each is split along its first dim over the batch axis, if it divides.
+        target: What the loss compares the outputs with, likewise.
+        training: ``None`` compiles inference; ``"gradients"`` forward and backward pass; an optimizer or its name
+            (``"sgd"``) the whole training step, which donates the old state.
+        loss: As for ``compile``; by default the model's own. Without any loss or target, the mean of the squared
+            outputs stands in.
+        kwargs: Further arguments of ``call``; arrays and shapes are split like ``inputs``.
+        devices: One per mesh position; by default the first of ``jax.devices()``. Those of
+            ``jax.experimental.topologies`` compile for another machine.
+
+    Raises:
+        LayoutError: When the layouts are for another model object, or the plan is for another model.
+        MeshError: When there are too few devices.
+        UninitialisedError: When the model is not built.
+        UsageError: When Keras has no optimizer ``training``.
+    """
+    choice = choice_for(model, choice)
+    devices = devices_for(choice.mesh, devices)
+    arrays, static = split_keywords(kwargs)
+    check_batch(inputs=inputs, target=target)
+    target = None if training is None else target  # inference needs none
+    batch = batch_specs({"inputs": inputs, "kwargs": arrays, "target": target}, choice, devices)
+    started = time.perf_counter()
+    made = program_of(model, choice, training=training, loss=loss, static=static, devices=devices)
+    with collector_paused(), made as program:
+        compiled, arguments, outputs = _compiled(program, batch, devices)
+    step = _report(compiled, program, choice.mesh, devices, arguments=arguments, outputs=outputs)
+    return replace(step, compile_s=time.perf_counter() - started, notes=_notes(step, arguments, choice))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +108,14 @@ class CompiledStep:
     temporary_bytes: int
     """Activations and everything else that the program allocates while it runs."""
     float32_argument_bytes: int
-    """Those of ``argument_bytes`` that are float32 because the model is."""
+    """Float32 arguments that would be 16-bit in a 16-bit model."""
     float32_output_bytes: int
-    """Those of ``output_bytes`` that are float32 because the model is."""
+    """Float32 results that would be 16-bit in a 16-bit model."""
     collectives: tuple[Collective, ...]
     """Every collective instruction."""
     compile_s: float
     float32_update_bytes: int = 0
-    """Those of ``temporary_bytes`` that an optimizer needs in float32 even if the model is 16-bit."""
+    """Temporaries that an optimizer needs in float32 even if the model is 16-bit."""
     notes: tuple[str, ...] = ()
     """What to know when reading these numbers."""
 
@@ -139,3 +211,134 @@ class CompiledStep:
             "collectives": [as_json(found) for found in self.collectives],
             "notes": list(self.notes),
         }
+
+
+# ---- arguments -------------------------------------------------------------------------------------
+
+
+def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...]:
+    """Return one device per mesh position.
+
+    Raises:
+        MeshError: When there are too few, or their number is not that of the positions.
+    """
+    found = device_list(devices) or tuple(jax.devices()[: mesh.size])
+    if len(found) != mesh.size:
+        raise MeshError(
+            f"Cannot compile for the mesh {mesh}: found {plural(len(found), 'device')}, expected {mesh.size}. "
+            f"Simulate them on CPU with jax.config.update('jax_num_cpu_devices', {mesh.size}) before JAX starts, or "
+            "pass devices="
+        )
+    return found
+
+
+def check_batch(**arguments: Any) -> None:
+    """Raise unless arguments consist of numbers and arrays of numbers, or of their shapes."""
+    for argument, value in arguments.items():
+        check_no_iterator(argument, value)
+        for leaf in jax.tree.leaves(value):
+            dtype = leaf.dtype if _is_array(leaf) else np.asarray(leaf).dtype if isinstance(leaf, Number) else None
+            if isinstance(leaf, type) or dtype is None or np.dtype(dtype).kind in "OSUMm":
+                raise UsageError(f"Cannot use {argument}={value!r:.60}: expected arrays of numbers, or their shapes")
+
+
+def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any:
+    """Return shapes with shardings for a batch: each array split over the batch axis if it divides, else replicated."""
+    axis = choice.batch_axis or choice.mesh.batch_axis
+    parts = choice.mesh.axis_size(axis)
+
+    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape, rank = tuple(np.shape(leaf)), np.ndim(leaf)
+        # As JAX would place it: 64-bit values become 32-bit unless x64 is enabled.
+        dtype = jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype)
+        # A bound model replicates a batch that does not divide, and so does the compiled program.
+        splits = rank > 0 and shape[0] % parts == 0
+        layout = Layout.of_spec(choice.mesh, (axis,) if splits else (), rank)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(layout, devices))
+
+    return jax.tree.map(spec, batch)
+
+
+def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return keyword arguments that are (structures of) arrays, and the others, which a program has built in."""
+    if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or {}):
+        raise UsageError(f"Cannot use kwargs={kwargs!r:.60}: expected a dictionary of keyword arguments of call")
+    found = dict(kwargs or {})
+    # A structure with a flag or a string in it is built into the program, where `call` can branch on it.
+    arrays = {
+        name for name, value in found.items() if (leaves := jax.tree.leaves(value)) and all(map(_is_array, leaves))
+    }
+    return {n: v for n, v in found.items() if n in arrays}, {n: v for n, v in found.items() if n not in arrays}
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+# ---- compiling ---------------------------------------------------------------------------------------
+
+
+def _compiled(program: StepProgram, batch: Any, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Return the compiled program, and the shapes with shardings of its arguments and its results."""
+    state = program.specs(devices)
+    # Variables that the step does not use stay on the devices: they are arguments too.
+    step = jax.jit(
+        program.function,
+        out_shardings=program.out_shardings(devices),
+        donate_argnums=0 if program.kind == "training" else (),
+        keep_unused=True,
+    )
+    lowered = step.lower(state, batch)
+    compiled = lowered.compile(compiler_options=CPU_OPTIONS if devices[0].platform == "cpu" else None)
+    outputs = jax.tree.map(
+        lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
+    return compiled, (state, batch), outputs
+
+
+def _report(
+    compiled: Any, program: StepProgram, mesh: MeshSpec, devices: Sequence[Any], *, arguments: Any, outputs: Any
+) -> CompiledStep:
+    memory = compiled.memory_analysis()
+    state, variables = arguments[0].get("optimizer", []), program.variables.get("optimizer", [])
+    # State that is float32 in a 16-bit model too is not scaled.
+    fixed = _float32_bytes([spec for spec, v in zip(state, variables, strict=True) if id(v) in program.fixed])
+    return CompiledStep(
+        mesh,
+        program.kind,
+        devices[0].platform,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        float32_argument_bytes=_float32_bytes(arguments) - fixed,
+        float32_output_bytes=_float32_bytes(outputs) - fixed,
+        float32_update_bytes=min(program.float32_update_bytes, memory.temp_size_in_bytes),
+        collectives=collectives_in(compiled.as_text(), mesh),
+        compile_s=0.0,
+    )
+
+
+def _float32_bytes(specs: Any) -> int:
+    """Bytes on one device of the arrays in float32."""
+    leaves = [leaf for leaf in jax.tree.leaves(specs) if leaf.dtype == np.float32]
+    return sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+
+
+def _notes(step: CompiledStep, arguments: Any, choice: LayoutChoice) -> tuple[str, ...]:
+    state, batch = arguments
+    axis = choice.batch_axis or choice.mesh.batch_axis
+    found = []
+    whole = [leaf.shape for leaf in jax.tree.leaves(batch) if leaf.shape and leaf.sharding.is_fully_replicated]
+    if whole and choice.mesh.axis_size(axis) > 1:
+        found.append(f"a batch of shape {whole[0]} does not divide over axis {axis!r}: it is replicated")
+    if step.platform == "cpu" and any(leaf.dtype.itemsize == 2 for leaf in jax.tree.leaves(state)):
+        found.append(
+            "XLA computes 16-bit floats in 32 bits on CPU, so temporaries and collectives are too large: compile the "
+            "model in float32 and call scaled()"
+        )
+    if any(collective.inside == "loop" for collective in step.collectives):
+        found.append("collectives in a loop of unknown length are counted once")
+    return tuple(found)

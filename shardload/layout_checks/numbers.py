@@ -4,31 +4,36 @@
                     ─► one device, weights rounded ──► how far rounding alone moves each of them ──────────┼─► compare
                     ─► sharded as planned ───────────► the same, and where every shard is ─────────────────┘
 
-`rounding` defines which differences rounding explains.
+`comparison` defines which differences rounding explains.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardload.errors import UsageError
+from shardload.errors import DisagreementError, UsageError
 from shardload.keras_bridge.abstraction import check_initialised, initialise
 from shardload.keras_bridge.binding import binding_of
 from shardload.keras_bridge.variables import is_abstract, numbered, value_of
-from shardload.layout_checks.comparison import MOST_SAMPLES, SAMPLES, coarsest_eps, compare, nudged
-from shardload.layout_checks.compiled import batch_specs, check_batch, devices_for, split_keywords
-from shardload.layout_checks.given_layouts import GivenLayouts, choice_for
-from shardload.layout_checks.numbers_report import ComparedArray, NumbersCheck
-from shardload.layout_checks.placement import bytes_by_device, misplaced, misplaced_by_id
+from shardload.layout_checks.comparison import Compared, ComparedArray, coarsest_eps, compare_all, nudged
+from shardload.layout_checks.compiled_step import batch_specs, check_batch, devices_for, split_keywords
+from shardload.layout_checks.placement import Misplaced, bytes_by_device, misplaced, misplaced_by_id
 from shardload.layout_checks.step_programs import State, StepProgram, optimizer_of, program_of
+from shardload.layout_search.given_layouts import GivenLayouts, choice_for
+from shardload.layout_search.plan_parts import ComparedNumbers
 from shardload.layouts.choice import LayoutChoice
 from shardload.sharding.layout import Layout
-from shardload.units import is_function, plural
+from shardload.sharding.mesh import MeshSpec
+from shardload.units import format_bytes, is_function, plural
+
+_MOST_LINES = 5
+"""Differences that an error or a summary lists."""
 
 
 def check_numbers(
@@ -89,7 +94,7 @@ def check_numbers(
     # Outputs first: their number of elements is the number of terms that the loss adds up.
     outcomes = [trial.run(None, steps=1)]
     if training is not None:
-        terms = max(found.elements for found in outcomes[0].comparisons)
+        terms = max(array.elements for array in outcomes[0].compared.arrays)
         outcomes.append(trial.run(training, steps=steps, terms=terms))
     bound = binding_of(model)
     # On another mesh, a difference from this plan is not an error.
@@ -99,13 +104,124 @@ def check_numbers(
     elsewhere = (live.get(each.key) or misplaced(each.path, each.array, each.layout, devices) for each in placed)
     return NumbersCheck(
         choice.mesh,
-        tuple(comparison for outcome in outcomes for comparison in outcome.comparisons),
+        tuple(array for outcome in outcomes for array in outcome.compared.arrays),
         tuple(found for found in elsewhere if found is not None),
         variables=len(placed),
         device_bytes=sum(each.device_bytes for each in placed),
         found_device_bytes={d.id: n for d, n in bytes_by_device(each.array for each in placed).items()},
-        movements=max(outcome.movements for outcome in outcomes),
+        movements=max(outcome.compared.movements for outcome in outcomes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersCheck:
+    """Whether a sharded model computes the same as one device, and whether its shards are where the plan puts them."""
+
+    mesh: MeshSpec
+    comparisons: tuple[ComparedArray, ...]
+    misplaced: tuple[Misplaced, ...]
+    variables: int
+    """Variables whose shards were compared with the plan."""
+    device_bytes: int
+    """Bytes of these variables on each device, as planned."""
+    found_device_bytes: Mapping[int, int]
+    """Bytes that their shards take, by the id of the device."""
+    movements: int = 3
+    """How often rounding was measured: 3 times, or 15 where the first three did not explain a difference."""
+
+    @property
+    def wrong(self) -> tuple[ComparedArray, ...]:
+        """Comparisons whose difference rounding does not explain, or that could not be compared, the largest first."""
+        found = [c for c in self.comparisons if not c.agrees]
+        return tuple(sorted(found, key=lambda c: -c.max_rel))
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agrees."""
+        return not self.wrong and not self.misplaced
+
+    def raise_if_wrong(self) -> NumbersCheck:
+        """Return this check if everything agrees.
+
+        Raises:
+            DisagreementError: Otherwise, with the largest differences and the misplaced variables.
+        """
+        if self.ok:
+            return self
+        lines = [str(found) for found in (*self.wrong, *self.misplaced)]
+        more = f"\n  and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+        raise DisagreementError(
+            f"Cannot rely on this layout on {self.mesh}: {', '.join(self._problems())}:\n  "
+            + "\n  ".join(lines[:_MOST_LINES])
+            + more
+        )
+
+    def _problems(self) -> list[str]:
+        differ = sum(c.differs for c in self.wrong)
+        undefined, results = len(self.wrong) - differ, plural(len(self.comparisons), "result")
+        found = {
+            f"{differ} of {results} differ from one device by more than rounding": differ,
+            f"{undefined} of {results} cannot be compared, as they are not finite on one device either, or not "
+            "after rounding (check the values of the model and the inputs)": undefined,
+            f"{len(self.misplaced)} of {plural(self.variables, 'variable')} are not where they were planned": len(
+                self.misplaced
+            ),
+        }
+        return [problem for problem, count in found.items() if count]
+
+    def for_plan(self) -> ComparedNumbers:
+        """Return what a plan records of this check."""
+        return ComparedNumbers(
+            len(self.comparisons),
+            tuple(c.name for c in self.wrong),
+            # JSON has no infinity, and a result that differs that much is listed in `wrong`.
+            max((c.share for c in self.comparisons if math.isfinite(c.share)), default=0.0),
+            self.variables,
+            tuple(m.path for m in self.misplaced),
+            self.device_bytes,
+        )
+
+    def summary(self) -> str:
+        """Return a few lines for people."""
+        lines = [
+            f"{self._verdict()} one device on {self.mesh}: {plural(len(self.comparisons), 'result')} compared, "
+            f"{len(self.wrong)} wrong",
+            f"{plural(self.variables, 'variable')} where planned, {format_bytes(self.device_bytes)} on each device"
+            if not self.misplaced
+            else f"{len(self.misplaced)} of {plural(self.variables, 'variable')} NOT where planned",
+        ]
+        # For each kind of result, show the one that comes closest to its tolerance: the last of its name in this order.
+        kinds = {
+            c.name.partition(" of ")[0].partition("/")[0]: c for c in sorted(self.comparisons, key=lambda c: c.share)
+        }
+        shown = self.wrong[:_MOST_LINES] or tuple(kinds.values())
+        return "\n".join([*lines, *(f"  {found}" for found in (*shown, *self.misplaced[:_MOST_LINES]))])
+
+    def _verdict(self) -> str:
+        if any(c.differs for c in self.wrong):
+            return "DIFFERENT from"
+        return "NOT COMPARABLE with" if self.wrong else "equal to"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object for programs."""
+        return {
+            "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
+            "ok": self.ok,
+            "comparisons": [
+                # JSON has no infinity or NaN.
+                {n: v if not isinstance(v, float) or math.isfinite(v) else None for n, v in asdict(c).items()}
+                | {"agrees": c.agrees}
+                for c in self.comparisons
+            ],
+            "misplaced": [asdict(found) for found in self.misplaced],
+            "variables": self.variables,
+            "device_bytes": self.device_bytes,
+            "movements": self.movements,
+            "found_device_bytes": {str(device): n for device, n in self.found_device_bytes.items()},
+        }
+
+
+# ---- runs ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +241,8 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    comparisons: list[ComparedArray]
+    compared: Compared
     placed: list[_Placed]
-    movements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,54 +267,37 @@ class _Trial:
     def run(self, training: Any, *, steps: int, terms: int = 1) -> _Outcome:
         """Run the step on one device and sharded; the loss is a sum of ``terms`` elements."""
         eps = coarsest_eps(self.model)
-        # Two programs: the one for one device has no layouts of activations. Each can be traced in its block only.
-        with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
-            values = _values(program, self.choice)
-            expected, *moved = self._on_one_device(program, values, eps, steps=steps, seeds=range(SAMPLES))
         with program_of(self.model, self.choice, training=training, **self.options) as program:
-            found = self._sharded(program, values, steps=steps)
-            placed = _placed(program, found.state)
-        comparisons = _compared(found, moved, expected, eps=eps, terms=terms)
-        # Twelve more movements cost twelve more runs, so only for a difference that three do not explain.
-        if any(each.differs for each in comparisons):
-            more = range(SAMPLES, MOST_SAMPLES)
-            with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
-                moved += self._on_one_device(program, values, eps, steps=steps, seeds=more)[1:]
-            comparisons = _compared(found, moved, expected, eps=eps, terms=terms)
-        return _Outcome(comparisons, placed, len(moved))
+            values = _values(program, self.choice)
+            sharded = self._sharded(program, values, steps=steps)
+            placed = _placed(program, sharded.state)
+        # Another program: that for one device has no layouts of activations. Each can be traced in its block only.
+        with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
+            step = jax.jit(program.function)
+
+            def moved(seeds: Sequence[int | None]) -> list[Mapping[str, Any]]:
+                return [self._on_one_device(program, step, values, eps, steps=steps, seed=seed) for seed in seeds]
+
+            (expected,) = moved([None])
+            compared = compare_all(sharded.arrays, expected, moved, eps=eps, terms=dict.fromkeys(sharded.losses, terms))
+        return _Outcome(compared, placed)
 
     def _on_one_device(
-        self, program: StepProgram, values: State, eps: float, *, steps: int, seeds: Sequence[int]
-    ) -> list[_Results]:
-        """Return the results for these values, and for values that are rounded once more, by each seed."""
-        step, there = jax.jit(program.function), jax.sharding.SingleDeviceSharding(self.devices[0])
-        cases = [(values, self.batch)]
-        for seed in seeds:
+        self, program: StepProgram, step: Callable[..., Any], values: State, eps: float, *, steps: int, seed: int | None
+    ) -> Mapping[str, Any]:
+        """Return the results for these values; with a seed, for values that are rounded once more."""
+        case = values, self.batch
+        if seed is not None:
             moved = nudged({"state": values, "inputs": self.batch["inputs"]}, eps, seed=seed)
-            cases.append((moved["state"], {**self.batch, "inputs": moved["inputs"]}))
-        return [_run(program, step, *jax.device_put(case, there), steps=steps) for case in cases]
+            case = moved["state"], {**self.batch, "inputs": moved["inputs"]}
+        there = jax.sharding.SingleDeviceSharding(self.devices[0])
+        return _run(program, step, *jax.device_put(case, there), steps=steps).arrays
 
     def _sharded(self, program: StepProgram, values: State, *, steps: int) -> _Results:
         step = jax.jit(program.function, out_shardings=program.out_shardings(self.devices))
         specs = program.specs(self.devices), batch_specs(self.batch, self.choice, self.devices)
         placed = jax.tree.map(lambda value, spec: jax.device_put(value, spec.sharding), (values, self.batch), specs)
         return _run(program, step, *placed, steps=steps)
-
-
-def _compared(
-    found: _Results, moved: Sequence[_Results], expected: _Results, *, eps: float, terms: int
-) -> list[ComparedArray]:
-    return [
-        compare(
-            name,
-            found.arrays[name],
-            [each.arrays[name] for each in moved],
-            value,
-            eps=eps,
-            terms=terms if name in found.losses else 1,
-        )
-        for name, value in expected.arrays.items()
-    ]
 
 
 def _run(program: StepProgram, step: Callable[..., Any], state: State, batch: Any, *, steps: int) -> _Results:

@@ -4,18 +4,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from shardload.keras_bridge.variables import has_value, value_of
-from shardload.layout_checks.compiled import devices_for
-from shardload.layout_checks.given_layouts import GivenLayouts, choice_for
-from shardload.layout_checks.numbers_report import Misplaced
+from shardload.layout_checks.compiled_step import devices_for
+from shardload.layout_search.given_layouts import GivenLayouts, choice_for
 from shardload.layouts.choice import LayoutChoice
 from shardload.layouts.model_variables import all_variables
 from shardload.sharding.bounds import Bounds
 from shardload.sharding.layout import Layout
+from shardload.units import plural
+
+
+@dataclass(frozen=True, slots=True)
+class Misplaced:
+    """A variable whose shards are not the planned ones."""
+
+    path: str
+    planned: str
+    """The planned layout, as text."""
+    found: str
+    """The actual sharding, as text."""
+    planned_bytes: int
+    """Bytes on each device."""
+    found_bytes: int
+    """Bytes on the device with most."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: planned {self.planned} with {plural(self.planned_bytes, 'byte')} per device, found "
+            f"{self.found} with {self.found_bytes:,}"
+        )
 
 
 def check_placement(model: Any, choice: GivenLayouts, *, devices: Sequence[Any] | None = None) -> tuple[Misplaced, ...]:

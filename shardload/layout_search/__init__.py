@@ -1,9 +1,10 @@
 """Search layouts for any Keras model: trace it, plan all mesh axes together, explain the plan.
 
-    model ─► tracing ─► Program (groups of dims, operations) ─► problem (kinds) ─► solving (HiGHS) ─► LayoutPlan
-             reading    primitives: one rule per primitive       hardware: costs
+    model ─► tracing ─► Program (groups of dims, operations) ─► problem ─► linear_program ─► plan_building ─► LayoutPlan
+             jaxpr_reader: one rule per primitive               hardware   weight_options
+                                                                           memory_limits: which optimum
 
 `searching.search` is the order of a search, on one page. Costs: the formulas are `hardware.exchange_s` and
-`compute_s`, an operation's cost is `problem.work_s`, a weight's are `solving.gather_s` and `tables.differences`, and
-`solving._Model._time` adds them up.
+`compute_s`, an operation's cost is `problem.work_s`, a weight's are `weight_options.gather_s` and `batch_move`, and
+the linear program adds them up.
 """

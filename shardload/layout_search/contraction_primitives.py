@@ -74,7 +74,7 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
     made = fresh(program, eqn.outvars[0], dims)
     for d in numbers.out_spec[2:]:
         # XLA would carry a split of the result back to the image, and exchange its edges.
-        program.note_apart(made.dims[d])
+        program.mark_sliced(made.dims[d])
     # With groups, input channels are contracted within each group, which `_channels` keeps whole or on one device.
     summed = [kernel.dims[in_channels]] if eqn.params["feature_group_count"] == 1 else []
     exchanges = [Exchange("all-reduce", n, made.nbytes, made.dims) for n in summed]
@@ -113,29 +113,29 @@ def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[
 def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Carry batch dims of the indices and whole windows; a split dim that is looked up in needs an all-reduce."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    table, indices = operands[:2]
+    embedding, indices = operands[:2]
     shape = eqn.outvars[0].aval.shape
     dims: list[int | None] = [None] * len(shape)
     batching = tuple(numbers.operand_batching_dims)
-    window = [d for d in range(len(table.shape)) if d not in (*numbers.collapsed_slice_dims, *batching)]
+    window = [d for d in range(len(embedding.shape)) if d not in (*numbers.collapsed_slice_dims, *batching)]
     looked_up = [d for d in numbers.collapsed_slice_dims if d not in batching]
     for at, d in zip(numbers.offset_dims, window, strict=True):
-        if sizes[d] == table.shape[d]:
-            dims[at] = table.dims[d]
+        if sizes[d] == embedding.shape[d]:
+            dims[at] = embedding.dims[d]
         else:
-            program.need_whole(table, d, why="gather")
+            program.need_whole(embedding, d, why="gather")
     rest = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     for at, d in zip(rest, range(len(indices.shape) - 1), strict=False):
         # The last dim of the indices is the coordinate, not a dim of the result.
         dims[at] = indices.dims[d]
     for d, at in zip(batching, numbers.start_indices_batching_dims, strict=True):
-        program.unite(table.dims[d], indices.dims[at])
+        program.unite(embedding.dims[d], indices.dims[at])
     made = fresh(program, eqn.outvars[0], dims)
-    exchanges = [Exchange("all-reduce", table.dims[d], made.nbytes, made.dims) for d in looked_up]
-    whole = all(sizes[d] == table.shape[d] for d in window)
+    exchanges = [Exchange("all-reduce", embedding.dims[d], made.nbytes, made.dims) for d in looked_up]
+    whole = all(sizes[d] == embedding.shape[d] for d in window)
     # A plain embedding lookup: whole rows, by one index.
     if len(looked_up) == 1 and whole and not batching:
-        program.lookups.append(Lookup(table, looked_up[0], indices, made))
+        program.lookups.append(Lookup(embedding, looked_up[0], indices, made))
     program.store(made)
     program.work("gather", made.dims, nbytes=made.nbytes, exchanges=exchanges)
     return [made]

@@ -1,4 +1,7 @@
-"""Read a jaxpr into a `Program`: nested programs are entered, loops once, with their work counted per iteration."""
+"""Read a jaxpr into a `Program`, by one rule per primitive.
+
+Nested programs are entered, loops once, with their work counted per iteration.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,53 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardload.layout_search.primitives import RULES, unknown
+from shardload.layout_search import contraction_primitives, shape_primitives
 from shardload.layout_search.program import Program, Value
-from shardload.layout_search.shape_primitives import fresh, itemsize
+from shardload.layout_search.shape_primitives import Rule, fresh, itemsize
 
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(shape_primitives.ELEMENTWISE, shape_primitives.elementwise),
+    **dict.fromkeys(shape_primitives.SOURCES, shape_primitives.source),
+    **dict.fromkeys(("slice", "dynamic_slice", "pad"), shape_primitives.same_length),
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "cumred_reduce_window_impl"),
+        shape_primitives.windowed,
+    ),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "approx_top_k", "split"),
+        shape_primitives.along_one_dim,
+    ),
+    **dict.fromkeys(
+        ("argmax", "argmin", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
+         "reduce_sum", "reduce_xor"),
+        contraction_primitives.reduce,
+    ),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "scatter_add",
+         "scatter_max", "scatter_min", "scatter_mul"),
+        contraction_primitives.scatter,
+    ),
+    "broadcast_in_dim": shape_primitives.broadcast_in_dim,
+    "concatenate": shape_primitives.concatenate,
+    "conv_general_dilated": contraction_primitives.convolution,
+    "dot_general": contraction_primitives.dot_general,
+    "dynamic_update_slice": shape_primitives.dynamic_update_slice,
+    "expand_dims": shape_primitives.expand_dims,
+    "gather": contraction_primitives.gather,
+    "reshape": shape_primitives.reshape,
+    "rev": shape_primitives.rev,
+    "select_and_scatter_add": shape_primitives.select_and_scatter_add,
+    "squeeze": shape_primitives.squeeze,
+    "stack": shape_primitives.stack,
+    "tile": shape_primitives.tile,
+    "top_k": shape_primitives.top_k,
+    "transpose": shape_primitives.transpose,
+    "unstack": shape_primitives.unstack,
+}  # fmt: skip
+"""How each primitive of JAX maps the dims of its operands to those of its results, by name.
+
+A primitive without a rule constrains nothing: its operands are needed whole and its results are new, and the program's
+``unknown`` counts it, for the notes of the plan."""
 # Where calls (jit, custom_jvp_call, remat, …) keep their program: the parameter differs by primitive.
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -59,7 +105,7 @@ def _equation(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
     inner = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
     # The program inside a shard_map has the shapes of one device's shards: its dims cannot be compared with these.
     if inner is None or name == "shard_map" or len(_jaxpr(inner).invars) != len(operands):
-        return unknown(program, eqn, operands)
+        return _unknown(program, eqn, operands)
     return _enter(program, inner, operands)
 
 
@@ -122,3 +168,13 @@ def _cond(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
         for a, b in zip(per_branch[0], results, strict=True):
             program.unite_dims(a, b)
     return per_branch[0]
+
+
+def _unknown(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Constrain nothing, need every operand whole, and count the primitive."""
+    program.unknown[eqn.primitive.name] += 1
+    for value in operands:
+        program.need_all(value, why=eqn.primitive.name)
+    results = [fresh(program, var) for var in eqn.outvars]
+    program.store(*results)
+    return results

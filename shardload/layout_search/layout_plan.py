@@ -7,86 +7,34 @@ machine, applied to a model (``layout=plan``), and exported for programs that do
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shardload.errors import LayoutError, UsageError
+from shardload.errors import LayoutError, UsageError, WriteError
 from shardload.keras_bridge.variables import numbered
-from shardload.layout_search.plan_checks import ComparedNumbers, CompiledCheck, PlanCheck
-from shardload.layout_search.plan_files import read_plan, write_plan
+from shardload.layout_search.plan_parts import (
+    ComparedNumbers,
+    CompiledCheck,
+    Decision,
+    DeviceBytes,
+    PlanCheck,
+    PlannedExchange,
+    PlannedVariable,
+)
+from shardload.layout_search.plan_pictures import PlanPicture, variable_rows
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
+from shardload.stores.local import local_target
 from shardload.typing import PathLike
+from shardload.units import format_bytes, plural
 
 FORMAT = "shardload layout plan, version 1"
 _WRITTEN = "Use a file as LayoutPlan.save wrote it, or plan again"
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedVariable:
-    """The layout of one variable."""
-
-    path: str
-    shape: tuple[int, ...]
-    nbytes: int
-    """Bytes of the whole value."""
-    spec: Spec
-    stored: tuple[str, ...]
-    """Axes that split only its storage: devices gather it for use, as in fully sharded data parallelism."""
-    trainable: bool
-    reason: str
-
-    @property
-    def used(self) -> Spec:
-        """The layout while it is used: ``spec`` without the axes in ``stored``."""
-        return tuple(tuple(axis for axis in axes if axis not in self.stored) for axes in self.spec)
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Whether an axis splits a group of dims, and what the opposite would cost."""
-
-    axis: str
-    split: bool
-    length: int
-    """What the number of devices must divide: the greatest common divisor of the dims."""
-    dims: tuple[str, ...]
-    """The variables in the group by name (`LayoutPlan.names`), with the dim: ``dense/kernel[1]``."""
-    opposite_s: float | None
-    """Seconds that a step takes longer with the opposite decision. Negative where it takes less, but more memory for
-    weights than that is worth; ``None`` where it does not keep the limit, or contradicts other decisions."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedExchange:
-    """Collectives of one kind over one axis in a step."""
-
-    kind: str
-    axis: str
-    """Several are joined: ``batch+model``."""
-    count: int
-    nbytes: int
-    """Bytes of their results on each device."""
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBytes:
-    """What one device holds at the peak of a step, in bytes."""
-
-    weights: int
-    gradients: int
-    slots: int
-    activations: int
-    """Or what the update of the optimizer needs in addition to its state, if that is more."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of everything."""
-        return self.weights + self.gradients + self.slots + self.activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +50,7 @@ class LayoutPlan:
     inputs: str
     """Shapes and dtypes of the inputs."""
     variables: tuple[PlannedVariable, ...]
-    """In the order of ``model.variables``."""
+    """Layouts in the order of ``model.variables``."""
     device: DeviceBytes
     device_memory_bytes: int | None
     """The limit that the plan keeps, ``None`` where the search chose the best product of time and memory."""
@@ -175,22 +123,41 @@ class LayoutPlan:
         yield f"{name} {variable.shape}: {Layout(self.mesh, variable.spec)}, {variable.reason}"
         for decision in self.decisions:
             if any(dim.startswith(f"{name}[") for dim in decision.dims):
-                yield f"  {_decision(decision, limited=self.device_memory_bytes is not None)}"
+                yield f"  {decision.line(limited=self.device_memory_bytes is not None)}"
 
     def summary(self, *, ascii_only: bool = False) -> str:
         """Return the plan for people: memory against the limit, collectives, and each different layout."""
-        from shardload.layout_search.picture import plan_text
-
-        return plan_text(self, ascii_only=ascii_only)
+        picture = self._picture()
+        milliseconds = float(f"{self.step_s * 1e3:.4g}")  # an estimate: four digits, and no exponent
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in self.constants.items() if isinstance(rate, float | int))
+        return "\n".join(
+            [
+                f"{picture.title}, inputs {self.inputs}",
+                *picture.memory_lines("#" if ascii_only else "█"),
+                f"a step: about {milliseconds:g} ms, {format_bytes(self.exchanged_bytes)} of collective results",
+                *(
+                    f"  {plural(e.count, e.kind)} over {e.axis}: {format_bytes(e.nbytes)}, {e.seconds * 1e3:.3f} ms"
+                    for e in self.exchanges
+                ),
+                *picture.layout_lines(),
+                f"cost constants: {rates}",
+                *(f"note: {note}" for note in self.notes),
+                *([] if self.compiled is None else [self.compiled.line(self.device_memory_bytes)]),
+                *([] if self.numbers is None else [self.numbers.line()]),
+            ]
+        )
 
     def to_svg(self) -> str:
         """Return a picture of memory per device against the limit, and of what is split where, as SVG.
 
         It has no dependencies and follows the reader's light or dark theme.
         """
-        from shardload.layout_search.svg_chart import plan_svg
+        return self._picture().svg()
 
-        return plan_svg(self)
+    def _picture(self) -> PlanPicture:
+        title = f"{self.model} on {self.mesh}, {'training' if self.training else 'inference'}"
+        rows = variable_rows(self.variables, self.names, self.mesh)
+        return PlanPicture(title, self.inputs, self.mesh, self.device, self.device_memory_bytes, rows)
 
     def __str__(self) -> str:
         return self.summary()
@@ -264,7 +231,7 @@ class LayoutPlan:
         Raises:
             WriteError: When the file cannot be written.
         """
-        write_plan(path, self.to_json())
+        _write_plan(path, self.to_json())
 
     @classmethod
     def load(cls, path: PathLike) -> LayoutPlan:
@@ -273,7 +240,7 @@ class LayoutPlan:
         Raises:
             LayoutError: When the file is not a plan, or cannot be read.
         """
-        return cls.from_json(read_plan(path))
+        return cls.from_json(_read_plan(path))
 
     def to_layout_map(self, device_mesh: Any) -> Any:
         """Return a ``keras.distribution.LayoutMap``, with one anchored key for each variable that is split.
@@ -335,14 +302,48 @@ def _variable(data: dict[str, Any]) -> PlannedVariable:
     return PlannedVariable(**{**data, "shape": tuple(data["shape"]), "spec": spec, "stored": tuple(data["stored"])})
 
 
-def _decision(decision: Decision, *, limited: bool) -> str:
-    done = "splits" if decision.split else "does not split"
-    if decision.opposite_s is None and limited:
-        otherwise = "the opposite does not keep the memory limit, or contradicts other decisions"
-    elif decision.opposite_s is None:
-        otherwise = "the opposite contradicts other decisions"
-    else:
-        otherwise = f"the opposite takes {decision.opposite_s * 1e3:+.3f} ms per step"
-        # Without a limit, the plan is the fastest for its bytes of weights: what is faster needs more.
-        otherwise += ", and more memory for weights than that is worth" * (decision.opposite_s < 0)
-    return f"axis {decision.axis!r} {done} the {decision.length} of {', '.join(decision.dims[:3])}: {otherwise}"
+# ---- files ----------------------------------------------------------------------------------------
+
+
+def _read_plan(path: PathLike) -> Any:
+    """Return the JSON in a file.
+
+    Raises:
+        LayoutError: When there is no such file, it cannot be read, or it is not JSON.
+        UsageError: When ``path`` is not a path.
+    """
+    file = _as_path(path, to="read the plan")
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise LayoutError(f"Cannot read the plan {str(file)!r}: there is no such file") from error
+    except OSError as error:
+        raise LayoutError(
+            f"Cannot read the plan {str(file)!r}: {error.strerror}, expected the file that LayoutPlan.save wrote"
+        ) from error
+    except ValueError as error:
+        raise LayoutError(f"Cannot read the plan {str(file)!r}: it is not JSON ({error})") from error
+
+
+def _write_plan(path: PathLike, data: Any) -> None:
+    """Write a plan as JSON, and the folders that its path lacks.
+
+    Raises:
+        UsageError: When ``path`` is not a path, or a URL.
+        WriteError: When the file cannot be written.
+    """
+    file = local_target(_as_path(path, to="write the plan"))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise WriteError(
+            f"Cannot write the plan {str(file)!r}: {error.strerror}. Use the path of a file in a folder that can be "
+            "written to"
+        ) from error
+
+
+def _as_path(path: Any, *, to: str) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"Cannot {to} {path!r:.60}: expected the path of a file")
+    return Path(path)

@@ -21,7 +21,7 @@ from shardload.keras_bridge.joint_optimizer import JointOptimizer
 from shardload.keras_bridge.model_state import OptimizerState, weights_optimized
 from shardload.keras_bridge.optimizer_slots import SlotSpread, optimizers_in, spread_of, state_in
 from shardload.keras_bridge.variables import set_sharding, sharding_of
-from shardload.layouts.roles import nbytes
+from shardload.layouts.model_variables import nbytes
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 
@@ -36,8 +36,8 @@ class Slot:
     nbytes: int
     """Bytes of the whole array."""
     follows: Follows
-    """It is split as its ``weight`` is, or along its ``rows`` by all axes that split the weight if they divide, or it
-    is whole on every device."""
+    """What decides its split: the split of its ``weight``; the number of devices that split the weight, along its
+    ``rows`` if they divide; or ``nothing``, as it is whole on every device."""
     spread: SlotSpread | None = None
     """How it is spread further."""
     even: bool = False
@@ -62,19 +62,19 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerNeeds:
+class OptimizerMemory:
     """The state of an optimizer for each weight, and the memory that its update needs in addition."""
 
     slots: Mapping[int, tuple[Slot, ...]] = field(default_factory=dict)
-    """By ``id(weight)``."""
+    """The state for each weight, by ``id(weight)``."""
     update_bytes: int = 0
     """Bytes that every device needs during the update under any layout; 0 where nothing is gathered for it."""
 
 
-def needs_of(optimizer: Any, weights: Sequence[Any]) -> OptimizerNeeds:
-    """Return what an optimizer needs for these weights.
+def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemory:
+    """Return the memory that an optimizer needs for these weights.
 
-    An optimizer that is not built is built without values, and taken apart again.
+    An optimizer that is not built is built without values, and is not built afterwards.
 
     Args:
         optimizer: A Keras optimizer, its name, or ``None`` for no slots.
@@ -84,7 +84,7 @@ def needs_of(optimizer: Any, weights: Sequence[Any]) -> OptimizerNeeds:
         LayoutError: When Keras knows no optimizer of that name, or the optimizer cannot be built for these weights.
     """
     if optimizer is None or not weights:
-        return OptimizerNeeds()
+        return OptimizerMemory()
     found: dict[int, list[Slot]] = defaultdict(list)
     with _built(optimizer, weights) as own:
         spread, factors = spread_of(own), _factors(own)
@@ -92,7 +92,7 @@ def needs_of(optimizer: Any, weights: Sequence[Any]) -> OptimizerNeeds:
             # State of no weight in particular is whole on every device, so any weight can count it.
             found[id(weights[0] if weight is None else weight)].append(_slot(slot, weight, spread, factors))
         update = sum(part.update_bytes for part in optimizers_in(own) if isinstance(part, JointOptimizer))
-    return OptimizerNeeds({key: tuple(slots) for key, slots in found.items()}, update)
+    return OptimizerMemory({key: tuple(slots) for key, slots in found.items()}, update)
 
 
 def _factors(optimizer: Any) -> Mapping[int, bool]:

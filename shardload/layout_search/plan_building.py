@@ -14,16 +14,23 @@ import numpy as np
 
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.variables import numbered
-from shardload.layout_search.batch_moves import differences
-from shardload.layout_search.layout_plan import Decision, LayoutPlan, PlannedExchange, PlannedVariable
+from shardload.layout_search.layout_plan import LayoutPlan
+from shardload.layout_search.linear_program import Demand, Solution
+from shardload.layout_search.memory_limits import (
+    activation_peak,
+    assignment_of,
+    chosen_options,
+    fastest_that_fits,
+    state_memory,
+)
+from shardload.layout_search.plan_parts import Decision, PlannedExchange, PlannedVariable
 from shardload.layout_search.problem import Problem, WeightKind
-from shardload.layout_search.solution_memory import assignment_of, chosen, fastest_that_fits, peak, state_of
-from shardload.layout_search.solving import Demand, Solution, WeightOption, gathers
 from shardload.layout_search.tracing import described
+from shardload.layout_search.weight_options import WeightOption, batch_move, gathers
 from shardload.units import format_bytes, plural
 
 
-def make_plan(
+def plan_of_solution(
     model: Any, problem: Problem, demand: Demand, solution: Solution, *, inputs: Any, batch_axis: str, limit: int | None
 ) -> LayoutPlan:
     """Return the plan for a solution.
@@ -37,7 +44,7 @@ def make_plan(
         batch_axis: The axis that splits the batch.
         limit: The device memory that the caller gave.
     """
-    activations, _ = peak(problem, solution)
+    activations, _ = activation_peak(problem, solution)
     names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))
     decisions = tuple(_decisions(problem, demand, solution, names))
     return LayoutPlan(
@@ -47,21 +54,21 @@ def make_plan(
         training=problem.traced.training,
         inputs=described(inputs),
         variables=tuple(_variables(model, problem, solution)),
-        device=replace(state_of(problem, solution), activations=activations),
+        device=replace(state_memory(problem, solution), activations=activations),
         device_memory_bytes=limit,
         step_s=solution.seconds,
         exchanges=tuple(_exchanges(problem, solution)),
         decisions=decisions,
         constants=dataclasses.asdict(problem.hardware),
         notes=(
-            *_of_batch(problem, inputs, batch_axis),
+            *_batch_notes(problem, inputs, batch_axis),
             *_notes(problem, batch_axis),
-            *([] if problem.traced.training else _of_generation(model, inputs)),
+            *([] if problem.traced.training else _generation_notes(model, inputs)),
         ),
     )
 
 
-def _of_batch(problem: Problem, inputs: Any, batch_axis: str) -> list[str]:
+def _batch_notes(problem: Problem, inputs: Any, batch_axis: str) -> list[str]:
     """Say that the batch axis splits nothing, where the batch does not divide."""
     size = problem.mesh.axis_size(batch_axis)
     if size == 1 or batch_axis in problem.pinned:
@@ -72,7 +79,7 @@ def _of_batch(problem: Problem, inputs: Any, batch_axis: str) -> list[str]:
     ]
 
 
-def _of_generation(model: Any, inputs: Any) -> list[str]:
+def _generation_notes(model: Any, inputs: Any) -> list[str]:
     """Say that a forward pass keeps no KV cache, for the models of KerasHub that generate; and how large that is."""
     if not hasattr(model, "generate"):
         return []
@@ -128,16 +135,16 @@ def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for work in problem.work:
         for exchange in work.exchanges:
-            kinds = tuple({*work.kinds, exchange.group, *exchange.dims})
-            assignment = assignment_of(problem, solution, kinds)
+            dim_groups = tuple({*work.dim_groups, exchange.group, *exchange.dims})
+            assignment = assignment_of(problem, solution, dim_groups)
             seconds, nbytes = problem.exchange_s(exchange, assignment)
-            for axis, kind in zip(problem.mesh.axes, assignment, strict=True):
-                if kind == exchange.group and nbytes and problem.sizes[axis] > 1:
+            for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
+                if dim_group == exchange.group and nbytes and problem.sizes[axis] > 1:
                     entry = found[exchange.kind, axis]
                     entry[0] += work.count
                     entry[1] += work.count * nbytes
                     entry[2] += work.count * seconds
-    for weight, option in chosen(problem, solution):
+    for weight, option in chosen_options(problem, solution):
         # Gathered weights are not kept for the backward pass, so they are gathered again.
         times = len(weight.members) * (2 if problem.traced.training else 1)
         for axes, nbytes, seconds in gathers(problem, weight, option):
@@ -146,7 +153,7 @@ def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
             entry[1] += len(weight.members) * nbytes
             entry[2] += times * seconds
         if option.moved:
-            for change in differences(problem, weight, option.assignment, option.moved):
+            for change in batch_move(problem, weight, option.assignment, option.moved):
                 entry, count = found[change.kind, "+".join(change.axes)], len(weight.members)
                 # An exchange that falls away counts negative, against the one in `problem.work`.
                 entry[0] += math.copysign(count, change.nbytes)
@@ -157,30 +164,32 @@ def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
 
 def _decisions(problem: Problem, demand: Demand, solution: Solution, names: Mapping[int, str]) -> list[Decision]:
     made = []
-    for kind, axis in problem.candidates:
-        done = (kind, axis) in solution.split
-        # What the opposite costs: the best plan with only this decision turned round.
-        opposite = replace(demand, forced=((kind, axis, not done),))
+    for dim_group, axis in problem.candidates:
+        splits = (dim_group, axis) in solution.split
+        # What the opposite costs: the best plan with only this decision reversed.
+        opposite = replace(demand, forced=((dim_group, axis, not splits),))
         _, other = fastest_that_fits(problem, opposite)
-        if other is None and demand.state_limit_bytes is not None:
-            _, other = fastest_that_fits(problem, replace(opposite, state_limit_bytes=None))
+        if other is None and demand.weight_limit_bytes is not None:
+            _, other = fastest_that_fits(problem, replace(opposite, weight_limit_bytes=None))
         longer = None if other is None else other.seconds - solution.seconds
-        made.append(Decision(axis, done, problem.length[kind], tuple(_members(problem, kind, names)), longer))
+        made.append(
+            Decision(axis, splits, problem.length[dim_group], tuple(_members(problem, dim_group, names)), longer)
+        )
     return made
 
 
-def _members(problem: Problem, kind: int, names: Mapping[int, str]) -> list[str]:
+def _members(problem: Problem, dim_group: int, names: Mapping[int, str]) -> list[str]:
     found = []
     for weight in problem.weights:
-        for dim, of_dim in enumerate(weight.kinds):
-            if of_dim == kind:
+        for dim, group in enumerate(weight.dim_groups):
+            if group == dim_group:
                 found += [f"{names[id(problem.traced.weights[i][0])]}[{dim}]" for i in weight.members]
     return found
 
 
 def _variables(model: Any, problem: Problem, solution: Solution) -> list[PlannedVariable]:
     made: dict[int, PlannedVariable] = {}
-    for weight, option in chosen(problem, solution):
+    for weight, option in chosen_options(problem, solution):
         reason = _reason(problem, weight, option)
         for i in weight.members:
             variable = problem.traced.weights[i][0]
@@ -188,7 +197,7 @@ def _variables(model: Any, problem: Problem, solution: Solution) -> list[Planned
             made[id(variable)] = PlannedVariable(
                 variable.path, weight.shape, weight.nbytes, option.spec, stored, weight.trainable, reason
             )
-    # Kinds are in any order; a plan lists variables as the model does.
+    # Weights are in any order; a plan lists variables as the model does.
     order = {id(variable): at for at, variable in enumerate(model.variables)}
     return [made[key] for key in sorted(made, key=lambda key: order.get(key, len(order)))]
 
@@ -202,7 +211,7 @@ def _reason(problem: Problem, weight: WeightKind, option: WeightOption) -> str:
             f"{weight.shape[d]} of dim {d} split over {'+'.join(axes)}" for d, axes in enumerate(option.spec) if axes
         ]
         return ", ".join(how) + (f"; the batch is moved to its rows over {option.moved}" if option.moved else "")
-    candidates = [(k, axis) for k, axis in problem.candidates if k in weight.kinds]
+    candidates = [(k, axis) for k, axis in problem.candidates if k in weight.dim_groups]
     if candidates:
         return "replicated: splitting one of its dims would take longer than it saves"
     return f"replicated: no dim of {weight.shape} can be split over {problem.mesh} without moving what it is used with"

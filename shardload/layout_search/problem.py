@@ -1,7 +1,8 @@
-"""The planning problem: which mesh axis splits which group of dims, and what operations cost then.
+"""The planning problem: which mesh axis splits which dim group, and what operations cost then.
 
-The program's groups are merged where they play the same part (the hidden dims of all layers of a transformer), and so
-are operations and weights: the size of the problem depends on the kinds of layers, not on their number.
+A *dim group* is what a plan decides about. It merges the groups of the program that play the same part, such as the
+hidden dims of all layers of a transformer, and is a number here. Operations and weights are merged likewise: the size
+of the problem depends on how many different layers a model has, not on how many layers.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardload.layout_search.batch_moves import Table, table_of
 from shardload.layout_search.hardware import Hardware
-from shardload.layout_search.optimizer_memory import OptimizerNeeds, Slot
+from shardload.layout_search.optimizer_memory import OptimizerMemory, Slot
 from shardload.layout_search.program import UNSPLIT, Exchange, Program, Value
 from shardload.layout_search.tracing import Traced
 from shardload.sharding.layout import Layout, Spec
@@ -24,18 +24,33 @@ from shardload.sharding.mesh import MeshSpec
 SMALL_BYTES = 1 << 10
 """Dims that only smaller variables have are not split: seeds, scalars of layers."""
 ROUNDS = 3
-"""How many steps away groups and operations are compared before two groups count as the same kind."""
+"""How many steps away groups and operations are compared before two groups count as alike."""
 Assignment = tuple[int | None, ...]
-"""For each mesh axis, the kind of group that it splits, or ``None``."""
+"""For each mesh axis, the dim group that it splits, or ``None``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingUse:
+    """How a step looks up rows of an embedding, once."""
+
+    dim: int
+    """The dim that indices count along."""
+    nbytes: int
+    """Bytes of the embedding, and of its gradient, in the dtype that it is read in."""
+    rows_bytes: int
+    """Bytes of the rows that the whole batch looks up."""
+    index_bytes: int
+    """Bytes of the indices of the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """Variables with the same shape, dtype, slots and kinds of dims."""
+    """Variables with the same shape, dtype, slots and dim groups."""
 
     shape: tuple[int, ...]
     nbytes: int
-    kinds: tuple[int, ...]
+    dim_groups: tuple[int, ...]
+    """The dim group of each dim, `UNSPLIT` where it has none."""
     trainable: bool
     pin: Spec | None
     """The layout that the user has fixed."""
@@ -43,8 +58,8 @@ class WeightKind:
     """The state of the optimizer for each of them."""
     members: tuple[int, ...]
     """Positions of the variables in `Traced.weights`."""
-    table: Table | None = None
-    """How it is looked up in, if that is all that a step does with it."""
+    embedding: EmbeddingUse | None = None
+    """How rows of it are looked up, if that is all that a step does with it."""
 
     def allows(self, layout: Layout) -> bool:
         """Whether the optimizer can split its state for this layout."""
@@ -57,57 +72,57 @@ class WeightKind:
 
 @dataclass(frozen=True, slots=True)
 class WorkKind:
-    """Operations with the same work, exchanges and kinds of dims."""
+    """Operations with the same work, exchanges and dim groups."""
 
     name: str
-    kinds: tuple[int, ...]
+    dim_groups: tuple[int, ...]
     flops: float
     nbytes: float
     exchanges: tuple[Exchange, ...]
-    """Their ``group`` and ``dims`` are kinds."""
+    """Exchanges whose ``group`` and ``dims`` are dim groups."""
     count: int
 
 
 @dataclass(slots=True)
 class Problem:
-    """Kinds of groups, weights and work on one mesh."""
+    """Dim groups, weights and work on one mesh."""
 
     mesh: MeshSpec
     hardware: Hardware
     traced: Traced
-    kind_of: Mapping[int, int]
-    """From a group to its kind."""
+    dim_group_of: Mapping[int, int]
+    """The dim group of each group of the program."""
     length: Mapping[int, int]
-    """Of each kind: what the number of devices that split it must divide."""
+    """The greatest common divisor of the dims in each dim group: the number of devices that split it must divide it."""
     weights: tuple[WeightKind, ...]
     work: tuple[WorkKind, ...]
     conflicts: frozenset[frozenset[int]]
-    """Pairs of kinds that one tensor has both of."""
+    """Pairs of dim groups that occur together in one tensor."""
     pinned: Mapping[str, int]
-    """The kind that an axis splits in any case: the batch."""
+    """The dim group that an axis splits under every plan: the batch."""
     update_bytes: int = 0
-    """As in `OptimizerNeeds`."""
+    """Bytes that the optimizer's update needs on every device, as in `OptimizerMemory`."""
     candidates: tuple[tuple[int, str], ...] = ()
-    """Every kind and axis between which the plan can choose."""
+    """Each dim group with an axis that may split it: what the plan decides."""
     sizes: Mapping[str, int] = field(default_factory=dict)
 
-    def assignments(self, kinds: Sequence[int]) -> Iterator[Assignment]:
-        """Yield every way to split ``kinds``: for each axis one of them, or none."""
+    def assignments(self, dim_groups: Sequence[int]) -> Iterator[Assignment]:
+        """Yield every way to split ``dim_groups``: for each axis one of them, or none."""
         allowed = set(self.candidates)
         choices: list[list[int | None]] = []
         for axis in self.mesh.axes:
             if axis in self.pinned:
-                choices.append([self.pinned[axis] if self.pinned[axis] in kinds else None])
+                choices.append([self.pinned[axis] if self.pinned[axis] in dim_groups else None])
             else:
-                choices.append([None, *(k for k in dict.fromkeys(kinds) if (k, axis) in allowed)])
+                choices.append([None, *(k for k in dict.fromkeys(dim_groups) if (k, axis) in allowed)])
         yield from itertools.product(*choices)
 
-    def parts(self, kinds: Sequence[int], assignment: Assignment) -> int:
-        """Return into how many parts an assignment splits a tensor with these kinds of dims."""
+    def shard_count(self, dim_groups: Sequence[int], assignment: Assignment) -> int:
+        """Return into how many shards an assignment splits a tensor with these dim groups."""
         return math.prod(
             self.sizes[axis]
-            for axis, kind in zip(self.mesh.axes, assignment, strict=True)
-            if kind in kinds and kind is not None
+            for axis, dim_group in zip(self.mesh.axes, assignment, strict=True)
+            if dim_group in dim_groups and dim_group is not None
         )
 
     def exchange_s(self, exchange: Exchange, assignment: Assignment) -> tuple[float, float]:
@@ -117,8 +132,8 @@ class Problem:
             if assignment[i] != exchange.group:
                 continue
             # The exchange runs within groups along this axis; other axes have cut the result already.
-            others = tuple(None if j == i else kind for j, kind in enumerate(assignment))
-            local = exchange.nbytes / self.parts(exchange.dims, others)
+            others = tuple(None if j == i else dim_group for j, dim_group in enumerate(assignment))
+            local = exchange.nbytes / self.shard_count(exchange.dims, others)
             if exchange.kind == "collective-permute":
                 local /= self.sizes[axis]
             seconds += self.hardware.exchange_s(exchange.kind, local, axis=axis, size=self.sizes[axis])
@@ -126,8 +141,8 @@ class Problem:
         return seconds, moved
 
     def work_s(self, work: WorkKind, assignment: Assignment) -> float:
-        """Return the seconds that one operation of a kind takes, with its exchanges."""
-        parts = self.parts(work.kinds, assignment)
+        """Return the seconds that one of these operations takes, with its exchanges."""
+        parts = self.shard_count(work.dim_groups, assignment)
         compute = self.hardware.compute_s(work.flops / parts, work.nbytes / parts)
         return compute + sum(self.exchange_s(e, assignment)[0] for e in work.exchanges)
 
@@ -139,9 +154,9 @@ def make_problem(
     *,
     batch_axis: str,
     pins: Mapping[int, Spec],
-    optimizer: OptimizerNeeds,
+    optimizer: OptimizerMemory,
 ) -> Problem:
-    """Reduce a traced program to the kinds that a plan decides about.
+    """Reduce a traced program to the dim groups that a plan decides about.
 
     Args:
         traced: The program.
@@ -149,70 +164,70 @@ def make_problem(
         hardware: The costs.
         batch_axis: The axis that splits the first dim of every input, where it divides.
         pins: Layouts that are fixed, by ``id(variable)``.
-        optimizer: What the optimizer needs.
+        optimizer: The memory of the optimizer.
     """
     program = traced.program
-    kinds = _kinds(traced)
+    dim_groups = _dim_groups(traced)
     # Decided beforehand: the batch axis splits the batch, if it divides.
-    batch = {kinds[program.group(n)] for n in traced.batch}
-    length = _lengths(program, kinds)
+    batch = {dim_groups[program.group(n)] for n in traced.batch}
+    length = _lengths(program, dim_groups)
     sizes = {axis: mesh.axis_size(axis) for axis in mesh.axes}
     pinned = {}
     if batch and all(length[k] % sizes[batch_axis] == 0 for k in batch):
         pinned = {batch_axis: min(batch)}
-    # An axis can split one dim of a tensor. So two kinds in one tensor exclude each other on an axis, and a kind that a
-    # tensor has twice (a square kernel within a residual stream) cannot be split at all.
-    tuples = {tuple(_kind(program, kinds, n) for n in dims) for dims in program.tensors}
+    # An axis can split one dim of a tensor. So two dim groups in one tensor exclude each other on an axis, and one that
+    # a tensor has twice (a square kernel within a residual stream) cannot be split at all.
+    tuples = {tuple(_dim_group(program, dim_groups, n) for n in dims) for dims in program.tensors}
     twice = {k for dims in tuples for k in dims if k != UNSPLIT and dims.count(k) > 1}
     conflicts = frozenset(
         frozenset(pair) for dims in tuples for pair in itertools.combinations(sorted(set(dims) - {UNSPLIT}), 2)
     )
-    weights = _weights(traced, kinds, pins, optimizer.slots)
+    weights = _weights(traced, dim_groups, pins, optimizer.slots)
     problem = Problem(
-        mesh, hardware, traced, kinds, length, weights, (), conflicts, pinned, optimizer.update_bytes, sizes=sizes
+        mesh, hardware, traced, dim_groups, length, weights, (), conflicts, pinned, optimizer.update_bytes, sizes=sizes
     )
-    apart = {_kind(program, kinds, n) for n in program.apart}
-    problem.candidates = tuple(_candidates(problem, exclude=twice | batch | apart))
+    sliced = {_dim_group(program, dim_groups, n) for n in program.sliced}
+    problem.candidates = tuple(_candidates(problem, exclude=twice | batch | sliced))
     # Last, as work on dims that nothing can split is left out.
-    problem.work = _work(program, kinds, {k for k, _ in problem.candidates} | set(pinned.values()))
+    problem.work = _work(program, dim_groups, {k for k, _ in problem.candidates} | set(pinned.values()))
     return problem
 
 
-def _kind(program: Program, kinds: Mapping[int, int], node: int) -> int:
-    return UNSPLIT if node == UNSPLIT else kinds.get(program.group(node), UNSPLIT)
+def _dim_group(program: Program, dim_groups: Mapping[int, int], node: int) -> int:
+    return UNSPLIT if node == UNSPLIT else dim_groups.get(program.group(node), UNSPLIT)
 
 
 def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, str]]:
     # Dims of small variables alone (seeds, scalars of layers) would add decisions of no effect.
     large = [w for w in problem.weights if w.nbytes >= SMALL_BYTES]
-    of_weights = sorted({k for w in large for k in w.kinds if k != UNSPLIT} - exclude)
+    of_weights = sorted({k for w in large for k in w.dim_groups if k != UNSPLIT} - exclude)
     for axis in problem.mesh.axes:
         size, taken = problem.sizes[axis], problem.pinned.get(axis)
         if size == 1 or taken is not None or problem.mesh.axis_kind(axis) == "batch":
             continue
-        for kind in of_weights:
-            if problem.length[kind] % size == 0:
-                yield kind, axis
+        for dim_group in of_weights:
+            if problem.length[dim_group] % size == 0:
+                yield dim_group, axis
 
 
-def _lengths(program: Program, kinds: Mapping[int, int]) -> dict[int, int]:
+def _lengths(program: Program, dim_groups: Mapping[int, int]) -> dict[int, int]:
     found: dict[int, int] = defaultdict(int)
-    for group, kind in kinds.items():
-        found[kind] = math.gcd(found[kind], program.length(group))
+    for group, dim_group in dim_groups.items():
+        found[dim_group] = math.gcd(found[dim_group], program.length(group))
     return dict(found)
 
 
-def _kinds(traced: Traced) -> dict[int, int]:
-    """Number the kinds of groups: two are of one kind if operations and weights see them alike.
+def _dim_groups(traced: Traced) -> dict[int, int]:
+    """Number the dim groups: two groups are in one if operations and weights see them alike.
 
-    This is colour refinement on the graph of groups, weights and operations, for `ROUNDS` rounds. Two groups of one
-    kind that meet in one tensor are kept apart.
+    This is colour refinement on the graph of groups, weights and operations, for `ROUNDS` rounds. Groups
+    that are alike but meet in one tensor are kept apart.
     """
     program = traced.program
     operations = Counter(_signature(program, op) for op in program.operations)
     weights = [(tuple(program.group(n) for n in v.dims), (v.shape, v.itemsize, w.trainable)) for w, v in traced.weights]
     seen_in = itertools.chain(*(dims for dims, _ in weights), *(dims for dims, _ in operations))
-    # Sorted, so that every process numbers the kinds alike and arrives at the same plan.
+    # Sorted, so that every process numbers the dim groups alike and arrives at the same plan.
     groups = sorted({*seen_in, *(program.group(n) for n in traced.batch)} - {UNSPLIT})
     colour: dict[int, Any] = {g: (program.length(g), any(program.group(n) == g for n in traced.batch)) for g in groups}
     # Each round adds to a group's colour those of its neighbours: weights and operations that have it as a dim, with
@@ -232,8 +247,8 @@ def _kinds(traced: Traced) -> dict[int, int]:
         colour = {g: hash((colour[g], frozenset(seen[g].items()))) for g in groups}
     # By first occurrence, not by hash: hashes of strings differ between processes.
     numbers: dict[Any, int] = {}
-    kinds = {g: numbers.setdefault(colour[g], len(numbers)) for g in groups}
-    return _apart(program, kinds)
+    dim_groups = {g: numbers.setdefault(colour[g], len(numbers)) for g in groups}
+    return _apart(program, dim_groups)
 
 
 def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
@@ -248,51 +263,51 @@ def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, .
     return tuple(dims), (op.name, op.flops, op.nbytes, tuple(exchanges))
 
 
-def _apart(program: Program, kinds: dict[int, int]) -> dict[int, int]:
-    """Give groups of one kind that meet in one tensor kinds of their own."""
+def _apart(program: Program, dim_groups: dict[int, int]) -> dict[int, int]:
+    """Give groups that are alike but meet in one tensor dim groups of their own."""
     members: dict[int, list[int]] = defaultdict(list)
-    for group, kind in kinds.items():
-        members[kind].append(group)
+    for group, dim_group in dim_groups.items():
+        members[dim_group].append(group)
     clash: set[int] = set()
     for dims in program.tensors:
-        groups = {program.group(n) for n in dims if n != UNSPLIT} & kinds.keys()
-        counted = Counter(kinds[g] for g in groups)
-        clash |= {kind for kind, count in counted.items() if count > 1}
+        groups = {program.group(n) for n in dims if n != UNSPLIT} & dim_groups.keys()
+        counted = Counter(dim_groups[g] for g in groups)
+        clash |= {dim_group for dim_group, count in counted.items() if count > 1}
     # Otherwise, one decision would split two dims of that tensor over the same axis.
     following = itertools.count(len(members))
-    return {g: next(following) if k in clash else k for g, k in kinds.items()}
+    return {g: next(following) if k in clash else k for g, k in dim_groups.items()}
 
 
 def _weights(
-    traced: Traced, kinds: Mapping[int, int], pins: Mapping[int, Spec], slots: Mapping[int, tuple[Slot, ...]]
+    traced: Traced, dim_groups: Mapping[int, int], pins: Mapping[int, Spec], slots: Mapping[int, tuple[Slot, ...]]
 ) -> tuple[WeightKind, ...]:
     program = traced.program
-    kinds_of: dict[WeightKind, list[int]] = defaultdict(list)
+    members: dict[WeightKind, list[int]] = defaultdict(list)
     for i, (variable, value) in enumerate(traced.weights):
-        dims = tuple(_kind(program, kinds, n) for n in value.dims)
+        dims = tuple(_dim_group(program, dim_groups, n) for n in value.dims)
         pin, own = pins.get(id(variable)), slots.get(id(variable), ())
         alike = WeightKind(
-            value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), table_of(program, value)
+            value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), _embedding_use(program, value)
         )
-        kinds_of[alike].append(i)
-    return tuple(replace(kind, members=tuple(members)) for kind, members in kinds_of.items())
+        members[alike].append(i)
+    return tuple(replace(kind, members=tuple(positions)) for kind, positions in members.items())
 
 
-def _work(program: Program, kinds: Mapping[int, int], relevant: set[int]) -> tuple[WorkKind, ...]:
+def _work(program: Program, dim_groups: Mapping[int, int], relevant: set[int]) -> tuple[WorkKind, ...]:
     """Merge operations that differ in dims that are never split."""
 
-    def kind(node: int) -> int:
-        found = _kind(program, kinds, node)
+    def dim_group(node: int) -> int:
+        found = _dim_group(program, dim_groups, node)
         return found if found in relevant else UNSPLIT
 
     merged: Counter[Any] = Counter()
     for op in program.operations:
         exchanges = tuple(
-            Exchange(e.kind, k, e.nbytes, tuple(sorted({kind(n) for n in e.dims} - {UNSPLIT})))
+            Exchange(e.kind, k, e.nbytes, tuple(sorted({dim_group(n) for n in e.dims} - {UNSPLIT})))
             for e in op.exchanges
-            if (k := kind(e.group)) != UNSPLIT
+            if (k := dim_group(e.group)) != UNSPLIT
         )
-        dims = tuple(sorted({kind(n) for n in op.dims} - {UNSPLIT}))
+        dims = tuple(sorted({dim_group(n) for n in op.dims} - {UNSPLIT}))
         # The rest takes the same time under every plan, so the time of a step does not count it.
         if dims or exchanges:
             merged[op.name, dims, op.flops, op.nbytes, exchanges] += 1
@@ -306,3 +321,13 @@ def stored_values(traced: Traced) -> list[Value]:
     """Return values that need buffers of their own, without the weights."""
     weights = {id(value) for _, value in traced.weights}
     return [v for v in traced.program.values if v.stored and v.view_of is None and id(v) not in weights]
+
+
+def _embedding_use(program: Program, value: Value) -> EmbeddingUse | None:
+    """Return how rows of a weight are looked up, or ``None`` unless that happens exactly once."""
+    # By origin: a lookup reads the embedding after its cast to the compute dtype.
+    found = [lookup for lookup in program.lookups if lookup.embedding.origin is value]
+    if len(found) != 1:
+        return None
+    lookup = found[0]
+    return EmbeddingUse(lookup.dim, lookup.embedding.nbytes, lookup.rows.nbytes, lookup.indices.nbytes)

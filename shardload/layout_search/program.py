@@ -69,8 +69,8 @@ class Exchange:
     kind: Collective
     group: int
     nbytes: int
-    """Bytes of the result over all devices: other axes may split it further, by ``dims``. Of a collective-permute,
-    those of all shards."""
+    """Bytes of the result over all devices: other axes may split it further, by ``dims``. A
+    collective-permute counts all shards."""
     dims: tuple[int, ...]
 
 
@@ -89,13 +89,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Rows that are looked up in a table."""
+    """Rows that are looked up in an embedding."""
 
-    table: Value
+    embedding: Value
     dim: int
-    """The dim of the table that indices count along."""
+    """The dim of the embedding that indices count along."""
     indices: Value
-    found: Value
+    rows: Value
 
 
 @dataclass(slots=True)
@@ -109,9 +109,9 @@ class Program:
     tensors: set[tuple[int, ...]] = field(default_factory=set)
     """Dims of every value with several: a mesh axis can split one of them."""
     lookups: list[Lookup] = field(default_factory=list)
-    apart: set[int] = field(default_factory=set)
-    """Nodes of dims that an operation takes apart, or joins from parts. If one were split, XLA would move parts
-    back and forth in ways that no cost foresees, so a search splits none."""
+    sliced: set[int] = field(default_factory=set)
+    """Nodes of dims that an operation slices, or joins from slices. If one were split over devices, XLA would move
+    slices back and forth in ways that no cost foresees, so a search splits none."""
     members: dict[int, int] = field(default_factory=dict)
     """From the group of a dim that counts groups of heads to the node of all heads. Both are split together."""
     unknown: Counter[str] = field(default_factory=Counter)
@@ -243,15 +243,15 @@ class Program:
             return made.nbytes
         return made.nbytes // math.gcd(length // value.shape[dim], max(k for k in self.divisors if length % k == 0))
 
-    def take_apart(self, value: Value, dim: int, *, why: str) -> None:
-        """Record that an operation takes a dim apart."""
+    def slice_dim(self, value: Value, dim: int, *, why: str) -> None:
+        """Record that an operation slices a dim, which it needs whole for that."""
         self.need_whole(value, dim, why=why)
-        self.note_apart(value.dims[dim])
+        self.mark_sliced(value.dims[dim])
 
-    def note_apart(self, node: int) -> None:
-        """Note that a dim consists of parts, or is one."""
+    def mark_sliced(self, node: int) -> None:
+        """Note that a dim consists of slices, or is one."""
         if node != UNSPLIT:
-            self.apart.add(node)
+            self.sliced.add(node)
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:

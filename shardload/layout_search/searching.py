@@ -1,62 +1,66 @@
-"""Search the layouts of a model on a mesh: the entry point of this package."""
+"""Search the layouts of a model: on a mesh, or on the smallest mesh on which a step fits.
+
+options ─► checked inputs ─► LayoutSearch: traced once ─► .on(mesh, limit) ─► LayoutPlan
+1x1, 1x2, 2x1, … ─► the smallest that fits
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from numbers import Integral
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-from shardload.errors import DoesNotFitError, LayoutError
+from shardload.errors import DoesNotFitError, LayoutError, UsageError, did_you_mean
+from shardload.layout_search.given_layouts import fixed_specs
 from shardload.layout_search.hardware import Hardware
-from shardload.layout_search.layout_plan import DeviceBytes, LayoutPlan
-from shardload.layout_search.optimizer_memory import checked_optimizer, needs_of
-from shardload.layout_search.pins import fixed_specs
-from shardload.layout_search.plan_building import make_plan
-from shardload.layout_search.problem import Problem, make_problem
-from shardload.layout_search.solution_memory import (
-    MOMENTS,
-    fastest_that_fits,
-    peak,
-    small_bytes,
-    state_of,
-    weight_bytes,
-)
-from shardload.layout_search.solving import Demand, Solution, solve
+from shardload.layout_search.layout_plan import LayoutPlan
+from shardload.layout_search.memory_limits import optimum
+from shardload.layout_search.optimizer_memory import checked_optimizer, memory_of_optimizer
+from shardload.layout_search.plan_building import plan_of_solution
+from shardload.layout_search.problem import make_problem
 from shardload.layout_search.tracing import (
     Traced,
     check_rows,
     collector_paused,
     input_specs,
     record,
+    rows_of,
     trace,
 )
-from shardload.layouts.model_variables import check_model
+from shardload.layouts.model_variables import check_model, nbytes
 from shardload.sharding.devices import mesh_spec
-from shardload.sharding.mesh import MeshSpec
+from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.typing import LayoutMap, MeshLike
-from shardload.units import format_bytes, format_bytes_down, format_bytes_up
+from shardload.units import check_kind
 
 BATCH_PER_POSITION = 8
 """Rows of the default batch for each position of the batch axis."""
-TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""Multiples of the least memory for weights that are tried where no device memory is given."""
+MAX_DEVICES = 4096
+"""The most devices that the search for the smallest mesh tries."""
 
 
-def search(
-    model: Any,
-    mesh: MeshLike | MeshSpec,
-    *,
-    inputs: Any = None,
-    arguments: Mapping[str, Any] | None = None,
-    batch: int | None = None,
-    sequence: int | None = None,
-    optimizer: Any = None,
-    device_memory_bytes: int | None = None,
-    pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
-    hardware: Hardware | None = None,
-    batch_axis: str | None = None,
-) -> LayoutPlan:
+class StepOptions(TypedDict, total=False):
+    """The step to plan for, as `search` documents it."""
+
+    inputs: Any
+    arguments: Mapping[str, Any] | None
+    batch: int | None
+    sequence: int | None
+    optimizer: Any
+    hardware: Hardware | None
+
+
+class SearchOptions(StepOptions, total=False):
+    """Options of a search on one mesh, as `search` documents them."""
+
+    device_memory_bytes: int | None
+    pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None
+    batch_axis: str | None
+
+
+def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOptions]) -> LayoutPlan:
     """Find the layouts that make a step fastest within a memory limit, for any Keras model.
 
     Traces the model on shapes, finds which dims must be split alike, and lets a mixed-integer linear program choose
@@ -69,6 +73,8 @@ def search(
         model: A built Keras model.
         mesh: The mesh, such as ``"data=2,model=4"``. An axis of kind ``batch`` splits the first dim of the inputs; with
             a memory limit it may also split the storage of weights, which are then gathered for use.
+
+    Keyword Args:
         inputs: The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``; by default what a functional model
             declares, with ``batch`` rows and ``sequence`` for every other open dim (512).
         arguments: Other arguments of a call, by name.
@@ -87,17 +93,46 @@ def search(
         LayoutError: When the model cannot be traced, or a pin is impossible or matches nothing.
         UsageError: When an argument is of the wrong kind.
     """
-    check_built(model)
-    check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
-    mesh = mesh_spec(mesh)
-    hardware = Hardware.of(hardware)
+    return MeshSearch("search", model, mesh, options).within(options.get("device_memory_bytes"))
+
+
+class MeshSearch:
+    """A search on one mesh, under one limit after another."""
+
+    def __init__(self, caller: str, model: Any, mesh: MeshLike | MeshSpec, options: SearchOptions) -> None:
+        """Check the options of `search`, given to a function ``caller``, and trace the step."""
+        check_names(caller, options, SearchOptions)
+        check_built(model)
+        self.mesh = mesh_spec(mesh)
+        check_positive(device_memory_bytes=options.get("device_memory_bytes"))
+        self.batch_axis = batch_axis_of(self.mesh, options.get("batch_axis"))
+        self.pins = options.get("pins")
+        rows = BATCH_PER_POSITION * self.mesh.axis_size(self.batch_axis)
+        self.step = traced_step(model, self.mesh, options, rows=rows)
+
+    def within(self, limit: int | None) -> LayoutPlan:
+        """Return the best plan for a limit of the memory of each device."""
+        return self.step.on(self.mesh, device_memory_bytes=limit, pins=self.pins, batch_axis=self.batch_axis)
+
+
+def traced_step(model: Any, mesh: MeshSpec, options: StepOptions, *, rows: int) -> LayoutSearch:
+    """Check the options of a step, and trace it.
+
+    Args:
+        model: A built Keras model.
+        mesh: The mesh, or one with the same axes.
+        options: The step.
+        rows: Rows of the default inputs if the options state none.
+    """
+    batch, sequence, inputs = options.get("batch"), options.get("sequence"), options.get("inputs")
+    check_positive(batch=batch, sequence=sequence)
+    hardware = Hardware.of(options.get("hardware"))
     hardware.check(mesh)
-    axis = batch_axis_of(mesh, batch_axis)
     if inputs is None:
-        inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=axis)
+        inputs = input_specs(model, batch=batch or rows, sequence=sequence)
     check_rows(model, inputs, batch)
-    found = LayoutSearch(model, inputs, arguments=arguments, optimizer=optimizer, hardware=hardware)
-    return found.on(mesh, batch_axis=axis, pins=pins, device_memory_bytes=device_memory_bytes)
+    arguments, optimizer = options.get("arguments"), options.get("optimizer")
+    return LayoutSearch(model, inputs, arguments=arguments, optimizer=optimizer, hardware=hardware)
 
 
 class LayoutSearch:
@@ -129,7 +164,7 @@ class LayoutSearch:
         self.model, self.inputs, self.hardware = model, inputs, Hardware.of(hardware)
         with collector_paused():
             self.recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
-        self.needs = needs_of(optimizer, model.trainable_variables)
+        self.optimizer_memory = memory_of_optimizer(optimizer, model.trainable_variables)
         self._traces: dict[frozenset[int], Traced] = {}
 
     def on(
@@ -156,8 +191,14 @@ class LayoutSearch:
         fixed = fixed_specs(self.model, mesh, pins)
         with collector_paused():
             traced = self._traced(mesh)
-            problem = make_problem(traced, mesh, self.hardware, batch_axis=axis, pins=fixed, optimizer=self.needs)
-            return _plan(self.model, problem, inputs=self.inputs, batch_axis=axis, limit=device_memory_bytes)
+            problem = make_problem(
+                traced, mesh, self.hardware, batch_axis=axis, pins=fixed, optimizer=self.optimizer_memory
+            )
+            limit = None if device_memory_bytes is None else int(device_memory_bytes)  # JSON has no integers of NumPy
+            demand, solution = optimum(problem, limit)
+            return plan_of_solution(
+                self.model, problem, demand, solution, inputs=self.inputs, batch_axis=axis, limit=limit
+            )
 
     def _traced(self, mesh: MeshSpec) -> Traced:
         """Return the program for the sizes of a mesh: 2x4 and 4x2 share one."""
@@ -167,23 +208,111 @@ class LayoutSearch:
         return self._traces[key]
 
 
-def default_inputs(
-    model: Any, mesh: MeshSpec, *, batch: int | None, sequence: int | None, batch_axis: str | None = None
-) -> Any:
-    """Return the inputs to plan for where the caller gives none: those that a functional model declares.
+# ---- the smallest mesh -------------------------------------------------------------------------------
+
+
+def search_smallest_mesh(
+    model: Any, device_memory_bytes: int, *, max_devices: int = MAX_DEVICES, **options: Unpack[StepOptions]
+) -> LayoutPlan | None:
+    """Find the smallest mesh on which a step fits, with the layouts that make it fastest there.
+
+    Tries 1, 2, 4, … devices as ``batch`` times ``model``; of several shapes that fit, the fastest is taken. The batch
+    is the same on all of them, so every device of a larger ``batch`` axis has fewer rows of it.
 
     Args:
-        model: The model.
-        mesh: The mesh.
-        batch: Rows; by default `BATCH_PER_POSITION` for each position of the batch axis.
-        sequence: Length of open dims.
-        batch_axis: The axis that splits the batch; by default the mesh's.
+        model: A built Keras model.
+        device_memory_bytes: As in `search`.
+        max_devices: The largest number of devices to try.
+
+    Keyword Args:
+        inputs: As in `search`; with ``batch`` rows (8) by default.
+        arguments: As in `search`.
+        batch: As in `search`.
+        sequence: As in `search`.
+        optimizer: As in `search`.
+        hardware: As in `search`.
+
+    Returns:
+        The plan on that mesh, or ``None`` where none of them has enough memory.
 
     Raises:
-        LayoutError: When the model does not declare its inputs, or the mesh has no such axis.
+        LayoutError: When the model cannot be traced, or the hardware has rates of other axes.
+        UsageError: When an argument is of the wrong kind.
     """
-    rows = batch or BATCH_PER_POSITION * mesh.axis_size(batch_axis_of(mesh, batch_axis))
-    return input_specs(model, batch=rows, sequence=sequence)
+    check_names("search_smallest_mesh", options, StepOptions)
+    check_built(model)
+    for argument, value in (("device_memory_bytes", device_memory_bytes), ("max_devices", max_devices)):
+        check_kind(argument, value, Integral, "a positive integer")
+    check_positive(device_memory_bytes=device_memory_bytes, max_devices=max_devices)
+    step = traced_step(model, MeshSpec(DEFAULT_AXES, (1, 1)), options, rows=BATCH_PER_POSITION)
+    return smallest_mesh_plan(step, device_memory_bytes, int(max_devices))
+
+
+def smallest_mesh_plan(search: LayoutSearch, device_memory_bytes: int, max_devices: int) -> LayoutPlan | None:
+    """Return the plan on the smallest mesh on which a traced step fits, or ``None``; see `search_smallest_mesh`.
+
+    Args:
+        search: The traced step.
+        device_memory_bytes: Hard limit for each device.
+        max_devices: The largest number of devices to try.
+    """
+    if search.optimizer_memory.update_bytes >= device_memory_bytes:
+        return None  # no layout makes this smaller
+    rows = math.gcd(*(rows_of(search.inputs) - {1})) or 1  # an input of one row stays whole
+    lengths = {int(n) for variable in search.recorded.variables for n in variable.shape}
+    fewest = _fewest(search, device_memory_bytes)
+    for devices in (1 << n for n in range(max_devices.bit_length())):
+        if devices < fewest:
+            continue
+        plans = []
+        # More devices can need more memory, where a dim does not divide any more, and still more devices less again.
+        for mesh in _meshes(devices, rows=rows, lengths=lengths):
+            with suppress(DoesNotFitError):
+                plans.append(search.on(mesh, device_memory_bytes=device_memory_bytes))
+        if plans:
+            return min(plans, key=lambda plan: plan.step_s)
+    return None
+
+
+def _fewest(search: LayoutSearch, device_memory_bytes: int) -> int:
+    """Return a lower bound on the number of devices: all state, split evenly over them."""
+    recorded, slots, total = search.recorded, search.optimizer_memory.slots, 0.0
+    for at, variable in enumerate(recorded.variables):
+        trained = recorded.training and at < recorded.trainable
+        # A trained weight has a gradient of its own size.
+        total += nbytes(variable) * (2 if trained else 1)
+        total += sum(s.nbytes for s in slots.get(id(variable), ()) if s.follows != "nothing")
+    return int(total // max(device_memory_bytes, 1))
+
+
+def _meshes(devices: int, *, rows: int, lengths: Collection[int]) -> Iterator[MeshSpec]:
+    """Yield the meshes of ``devices`` devices whose axes split something.
+
+    Args:
+        devices: A power of two.
+        rows: What the batch axis must divide.
+        lengths: Lengths of the dims of all variables, one of which the other axis must divide.
+    """
+    batch = 1
+    while batch <= devices:
+        model = devices // batch
+        if rows % batch == 0 and (model == 1 or any(n % model == 0 for n in lengths)):
+            yield MeshSpec(DEFAULT_AXES, (batch, model))
+        batch *= 2
+
+
+# ---- checks of options -------------------------------------------------------------------------------
+
+
+def check_names(caller: str, options: Mapping[str, Any], known: type[StepOptions]) -> None:
+    """Check the names of options.
+
+    Raises:
+        UsageError: When one is unknown.
+    """
+    names = known.__annotations__
+    if unknown := [name for name in options if name not in names]:
+        raise UsageError(f"{caller}() has no argument {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
 
 
 def batch_axis_of(mesh: MeshSpec, given: str | None) -> str:
@@ -222,96 +351,3 @@ def check_built(model: Any) -> None:
         raise LayoutError(
             f"Cannot plan {model.name!r}: it has no variables yet. Call it on a keras.Input or a batch once to build it"
         )
-
-
-def _plan(model: Any, problem: Problem, *, inputs: Any, batch_axis: str, limit: int | None) -> LayoutPlan:
-    limit = None if limit is None else int(limit)  # JSON takes no integers of NumPy
-    demand = Demand(storage_axes=tuple(_storage_axes(problem.mesh, limit)))
-    if limit is None:
-        demand, solution = _best_product(problem, demand)
-    else:
-        demand, solution = _within(problem, demand, limit)
-    return make_plan(model, problem, demand, solution, inputs=inputs, batch_axis=batch_axis, limit=limit)
-
-
-def _storage_axes(mesh: MeshSpec, limit: int | None) -> Sequence[str]:
-    # Under a limit any axis may store weights split. Without one, only an axis that is named for it.
-    return [a for a in mesh.axes if mesh.axis_size(a) > 1 and (limit is not None or mesh.axis_kind(a) == "fsdp")]
-
-
-# ---- which optimum -----------------------------------------------------------------------------------
-
-
-def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
-    """Return the solution with the least product of step time and weight bytes per device."""
-    # A product is not linear. So solve for time under rising limits of memory, and take the best product of the curve.
-    least = _solved(problem, replace(demand, minimise="memory"))
-    fewest = weight_bytes(problem, least)
-    best: tuple[float, Demand, Solution] | None = None
-    whole = sum(w.nbytes * len(w.members) for w in problem.weights)
-    for factor in TRADE_OFFS:
-        tried = replace(demand, state_limit_bytes=fewest * factor)
-        found = _solved(problem, tried)
-        product = found.seconds * weight_bytes(problem, found)
-        # Of equal products, the first, which needs less memory.
-        if best is None or product < best[0] * (1 - 1e-6):
-            best = product, tried, found
-        # Everything replicated is allowed now: a higher limit changes nothing.
-        if fewest * factor >= whole:
-            break
-    assert best is not None
-    return best[1], best[2]
-
-
-def _solved(problem: Problem, demand: Demand) -> Solution:
-    found = solve(problem, demand)
-    if found is None:
-        raise LayoutError(f"Cannot plan on {problem.mesh}: the pinned layouts contradict each other. Remove some")
-    return found
-
-
-def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
-    """Return the fastest solution whose peak fits; only where there is none, small weights are stored split too."""
-    demand, fastest = fastest_that_fits(problem, replace(demand, limit_bytes=float(limit)))
-    if fastest is not None:
-        return demand, fastest
-    found, least = _least(problem, demand)
-    if least.total <= limit:
-        return demand, found
-    # Small weights stay whole as long as possible; only if storing them split could suffice, start again with that.
-    if not demand.small and least.total - small_bytes(problem, found) <= limit:
-        return _within(problem, replace(demand, small=True, buffers=()), limit)
-    raise _does_not_fit(problem, least, limit)
-
-
-def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
-    """Minimise memory, adding moments of the program, and return the best solution on the way, with its needs."""
-    demand = replace(demand, minimise="memory", limit_bytes=None)
-    best: tuple[Solution, DeviceBytes] | None = None
-    for _ in range(MOMENTS):
-        found = _solved(problem, demand)
-        activations, moment = peak(problem, found)
-        needs = replace(state_of(problem, found), activations=activations)
-        if best is None or needs.total < best[1].total:
-            best = found, needs
-        if moment in demand.buffers:
-            break
-        demand = replace(demand, buffers=(*demand.buffers, moment))
-    assert best is not None
-    return best
-
-
-def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFitError:
-    state = least.total - least.activations
-    what, way_out = "activations", "Use a larger mesh, a smaller batch, or a limit of that size"
-    # A larger mesh does not help: the update gathers state on every device.
-    if least.activations <= problem.update_bytes:
-        what = "memory for the optimizer's update, on any mesh"
-        way_out = "Use a limit of that size, or let AdamW update more of the weights (REKLS: max_dimension, adamw_for)"
-    return DoesNotFitError(
-        f"No layout on {problem.mesh} needs at most {format_bytes_down(limit)} per device. The least found is "
-        f"{format_bytes_up(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
-        f"{format_bytes(least.activations)} of {what}. {way_out}",
-        least_bytes=least.total,
-        hint="; search_compiled (plan --compile) finds out whether the compiled step needs less",
-    )

@@ -135,7 +135,7 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
             olds.remove(dim)
             if to != news[0] and to == len(new) - 1:
                 # (192) to (12, 16): neither the heads nor their width divide alone.
-                program.note_apart(node)
+                program.mark_sliced(node)
             elif to != news[0]:
                 heads[news[0]] = node
             elif grouped is not None and program.group(grouped) != program.group(node):
@@ -145,7 +145,7 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
                 heads[news[0]] = grouped
             if len(news) > 1:
                 for d in olds:
-                    program.note_apart(value.dims[d])
+                    program.mark_sliced(value.dims[d])
         for d in olds:
             program.need_whole(value, d, why="reshape")
     made = fresh(program, eqn.outvars[0], dims, view_of=value)
@@ -214,18 +214,18 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return blocks
 
 
-# ---- parts of dims ---------------------------------------------------------------------------------
+# ---- sliced dims -----------------------------------------------------------------------------------
 
 
 def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
-    """Make results whose dims follow those of ``value`` that are ``kept``; the others are taken apart."""
+    """Make results whose dims follow those of ``value`` that are ``kept``; the others are sliced."""
     results = [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
     for d in range(len(value.dims)):
         if not kept(d):
-            program.take_apart(value, d, why=eqn.primitive.name)
-            # XLA carries a split of the parts back to the whole.
+            program.slice_dim(value, d, why=eqn.primitive.name)
+            # XLA carries a split of the slices back to the whole.
             for made in results:
-                program.note_apart(made.dims[d])
+                program.mark_sliced(made.dims[d])
     return results
 
 
@@ -248,7 +248,7 @@ def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]
         if window[d] == 1:
             program.unite(n, value.dims[d])
         else:
-            program.take_apart(src, d, why="select_and_scatter_add")
+            program.slice_dim(src, d, why="select_and_scatter_add")
     return _keeping(program, eqn, value, lambda d: window[d] == 1)
 
 
@@ -283,16 +283,16 @@ def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Unite every dim but the one that is joined from parts."""
+    """Unite every dim but the one that is joined from slices."""
     along = eqn.params["dimension"]
     first = operands[0]
     for other in operands:
-        program.take_apart(other, along, why="concatenate")
+        program.slice_dim(other, along, why="concatenate")
         for d, n in enumerate(other.dims):
             if d != along:
                 program.unite(first.dims[d], n)
     made = fresh(program, eqn.outvars[0], [None if d == along else n for d, n in enumerate(first.dims)])
-    program.note_apart(made.dims[along])
+    program.mark_sliced(made.dims[along])
     return [made]
 
 
@@ -314,9 +314,9 @@ def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry every dim but the one that is taken apart."""
+    """Carry every dim but the one that is sliced."""
     axis, value = eqn.params["axis"], operands[0]
-    program.take_apart(value, axis, why="unstack")
+    program.slice_dim(value, axis, why="unstack")
     dims = [n for d, n in enumerate(value.dims) if d != axis]
     return [fresh(program, var, dims) for var in eqn.outvars]
 
@@ -328,5 +328,5 @@ def dynamic_update_slice(program: Program, eqn: Any, operands: Sequence[Value]) 
         if update.shape[d] == value.shape[d]:
             program.unite(value.dims[d], n)
         else:
-            program.take_apart(update, d, why="dynamic_update_slice")
+            program.slice_dim(update, d, why="dynamic_update_slice")
     return _keeping(program, eqn, value, lambda d: update.shape[d] == value.shape[d])

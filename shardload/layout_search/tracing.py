@@ -257,7 +257,7 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
     # The other dims come whole. XLA gathers a weight that is split along one instead of splitting the input.
     for value in values[len(weights) :]:
         for node in value.dims[1:]:
-            program.note_apart(node)
+            program.mark_sliced(node)
     return Traced(program, weights, batch, recorded.training)
 
 

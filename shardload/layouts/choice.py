@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardload.keras_bridge.variables import numbered
-from shardload.layouts.roles import LARGE_BYTES, nbytes
+from shardload.layouts.model_variables import LARGE_BYTES, nbytes
 from shardload.sharding.layout import Fallback, Layout
 from shardload.sharding.mesh import AXIS_NAMES, MeshSpec
 from shardload.units import plural

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ import keras
 from shardload.errors import UsageError
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.tracking import bookkeeping_attributes, members_of
+from shardload.keras_bridge.variables import stored_dtype
+
+LARGE_BYTES = 1 << 20
+"""Smallest vector worth splitting, and smallest replicated variable worth reporting."""
 
 
 def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -66,6 +71,11 @@ def check_model(model: Any, *, to: str) -> None:
 def all_variables(model: Any) -> dict[int, Any]:
     """Return every variable reachable from ``model`` by ``id``: its own, its optimizer's, metrics, samplers' seeds."""
     return {id(v): v for v in state_of(model)}
+
+
+def nbytes(variable: Any) -> int:
+    """Return the bytes of a variable's value, even if it has none yet."""
+    return math.prod(map(int, variable.shape)) * stored_dtype(variable).itemsize
 
 
 def is_kind(layer: Any, *names: str) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardload.layouts.choice import VariableLayout
+from shardload.layouts.model_variables import nbytes
 from shardload.layouts.role import MATRICES, Dim, Follows, Role, Wants
-from shardload.layouts.roles import by_shape, nbytes
+from shardload.layouts.roles import by_shape
 from shardload.sharding.layout import Fallback, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 

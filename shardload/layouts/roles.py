@@ -23,16 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardload.keras_bridge.model_state import slots_of
-from shardload.keras_bridge.variables import stored_dtype
 from shardload.layouts import model_variables
 from shardload.layouts.channels import conv_roles, recurrent_roles, separable_roles
 from shardload.layouts.kernel_pairs import pairs
 from shardload.layouts.layer_rules import dims_by_rule
-from shardload.layouts.model_variables import is_kind
+from shardload.layouts.model_variables import LARGE_BYTES, is_kind, nbytes
 from shardload.layouts.role import MATRICES, Dim, Follows, Role, Wants
 
-LARGE_BYTES = 1 << 20
-"""Smallest vector worth splitting, and smallest replicated variable worth reporting."""
 _CONVOLUTIONS = ("BaseConv", "BaseConvTranspose", "BaseDepthwiseConv", "BaseSeparableConv", "ConvLSTMCell")
 """Keras' classes of layers whose kernels slide over a window."""
 
@@ -92,11 +89,6 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     for slot, variable in slots_of(model):
         found[id(slot)] = Follows("slot", variable, tuple(range(len(variable.shape))))
     return found
-
-
-def nbytes(variable: Any) -> int:
-    """Return the bytes of a variable's value, even if it has none yet."""
-    return math.prod(map(int, variable.shape)) * stored_dtype(variable).itemsize
 
 
 def by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:

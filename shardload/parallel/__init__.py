@@ -17,22 +17,19 @@ from shardload.layouts.collectives import all_gather, all_reduce, reduce_scatter
 from shardload.layouts.device_ids import devices_of, get_best_devices, list_devices
 
 if TYPE_CHECKING:
-    from shardload.layout_checks.compiled import compile_step
-    from shardload.layout_checks.compiled_step import CompiledStep
-    from shardload.layout_checks.hlo_collectives import Collective, collectives_in
-    from shardload.layout_checks.numbers import check_numbers
-    from shardload.layout_checks.numbers_report import ComparedArray, Misplaced, NumbersCheck
-    from shardload.layout_checks.placement import check_placement
+    from shardload.layout_checks.comparison import ComparedArray
+    from shardload.layout_checks.compiled_step import CompiledStep, compile_step
+    from shardload.layout_checks.hlo import Collective, collectives_in
+    from shardload.layout_checks.numbers import NumbersCheck, check_numbers
+    from shardload.layout_checks.placement import Misplaced, check_placement
     from shardload.layout_checks.setup import SetupReport
     from shardload.layout_search.hardware import Hardware
     from shardload.layout_search.layout_plan import LayoutPlan
-    from shardload.layout_search.searching import search
-    from shardload.layout_search.smallest import search_smallest_mesh
+    from shardload.layout_search.searching import search, search_smallest_mesh
     from shardload.layouts.choice import LayoutChoice, VariableLayout
     from shardload.parallel.checked_search import search_compiled
-    from shardload.parallel.choosing import choose
+    from shardload.parallel.choosing import autoconfig, choose
     from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
-    from shardload.parallel.one_axis import autoconfig
     from shardload.parallel.tensor_parallel import ParallelismInfo
 
 __all__ = [
@@ -68,28 +65,28 @@ __all__ = [
     "split_tensor_for_parallelism",
 ]
 _HOME = {
-    "Collective": "layout_checks.hlo_collectives",
-    "ComparedArray": "layout_checks.numbers_report",
+    "Collective": "layout_checks.hlo",
+    "ComparedArray": "layout_checks.comparison",
     "CompiledStep": "layout_checks.compiled_step",
     "Hardware": "layout_search.hardware",
     "LayoutChoice": "layouts.choice",
     "LayoutPlan": "layout_search.layout_plan",
     "MeshFit": "parallel.memory_fit",
-    "Misplaced": "layout_checks.numbers_report",
-    "NumbersCheck": "layout_checks.numbers_report",
+    "Misplaced": "layout_checks.placement",
+    "NumbersCheck": "layout_checks.numbers",
     "ParallelismInfo": "parallel.tensor_parallel",
     "SetupReport": "layout_checks.setup",
     "VariableLayout": "layouts.choice",
-    "autoconfig": "parallel.one_axis",
+    "autoconfig": "parallel.choosing",
     "check_numbers": "layout_checks.numbers",
     "check_placement": "layout_checks.placement",
     "choose": "parallel.choosing",
-    "collectives_in": "layout_checks.hlo_collectives",
-    "compile_step": "layout_checks.compiled",
+    "collectives_in": "layout_checks.hlo",
+    "compile_step": "layout_checks.compiled_step",
     "fit": "parallel.memory_fit",
     "search": "layout_search.searching",
     "search_compiled": "parallel.checked_search",
-    "search_smallest_mesh": "layout_search.smallest",
+    "search_smallest_mesh": "layout_search.searching",
     "smallest_mesh": "parallel.memory_fit",
 }
 """Modules of names that need Keras, imported on first use."""

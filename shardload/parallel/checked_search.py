@@ -10,28 +10,17 @@ weights and slots alone fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from shardload.errors import DoesNotFitError
-from shardload.layout_checks.compiled import compile_step
-from shardload.layout_checks.compiled_step import CompiledStep
-from shardload.layout_search.hardware import Hardware
+from shardload.layout_checks.compiled_step import CompiledStep, compile_step
 from shardload.layout_search.layout_plan import LayoutPlan
-from shardload.layout_search.plan_checks import Attempt
-from shardload.layout_search.searching import (
-    LayoutSearch,
-    batch_axis_of,
-    check_built,
-    check_positive,
-    default_inputs,
-)
-from shardload.layout_search.tracing import check_rows
-from shardload.parallel.choosing import choose
-from shardload.sharding.devices import mesh_spec
+from shardload.layout_search.plan_parts import Attempt
+from shardload.layout_search.searching import MeshSearch, SearchOptions
 from shardload.sharding.mesh import MeshSpec
-from shardload.typing import LayoutMap, MeshLike
+from shardload.typing import MeshLike
 from shardload.units import format_bytes, format_bytes_down, format_bytes_up
 
 ATTEMPTS = 4
@@ -59,18 +48,10 @@ def search_compiled(
     model: Any,
     mesh: MeshLike | MeshSpec,
     *,
-    inputs: Any = None,
-    arguments: Mapping[str, Any] | None = None,
-    batch: int | None = None,
-    sequence: int | None = None,
-    optimizer: Any = None,
-    device_memory_bytes: int | None = None,
     target: Any = None,
     loss: Any = None,
     devices: Sequence[Any] | None = None,
-    pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
-    hardware: Hardware | None = None,
-    batch_axis: str | None = None,
+    **options: Unpack[SearchOptions],
 ) -> LayoutPlan:
     """Search layouts, and check them by compiling the step; over the limit, take the next plan.
 
@@ -80,15 +61,17 @@ def search_compiled(
     Args:
         model: As for `search`.
         mesh: As for `search`.
+        target: As for `compile_step`.
+        loss: As for `compile_step`.
+        devices: As for `compile_step`: those of ``jax.experimental.topologies`` compile for another machine.
+
+    Keyword Args:
         inputs: As for `search`.
         arguments: As for `search`.
         batch: As for `search`.
         sequence: As for `search`.
         optimizer: As for `search`; ``None`` compiles inference.
         device_memory_bytes: The limit that the compiled step must keep; without one, the first plan is returned.
-        target: As for `compile_step`.
-        loss: As for `compile_step`.
-        devices: As for `compile_step`: those of ``jax.experimental.topologies`` compile for another machine.
         pins: As for `search`.
         hardware: As for `search`.
         batch_axis: As for `search`.
@@ -102,36 +85,23 @@ def search_compiled(
         UsageError: As `search` does.
         MeshError: As `compile_step` does.
     """
-    check_built(model)
-    mesh = mesh_spec(mesh)
-    check_positive(batch=batch, sequence=sequence, device_memory_bytes=device_memory_bytes)
-    limit = None if device_memory_bytes is None else int(device_memory_bytes)
-    hardware = Hardware.of(hardware)
-    hardware.check(mesh)
-    batch_axis = batch_axis_of(mesh, batch_axis)
-    # Once, so that the search and the compiled step see the same batch.
-    if inputs is None:
-        inputs = default_inputs(model, mesh, batch=batch, sequence=sequence, batch_axis=batch_axis)
-    check_rows(model, inputs, batch)
-
-    search = LayoutSearch(model, inputs, arguments=arguments, optimizer=optimizer, hardware=hardware)
-
-    def searched(limit: int | None) -> LayoutPlan:
-        return search.on(mesh, device_memory_bytes=limit, pins=pins, batch_axis=batch_axis)
+    limit = options.get("device_memory_bytes")
+    # Traced once, so that the search and the compiled step see the same batch.
+    search = MeshSearch("search_compiled", model, mesh, options)
 
     def compiled(plan: LayoutPlan) -> CompiledStep:
         return compile_step(
             model,
-            choose(model, mesh, plan),
-            inputs,
-            training=optimizer,
+            plan,
+            search.step.inputs,
+            training=options.get("optimizer"),
             target=target,
             loss=loss,
-            kwargs=arguments,
+            kwargs=options.get("arguments"),
             devices=devices,
         )
 
-    return first_that_fits(searched, compiled, limit).plan
+    return first_that_fits(search.within, compiled, None if limit is None else int(limit)).plan
 
 
 def first_that_fits(

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardload.errors import UsageError
 from shardload.layout_search.layout_plan import LayoutPlan
-from shardload.layout_search.smallest import MAX_DEVICES
+from shardload.layout_search.searching import MAX_DEVICES
 from shardload.parallel.choosing import choose
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 

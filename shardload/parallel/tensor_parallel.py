@@ -32,9 +32,8 @@ from shardload.layout_checks.setup import SetupReport, check_setup
 from shardload.layout_search.layout_plan import LayoutPlan
 from shardload.layouts.choice import LayoutChoice
 from shardload.layouts.device_ids import device_id, devices_of, list_devices
-from shardload.parallel.choosing import given_plan
+from shardload.parallel.choosing import given_plan, mesh_for, tensor_parallel_mesh
 from shardload.parallel.distribution import AutoShardDistribution
-from shardload.parallel.one_axis import mesh_for, tensor_parallel_mesh
 from shardload.sharding.planned_mesh import planned_mesh
 from shardload.typing import LayoutLike
 from shardload.units import check_kind, plural

@@ -15,8 +15,13 @@ from typing import Any
 
 from shardload.errors import DoesNotFitError
 from shardload.keras_bridge.variables import stored_dtype
-from shardload.layout_search.searching import BATCH_PER_POSITION, LayoutSearch, check_positive
-from shardload.layout_search.smallest import MAX_DEVICES, smallest_mesh_plan
+from shardload.layout_search.searching import (
+    BATCH_PER_POSITION,
+    MAX_DEVICES,
+    LayoutSearch,
+    check_positive,
+    smallest_mesh_plan,
+)
 from shardload.layout_search.tracing import check_rows, input_specs, rows_of
 from shardload.manifest import Manifest
 from shardload.parallel import CompiledStep, LayoutPlan, choose, compile_step

@@ -32,8 +32,8 @@ def exchanged(program):
     return sorted((e.kind, int(e.nbytes)) for op in program.operations for e in op.exchanges)
 
 
-def apart(program):
-    return sorted(program.length(n) for n in {program.group(n) for n in program.apart})
+def sliced(program):
+    return sorted(program.length(n) for n in {program.group(n) for n in program.sliced})
 
 
 def test_a_product_unites_contracted_dims_and_adds_up_where_they_are_split():
@@ -85,7 +85,7 @@ def test_a_reshape_that_swaps_lengths_unites_no_dims():
     assert exchanged(program) == [("all-gather", 128 * 16 * 4)] * 2
 
 
-def test_a_dim_that_a_reshape_takes_apart_inside_is_gathered_first():
+def test_a_dim_that_a_reshape_slices_inside_is_gathered_first():
     program, names = traced(lambda x: x.reshape(24), (4, 6))
     assert names == ["ab", "a"]
     assert exchanged(program) == [("all-gather", 24 * 4)]
@@ -101,12 +101,12 @@ def test_slices_and_concatenations_need_their_dim_whole_and_it_is_not_split():
     program, names = traced(lambda x: x[:, :4], (8, 16))
     assert names == ["ab", "ac"]
     assert exchanged(program) == [("all-gather", 8 * 16 * 4)]
-    assert apart(program) == [4, 16]
+    assert sliced(program) == [4, 16]
     program, names = traced(lambda x, y: jnp.concatenate([x, y], axis=1), (8, 4), (8, 6))
     assert names == ["ab", "ac", "ad"]
-    assert apart(program) == [4, 6, 10]
+    assert sliced(program) == [4, 6, 10]
     program, _ = traced(lambda x: jnp.split(x, 4, axis=1), (8, 16))  # the gates of a recurrent layer
-    assert apart(program) == [4, 4, 4, 4, 16]
+    assert sliced(program) == [4, 4, 4, 4, 16]
 
 
 def test_devices_that_share_a_group_of_heads_add_up_the_gradients_of_its_keys():
@@ -122,11 +122,11 @@ def test_heads_and_their_width_carry_groups_of_heads_and_back():
     program, _ = traced(
         lambda x: x.reshape(6, 8), (48,), divisors=(1, 4)
     )  # neither 6 heads nor their width divide alone
-    assert apart(program) == [48]
+    assert sliced(program) == [48]
     program, _ = traced(lambda x: x.reshape(3, 16), (48,), divisors=(1, 4))
-    assert apart(program) == [48]
+    assert sliced(program) == [48]
     program, _ = traced(lambda x: x.reshape(4, 12), (48,), divisors=(1, 4))
-    assert apart(program) == []
+    assert sliced(program) == []
 
 
 def test_a_lookup_adds_up_over_the_vocabulary_and_carries_the_features():

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardload.layout_search.layout_plan import DeviceBytes, PlannedVariable
+from shardload.layout_search.plan_parts import DeviceBytes, PlannedVariable
 from shardload.parallel import LayoutPlan
 from shardload.sharding.mesh import MeshSpec
 

@@ -108,8 +108,6 @@ def depth(name: str) -> int:
 
 IN_CIRCLES = {
     *("hub.converters", "hub.kerashub"),
-    *("layout_search.batch_moves", "layout_search.problem"),
-    *("layout_search.layout_plan", "layout_search.picture", "layout_search.svg_chart"),
     *("reports", "reports.table"),
     *("text.gguf_tokenizer", "text.tokenizer"),
 }

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import typing
 
 import grain
 import jax
@@ -165,6 +166,9 @@ def test_a_wrong_kind_works_or_is_refused(name, files, monkeypatch):
     function, arguments = CALLS[name]
     signature = inspect.signature(Checkpointer.save if function is save else function)
     known = [n for n, p in signature.parameters.items() if n != "self" and p.kind is not p.VAR_KEYWORD]
+    if any(str(p.annotation).startswith("Unpack[") for p in signature.parameters.values()):
+        (options,) = typing.get_args(typing.get_type_hints(function)["options"])
+        known += options.__annotations__
     for argument, wrong in itertools.product(known, WRONG):
         if argument not in SLOW.get(name, {argument}):
             continue

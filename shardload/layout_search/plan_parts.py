@@ -1,4 +1,4 @@
-"""The checks that a plan carries: its compiled step, and its results compared with those of one device."""
+"""The parts of a plan: variables, decisions, exchanges, memory, and the records of checks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, plural
 
@@ -23,6 +24,86 @@ class PlanCheck(Protocol[Record_co]):
     def for_plan(self) -> Record_co:
         """Return what a plan records of the check."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedVariable:
+    """The layout of one variable."""
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of the whole value."""
+    spec: Spec
+    stored: tuple[str, ...]
+    """Axes that split only its storage: devices gather it for use, as in fully sharded data parallelism."""
+    trainable: bool
+    reason: str
+
+    @property
+    def used(self) -> Spec:
+        """The layout while it is used: ``spec`` without the axes in ``stored``."""
+        return tuple(tuple(axis for axis in axes if axis not in self.stored) for axes in self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether an axis splits a group of dims, and what the opposite would cost."""
+
+    axis: str
+    split: bool
+    length: int
+    """Greatest common divisor of the dims, which the number of devices must divide."""
+    dims: tuple[str, ...]
+    """The variables in the group by name (`LayoutPlan.names`), with the dim: ``dense/kernel[1]``."""
+    opposite_s: float | None
+    """Seconds that a step takes longer with the opposite decision. Negative where it takes less, but more memory for
+    weights than that is worth; ``None`` where it does not keep the limit, or contradicts other decisions."""
+
+    def line(self, *, limited: bool) -> str:
+        """Return the decision for people; ``limited`` says whether the plan had to keep a limit."""
+        done = "splits" if self.split else "does not split"
+        if self.opposite_s is None and limited:
+            otherwise = "the opposite does not keep the memory limit, or contradicts other decisions"
+        elif self.opposite_s is None:
+            otherwise = "the opposite contradicts other decisions"
+        else:
+            otherwise = f"the opposite takes {self.opposite_s * 1e3:+.3f} ms per step"
+            # Without a limit, the plan is the fastest for its bytes of weights: what is faster needs more.
+            otherwise += ", and more memory for weights than that is worth" * (self.opposite_s < 0)
+        return f"axis {self.axis!r} {done} the {self.length} of {', '.join(self.dims[:3])}: {otherwise}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedExchange:
+    """Collectives of one kind over one axis in a step."""
+
+    kind: str
+    axis: str
+    """The axis, or several joined: ``batch+model``."""
+    count: int
+    nbytes: int
+    """Bytes of their results on each device."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """What one device holds at the peak of a step, in bytes."""
+
+    weights: int
+    gradients: int
+    slots: int
+    activations: int
+    """Activations, or what the update of the optimizer needs in addition to its state, if that is more."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.weights + self.gradients + self.slots + self.activations
+
+
+# ---- records of checks -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +156,13 @@ class ComparedNumbers:
     results: int
     """Outputs, losses, gradients and variables that were compared."""
     wrong: tuple[str, ...]
-    """Those that differ by more than rounding or cannot be compared, by name."""
+    """Names of results that differ by more than rounding, or cannot be compared."""
     largest_share: float
     """The largest difference, as a share of what rounding explains."""
     variables: int
     """Variables whose shards were compared with the plan."""
     misplaced: tuple[str, ...]
-    """Paths of those that are not where they were planned."""
+    """Paths of variables whose shards are not the planned ones."""
     device_bytes: int
     """Bytes of these variables on each device."""
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardload.layout_checks.hlo_collectives import shape_bytes
-from shardload.layout_checks.hlo_groups import group_axes, replica_groups
+from shardload.layout_checks.hlo import group_axes, replica_groups, shape_bytes
 from shardload.parallel import Collective, collectives_in
 from shardload.sharding.mesh import MeshSpec
 

@@ -1,16 +1,16 @@
 """Solve the planning problem as a mixed-integer linear program, with SciPy's HiGHS.
 
-Binary variables say which axis splits which kind of group, and where a weight is only stored split. For every
-combination of kinds that some operation, weight or buffer has, a share variable per assignment of axes to kinds makes
-the costs, which are products of those decisions, linear: the shares of one combination add up to one, and their
-marginals are the binaries. So all mesh axes are chosen together, and the optimum is exact for the cost model.
+Binary variables say which axis splits which dim group, and where a weight is only stored split. For every combination
+of dim groups that some operation, weight or buffer has, a share variable per assignment of axes makes the costs, which
+are products of those decisions, linear: the shares of one combination add up to one, and their marginals are the
+binaries. So all mesh axes are chosen together, and the optimum is exact for the cost model.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,35 +19,19 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from shardload.errors import LayoutError
-from shardload.layout_search.batch_moves import differences, moves_batch
 from shardload.layout_search.problem import Assignment, Problem, WeightKind
 from shardload.layout_search.program import UNSPLIT
-from shardload.sharding.layout import Layout, Spec
+from shardload.layout_search.weight_options import WeightOption, gather_s, state_bytes, weight_options
+from shardload.sharding.layout import Layout
 from shardload.units import plural
 
-SMALL_BYTES = 1 << 16
-"""A variable of fewer bytes is not stored split where its use needs it whole: the gather costs more than it saves.
-Where nothing fits otherwise, it is, see `Demand.small`."""
 TIME_LIMIT_S = 60.0
 """After this time HiGHS returns the best decisions it has."""
 TIE_BREAK = 1e-4
 """Weight of time where memory is minimised: of equal memory, the faster wins."""
 
 Moment = tuple[tuple[tuple[int, ...], float], ...]
-"""What is stored at one moment of the program: kinds of dims, and bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightOption:
-    """One layout of a kind of weights."""
-
-    spec: Spec
-    assignment: Assignment
-    """The axes that the operations which read the weight are split by, too."""
-    stored: tuple[tuple[str, int], ...]
-    """Axes that only split the storage, with the dim: the weight is gathered for use."""
-    moved: str = ""
-    """The batch axis where it splits the rows of a table, too: the batch is moved to them."""
+"""What is stored at one moment of the program: bytes, by the dim groups of the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +40,17 @@ class Demand:
 
     minimise: Literal["time", "memory"] = "time"
     limit_bytes: float | None = None
-    """Per device, for weights, gradients, slots and ``buffers``."""
-    state_limit_bytes: float | None = None
-    """Per device, for weights alone."""
+    """Limit on each device for weights, gradients, slots and ``buffers``."""
+    weight_limit_bytes: float | None = None
+    """Limit on each device for weights alone."""
     storage_axes: tuple[str, ...] = ()
     """Axes that may split the storage of any large weight."""
     small: bool = False
-    """Whether that of weights below `SMALL_BYTES` may be split too."""
+    """Whether the storage of weights below `weight_options.SMALL_BYTES` may be split too."""
     buffers: tuple[Moment, ...] = ()
     """Moments at which everything must fit."""
     forced: tuple[tuple[int, str, bool], ...] = ()
-    """Decisions taken beforehand: kind, axis and whether it is split."""
+    """Decisions taken beforehand: dim group, axis and whether the axis splits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,95 +58,10 @@ class Solution:
     """The decisions of an optimum."""
 
     split: frozenset[tuple[int, str]]
-    """Kinds and axes that split them."""
+    """Each dim group with an axis that splits it."""
     options: tuple[WeightOption, ...]
-    """The layout of each kind of weights."""
+    """The layout of each of `Problem.weights`."""
     seconds: float
-
-
-def state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
-    """Return bytes on each device of one weight, and in training of its gradient and slots."""
-    layout = Layout(problem.mesh, option.spec)
-    local = weight.nbytes / math.prod(layout.parts)
-    return 2 * local + weight.slot_bytes(layout) if problem.traced.training and weight.trainable else local
-
-
-def weight_options(problem: Problem, weight: WeightKind, demand: Demand) -> Iterator[WeightOption]:
-    """Yield the layouts that a kind of weights can have."""
-    for assignment in problem.assignments(weight.kinds):
-        base: list[tuple[str, ...]] = [()] * len(weight.shape)
-        for axis, kind in zip(problem.mesh.axes, assignment, strict=True):
-            if kind is not None and problem.sizes[axis] > 1:
-                base[weight.kinds.index(kind)] += (axis,)
-        moved = moves_batch(problem, weight, assignment)
-        if moved is not None and weight.table is not None:
-            spec = list(base)
-            spec[weight.table.dim] += (moved,)
-            if weight.allows(Layout(problem.mesh, tuple(spec))) and _may_have(weight, tuple(spec)):
-                yield WeightOption(weight.pin or tuple(spec), assignment, (), moved)
-        free = [a for a, k in zip(problem.mesh.axes, assignment, strict=True) if k is None and problem.sizes[a] > 1]
-        for stored in _storage(problem, weight, free, demand):
-            spec = list(base)
-            for axis, dim in stored:
-                spec[dim] += (axis,)
-            layout = Layout(problem.mesh, tuple(spec))
-            if weight.allows(layout) and _may_have(weight, layout.spec):
-                yield WeightOption(weight.pin or layout.spec, assignment, stored)
-
-
-def _may_have(weight: WeightKind, spec: Spec) -> bool:
-    # As sets: a pin may name the axes of a dim in another order, and keeps its own.
-    return weight.pin is None or [set(axes) for axes in spec] == [set(axes) for axes in weight.pin]
-
-
-def _storage(
-    problem: Problem, weight: WeightKind, free: Sequence[str], demand: Demand
-) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yield the ways to store a weight split over axes that do not split its use."""
-    found: list[tuple[tuple[str, int], ...]] = [()]
-    for axis in free:
-        if weight.pin is None and not _may_store(problem, weight, axis, demand):
-            continue
-        dims = [d for d, n in enumerate(weight.shape) if n % problem.sizes[axis] == 0]
-        found += [(*before, (axis, d)) for before in found for d in dims]
-    yield from found
-
-
-def _may_store(problem: Problem, weight: WeightKind, axis: str, demand: Demand) -> bool:
-    if weight.nbytes < SMALL_BYTES and not demand.small:
-        return False
-    if axis in demand.storage_axes:
-        return True
-    # An axis for weights that cannot split the use of this one may still split its storage, instead of copies.
-    splits_weights = problem.mesh.axis_kind(axis) != "batch"
-    return splits_weights and not any((k, axis) in problem.candidates for k in weight.kinds)
-
-
-def gather_s(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
-    """Return the seconds to gather a weight for use, forward and backward; negative if moving the batch saves time."""
-    if option.moved:
-        return sum(d.seconds for d in differences(problem, weight, option.assignment, option.moved))
-    once = sum(seconds for _, _, seconds in gathers(problem, weight, option))
-    return once * (2 if problem.traced.training else 1)
-
-
-def gathers(
-    problem: Problem, weight: WeightKind, option: WeightOption
-) -> Iterator[tuple[tuple[str, ...], float, float]]:
-    """Yield how a weight that is stored split is gathered once: axes, bytes of the result on each device, and seconds.
-
-    XLA gathers dim by dim, the last one first, each over all axes that split it.
-    """
-    hardware, sizes = problem.hardware, problem.sizes
-    local = weight.nbytes / problem.parts(weight.kinds, option.assignment)
-    local /= math.prod(sizes[axis] for axis, _ in option.stored)
-    for dim in reversed(range(len(weight.shape))):
-        axes = tuple(axis for axis, of_dim in option.stored if of_dim == dim)
-        if axes:
-            size = math.prod(sizes[axis] for axis in axes)
-            local *= size
-            slowest = min(axes, key=hardware.rate_of)
-            yield axes, local, hardware.exchange_s("all-gather", local, axis=slowest, size=size)
 
 
 def solve(problem: Problem, demand: Demand) -> Solution | None:
@@ -178,7 +77,7 @@ def solve(problem: Problem, demand: Demand) -> Solution | None:
     split = frozenset(key for key, column in model.binaries.items() if result[column] > 0.5)
     # The solver's integers are 0.9999997 or so: take the largest share, and compare with 0.5 above.
     chosen = [max(columns, key=lambda pair: result[pair[1]])[0] for columns in model.options]
-    pinned = {(kind, axis) for axis, kind in problem.pinned.items()}
+    pinned = {(dim_group, axis) for axis, dim_group in problem.pinned.items()}
     return Solution(split | pinned, tuple(chosen), model.seconds(result))
 
 
@@ -217,12 +116,12 @@ class _Model:
         # The decisions, then the costs that depend on them, then the limits.
         for key in self.problem.candidates:
             self.binaries[key] = self._column(integral=True)
-        for kind, axis, value in self.demand.forced:
-            if (kind, axis) in self.binaries:
-                self._rows.append(({self.binaries[kind, axis]: 1.0}, float(value), float(value)))
+        for dim_group, axis, value in self.demand.forced:
+            if (dim_group, axis) in self.binaries:
+                self._rows.append(({self.binaries[dim_group, axis]: 1.0}, float(value), float(value)))
         self._exclusive()
         for work in self.problem.work:
-            for assignment, column in self._share(work.kinds):
+            for assignment, column in self._share(work.dim_groups):
                 self._time[column] += work.count * self.problem.work_s(work, assignment)
         state = self._weights()
         self._memory = [state]
@@ -238,39 +137,39 @@ class _Model:
 
     def _exclusive(self) -> None:
         """An axis splits one dim of a tensor at most, and a dim is split no finer than its length divides."""
-        for (kind, axis), column in self.binaries.items():
+        for (dim_group, axis), column in self.binaries.items():
             for (other, again), second in self.binaries.items():
                 if column >= second:
                     continue
                 # Two decisions exclude each other if they split two dims of one tensor over one axis, or one dim over
                 # two axes whose product does not divide it.
-                clash = axis == again and frozenset((kind, other)) in self.problem.conflicts
+                clash = axis == again and frozenset((dim_group, other)) in self.problem.conflicts
                 both = self.problem.sizes[axis] * self.problem.sizes[again]
-                if clash or (kind == other and self.problem.length[kind] % both):
+                if clash or (dim_group == other and self.problem.length[dim_group] % both):
                     self._rows.append(({column: 1.0, second: 1.0}, 0.0, 1.0))
         for taken, batch in self.problem.pinned.items():
-            for (kind, axis), column in self.binaries.items():
-                if axis == taken and frozenset((kind, batch)) in self.problem.conflicts:
+            for (dim_group, axis), column in self.binaries.items():
+                if axis == taken and frozenset((dim_group, batch)) in self.problem.conflicts:
                     self._rows.append(({column: 1.0}, 0.0, 0.0))
 
-    def _share(self, kinds: tuple[int, ...]) -> list[tuple[Assignment, int]]:
-        """Return the share columns of a combination of kinds."""
-        kinds = tuple(sorted(set(kinds) - {UNSPLIT}))
-        if kinds in self._shares:
-            return self._shares[kinds]
+    def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
+        """Return the share columns of a combination of dim groups."""
+        dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
+        if dim_groups in self._shares:
+            return self._shares[dim_groups]
         # Shares need not be integers: once the binaries are, their marginals leave one assignment a share of 1.
-        made = [(assignment, self._column()) for assignment in self.problem.assignments(kinds)]
-        self._shares[kinds] = made
+        made = [(assignment, self._column()) for assignment in self.problem.assignments(dim_groups)]
+        self._shares[dim_groups] = made
         self._rows.append((dict.fromkeys((c for _, c in made), 1.0), 1.0, 1.0))
-        self._marginals(made, kinds)
+        self._marginals(made, dim_groups)
         return made
 
-    def _marginals(self, made: Sequence[tuple[Assignment, int]], kinds: tuple[int, ...]) -> None:
+    def _marginals(self, made: Sequence[tuple[Assignment, int]], dim_groups: tuple[int, ...]) -> None:
         for i, axis in enumerate(self.problem.mesh.axes):
-            for kind in kinds:
-                if (kind, axis) in self.binaries:
-                    row = {column: 1.0 for assignment, column in made if assignment[i] == kind}
-                    self._rows.append(({**row, self.binaries[kind, axis]: -1.0}, 0.0, 0.0))
+            for dim_group in dim_groups:
+                if (dim_group, axis) in self.binaries:
+                    row = {column: 1.0 for assignment, column in made if assignment[i] == dim_group}
+                    self._rows.append(({**row, self.binaries[dim_group, axis]: -1.0}, 0.0, 0.0))
 
     def _weights(self) -> dict[int, float]:
         """Add the options of every kind of weights, and return the memory they take."""
@@ -280,30 +179,32 @@ class _Model:
             found = [
                 # The marginals fix only how a weight is used: how it is stored is a decision of its own, so an integer.
                 (o, self._column(integral=bool(o.stored or o.moved)))
-                for o in weight_options(self.problem, weight, self.demand)
+                for o in weight_options(
+                    self.problem, weight, storage_axes=self.demand.storage_axes, small=self.demand.small
+                )
             ]
             if not found:
                 raise _impossible(self.problem, weight)
             self.options.append(found)
             self._rows.append((dict.fromkeys((c for _, c in found), 1.0), 1.0, 1.0))
             # A weight is split for use as the operations that read it are.
-            self._marginals([(o.assignment, c) for o, c in found], tuple(sorted(set(weight.kinds) - {UNSPLIT})))
+            self._marginals([(o.assignment, c) for o, c in found], tuple(sorted(set(weight.dim_groups) - {UNSPLIT})))
             count = len(weight.members)
             for option, column in found:
                 memory[column] = count * state_bytes(self.problem, weight, option)
                 only[column] = count * weight.nbytes / np.prod(Layout(self.problem.mesh, option.spec).parts, initial=1)
                 self._time[column] += count * gather_s(self.problem, weight, option)
-        if self.demand.state_limit_bytes is not None:
-            self._rows.append((only, 0.0, self.demand.state_limit_bytes))
+        if self.demand.weight_limit_bytes is not None:
+            self._rows.append((only, 0.0, self.demand.weight_limit_bytes))
         return memory
 
     def _with_buffers(
         self, state: dict[int, float], moment: Sequence[tuple[tuple[int, ...], float]]
     ) -> dict[int, float]:
         total: dict[int, float] = defaultdict(float, state)
-        for kinds, nbytes in moment:
-            for assignment, column in self._share(kinds):
-                total[column] += nbytes / self.problem.parts(kinds, assignment)
+        for dim_groups, nbytes in moment:
+            for assignment, column in self._share(dim_groups):
+                total[column] += nbytes / self.problem.shard_count(dim_groups, assignment)
         return dict(total)
 
     def _limit(self) -> None:

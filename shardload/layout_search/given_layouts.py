@@ -1,0 +1,230 @@
+"""Layouts that a caller gives for a model: a choice for the same model object, a plan, or pins of a search.
+
+A plan is matched with the variables of a model:
+
+    the same paths                                   ─► by path
+    paths that differ in numbers only (dense_7)      ─► in order: layers that were built again
+    no path of the plan at all                       ─► in order, if all shapes agree: layers with other names
+    anything else                                    ─► an error, with the variables that the plan does not have
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from shardload.errors import LayoutError, UsageError, require_callable_with
+from shardload.layout_search.layout_plan import LayoutPlan
+from shardload.layout_search.plan_parts import PlannedVariable
+from shardload.layouts import model_variables
+from shardload.layouts import rules as rule_sets
+from shardload.layouts.choice import LayoutChoice, VariableLayout
+from shardload.layouts.choosing import with_spread_slots
+from shardload.layouts.model_variables import check_model
+from shardload.layouts.role_layouts import decide_layouts, place
+from shardload.layouts.roles import by_layer_rules, roles
+from shardload.sharding.layout import Layout, Spec
+from shardload.sharding.mesh import MeshSpec
+from shardload.units import is_function, plural
+
+_NUMBER = re.compile(r"_(\d+)$")
+_MOST_PROBLEMS = 3
+"""Problems that an error lists."""
+GivenLayouts = LayoutChoice | LayoutPlan | Callable[[Any], LayoutChoice | LayoutPlan]
+"""A choice, a plan, or a function from the model to one."""
+
+
+def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
+    """Return the layouts of the weights of a model.
+
+    Args:
+        model: A Keras model.
+        given: As for `shardload.parallel.check_numbers`.
+
+    Raises:
+        LayoutError: When a choice is for another model object, or a plan is for another model.
+        UsageError: When it is something else.
+    """
+    check_model(model, to="take layouts for")
+    match given:
+        case LayoutChoice():
+            return _complete(model, given)
+        case LayoutPlan():
+            return choose_by_plan(model, given.mesh, given)
+        case _ if is_function(given):
+            require_callable_with(given, model, name="choice")
+            return choice_for(model, given(model))
+    raise UsageError(
+        f"Cannot take layouts from {given!r:.80}: expected a LayoutChoice or a LayoutPlan. Call "
+        "shardload.parallel.choose(model, mesh, layout)"
+    )
+
+
+def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
+    """Return the choice if it has every weight: one that is missing would count as replicated and pass any check."""
+    weights = list(model.weights)
+    # By path as well: Python reuses the id of a variable that is gone.
+    strange = [v for v in weights if (found := choice.by_id.get(id(v))) is None or found.path != v.path]
+    if not strange:
+        return choice
+    what = (
+        "they are for another model object"
+        if len(strange) == len(weights)
+        else f"they were chosen before {plural(len(strange), 'weight')} existed, such as {strange[0].path!r}"
+    )
+    raise LayoutError(
+        f"Cannot use these layouts for the model {model.name!r}: {what}. Call shardload.parallel.choose(model, mesh, "
+        "layout) for this one"
+    )
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
+    """Choose the layouts of a plan for the variables of a model.
+
+    Raises:
+        LayoutError: When the plan is for another mesh or another model.
+    """
+    if plan.mesh != mesh:
+        raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
+    # `uses` has the weights that the plan stores split further than they are used: a bound model gathers them.
+    fixed, uses = {}, {}
+    for variable, found in planned_variables(model, plan):
+        # By identity, not by path: several variables may have one path.
+        fixed[id(variable)] = VariableLayout.of(variable, Layout(mesh, found.spec), f"search: {found.reason}")
+        if found.stored:
+            uses[id(variable)] = Layout(mesh, found.used)
+    variables, known = model_variables.all_variables(model), roles(model, by_user=False)
+    placed = with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), plan.batch_axis)
+    by_id = {key: placed[key] for key in variables}
+    return LayoutChoice(mesh, "search", by_id, batch_axis=plan.batch_axis, uses=uses)
+
+
+def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:
+    """Pair the variables of a model with those of a plan.
+
+    Raises:
+        LayoutError: When the plan is for another model, or several of its variables share a path that the model has.
+    """
+    variables, by_path = list(model.variables), {v.path: v for v in plan.variables}
+    if [tuple(v.shape) for v in variables] == [v.shape for v in plan.variables]:
+        in_order = list(zip(variables, plan.variables, strict=True))
+        if _renumbered([v.path for v in variables], [v.path for v in plan.variables]):
+            return in_order  # several variables may have one path
+        # Not one name in common: a renamed model. With some in common, order could mix up layers of equal shapes.
+        if not any(v.path in by_path for v in variables):
+            return in_order
+    if problems := _problems(variables, plan):
+        more = f" and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
+        raise LayoutError(
+            f"Cannot use the plan of {plan.model!r} for {model.name!r}: {', '.join(problems[:_MOST_PROBLEMS])}{more}. "
+            "Plan this model with shardload.parallel.search"
+        )
+    return [(v, by_path[v.path]) for v in variables]
+
+
+def _problems(variables: Sequence[Any], plan: LayoutPlan) -> list[str]:
+    by_path, counts = {v.path: v for v in plan.variables}, Counter(v.path for v in plan.variables)
+    found = []
+    for variable in variables:
+        planned, shape = by_path.get(variable.path), tuple(variable.shape)
+        if planned is None:
+            found.append(f"{variable.path!r} is not in the plan")
+        elif counts[variable.path] > 1:
+            found.append(f"{variable.path!r} is the path of {plural(counts[variable.path], 'variable')} of the plan")
+        elif planned.shape != shape:
+            found.append(f"{variable.path!r} has shape {shape}, not {planned.shape}")
+    return found
+
+
+def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
+    """Whether paths differ at most in the numbers of their parts, and these grow as those of the plan do.
+
+    Keras numbers layers without a name in the order in which they are made, across all models of a process.
+    """
+    numbers: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for path, other in zip(paths, planned, strict=True):
+        mine, theirs = _parts(path), _parts(other)
+        if [name for name, _ in mine] != [name for name, _ in theirs]:
+            return False
+        for depth, ((_, new), (_, old)) in enumerate(zip(mine, theirs, strict=True), start=1):
+            # Per name and depth: `dense_3` and `conv_3` are counted apart, and so are the layers of each block.
+            numbers["/".join(name for name, _ in mine[:depth])].add((old, new))
+    # Two layers whose numbers change places are not the same layers built again.
+    return all(_increasing(sorted(found)) for found in numbers.values())
+
+
+def _parts(path: str) -> list[tuple[str, int]]:
+    """Return the parts of a path, each without its number, and the number."""
+    return [(_NUMBER.sub("", part), int(n[1]) if (n := _NUMBER.search(part)) else 0) for part in path.split("/")]
+
+
+def _increasing(pairs: Sequence[tuple[int, int]]) -> bool:
+    following = itertools.pairwise(pairs)
+    return all(old < next_old and new < next_new for (old, new), (next_old, next_new) in following)
+
+
+# ---- pins of a search ----------------------------------------------------------------------------
+
+
+def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
+    """Return the layouts that are fixed, by ``id(variable)``: those of users' layer rules, then those of ``pins``.
+
+    Args:
+        model: The model.
+        mesh: The mesh.
+        pins: As for `shardload.parallel.search`.
+
+    Raises:
+        LayoutError: When a pin is impossible, matches nothing, or is for another model or mesh.
+        UsageError: When ``pins`` has another form.
+    """
+    ruled = by_layer_rules(layer for layer, _ in model_variables.layers(model))
+    # Pins come last and win: they are for this search, a layer rule is for every layout.
+    fixed = {id(v): place(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}
+    if isinstance(pins, LayoutPlan):
+        return fixed | _pins_of_plan(model, mesh, pins)
+    return fixed if pins is None else fixed | _pins_of_rules(model, mesh, _pin_rules(pins, mesh))
+
+
+def _pins_of_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> dict[int, Spec]:
+    if plan.mesh != mesh:
+        raise LayoutError(
+            f"Cannot pin the layouts of a plan for {plan.mesh} on the mesh {mesh}. Pass a plan for {mesh}"
+        )
+    return {id(v): planned.spec for v, planned in planned_variables(model, plan)}
+
+
+def _pins_of_rules(model: Any, mesh: MeshSpec, rules: rule_sets.RuleSet) -> dict[int, Spec]:
+    pinned = rule_sets.apply(rules, model.variables, mesh=mesh, found=roles(model, by_user=True))
+    # As a layout, a rule that does not divide falls back with a report. A pin must hold exactly or fail.
+    for refused in (v.fallback for v in pinned.values() if v.fallback is not None):
+        raise LayoutError(
+            f"Cannot pin {refused.variable!r} to {refused.wanted}: {refused.why}. Change or remove the pin"
+        )
+    return {key: v.layout.spec for key, v in pinned.items()}
+
+
+def _pin_rules(pins: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
+    if isinstance(pins, keras.distribution.LayoutMap):  # which is a mapping too
+        found = rule_sets.from_layout_map(pins, mesh, origin="the pinned LayoutMap")
+        for rule in found.rules:
+            if rule.is_of_outputs:
+                raise LayoutError(
+                    f"Cannot pin {rule.pattern!r}: it is for the output of a layer, expected the path of a variable. A "
+                    "search decides about outputs itself; remove the rule"
+                )
+        return found
+    if isinstance(pins, Mapping):
+        return rule_sets.from_mapping(pins, origin="the pins")
+    raise UsageError(
+        f"Cannot plan with pins={pins!r:.80}: expected rules such as {{'dense/kernel': (None, 'model')}}, a LayoutMap, "
+        "or a LayoutPlan"
+    )

@@ -1,0 +1,247 @@
+"""Pictures of a plan: memory per device against the limit, and which dims which axes split, as text and as SVG.
+
+    ┌ weights ┬ gradients ┬ slots ────┬ activations ┬ free ┊ limit
+    decoder_block_*/ffw_gating/kernel x46   [ 4608 ] [ 36864 ÷8 ]   1.2 GiB ▇▇▇▇
+
+In the SVG, colours of text and background follow the reader's theme by a media query; boxes that have a colour of their
+own keep it, with dark text on it. Widths of text are estimated from the number of characters.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
+
+from shardload.layout_search.plan_parts import DeviceBytes, PlannedVariable
+from shardload.sharding.layout import Layout, Spec
+from shardload.sharding.mesh import MeshSpec
+from shardload.units import format_bytes
+
+WIDTH = 40
+"""Characters of a full bar."""
+NAME_WIDTH = 56
+"""Width of the column of names; a longer name moves the columns behind it."""
+PARTS = ("weights", "gradients", "slots", "activations")
+"""Parts of the memory of a device, as fields of `DeviceBytes`."""
+
+SVG_WIDTH, MARGIN = 960, 24
+BAR_TOP, BAR_HEIGHT = 96, 36
+ROWS_TOP, ROW_HEIGHT = 240, 30
+DIMS_LEFT, DIM_WIDTH, DIM_GAP = 392, 92, 6
+BYTES_RIGHT, SPARK_WIDTH = 856, 72
+NAME_CHARACTERS = 46
+SUBTITLE_CHARACTERS = 130
+MOST_MARKS = 16
+"""Marks of a dim at most, also where it is split into more parts: more would be a grey box."""
+PART_COLOURS = {"weights": "#6ea8fe", "gradients": "#f4a582", "slots": "#c2a5cf", "activations": "#8fd19e"}
+AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
+STYLE = """\
+text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:#1f2328}
+.back{fill:#ffffff}.title{font-size:18px;font-weight:600}.soft{fill:#59636e;font-size:12px}
+.mono{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}.dark{fill:#16191d}
+.plain{fill:#eef1f4;stroke:#afb8c1}.split{stroke:#59636e}.free{fill:none;stroke:#afb8c1;stroke-dasharray:4 3}
+.mark{stroke:#16191d;stroke-opacity:.45}.limit{stroke:#cf222e;stroke-width:2}.over{fill:#cf222e}
+@media(prefers-color-scheme:dark){
+text{fill:#e6edf3}.back{fill:#0d1117}.soft{fill:#9198a1}.dark{fill:#16191d}
+.plain{fill:#21262d;stroke:#59636e}.split{stroke:#9198a1}.free{stroke:#59636e}.limit{stroke:#ff7b72}.over{fill:#ff7b72}}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class VariableRow:
+    """Variables of one layout, whose paths differ only in numbers."""
+
+    name: str
+    """Their path, with ``*`` in the place of numbers."""
+    count: int
+    shape: tuple[int, ...]
+    layout: Layout
+    stored: tuple[str, ...]
+    """Axes that split only their storage."""
+    device_bytes: int
+    """Bytes of all of them on each device."""
+
+    @property
+    def dims(self) -> str:
+        """The shape with the axes that split each dim: ``(4608, 36864/model)``."""
+        cells = [
+            f"{n}/{'+'.join(axes)}" if axes else f"{n}" for n, axes in zip(self.shape, self.layout.spec, strict=True)
+        ]
+        return f"({', '.join(cells)})"
+
+
+def variable_rows(
+    variables: Sequence[PlannedVariable], names: Sequence[str], mesh: MeshSpec
+) -> tuple[VariableRow, ...]:
+    """Merge the variables of repeated blocks, in the order of the model."""
+    found: dict[tuple[str, tuple[int, ...], Spec, tuple[str, ...]], list[tuple[str, PlannedVariable]]]
+    found = defaultdict(list)
+    for variable, own in zip(variables, names, strict=True):
+        # `decoder_block_7/…` of every block becomes one row, if shape and layout agree.
+        name = re.sub(r"\d+", "*", variable.path)
+        found[name, variable.shape, variable.spec, variable.stored].append((own, variable))
+    made = []
+    for (name, shape, spec, stored), members in found.items():
+        layout = Layout(mesh, spec)
+        device_bytes = sum(v.nbytes for _, v in members) // math.prod(layout.parts)
+        # A variable on its own keeps its name, with its numbers.
+        shown = members[0][0] if len(members) == 1 else name
+        made.append(VariableRow(shown, len(members), shape, layout, stored, device_bytes))
+    return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPicture:
+    """What a picture of a plan shows."""
+
+    title: str
+    inputs: str
+    mesh: MeshSpec
+    device: DeviceBytes
+    limit: int | None
+    """Memory of a device, if the plan has to keep a limit."""
+    rows: tuple[VariableRow, ...]
+
+    def memory_lines(self, block: str) -> Iterator[str]:
+        """Bars below each other, each starting where the one above ends; the right border is the limit."""
+        device, limit = self.device, self.limit
+        full = max(limit or 0, device.total, 1)
+        share = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
+        yield f"per device: {format_bytes(device.total)}{share}"
+        rows = [(name, getattr(device, name), block) for name in PARTS]
+        rows.append(("free", max((limit or 0) - device.total, 0), "."))
+        begun = 0
+        for name, nbytes, mark in rows:
+            if not nbytes:
+                continue
+            first, last = (round(WIDTH * n / full) for n in (begun, begun + nbytes))
+            bar = " " * min(first, WIDTH - 1) + mark * max(last - first, 1)
+            yield f"  {name:<12}{bar[:WIDTH]:<{WIDTH}}| {format_bytes(nbytes)}"
+            begun += nbytes
+
+    def layout_lines(self) -> Iterator[str]:
+        """One line for each different layout: name, dims with the axes that split them, bytes on each device."""
+        names = [f"{g.name} x{g.count}" if g.count > 1 else g.name for g in self.rows]
+        dims = [g.dims for g in self.rows]
+        wide = min(max(map(len, names), default=0), NAME_WIDTH)
+        wider = max(map(len, dims), default=0)
+        yield "layouts (dim/axes that split it), and bytes on each device:"
+        for name, shape, row in zip(names, dims, self.rows, strict=True):
+            stored = f"  gathered over {'+'.join(row.stored)} for use" if row.stored else ""
+            yield f"  {name:<{wide}}  {shape:<{wider}}  {format_bytes(row.device_bytes):>9}{stored}"
+
+    def svg(self) -> str:
+        """Return the picture as the text of an SVG file."""
+        height = ROWS_TOP + ROW_HEIGHT * len(self.rows) + MARGIN
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SVG_WIDTH} {height}" width="{SVG_WIDTH}" '
+            f'height="{height}" role="img" aria-label={quoteattr(f"Layout plan of {self.title}")}>',
+            f"<style>{STYLE}</style>",
+            f'<rect class="back" width="{SVG_WIDTH}" height="{height}"/>',
+            _text(MARGIN, 36, self.title, "title"),
+            _text(MARGIN, 58, _shortened(f"inputs {self.inputs}", SUBTITLE_CHARACTERS), "soft"),
+            *_svg_memory(self),
+            *_axes(self.mesh),
+            *_rows(self.rows, self.mesh.axes),
+            "</svg>",
+        ]
+        return "\n".join(parts) + "\n"
+
+
+def _text(x: float, y: float, text: str, style: str = "", *, anchor: str = "start") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{style}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _shortened(text: str, most: int) -> str:
+    """Cut the middle out of a long text."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+
+
+def _box(x: float, y: float, size: tuple[float, float], attributes: str, title: str = "") -> str:
+    width, height = size
+    inside = f"<title>{escape(title)}</title>" if title else ""
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:g}" {attributes}>{inside}</rect>'
+
+
+def _svg_memory(picture: PlanPicture) -> Iterator[str]:
+    """A stacked bar, with the limit as a line, and a legend below."""
+    device, limit = picture.device, picture.limit
+    # A plan over its limit is drawn to its own total, with the limit as a line inside.
+    full, wide = max(limit or 0, device.total, 1), SVG_WIDTH - 2 * MARGIN
+    of = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
+    yield _text(MARGIN, BAR_TOP - 12, f"Memory per device: {format_bytes(device.total)}{of}")
+    x, legend = float(MARGIN), float(MARGIN)
+    for name in PARTS:
+        nbytes = getattr(device, name)
+        label = f"{name} {format_bytes(nbytes)}"
+        fill = f'fill="{PART_COLOURS[name]}"'
+        yield _box(x, BAR_TOP, (wide * nbytes / full, BAR_HEIGHT), fill, label)
+        yield _box(legend, BAR_TOP + BAR_HEIGHT + 14, (12, 12), fill)
+        yield _text(legend + 18, BAR_TOP + BAR_HEIGHT + 25, label)
+        x, legend = x + wide * nbytes / full, legend + 190
+    if limit:
+        at = MARGIN + wide * limit / full
+        yield _box(
+            x, BAR_TOP, (at - x, BAR_HEIGHT), 'class="free"', f"free {format_bytes(max(limit - device.total, 0))}"
+        )
+        yield f'<line x1="{at:.1f}" y1="{BAR_TOP - 6}" x2="{at:.1f}" y2="{BAR_TOP + BAR_HEIGHT + 6}" class="limit"/>'
+        yield _text(SVG_WIDTH - MARGIN, BAR_TOP - 12, f"limit {format_bytes(limit)}", "over", anchor="end")
+
+
+def _axes(mesh: MeshSpec) -> Iterator[str]:
+    """The heading of the rows, with a colour for each axis."""
+    y = ROWS_TOP - 20
+    yield _text(MARGIN, y, "What is split where")
+    yield _text(BYTES_RIGHT, y, "each device", "soft", anchor="end")
+    for i, (axis, size) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)):
+        x = DIMS_LEFT + 110 * i
+        yield _box(x, y - 11, (12, 12), f'fill="{_colour(i)}"')
+        yield _text(x + 18, y, f"{axis} ÷{size}")
+
+
+def _colour(axis: int) -> str:
+    return AXIS_COLOURS[axis % len(AXIS_COLOURS)]
+
+
+def _rows(rows: Sequence[VariableRow], axes: Sequence[str]) -> Iterator[str]:
+    most = max((row.device_bytes for row in rows), default=1) or 1
+    for i, row in enumerate(rows):
+        y = ROWS_TOP + ROW_HEIGHT * i
+        name = f"{row.name} x{row.count}" if row.count > 1 else row.name
+        yield f"<g><title>{escape(name)}: {escape(str(row.layout))}</title>"
+        yield _text(MARGIN, y + 15, _shortened(name, NAME_CHARACTERS), "mono")
+        for d in range(len(row.shape)):
+            yield from _dim(row, d, y, axes)
+        yield _text(BYTES_RIGHT, y + 15, format_bytes(row.device_bytes), anchor="end")
+        yield _box(BYTES_RIGHT + 8, y + 4, (SPARK_WIDTH * row.device_bytes / most, 14), 'fill="#6ea8fe"')
+        yield "</g>"
+
+
+def _dim(row: VariableRow, d: int, y: float, axes: Sequence[str]) -> Iterator[str]:
+    """A box for a dim, in bands of the colours of its axes, with a mark between the parts of two devices."""
+    x = DIMS_LEFT + (DIM_WIDTH + DIM_GAP) * d
+    split, parts = row.layout.spec[d], row.layout.parts[d]
+    # 64: room for the number of bytes, which is right-aligned.
+    if x + DIM_WIDTH > BYTES_RIGHT - 64:
+        return  # the tooltip has all dims
+    yield _box(x, y, (DIM_WIDTH, 22), 'class="plain"')
+    for i, axis in enumerate(split):
+        band = 22 / len(split)
+        dashed = ' stroke-dasharray="3 2"' if axis in row.stored else ""
+        style = f'fill="{_colour(axes.index(axis))}" class="split"{dashed}'
+        yield _box(x, y + band * i, (DIM_WIDTH, band), style, _band(row, axis))
+    marks = min(parts, MOST_MARKS)
+    for k in range(1, marks):
+        at = x + DIM_WIDTH * k / marks
+        yield f'<line x1="{at:.1f}" y1="{y + 17:g}" x2="{at:.1f}" y2="{y + 22:g}" class="mark"/>'
+    label = f"{row.shape[d]} ÷{parts}" if split else f"{row.shape[d]}"
+    yield _text(x + DIM_WIDTH / 2, y + 14, label, "mono dark" if split else "mono", anchor="middle")
+
+
+def _band(row: VariableRow, axis: str) -> str:
+    return f"stored split over {axis}, gathered for use" if axis in row.stored else f"split over {axis}"

@@ -1,0 +1,186 @@
+"""The layouts that a dim_group of weights can have, and what each costs: memory, gathers, and moves of the batch.
+
+A weight is split as the operations that read it are, and axes that do not split its use may still split its storage:
+devices then gather it for use, as in fully sharded data parallelism.
+
+An embedding that a step only looks up in has one layout more, in which the batch axis splits its rows, too:
+
+    rows split over model          every position of the batch axis has all rows: the gradient of the whole embedding
+                                   is added up over the batch axis, however few rows a batch looks up
+    rows split over model, batch   the batch is moved to the rows: every device looks the whole batch up in its rows,
+                                   and results are added up; backward, the gradients of the results are gathered
+
+The second moves fewer bytes for few tokens and many words. XLA does it by itself wherever rows have that layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from shardload.layout_search.problem import Assignment, Problem, WeightKind
+from shardload.layout_search.program import Collective
+from shardload.sharding.layout import Layout, Spec
+
+SMALL_BYTES = 1 << 16
+"""A variable of fewer bytes is not stored split where its use needs it whole: the gather costs more than it saves.
+It is where nothing fits otherwise: ``small``."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOption:
+    """One layout of a dim_group of weights."""
+
+    spec: Spec
+    assignment: Assignment
+    """The axes that the operations which read the weight are split by, too."""
+    stored: tuple[tuple[str, int], ...]
+    """Axes that only split the storage, with the dim: the weight is gathered for use."""
+    moved: str = ""
+    """The batch axis if it splits the rows of an embedding, too: the batch is moved to them."""
+
+
+def state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
+    """Return bytes on each device of one weight, and in training of its gradient and slots."""
+    layout = Layout(problem.mesh, option.spec)
+    local = weight.nbytes / math.prod(layout.parts)
+    return 2 * local + weight.slot_bytes(layout) if problem.traced.training and weight.trainable else local
+
+
+def weight_options(
+    problem: Problem, weight: WeightKind, *, storage_axes: Collection[str], small: bool
+) -> Iterator[WeightOption]:
+    """Yield the layouts that a kind of weights can have.
+
+    Args:
+        problem: The problem.
+        weight: The weights.
+        storage_axes: Axes that may split the storage of any large weight.
+        small: Whether they may split the storage of weights below `SMALL_BYTES`, too.
+    """
+    for assignment in problem.assignments(weight.dim_groups):
+        use: list[tuple[str, ...]] = [()] * len(weight.shape)
+        for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
+            if dim_group is not None and problem.sizes[axis] > 1:
+                use[weight.dim_groups.index(dim_group)] += (axis,)
+        moved = moves_batch(problem, weight, assignment)
+        if moved is not None and weight.embedding is not None:
+            spec = list(use)
+            spec[weight.embedding.dim] += (moved,)
+            if _is_allowed(problem, weight, tuple(spec)):
+                yield WeightOption(weight.pin or tuple(spec), assignment, (), moved)
+        free = [a for a, k in zip(problem.mesh.axes, assignment, strict=True) if k is None and problem.sizes[a] > 1]
+        stores = [a for a in free if weight.pin is not None or _may_store(problem, weight, a, storage_axes, small)]
+        for stored in _storage(problem, weight, stores):
+            spec = list(use)
+            for axis, dim in stored:
+                spec[dim] += (axis,)
+            if _is_allowed(problem, weight, tuple(spec)):
+                yield WeightOption(weight.pin or tuple(spec), assignment, stored)
+
+
+def _is_allowed(problem: Problem, weight: WeightKind, spec: Spec) -> bool:
+    # As sets: a pin may name the axes of a dim in another order, and keeps its own.
+    as_pinned = weight.pin is None or [set(axes) for axes in spec] == [set(axes) for axes in weight.pin]
+    return as_pinned and weight.allows(Layout(problem.mesh, spec))
+
+
+def _storage(problem: Problem, weight: WeightKind, axes: Iterable[str]) -> list[tuple[tuple[str, int], ...]]:
+    """Return the ways to store a weight split over axes that do not split its use: each with the dim it splits."""
+    ways: list[tuple[tuple[str, int], ...]] = [()]
+    for axis in axes:
+        dims = [d for d, n in enumerate(weight.shape) if n % problem.sizes[axis] == 0]
+        ways += [(*before, (axis, d)) for before in ways for d in dims]
+    return ways
+
+
+def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Collection[str], small: bool) -> bool:
+    if weight.nbytes < SMALL_BYTES and not small:
+        return False
+    if axis in storage_axes:
+        return True
+    # An axis for weights that cannot split the use of this one may still split its storage, instead of copies.
+    splits_weights = problem.mesh.axis_kind(axis) != "batch"
+    return splits_weights and not any((k, axis) in problem.candidates for k in weight.dim_groups)
+
+
+def gather_s(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
+    """Return the seconds to gather a weight for use, forward and backward; negative if moving the batch saves time."""
+    if option.moved:
+        return sum(c.seconds for c in batch_move(problem, weight, option.assignment, option.moved))
+    once = sum(seconds for _, _, seconds in gathers(problem, weight, option))
+    return once * (2 if problem.traced.training else 1)
+
+
+def gathers(
+    problem: Problem, weight: WeightKind, option: WeightOption
+) -> Iterator[tuple[tuple[str, ...], float, float]]:
+    """Yield how a weight that is stored split is gathered once: axes, bytes of the result on each device, and seconds.
+
+    XLA gathers dim by dim, the last one first, each over all axes that split it.
+    """
+    hardware, sizes = problem.hardware, problem.sizes
+    local = weight.nbytes / problem.shard_count(weight.dim_groups, option.assignment)
+    local /= math.prod(sizes[axis] for axis, _ in option.stored)
+    for dim in reversed(range(len(weight.shape))):
+        axes = tuple(axis for axis, of_dim in option.stored if of_dim == dim)
+        if axes:
+            size = math.prod(sizes[axis] for axis in axes)
+            local *= size
+            slowest = min(axes, key=hardware.rate_of)
+            yield axes, local, hardware.exchange_s("all-gather", local, axis=slowest, size=size)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeChange:
+    """What moving the batch adds to the exchanges of a step, or takes from them."""
+
+    kind: Collective
+    axes: tuple[str, ...]
+    nbytes: float
+    """Bytes of the result on each device; negative for an exchange that falls away."""
+    seconds: float
+
+
+def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> str | None:
+    """Return the batch axis if moving the batch to the rows of an embedding is possible and takes less time."""
+    embedding = weight.embedding
+    if embedding is None or not (weight.trainable and problem.traced.training) or len(problem.pinned) != 1:
+        return None
+    (axis, batch), *_ = problem.pinned.items()
+    rows = weight.dim_groups[embedding.dim]
+    others = [k for a, k in zip(problem.mesh.axes, assignment, strict=True) if a != axis and problem.sizes[a] > 1]
+    # A tied embedding is multiplied with the batch for the logits, too, and those of the whole batch would cost more.
+    read_with_batch = frozenset((rows, batch)) in problem.conflicts
+    if problem.sizes[axis] == 1 or read_with_batch or any(dim_group != rows for dim_group in others):
+        return None
+    return axis if sum(c.seconds for c in batch_move(problem, weight, assignment, axis)) < 0 else None
+
+
+def batch_move(problem: Problem, weight: WeightKind, assignment: Assignment, axis: str) -> Iterator[ExchangeChange]:
+    """Yield how the exchanges of an embedding change if the batch, split over ``axis``, is moved to its rows."""
+    embedding = weight.embedding
+    assert embedding is not None
+
+    def change(kind: Collective, axes: tuple[str, ...], nbytes: float, sign: int = 1) -> ExchangeChange:
+        # Within groups of the first axis, then of a share of the result over the next.
+        seconds, share = 0.0, nbytes
+        for over in axes:
+            seconds += problem.hardware.exchange_s(kind, share, axis=over, size=problem.sizes[over])
+            share /= problem.sizes[over]
+        return ExchangeChange(kind, axes, sign * nbytes, sign * seconds)
+
+    splitting = zip(problem.mesh.axes, assignment, strict=True)
+    own = [a for a, dim_group in splitting if dim_group is not None and problem.sizes[a] > 1]
+    # No longer needed: an all-reduce of the rows that each part of the batch looks up.
+    for other in own:
+        yield change("all-reduce", (other,), embedding.rows_bytes / problem.sizes[axis], -1)
+    # Instead, the rows of the whole batch are added up over all axes that split the embedding.
+    yield change("all-reduce", tuple(a for a in problem.mesh.axes if a in (axis, *own)), embedding.rows_bytes)
+    # Backward, every device needs the gradients and indices of the whole batch, to update its own rows.
+    for nbytes in (embedding.rows_bytes, embedding.index_bytes):
+        yield change("all-gather", (axis,), nbytes)
+    # The saving: the gradient of the whole embedding is no longer added up over the batch axis.
+    gradient = embedding.nbytes / problem.shard_count(weight.dim_groups, assignment)
+    yield change("all-reduce", (axis,), gradient, -1)
