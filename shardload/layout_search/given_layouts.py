@@ -25,9 +25,10 @@ from shardload.layouts import model_variables
 from shardload.layouts import rules as rule_sets
 from shardload.layouts.choice import LayoutChoice, VariableLayout
 from shardload.layouts.choosing import with_spread_slots
+from shardload.layouts.layer_rules import roles_by_layer_rules
 from shardload.layouts.model_variables import check_model
-from shardload.layouts.role_layouts import decide_layouts, place
-from shardload.layouts.roles import by_layer_rules, roles
+from shardload.layouts.role_layouts import decide_layouts, lay_out
+from shardload.layouts.roles import roles
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import is_function, plural
@@ -186,9 +187,9 @@ def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
         LayoutError: When a pin is impossible, matches nothing, or is for another model or mesh.
         UsageError: When ``pins`` has another form.
     """
-    ruled = by_layer_rules(layer for layer, _ in model_variables.layers(model))
+    ruled = roles_by_layer_rules(layer for layer, _ in model_variables.layers(model))
     # Pins come last and win: they are for this search, a layer rule is for every layout.
-    fixed = {id(v): place(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}
+    fixed = {id(v): lay_out(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}
     if isinstance(pins, LayoutPlan):
         return fixed | _pins_of_plan(model, mesh, pins)
     return fixed if pins is None else fixed | _pins_of_rules(model, mesh, _pin_rules(pins, mesh))

@@ -10,13 +10,14 @@ A rule speaks of dims, not of mesh axes, so it holds on every mesh: the first di
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
 
 from shardload.errors import LayoutError, UsageError
 from shardload.layouts import model_variables
+from shardload.layouts.role_layouts import Dim, Wants
 
 LayerRule = Callable[[Any], Mapping[str, Sequence[int]]]
 """From a built layer to variable name → dims to split, best first; an empty sequence keeps a variable replicated."""
@@ -63,7 +64,17 @@ def layout_rule(layer_class: type) -> Callable[[R], R]:
     return register
 
 
-def dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
+def roles_by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:
+    """Return the roles that users' layer rules give to the variables of layers, by ``id(variable)``."""
+    found = {}
+    for layer in layers:
+        rule = f"rule for {type(layer).__name__}"
+        for key, dims in _dims_by_rule(layer).items():
+            found[key] = Wants(rule, tuple(Dim(d, f"elements of dim {d}") for d in dims), even_small=True)
+    return found
+
+
+def _dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
     """Return the dims that a user's rule names for a layer's own variables, by ``id(variable)``; empty without a rule.
 
     Raises:

@@ -1,27 +1,79 @@
-"""From roles to layouts: the first preferred dim that divides gets the axis; all other results are reported.
+"""Roles of variables, and the layouts they lead to: the first preferred dim that divides gets the axis.
 
-A ``model`` axis splits weights as Megatron does, an ``expert`` axis the stacked matrices of a mixture. An ``fsdp`` axis
-splits one more dim, the largest remaining one, like fully sharded data parallelism, and so does a second ``model``
-axis. A ``batch`` axis splits no weight. Axes of size one split nothing and are omitted from layouts.
+A *role* says how a variable wants to be split: by its own dims, best first (`Wants`), or along another variable
+(`Follows`). A ``model`` axis splits weights as Megatron does, an ``expert`` axis the stacked matrices of a mixture. An
+``fsdp`` axis splits one more dim, the largest remaining one, like fully sharded data parallelism, and so does a second
+``model`` axis. A ``batch`` axis splits no weight. Axes of size one split nothing and are omitted from layouts. Results
+other than the preferred one are fallbacks to report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardload.layouts.choice import VariableLayout
-from shardload.layouts.model_variables import nbytes
-from shardload.layouts.role import MATRICES, Dim, Follows, Role, Wants
-from shardload.layouts.roles import by_shape
+from shardload.layouts.model_variables import LARGE_BYTES, nbytes
 from shardload.sharding.layout import Fallback, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 
 SMALL_BYTES = 1 << 10
 """Splitting less than this saves nothing and costs a collective."""
+MATRICES = "matrices"
+"""Noun for a dim that stacks matrices, one for each expert."""
 
 
-def place(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A dim that may be split, with the plural noun for its elements in reports (``heads``)."""
+
+    index: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """A variable placed by its own dims."""
+
+    rule: str
+    """The rule's name, for reports."""
+    dims: tuple[Dim, ...]
+    """Dims to split, best first; none for variables that stay replicated on purpose."""
+    exact: bool = True
+    """Whether any choice but the first dim is a fallback to report; ``False`` for the shape rule."""
+    even_small: bool = False
+    """Whether to split it even if it is small, because a user's rule says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """A variable placed like its leader."""
+
+    rule: str
+    leader: Any
+    """The variable to follow."""
+    dims: tuple[int | None, ...]
+    """For each own dim the matching dim of the leader, or ``None``."""
+
+
+Role = Wants | Follows
+
+
+def by_shape(variable: Any) -> Wants:
+    """Return the role of an unknown variable: its largest dim, the last one among equals."""
+    shape = tuple(variable.shape)
+    if len(shape) < 2 and nbytes(variable) < LARGE_BYTES:
+        return Wants("vector", ())
+    # The last among equals: in a square kernel these are, as a rule, the outputs.
+    order = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
+    return Wants("shape", tuple(Dim(d, f"elements of dim {d}") for d in order), exact=False)
+
+
+# ---- from roles to layouts -------------------------------------------------------------------------
+
+
+def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
     """Choose the layout of a variable by its own dims."""
     shape = tuple(int(n) for n in variable.shape)
     if not role.dims or (nbytes(variable) < SMALL_BYTES and not role.even_small):
@@ -79,12 +131,12 @@ def decide_layouts(
         if isinstance(role, Follows):
             waiting[key] = role
         else:
-            placed[key] = place(variable, role, mesh)
+            placed[key] = lay_out(variable, role, mesh)
     # In rounds, as a leader may be a follower itself: the slot of a bias follows the bias, which follows its kernel.
     while waiting:
         ready = [k for k, role in waiting.items() if id(role.leader) in placed]
         if not ready:  # the leader is not among the variables, so there is none to follow
-            placed |= {k: place(variables[k], by_shape(variables[k]), mesh) for k in waiting}
+            placed |= {k: lay_out(variables[k], by_shape(variables[k]), mesh) for k in waiting}
             break
         for key in ready:
             role = waiting.pop(key)

@@ -28,8 +28,7 @@ from jax.sharding import PartitionSpec
 from shardload.errors import LayoutError
 from shardload.keras_bridge.distributions import variable_axes
 from shardload.layouts.choice import VariableLayout
-from shardload.layouts.role import Role
-from shardload.layouts.role_layouts import next_best
+from shardload.layouts.role_layouts import Role, next_best
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural

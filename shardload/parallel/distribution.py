@@ -29,8 +29,7 @@ from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import sharding_of
 from shardload.layout_search.searching import search
 from shardload.layouts.choice import LayoutChoice
-from shardload.layouts.role_layouts import place
-from shardload.layouts.roles import by_shape
+from shardload.layouts.role_layouts import by_shape, lay_out
 from shardload.layouts.rules import check_output_rules
 from shardload.parallel.choosing import check_layout, choose
 from shardload.sharding.devices import has_mesh, resolve_devices
@@ -141,7 +140,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             return keras.distribution.TensorLayout(by_rule.axes, self.device_mesh).backend_layout
         if self.layout_of_models == "replicated" or _is_layout_map(self.layout_of_models):
             return self._on_mesh.replicated(len(variable.shape))
-        return self._on_mesh.sharding(place(variable, by_shape(variable), self.mesh).layout)
+        return self._on_mesh.sharding(lay_out(variable, by_shape(variable), self.mesh).layout)
 
     def get_tensor_layout(self, path: str) -> Any:
         """Return the layout that a LayoutMap gives to the output of a layer; ``None`` leaves it to XLA."""
