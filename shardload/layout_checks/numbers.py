@@ -304,8 +304,11 @@ def _run(program: StepProgram, step: Callable[..., Any], state: State, batch: An
     """Run a step, and name everything that it returns."""
     paths = {name: numbered(v.path for v in found) for name, found in program.variables.items()}
     if program.kind == "forward":
-        leaves = jax.tree_util.tree_leaves_with_path(step(state, batch)[0])
-        return _Results({"/".join(["output", *map(_key, path)]): leaf for path, leaf in leaves}, state)
+        outputs: dict[str, Any] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(step(state, batch)[0]):
+            keys = (str(jax.tree_util.keystr((key,), simple=True)) for key in path)
+            outputs["/".join(["output", *keys])] = leaf
+        return _Results(outputs, state)
     if program.kind == "gradients":
         loss, gradients, rest = step(state, batch)
         named = {f"gradient of {path}": g for path, g in zip(paths["trainable"], gradients, strict=True)}
@@ -320,10 +323,6 @@ def _run(program: StepProgram, step: Callable[..., Any], state: State, batch: An
             f"{path} after {plural(steps, 'step')}": value for path, value in zip(found, state[name], strict=True)
         }
     return _Results(arrays, state, losses)
-
-
-def _key(key: Any) -> str:
-    return str(jax.tree_util.keystr((key,), simple=True))
 
 
 def _values(program: StepProgram, choice: LayoutChoice) -> State:

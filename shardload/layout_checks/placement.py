@@ -77,7 +77,12 @@ def misplaced(path: str, array: Any, layout: Layout, devices: Sequence[Any]) -> 
     # Only this process's shards can be read; the other processes check theirs.
     here = {device for device in devices if device.process_index == jax.process_index()}
     planned = {d: (box, nbytes) for d, box in zip(devices, layout.bounds(shape), strict=True) if d in here}
-    if planned == {shard.device: (_bounds(shard.index, shape), shard.data.nbytes) for shard in shards}:
+    found = {}
+    for shard in shards:
+        ranges = [part.indices(size)[:2] for part, size in zip(shard.index, shape, strict=True)]
+        box = Bounds(tuple(start for start, _ in ranges), tuple(stop for _, stop in ranges))
+        found[shard.device] = (box, shard.data.nbytes)
+    if planned == found:
         return None
     sharding = getattr(array.sharding, "spec", array.sharding)
     return Misplaced(path, str(layout), str(sharding), nbytes, max(shard.data.nbytes for shard in shards))
@@ -90,8 +95,3 @@ def bytes_by_device(arrays: Iterable[Any]) -> dict[Any, int]:
         for shard in array.addressable_shards:
             total[shard.device] += shard.data.nbytes
     return dict(sorted(total.items(), key=lambda found: found[0].id))
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
-    ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-    return Bounds(tuple(start for start, _ in ranges), tuple(stop for _, stop in ranges))

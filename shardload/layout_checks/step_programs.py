@@ -30,7 +30,7 @@ from shardload.keras_bridge.optimizer_slots import optimizers_in
 from shardload.keras_bridge.stateless import run_forward, scaled_loss, stateless
 from shardload.keras_bridge.variables import sharding_of, stored_dtype
 from shardload.layout_search.optimizer_memory import built_on
-from shardload.layout_search.tracing import described, reason_of
+from shardload.layout_search.tracing import input_summary, reason_of
 from shardload.layouts.choice import LayoutChoice
 from shardload.sharding.layout import Layout
 from shardload.transfer.placement import named_sharding
@@ -50,7 +50,7 @@ class StepProgram:
     variables: Mapping[str, Sequence[Any]]
     """Keras' variables, whose values the state has."""
     layouts: Mapping[str, Sequence[Layout]]
-    """Of each variable."""
+    """The layout of each variable."""
     fixed: frozenset[int] = frozenset()
     """``id`` of state whose dtype does not follow that of the model."""
     float32_update_bytes: int = 0
@@ -106,7 +106,10 @@ def program_of(
             f"Cannot trace {model.name!r}: it is not built, so it has no variables yet. Call it on keras.Input first"
         )
     variables = {"trainable": list(model.trainable_variables), "non_trainable": list(model.non_trainable_variables)}
-    uses = _uses(choice, devices) if on_mesh else {}
+    uses = {
+        key: Use(named_sharding(layout, devices), named_sharding(choice.by_id[key].layout, devices))
+        for key, layout in (choice.uses if on_mesh else {}).items()
+    }
     run = _explaining(partial(run_forward, model, uses=uses, **static), f"call {model.name!r} with inputs=")
     losses = _explaining(loss_of(model, loss), "compute the loss of outputs and target=")
     # Without layouts by path: each variable has its own.
@@ -137,7 +140,7 @@ def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
         except ShardloadError:
             raise
         except Exception as error:
-            shapes = described(given) or "None"
+            shapes = input_summary(given) or "None"
             raise UsageError(f"Cannot {doing}{shapes}: {type(error).__name__}: {reason_of(error)}") from error
 
     return called
@@ -170,7 +173,8 @@ def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
                 raise UsageError(f"Cannot compute loss={loss!r:.60} without a target. Pass target=")
             if target is not None:
                 outputs = jax.tree.map(lambda y, wanted: y - wanted.astype(y.dtype), outputs, target)
-            return sum(jnp.mean(jnp.square(y.astype(jnp.float32))) for y in jax.tree.leaves(outputs) if _is_float(y))
+            floats = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
+            return sum(jnp.mean(jnp.square(y.astype(jnp.float32))) for y in floats)
         if isinstance(given, dict):
             return sum(_mean(each, target[name], outputs[name]) for name, each in given.items())
         if isinstance(given, list | tuple):
@@ -183,10 +187,6 @@ def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
 
 def _mean(loss: Any, target: Any, output: Any) -> Any:
     return jnp.mean(keras.losses.get(loss)(target, output))
-
-
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _forward(run: _Run) -> Callable[[State, Mapping[str, Any]], Any]:
@@ -266,13 +266,6 @@ def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices
     planned = [named_sharding(_layout(choice, v), devices) for v in weights]
     with built_on(optimizer, weights, planned):
         yield optimizer
-
-
-def _uses(choice: LayoutChoice, devices: Sequence[Any]) -> dict[int, Use]:
-    return {
-        key: Use(named_sharding(layout, devices), named_sharding(choice.by_id[key].layout, devices))
-        for key, layout in choice.uses.items()
-    }
 
 
 def _slot_layout(choice: LayoutChoice, variable: Any) -> Layout:

@@ -104,13 +104,10 @@ def _equation(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
         return rule(program, eqn, operands)
     inner = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
     # The program inside a shard_map has the shapes of one device's shards: its dims cannot be compared with these.
-    if inner is None or name == "shard_map" or len(_jaxpr(inner).invars) != len(operands):
+    jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    if jaxpr is None or name == "shard_map" or len(jaxpr.invars) != len(operands):
         return _unknown(program, eqn, operands)
     return _enter(program, inner, operands)
-
-
-def _jaxpr(inner: Any) -> Jaxpr:
-    return inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
 
 
 def _enter(program: Program, inner: Any, operands: Sequence[Value]) -> list[Value]:

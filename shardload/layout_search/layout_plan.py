@@ -210,7 +210,7 @@ class LayoutPlan:
             # JSON has lists for tuples and objects for dataclasses. The file is untrusted: a wrong key or type is a
             # LayoutError below.
             known = {**data, "mesh": MeshSpec(tuple(data["mesh"]["axes"]), tuple(data["mesh"]["sizes"]))}
-            known["variables"] = tuple(_variable(v) for v in data["variables"])
+            known["variables"] = tuple(PlannedVariable.from_json(v) for v in data["variables"])
             known["device"] = DeviceBytes(**data["device"])
             known["exchanges"] = tuple(PlannedExchange(**e) for e in data["exchanges"])
             known["decisions"] = tuple(Decision(**{**d, "dims": tuple(d["dims"])}) for d in data["decisions"])
@@ -295,11 +295,6 @@ class LayoutPlan:
 
 def _entry(axes: tuple[str, ...]) -> Any:
     return axes if len(axes) > 1 else axes[0] if axes else None
-
-
-def _variable(data: dict[str, Any]) -> PlannedVariable:
-    spec = tuple(tuple(axes) for axes in data["spec"])
-    return PlannedVariable(**{**data, "shape": tuple(data["shape"]), "spec": spec, "stored": tuple(data["stored"])})
 
 
 # ---- files ----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from shardload.layout_search.memory_limits import (
 )
 from shardload.layout_search.plan_parts import Decision, PlannedExchange, PlannedVariable
 from shardload.layout_search.problem import Problem, WeightKind
-from shardload.layout_search.tracing import described
+from shardload.layout_search.tracing import input_summary
 from shardload.layout_search.weight_options import WeightOption, batch_move, gathers
 from shardload.units import format_bytes, plural
 
@@ -52,7 +52,7 @@ def plan_of_solution(
         mesh=problem.mesh,
         batch_axis=batch_axis,
         training=problem.traced.training,
-        inputs=described(inputs),
+        inputs=input_summary(inputs),
         variables=tuple(_variables(model, problem, solution)),
         device=replace(state_memory(problem, solution), activations=activations),
         device_memory_bytes=limit,

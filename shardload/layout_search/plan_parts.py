@@ -45,6 +45,12 @@ class PlannedVariable:
         """The layout while it is used: ``spec`` without the axes in ``stored``."""
         return tuple(tuple(axis for axis in axes if axis not in self.stored) for axes in self.spec)
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PlannedVariable:
+        """Read a variable of a saved plan."""
+        spec = tuple(tuple(axes) for axes in data["spec"])
+        return cls(**{**data, "shape": tuple(data["shape"]), "spec": spec, "stored": tuple(data["stored"])})
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

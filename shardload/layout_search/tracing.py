@@ -24,7 +24,7 @@ from shardload.units import check_kind, check_no_iterator
 DEFAULT_SEQUENCE = 512
 """Length of dims that a model leaves open, where the caller does not give inputs."""
 
-_SHOWN = 16
+_MOST_INPUTS = 16
 """Inputs that a plan or an error lists."""
 
 OTHER_INPUTS = "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
@@ -103,8 +103,8 @@ def check_rows(model: Any, inputs: Any, batch: int | None) -> None:
     rows = rows_of(inputs)
     if batch is not None and rows and batch not in rows:
         raise LayoutError(
-            f"Cannot plan {model.name!r} with batch={batch}: its inputs are {described(inputs)}, given or fixed by the "
-            "model. Leave out batch= (--batch), or change the inputs"
+            f"Cannot plan {model.name!r} with batch={batch}: its inputs are {input_summary(inputs)}, given or fixed by "
+            "the model. Leave out batch= (--batch), or change the inputs"
         )
 
 
@@ -116,16 +116,18 @@ def positions_of(model: Any) -> list[int]:
     backbone = backbone_of(model)
     own = [getattr(backbone, "max_sequence_length", None)]
     own += [
-        getattr(layer, "sequence_length", None) for layer in _layers(backbone) if hasattr(layer, "position_embeddings")
+        getattr(layer, "sequence_length", None)
+        for layer in _nested_layers(backbone)
+        if hasattr(layer, "position_embeddings")
     ]
     return [n for n in own if isinstance(n, int) and n > 0]
 
 
-def _layers(model: Any) -> Iterator[Any]:
+def _nested_layers(model: Any) -> Iterator[Any]:
     """Yield the layers of a model, and the layers in those."""
     for layer in getattr(model, "layers", ()) or ():
         yield layer
-        yield from _layers(layer)
+        yield from _nested_layers(layer)
         # A layer with tokens and positions keeps its table of positions as an attribute, not in `layers`.
         yield from (found for found in vars(layer).values() if hasattr(found, "position_embeddings"))
 
@@ -201,7 +203,9 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
     specs = as_specs((inputs, dict(arguments or {})))
     leaves, structure = jax.tree.flatten(specs)
     if any(0 in getattr(leaf, "shape", ()) for leaf in leaves):
-        raise LayoutError(f"Cannot trace {model.name!r} on inputs {described(specs[0])}: a dim is 0, expected examples")
+        raise LayoutError(
+            f"Cannot trace {model.name!r} on inputs {input_summary(specs[0])}: a dim is 0, expected examples"
+        )
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     step = _step(model, leaves, structure, training=training)
     try:
@@ -209,17 +213,19 @@ def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, A
     # Of any kind: the trace runs the user's own call.
     except Exception as error:
         raise LayoutError(
-            f"Cannot trace {model.name!r} on inputs {described(specs[0])}: {type(error).__name__}: {reason_of(error)}. "
-            f"{VALUES_NEEDED if isinstance(error, jax.errors.JAXTypeError) else OTHER_INPUTS}"
+            f"Cannot trace {model.name!r} on inputs {input_summary(specs[0])}: {type(error).__name__}: "
+            f"{reason_of(error)}. {VALUES_NEEDED if isinstance(error, jax.errors.JAXTypeError) else OTHER_INPUTS}"
         ) from error
     return Recorded((*trainable, *other), len(trainable), closed, training)
 
 
-def described(inputs: Any) -> str:
+def input_summary(inputs: Any) -> str:
     """Return the shapes and dtypes of inputs for people: ``int32[8, 512], int32[8, 512]``."""
     leaves = jax.tree.leaves(as_specs(inputs))
     shown = [f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else str(leaf) for leaf in leaves]
-    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+    return ", ".join(shown[:_MOST_INPUTS]) + (
+        f" and {len(shown) - _MOST_INPUTS} more" if len(shown) > _MOST_INPUTS else ""
+    )
 
 
 def reason_of(error: Exception) -> str:

@@ -24,7 +24,7 @@ from shardload.layouts import model_variables
 from shardload.layouts import rules as rule_sets
 from shardload.layouts.choice import LayoutChoice, VariableLayout
 from shardload.layouts.model_variables import is_kind
-from shardload.layouts.role_layouts import Role, Wants, decide_layouts
+from shardload.layouts.role_layouts import Follows, decide_layouts
 from shardload.layouts.roles import roles
 from shardload.sharding.devices import has_mesh
 from shardload.sharding.layout import Layout
@@ -50,7 +50,10 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
         # Rules name the model's own variables; an optimizer's slots follow them.
         fixed = rule_sets.apply(rule_set, model.variables, mesh=mesh, found=found)
         if rule_set.default == "replicated":
-            fixed |= _replicate(_unmatched(variables, found, fixed), mesh, rule="default")
+            # Slots are left to follow their variable, as in Keras.
+            slots = {k for k, role in found.items() if isinstance(role, Follows) and role.rule == "slot"}
+            unmatched = {k: v for k, v in variables.items() if k not in fixed and k not in slots}
+            fixed |= _replicate(unmatched, mesh, rule="default")
     placed = with_spread_slots(model, decide_layouts(variables, found, mesh, fixed=fixed), mesh.batch_axis)
     # A LayoutMap may have rules for activations; otherwise split features are gathered between blocks.
     own = distributions.activation_layouts(layout) if mode == "layout_map" else gathered_outputs(model, placed)
@@ -150,12 +153,6 @@ def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[
     return {k: VariableLayout.of(v, Layout.replicated(mesh, len(v.shape)), rule) for k, v in variables.items()}
 
 
-def _unmatched(variables: dict[int, Any], found: dict[int, Role], fixed: dict[int, VariableLayout]) -> dict[int, Any]:
-    """Return variables left to the default, without slots: slots follow their variable, as in Keras."""
-    slots = {k for k, role in found.items() if not isinstance(role, Wants) and role.rule == "slot"}
-    return {k: v for k, v in variables.items() if k not in fixed and k not in slots}
-
-
 # ---- features that are whole between blocks ------------------------------------------------------------
 
 
@@ -190,7 +187,8 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
     if splits or gathered:
         gathered += norms
     if splits:
-        gathered += _recurrences(every)
+        # Recurrent layers with one output: a head that reads split features would split their every step.
+        gathered += [layer for layer, _ in every if is_kind(layer, "RNN") and not layer.return_state]
     paths = {f"{layer.path}/output" for layer in gathered if getattr(layer, "path", None)}
     return (lambda path: GATHERED if path in paths else None) if paths else None
 
@@ -210,23 +208,15 @@ def _sources(every: Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
     return found
 
 
-def _recurrences(every: Layers) -> list[Any]:
-    """Return recurrent layers with one output: a head that reads split features would split their every step."""
-    return [layer for layer, _ in every if is_kind(layer, "RNN") and not layer.return_state]
-
-
 def _norms(every: Layers) -> list[Any]:
     """Return the norms of the model's width."""
     found: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads
     for layer, children in every:
-        if id(layer) in in_attention or "Attention" in type(layer).__name__:
+        name = type(layer).__name__
+        if id(layer) in in_attention or "Attention" in name:
             in_attention |= set(map(id, children))
-        elif _is_norm(layer) and all(len(v.shape) == 1 for v in model_variables.own_variables(layer, children)):
-            found.append(layer)
+        elif "Norm" in name and not any(other in name for other in _OTHER_NORMS):
+            vectors = all(len(v.shape) == 1 for v in model_variables.own_variables(layer, children))
+            found += [layer] if vectors else []
     return found
-
-
-def _is_norm(layer: Any) -> bool:
-    name = type(layer).__name__
-    return "Norm" in name and not any(other in name for other in _OTHER_NORMS)

@@ -8,7 +8,6 @@ no values                              ─► no current mesh: the load chooses 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,34 +37,27 @@ def current_devices(model: Any) -> MeshDevices | None:
         )
     if not shardings:
         return record_of(model).devices
-    return _of_mesh(meshes.pop()) if meshes else _of_devices(shardings)
+    if meshes:
+        mesh = meshes.pop()
+        spec = MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))
+        return MeshDevices(spec, tuple(mesh.devices.flat))
+    # Values on several single devices count as on the first: a load moves them all to one.
+    first = min((d for s in shardings for d in s.device_set), key=lambda d: d.id)
+    return MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), (first,))
 
 
 def _sharding(variable: Any) -> Any:
-    # The layout that a variable has been given counts first: an abstract variable has no value to look at.
+    # The layout that a variable has been given counts first: an abstract variable has no value.
     wanted = sharding_of(variable)
     return value_of(variable).sharding if wanted is None and has_value(variable) else wanted
 
 
-def _of_mesh(mesh: jax.sharding.Mesh) -> MeshDevices:
-    return MeshDevices(MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape)), tuple(mesh.devices.flat))
-
-
-def _of_devices(shardings: Sequence[Any]) -> MeshDevices:
-    # Values on several single devices count as on the first: a load moves them all to one.
-    found = sorted({d for s in shardings for d in s.device_set}, key=lambda d: d.id)
-    return MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), tuple(found[:1]))
-
-
 def current_layout(model: Any, devices: MeshDevices) -> LayoutChoice:
     """Return the layouts that the variables have on the model's current mesh."""
-    variables = all_variables(model).items()
-    by_id = {key: VariableLayout.of(v, _layout(v, devices.mesh), KEEP_LAYOUT) for key, v in variables}
+    by_id = {}
+    for key, variable in all_variables(model).items():
+        sharding = _sharding(variable)
+        spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else ()
+        layout = Layout.of_spec(devices.mesh, spec, len(variable.shape))
+        by_id[key] = VariableLayout.of(variable, layout, KEEP_LAYOUT)
     return LayoutChoice(devices.mesh, KEEP_LAYOUT, by_id)
-
-
-def _layout(variable: Any, mesh: MeshSpec) -> Layout:
-    rank, sharding = len(variable.shape), _sharding(variable)
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return Layout.replicated(mesh, rank)
-    return Layout.of_spec(mesh, sharding.spec, rank)

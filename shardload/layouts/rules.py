@@ -83,16 +83,13 @@ def read_rules(path: Path) -> RuleSet:
 
 
 def _read_rule(entry: Any, path: Path) -> Rule:
-    if not isinstance(entry, dict) or set(entry) != {"variable", "spec"} or not _is_spec(entry["spec"]):
+    spec = entry["spec"] if isinstance(entry, dict) and set(entry) == {"variable", "spec"} else None
+    if not isinstance(spec, list) or not all(isinstance(axes, str) for axes in spec):
         raise LayoutError(
             f"A rule in {path} must be variable = 'regular expression' and spec = ['axis' or '-', one per dim]; "
             f"found {entry!r}"
         )
-    return Rule(str(entry["variable"]), tuple(() if a in ("-", "") else tuple(a.split("+")) for a in entry["spec"]))
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(a, str) for a in value)
+    return Rule(str(entry["variable"]), tuple(map(_as_axes, spec)))
 
 
 def from_mapping(rules: Mapping[str, Any], *, origin: str = "the layout") -> RuleSet:
