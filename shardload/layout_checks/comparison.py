@@ -32,7 +32,7 @@ import numpy as np
 from shardload.keras_bridge.model_state import own_layers
 from shardload.units import plural
 
-MARGIN = 8
+ROUNDINGS = 8
 """Independent roundings add like a random walk: this many times one of them after 64 operations."""
 SAMPLES = 3
 """How often weights are moved: one movement of a single number, such as a loss, may happen to be small."""
@@ -183,7 +183,7 @@ def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: 
     runs = [_doubles(each) for each in moved]
     unstable = np.any([_overflows(each, values) for each in runs], axis=0)
     movement = max(_difference(each[~unstable], values[~unstable]) for each in runs)
-    allowed = max(MARGIN * movement, MARGIN * eps * largest, order)
+    allowed = max(ROUNDINGS * movement, ROUNDINGS * eps * largest, order)
     # Where nothing is finite, equal infinities would agree without saying anything.
     undefined = int((np.isnan(values) | unstable).sum()) if finite.size else elements
     difference = _difference(_doubles(found)[~unstable], values[~unstable])

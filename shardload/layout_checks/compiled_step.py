@@ -25,8 +25,8 @@ import numpy as np
 
 from shardload.errors import MeshError, UsageError
 from shardload.keras_bridge.joint_optimizer import FLOAT32_UPDATE
-from shardload.layout_checks.hlo import Collective, as_json, collectives_in
-from shardload.layout_checks.step_programs import Kind, StepProgram, program_of
+from shardload.layout_checks.hlo import Collective, collective_json, collectives_in
+from shardload.layout_checks.step_programs import StepKind, StepProgram, program_of
 from shardload.layout_search.given_layouts import GivenLayouts, choice_for
 from shardload.layout_search.plan_parts import CompiledCheck
 from shardload.layout_search.tracing import collector_paused
@@ -96,7 +96,7 @@ class CompiledStep:
     """Memory and collectives of a compiled program; bytes are those of one device."""
 
     mesh: MeshSpec
-    kind: Kind
+    kind: StepKind
     platform: str
     """The platform it was compiled for, such as ``cpu``."""
     argument_bytes: int
@@ -208,7 +208,7 @@ class CompiledStep:
             **{name: getattr(self, name) for name in self.__slots__ if name not in skipped},
             "total_bytes": self.total_bytes,
             "collective_bytes": self.collective_bytes,
-            "collectives": [as_json(found) for found in self.collectives],
+            "collectives": [collective_json(found) for found in self.collectives],
             "notes": list(self.notes),
         }
 

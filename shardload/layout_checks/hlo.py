@@ -34,7 +34,7 @@ from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
 
-KINDS = (
+COLLECTIVES = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -61,7 +61,7 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 Inside = Literal["", "loop", "branch"]
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 """Positions of devices in the program, one tuple per group."""
 
 
@@ -136,7 +136,7 @@ def _walk(computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshS
         # Later parts of an asynchronous instruction, whose `-start` is counted.
         if one.opcode.endswith(("-done", "-update")):
             continue
-        if one.opcode.removesuffix("-start") in KINDS:
+        if one.opcode.removesuffix("-start") in COLLECTIVES:
             yield _collective(one, mesh)
             continue
         trips, inside = _repeats(one)
@@ -239,7 +239,7 @@ def _bits(dtype: str) -> int:
     return 8 if dtype == "pred" else int(width[0]) if width else 0
 
 
-def as_json(found: Collective) -> dict[str, Any]:
+def collective_json(found: Collective) -> dict[str, Any]:
     """Return a collective as an object for programs."""
     fields = {name: getattr(found, name) for name in Collective.__slots__}
     return fields | {"axes": list(found.axes), "total_bytes": found.total_bytes}
@@ -248,7 +248,7 @@ def as_json(found: Collective) -> dict[str, Any]:
 # ---- groups of devices -----------------------------------------------------------------------------
 
 
-def replica_groups(attributes: str) -> Groups:
+def replica_groups(attributes: str) -> DeviceGroups:
     """Return the groups that an instruction's attributes state, none if it states none.
 
     XLA for TPU leaves them out of the text (``{}``) once it has chosen how to run the collective.
@@ -267,7 +267,7 @@ def replica_groups(attributes: str) -> Groups:
     return _listed_groups(text)
 
 
-def group_axes(groups: Groups, mesh: MeshSpec) -> tuple[str, ...]:
+def group_axes(groups: DeviceGroups, mesh: MeshSpec) -> tuple[str, ...]:
     """Return the mesh axes along which devices of one group differ."""
     found = set()
     for group in groups:
@@ -280,7 +280,7 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-def _listed_groups(text: str) -> Groups:
+def _listed_groups(text: str) -> DeviceGroups:
     """Read ``{{0,1},{2,3}}`` at the beginning of ``text``."""
     found = re.match(r"\{((?:\{[\d,]*\},?)*)\}", text)
     return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", found[1])) if found else ()
@@ -299,7 +299,7 @@ def _permuted(sizes: Sequence[int], order: str | None) -> NDArray[Any]:
     return positions.transpose(_numbers(order)) if order else positions
 
 
-def _mesh_groups(text: str) -> Groups:
+def _mesh_groups(text: str) -> DeviceGroups:
     """Read ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a', 'b':(1)2}``."""
     sizes = {name: int(size) for name, size in _AXIS.findall(text.partition("]")[0])}
     devices = np.arange(np.prod(list(sizes.values()), dtype=int))
@@ -326,11 +326,11 @@ def _along(positions: NDArray[Any], axes: Sequence[int]) -> NDArray[Any]:
     return np.moveaxis(positions, axes, range(-len(axes), 0)).reshape(-1, size)
 
 
-def _as_groups(found: NDArray[Any]) -> Groups:
+def _as_groups(found: NDArray[Any]) -> DeviceGroups:
     return tuple(tuple(row) for row in found.tolist())
 
 
-def _connected(pairs: Groups) -> Groups:
+def _connected(pairs: DeviceGroups) -> DeviceGroups:
     """Return the devices that exchange data, directly or through others."""
     groups: list[set[int]] = []
     for pair in pairs:

@@ -24,7 +24,7 @@ from shardload.keras_bridge.variables import is_abstract, numbered, value_of
 from shardload.layout_checks.comparison import Compared, ComparedArray, coarsest_eps, compare_all, nudged
 from shardload.layout_checks.compiled_step import batch_specs, check_batch, devices_for, split_keywords
 from shardload.layout_checks.placement import Misplaced, bytes_by_device, misplaced, misplaced_by_id
-from shardload.layout_checks.step_programs import State, StepProgram, optimizer_of, program_of
+from shardload.layout_checks.step_programs import State, StepProgram, program_of, training_optimizer
 from shardload.layout_search.given_layouts import GivenLayouts, choice_for
 from shardload.layout_search.plan_parts import ComparedNumbers
 from shardload.layouts.choice import LayoutChoice
@@ -86,7 +86,7 @@ def check_numbers(
     choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)
     if not (training is None or (isinstance(training, str) and training == "gradients")):
-        training = optimizer_of(training)  # once, so that its slots have the same names in every run
+        training = training_optimizer(training)  # once, so that its slots have the same names in every run
     arrays, static = split_keywords(kwargs)
     check_batch(inputs=inputs, target=target)
     batch = jax.tree.map(np.asarray, {"inputs": inputs, "kwargs": arrays, "target": target})

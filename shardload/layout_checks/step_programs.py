@@ -35,7 +35,7 @@ from shardload.layouts.choice import LayoutChoice
 from shardload.sharding.layout import Layout
 from shardload.transfer.placement import named_sharding
 
-Kind = Literal["forward", "gradients", "training"]
+StepKind = Literal["forward", "gradients", "training"]
 State = dict[str, list[Any]]
 _Run = Callable[..., tuple[Any, list[Any], Any]]
 """`run_forward` of one model."""
@@ -45,7 +45,7 @@ _Run = Callable[..., tuple[Any, list[Any], Any]]
 class StepProgram:
     """A function of values and a batch, and where the values belong."""
 
-    kind: Kind
+    kind: StepKind
     function: Callable[[State, Mapping[str, Any]], Any]
     variables: Mapping[str, Sequence[Any]]
     """Keras' variables, whose values the state has."""
@@ -147,7 +147,7 @@ def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
 
 
 def _program(
-    kind: Kind, function: Callable[..., Any], variables: Mapping[str, Sequence[Any]], choice: LayoutChoice
+    kind: StepKind, function: Callable[..., Any], variables: Mapping[str, Sequence[Any]], choice: LayoutChoice
 ) -> StepProgram:
     layouts = {
         name: [(_slot_layout if name == "optimizer" else _layout)(choice, v) for v in found]
@@ -233,7 +233,7 @@ def _training(run: _Run, optimizer: Any, losses: Callable[[Any, Any], Any]) -> C
     return training
 
 
-def optimizer_of(training: Any) -> Any:
+def training_optimizer(training: Any) -> Any:
     """Return the optimizer of a training step.
 
     Raises:
@@ -256,7 +256,7 @@ def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices
     without being part of the choice is built again from its configuration.
     """
     with abstract():  # also its counters: the devices may be those of another machine, which store nothing
-        optimizer = optimizer_of(optimizer)
+        optimizer = training_optimizer(optimizer)
     if optimizer.built and all(id(v) in choice.by_id for v in optimizer.variables):
         yield optimizer
         return

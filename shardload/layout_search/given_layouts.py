@@ -187,7 +187,7 @@ def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
         LayoutError: When a pin is impossible, matches nothing, or is for another model or mesh.
         UsageError: When ``pins`` has another form.
     """
-    ruled = roles_by_layer_rules(layer for layer, _ in model_variables.layers(model))
+    ruled = roles_by_layer_rules(layer for layer, _ in model_variables.nested_layers(model))
     # Pins come last and win: they are for this search, a layer rule is for every layout.
     fixed = {id(v): lay_out(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}
     if isinstance(pins, LayoutPlan):

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from shardload.errors import LayoutError, UsageError
-from shardload.layout_search.program import Collective
+from shardload.layout_search.program import CollectiveKind
 from shardload.sharding.mesh import MeshSpec
 
 
@@ -74,7 +74,7 @@ class Hardware:
         """Return the bandwidth of an axis."""
         return self.axis_bytes_per_s.get(axis, self.link_bytes_per_s)
 
-    def exchange_s(self, kind: Collective, nbytes: float, *, axis: str, size: int) -> float:
+    def exchange_s(self, kind: CollectiveKind, nbytes: float, *, axis: str, size: int) -> float:
         """Return the seconds of a collective over one axis.
 
         Args:

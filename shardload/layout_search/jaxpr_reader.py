@@ -12,9 +12,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardload.layout_search import contraction_primitives, shape_primitives
 from shardload.layout_search.program import Program, Value
-from shardload.layout_search.shape_primitives import Rule, fresh, itemsize
+from shardload.layout_search.shape_primitives import PrimitiveRule, fresh, itemsize
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, PrimitiveRule] = {
     **dict.fromkeys(shape_primitives.ELEMENTWISE, shape_primitives.elementwise),
     **dict.fromkeys(shape_primitives.SOURCES, shape_primitives.source),
     **dict.fromkeys(("slice", "dynamic_slice", "pad"), shape_primitives.same_length),
@@ -61,7 +61,7 @@ A primitive without a rule constrains nothing: its operands are needed whole and
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
-def read(program: Program, closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
+def read_program(program: Program, closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
     """Read a program with the given arguments, and return the values of its results."""
     constants = [program.value(c.shape, getattr(c.dtype, "itemsize", 8)) for c in closed.consts]
     return _run(program, closed.jaxpr, [*constants, *arguments])
@@ -111,7 +111,7 @@ def _equation(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:
 
 
 def _enter(program: Program, inner: Any, operands: Sequence[Value]) -> list[Value]:
-    return read(program, inner, operands) if isinstance(inner, ClosedJaxpr) else _run(program, inner, operands)
+    return read_program(program, inner, operands) if isinstance(inner, ClosedJaxpr) else _run(program, inner, operands)
 
 
 def _scan(program: Program, eqn: Any, operands: list[Value]) -> list[Value]:

@@ -21,7 +21,7 @@ from scipy.sparse import csr_array
 from shardload.errors import LayoutError
 from shardload.layout_search.problem import Assignment, Problem, WeightKind
 from shardload.layout_search.program import UNSPLIT
-from shardload.layout_search.weight_options import WeightOption, gather_s, state_bytes, weight_options
+from shardload.layout_search.weight_options import WeightOption, gather_s, weight_options, weight_state_bytes
 from shardload.sharding.layout import Layout
 from shardload.units import plural
 
@@ -46,7 +46,7 @@ class Demand:
     storage_axes: tuple[str, ...] = ()
     """Axes that may split the storage of any large weight."""
     small: bool = False
-    """Whether the storage of weights below `weight_options.SMALL_BYTES` may be split too."""
+    """Whether the storage of weights below `weight_options.LEAST_STORED_BYTES` may be split too."""
     buffers: tuple[Moment, ...] = ()
     """Moments at which everything must fit."""
     forced: tuple[tuple[int, str, bool], ...] = ()
@@ -191,7 +191,7 @@ class _Model:
             self._marginals([(o.assignment, c) for o, c in found], tuple(sorted(set(weight.dim_groups) - {UNSPLIT})))
             count = len(weight.members)
             for option, column in found:
-                memory[column] = count * state_bytes(self.problem, weight, option)
+                memory[column] = count * weight_state_bytes(self.problem, weight, option)
                 only[column] = count * weight.nbytes / np.prod(Layout(self.problem.mesh, option.spec).parts, initial=1)
                 self._time[column] += count * gather_s(self.problem, weight, option)
         if self.demand.weight_limit_bytes is not None:

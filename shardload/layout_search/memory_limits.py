@@ -17,9 +17,9 @@ import numpy as np
 from shardload.errors import DoesNotFitError, LayoutError
 from shardload.layout_search.linear_program import Demand, Moment, Solution, solve
 from shardload.layout_search.plan_parts import DeviceBytes
-from shardload.layout_search.problem import Assignment, Problem, WeightKind, stored_values
+from shardload.layout_search.problem import Assignment, Problem, WeightKind, buffered_values
 from shardload.layout_search.program import UNSPLIT
-from shardload.layout_search.weight_options import SMALL_BYTES, WeightOption, state_bytes
+from shardload.layout_search.weight_options import LEAST_STORED_BYTES, WeightOption, weight_state_bytes
 from shardload.sharding.layout import Layout
 from shardload.units import format_bytes, format_bytes_down, format_bytes_up
 
@@ -93,9 +93,9 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
         return demand, solution
     # Small weights stay whole as long as possible; only if storing them split could suffice, start again with that.
     small_bytes = sum(
-        len(w.members) * state_bytes(problem, w, o)
+        len(w.members) * weight_state_bytes(problem, w, o)
         for w, o in chosen_options(problem, solution)
-        if w.nbytes < SMALL_BYTES
+        if w.nbytes < LEAST_STORED_BYTES
     )
     if not demand.small and least.total - small_bytes <= limit:
         return _within(problem, replace(demand, small=True, buffers=()), limit)
@@ -178,7 +178,7 @@ def activation_peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
     """
     update: tuple[int, Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
     program = problem.traced.program
-    values = stored_values(problem.traced)
+    values = buffered_values(problem.traced)
     if not values:
         return update if problem.update_bytes else (0, ())
     relevant = {k for k, _ in problem.candidates} | set(problem.pinned.values())

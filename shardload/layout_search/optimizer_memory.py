@@ -25,7 +25,7 @@ from shardload.layouts.model_variables import nbytes
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 
-Follows = Literal["weight", "rows", "nothing"]
+SplitBy = Literal["weight", "rows", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Slot:
     shape: tuple[int, ...]
     nbytes: int
     """Bytes of the whole array."""
-    follows: Follows
+    follows: SplitBy
     """What decides its split: the split of its ``weight``; the number of devices that split the weight, along its
     ``rows`` if they divide; or ``nothing``, as it is whole on every device."""
     spread: SlotSpread | None = None

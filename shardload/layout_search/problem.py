@@ -21,7 +21,7 @@ from shardload.layout_search.tracing import Traced
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 
-SMALL_BYTES = 1 << 10
+LEAST_DECIDED_BYTES = 1 << 10
 """Dims that only smaller variables have are not split: seeds, scalars of layers."""
 ROUNDS = 3
 """How many steps away groups and operations are compared before two groups count as alike."""
@@ -199,7 +199,7 @@ def _dim_group(program: Program, dim_groups: Mapping[int, int], node: int) -> in
 
 def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, str]]:
     # Dims of small variables alone (seeds, scalars of layers) would add decisions of no effect.
-    large = [w for w in problem.weights if w.nbytes >= SMALL_BYTES]
+    large = [w for w in problem.weights if w.nbytes >= LEAST_DECIDED_BYTES]
     of_weights = sorted({k for w in large for k in w.dim_groups if k != UNSPLIT} - exclude)
     for axis in problem.mesh.axes:
         size, taken = problem.sizes[axis], problem.pinned.get(axis)
@@ -317,7 +317,7 @@ def _work(program: Program, dim_groups: Mapping[int, int], relevant: set[int]) -
     )
 
 
-def stored_values(traced: Traced) -> list[Value]:
+def buffered_values(traced: Traced) -> list[Value]:
     """Return values that need buffers of their own, without the weights."""
     weights = {id(value) for _, value in traced.weights}
     return [v for v in traced.program.values if v.stored and v.view_of is None and id(v) not in weights]

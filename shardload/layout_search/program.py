@@ -23,7 +23,7 @@ from typing import Literal
 
 UNSPLIT = -1
 """The group of dims that nothing splits: those of length 1."""
-Collective = Literal["all-reduce", "all-gather", "collective-permute"]
+CollectiveKind = Literal["all-reduce", "all-gather", "collective-permute"]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +66,7 @@ class Value:
 class Exchange:
     """A collective that one device group performs when ``group`` is split."""
 
-    kind: Collective
+    kind: CollectiveKind
     group: int
     nbytes: int
     """Bytes of the result over all devices: other axes may split it further, by ``dims``. A

@@ -25,7 +25,7 @@ from shardload.layout_search.tracing import (
     check_rows,
     collector_paused,
     input_specs,
-    record,
+    record_program,
     rows_of,
     trace,
 )
@@ -101,7 +101,7 @@ class MeshSearch:
 
     def __init__(self, caller: str, model: Any, mesh: MeshLike | MeshSpec, options: SearchOptions) -> None:
         """Check the options of `search`, given to a function ``caller``, and trace the step."""
-        check_names(caller, options, SearchOptions)
+        check_options(caller, options, SearchOptions)
         check_built(model)
         self.mesh = mesh_spec(mesh)
         check_positive(device_memory_bytes=options.get("device_memory_bytes"))
@@ -163,7 +163,7 @@ class LayoutSearch:
         optimizer = None if optimizer is None else checked_optimizer(optimizer)
         self.model, self.inputs, self.hardware = model, inputs, Hardware.of(hardware)
         with collector_paused():
-            self.recorded = record(model, inputs, training=optimizer is not None, arguments=arguments)
+            self.recorded = record_program(model, inputs, training=optimizer is not None, arguments=arguments)
         self.optimizer_memory = memory_of_optimizer(optimizer, model.trainable_variables)
         self._traces: dict[frozenset[int], Traced] = {}
 
@@ -239,7 +239,7 @@ def search_smallest_mesh(
         LayoutError: When the model cannot be traced, or the hardware has rates of other axes.
         UsageError: When an argument is of the wrong kind.
     """
-    check_names("search_smallest_mesh", options, StepOptions)
+    check_options("search_smallest_mesh", options, StepOptions)
     check_built(model)
     for argument, value in (("device_memory_bytes", device_memory_bytes), ("max_devices", max_devices)):
         check_kind(argument, value, Integral, "a positive integer")
@@ -304,7 +304,7 @@ def _meshes(devices: int, *, rows: int, lengths: Collection[int]) -> Iterator[Me
 # ---- checks of options -------------------------------------------------------------------------------
 
 
-def check_names(caller: str, options: Mapping[str, Any], known: type[StepOptions]) -> None:
+def check_options(caller: str, options: Mapping[str, Any], known: type[StepOptions]) -> None:
     """Check the names of options.
 
     Raises:

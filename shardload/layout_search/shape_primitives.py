@@ -8,7 +8,7 @@ from typing import Any
 
 from shardload.layout_search.program import UNSPLIT, Exchange, Program, Value
 
-Rule = Callable[[Program, Any, Sequence[Value]], list[Value]]
+PrimitiveRule = Callable[[Program, Any, Sequence[Value]], list[Value]]
 """A rule takes the program, the equation and the values of its operands, and returns those of its results."""
 
 _ELEMENTWISE = """

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge.functional_graph import arguments_of_call
 from shardload.keras_bridge.hub_imports import backbone_of
-from shardload.layout_search.jaxpr_reader import arguments_of, read
+from shardload.layout_search.jaxpr_reader import arguments_of, read_program
 from shardload.layout_search.program import UNSPLIT, Exchange, Program, Value
 from shardload.units import check_kind, check_no_iterator
 
@@ -179,7 +179,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def record(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, Any] | None = None) -> Recorded:
+def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, Any] | None = None) -> Recorded:
     """Record a model's forward pass, and for training its gradients with respect to the trainable variables.
 
     The loss is the mean square of all floating-point outputs: what it does with the last activation differs from the
@@ -247,7 +247,7 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
     values = arguments_of(program, recorded.closed)
     weights = tuple(zip(recorded.variables, values, strict=False))
     program.store(*values)
-    results = read(program, recorded.closed, values)
+    results = read_program(program, recorded.closed, values)
     program.use(*results)
     if recorded.training and recorded.trainable:
         # The loss is born where the forward pass ends: what is read after that is kept for the backward pass.

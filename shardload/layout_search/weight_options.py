@@ -20,10 +20,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from shardload.layout_search.problem import Assignment, Problem, WeightKind
-from shardload.layout_search.program import Collective
+from shardload.layout_search.program import CollectiveKind
 from shardload.sharding.layout import Layout, Spec
 
-SMALL_BYTES = 1 << 16
+LEAST_STORED_BYTES = 1 << 16
 """A variable of fewer bytes is not stored split where its use needs it whole: the gather costs more than it saves.
 It is where nothing fits otherwise: ``small``."""
 
@@ -41,7 +41,7 @@ class WeightOption:
     """The batch axis if it splits the rows of an embedding, too: the batch is moved to them."""
 
 
-def state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
+def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
     """Return bytes on each device of one weight, and in training of its gradient and slots."""
     layout = Layout(problem.mesh, option.spec)
     local = weight.nbytes / math.prod(layout.parts)
@@ -57,7 +57,7 @@ def weight_options(
         problem: The problem.
         weight: The weights.
         storage_axes: Axes that may split the storage of any large weight.
-        small: Whether they may split the storage of weights below `SMALL_BYTES`, too.
+        small: Whether they may split the storage of weights below `LEAST_STORED_BYTES`, too.
     """
     for assignment in problem.assignments(weight.dim_groups):
         use: list[tuple[str, ...]] = [()] * len(weight.shape)
@@ -96,7 +96,7 @@ def _storage(problem: Problem, weight: WeightKind, axes: Iterable[str]) -> list[
 
 
 def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Collection[str], small: bool) -> bool:
-    if weight.nbytes < SMALL_BYTES and not small:
+    if weight.nbytes < LEAST_STORED_BYTES and not small:
         return False
     if axis in storage_axes:
         return True
@@ -136,7 +136,7 @@ def gathers(
 class ExchangeChange:
     """What moving the batch adds to the exchanges of a step, or takes from them."""
 
-    kind: Collective
+    kind: CollectiveKind
     axes: tuple[str, ...]
     nbytes: float
     """Bytes of the result on each device; negative for an exchange that falls away."""
@@ -163,7 +163,7 @@ def batch_move(problem: Problem, weight: WeightKind, assignment: Assignment, axi
     embedding = weight.embedding
     assert embedding is not None
 
-    def change(kind: Collective, axes: tuple[str, ...], nbytes: float, sign: int = 1) -> ExchangeChange:
+    def change(kind: CollectiveKind, axes: tuple[str, ...], nbytes: float, sign: int = 1) -> ExchangeChange:
         # Within groups of the first axis, then of a share of the result over the next.
         seconds, share = 0.0, nbytes
         for over in axes:

@@ -156,7 +156,7 @@ def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[
 # ---- features that are whole between blocks ------------------------------------------------------------
 
 
-GATHERED = PartitionSpec(PartitionSpec.UNCONSTRAINED)
+WHOLE_FEATURES = PartitionSpec(PartitionSpec.UNCONSTRAINED)
 """Leaves the batch dim to XLA and gathers all others."""
 Layers = Sequence[tuple[Any, Sequence[Any]]]
 """Each layer of a model with its direct sub-layers."""
@@ -165,7 +165,7 @@ _OTHER_NORMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
 
 
 def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callable[[str], Any] | None:
-    """Return a function from the path of a layer's output to its layout: `GATHERED`, or ``None`` to leave it to XLA.
+    """Return a function from the path of a layer's output to `WHOLE_FEATURES`, or to ``None`` to leave it to XLA.
 
     An embedding whose vocabulary does not divide is split by its features, and so is the input of a kernel whose
     outputs do not divide. XLA then keeps features split through the sums and norms of every block: GPT-2 with two
@@ -181,7 +181,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
         placed: The layout of each variable, by ``id(variable)``.
     """
     splits = any(found.fallback is not None and not found.layout.is_replicated for found in placed.values())
-    every = list(model_variables.layers(model))
+    every = list(model_variables.nested_layers(model))
     norms = _norms(every)
     gathered = _sources(every, placed) if norms else []
     if splits or gathered:
@@ -190,7 +190,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
         # Recurrent layers with one output: a head that reads split features would split their every step.
         gathered += [layer for layer, _ in every if is_kind(layer, "RNN") and not layer.return_state]
     paths = {f"{layer.path}/output" for layer in gathered if getattr(layer, "path", None)}
-    return (lambda path: GATHERED if path in paths else None) if paths else None
+    return (lambda path: WHOLE_FEATURES if path in paths else None) if paths else None
 
 
 def _sources(every: Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:

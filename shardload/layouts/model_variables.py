@@ -17,7 +17,7 @@ LARGE_BYTES = 1 << 20
 """Smallest vector worth splitting, and smallest replicated variable worth reporting."""
 
 
-def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+def nested_layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
     """Yield every layer with its direct sub-layers, outermost first, each once."""
     seen: set[int] = set()
     queue = [model]
@@ -32,7 +32,7 @@ def layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def own_variables(layer: Any, children: Iterable[Any] | None = None) -> list[Any]:
-    """Return a layer's own variables, without its sub-layers' (those of `layers`), in order of creation."""
+    """Return a layer's own variables, without its sub-layers' (see `nested_layers`), in order of creation."""
     inherited = {id(v) for child in (_children(layer) if children is None else children) for v in child.weights}
     return [v for v in layer.weights if id(v) not in inherited]
 

@@ -18,7 +18,7 @@ from shardload.layouts.model_variables import LARGE_BYTES, nbytes
 from shardload.sharding.layout import Fallback, Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 
-SMALL_BYTES = 1 << 10
+LEAST_SPLIT_BYTES = 1 << 10
 """Splitting less than this saves nothing and costs a collective."""
 MATRICES = "matrices"
 """Noun for a dim that stacks matrices, one for each expert."""
@@ -76,7 +76,7 @@ def by_shape(variable: Any) -> Wants:
 def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
     """Choose the layout of a variable by its own dims."""
     shape = tuple(int(n) for n in variable.shape)
-    if not role.dims or (nbytes(variable) < SMALL_BYTES and not role.even_small):
+    if not role.dims or (nbytes(variable) < LEAST_SPLIT_BYTES and not role.even_small):
         # Replicated on purpose, so no fallback is reported.
         return VariableLayout.of(variable, Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
     spec: list[tuple[str, ...]] = [()] * len(shape)
@@ -105,7 +105,7 @@ def _split(
     return dim
 
 
-def follow(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
+def lay_out_along(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
     """Choose the layout of a variable along its leader's, where its own dims are divisible."""
     spec: Spec = tuple(() if d is None else leader.spec[d] for d in role.dims)
     layout = Layout(leader.mesh, spec)
@@ -140,7 +140,7 @@ def decide_layouts(
             break
         for key in ready:
             role = waiting.pop(key)
-            placed[key] = follow(variables[key], role, placed[id(role.leader)].layout)
+            placed[key] = lay_out_along(variables[key], role, placed[id(role.leader)].layout)
     return placed
 
 

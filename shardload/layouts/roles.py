@@ -40,7 +40,7 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     Reads layer objects, shapes and dtypes only: the variables may have no values. ``by_user`` applies the layout rules
     that users registered.
     """
-    every = list(model_variables.layers(model))
+    every = list(model_variables.nested_layers(model))
     own = {id(layer): model_variables.own_variables(layer, children) for layer, children in every}
     kernels = {id(layer): kernels_of(layer, own[id(layer)]) for layer, _ in every}
     by_rule: dict[int, Role] = dict(roles_by_layer_rules(layer for layer, _ in every)) if by_user else {}

@@ -14,7 +14,7 @@ from shardload.layout_search.searching import MAX_DEVICES
 from shardload.parallel.choosing import choose
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 
-MARGIN = 0.1
+RESERVED_SHARE = 0.1
 """Fraction of device memory reserved for activations, the generation cache and the runtime; a lower bound."""
 
 
@@ -42,7 +42,7 @@ def belongs_to_a_mesh(layout: Any) -> bool:
 
 
 def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit:
-    """Compute whether ``model`` fits on the devices of ``mesh``: weights only, with `MARGIN` of their memory free."""
+    """Compute whether ``model`` fits on the devices of ``mesh``: weights only, `RESERVED_SHARE` stays free."""
     is_number = isinstance(device_memory_bytes, int | float) and not isinstance(device_memory_bytes, bool)
     if not is_number or not math.isfinite(device_memory_bytes):
         raise UsageError(
@@ -50,7 +50,7 @@ def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "
             "16 << 30"
         )
     choice = choose(model, mesh, layout)
-    return MeshFit(choice.mesh, choice.device_bytes, int(device_memory_bytes * (1 - MARGIN)))
+    return MeshFit(choice.mesh, choice.device_bytes, int(device_memory_bytes * (1 - RESERVED_SHARE)))
 
 
 def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit | None:

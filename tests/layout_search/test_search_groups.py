@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardload.layout_search.jaxpr_reader import arguments_of, read
+from shardload.layout_search.jaxpr_reader import arguments_of, read_program
 from shardload.layout_search.program import UNSPLIT, Program
 
 F32 = jnp.float32
@@ -18,7 +18,7 @@ def traced(function, *shapes, divisors=(2, 4), dtypes=None):
     closed = jax.make_jaxpr(function)(*specs)
     program = Program(divisors)
     arguments = arguments_of(program, closed)
-    results = read(program, closed, arguments)
+    results = read_program(program, closed, arguments)
     letters: dict[int, str] = {}
 
     def name(value):

@@ -8,7 +8,7 @@ from keras_layers import LAYERS, OTHERS, SHAPES, applied, is_preprocessing
 
 import shardload
 from benchmarks import layouts
-from shardload.layout_search.tracing import input_specs, record, trace
+from shardload.layout_search.tracing import input_specs, record_program, trace
 from shardload.parallel import search
 
 GATHERED = {"fnet": {"fft"}}
@@ -38,7 +38,7 @@ def program_of(name):
         y = Scaled()(x) if dtype == "float32" else x
         try:
             model = keras.Model(x, applied(name, y))
-            recorded = record(model, jax.ShapeDtypeStruct(shape, dtype), training=True)
+            recorded = record_program(model, jax.ShapeDtypeStruct(shape, dtype), training=True)
         except Exception as error:
             errors.append(f"{dtype}{list(shape)}: {type(error).__name__}: {str(error)[:200]}")
         else:
@@ -61,7 +61,7 @@ FAMILIES = dict([*layouts.decoders(), *layouts.others()])
 def test_every_primitive_of_a_family_has_a_rule(family):
     with shardload.abstract():
         model = FAMILIES[family]()
-    recorded = record(model, input_specs(model, batch=8, sequence=16), training=True)
+    recorded = record_program(model, input_specs(model, batch=8, sequence=16), training=True)
     assert set(trace(recorded, divisors=(2, 4)).program.unknown) == GATHERED.get(family, set())
 
 
