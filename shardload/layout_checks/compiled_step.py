@@ -217,11 +217,7 @@ class CompiledStep:
 
 
 def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...]:
-    """Return one device per mesh position.
-
-    Raises:
-        MeshError: When there are too few, or their number is not that of the positions.
-    """
+    """Return one device per mesh position."""
     found = device_list(devices) or tuple(jax.devices()[: mesh.size])
     if len(found) != mesh.size:
         raise MeshError(

@@ -68,15 +68,8 @@ def check_setup(
 ) -> SetupReport:
     """Check where the variables of a bound model are, and what it computes.
 
-    Args:
-        model: A bound model with values.
-        choice: The layouts it was bound with.
-        binding: Its binding. Each of its devices needs memory for the whole model during the comparison.
-        args: Sample inputs; made from the inputs of a functional model if there are none.
-        kwargs: Sample inputs by name.
-
-    Raises:
-        UsageError: When there are no sample inputs, and none can be made.
+    Sample inputs are made from the inputs of a functional model if there are none. Each device needs memory for the
+    whole model during the comparison.
     """
     outputs, difference = _outputs(model, binding, args, kwargs)
     checks = (_shardings(model, choice, binding), _bytes(model, choice), _split(choice), outputs)

@@ -234,11 +234,7 @@ def _training(run: _Run, optimizer: Any, losses: Callable[[Any, Any], Any]) -> C
 
 
 def training_optimizer(training: Any) -> Any:
-    """Return the optimizer of a training step.
-
-    Raises:
-        UsageError: When it is none, and no name of one.
-    """
+    """Return the optimizer of a training step."""
     try:
         return keras.optimizers.get(training)
     except (KeyError, TypeError, ValueError) as error:

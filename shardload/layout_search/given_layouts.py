@@ -41,16 +41,7 @@ GivenLayouts = LayoutChoice | LayoutPlan | Callable[[Any], LayoutChoice | Layout
 
 
 def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
-    """Return the layouts of the weights of a model.
-
-    Args:
-        model: A Keras model.
-        given: As for `shardload.parallel.check_numbers`.
-
-    Raises:
-        LayoutError: When a choice is for another model object, or a plan is for another model.
-        UsageError: When it is something else.
-    """
+    """Return the layouts of the weights of a model."""
     check_model(model, to="take layouts for")
     match given:
         case LayoutChoice():
@@ -88,11 +79,7 @@ def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
 
 
 def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
-    """Choose the layouts of a plan for the variables of a model.
-
-    Raises:
-        LayoutError: When the plan is for another mesh or another model.
-    """
+    """Choose the layouts of a plan for the variables of a model."""
     if plan.mesh != mesh:
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
     # `uses` has the weights that the plan stores split further than they are used: a bound model gathers them.
@@ -176,17 +163,7 @@ def _increasing(pairs: Sequence[tuple[int, int]]) -> bool:
 
 
 def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
-    """Return the layouts that are fixed, by ``id(variable)``: those of users' layer rules, then those of ``pins``.
-
-    Args:
-        model: The model.
-        mesh: The mesh.
-        pins: As for `shardload.parallel.search`.
-
-    Raises:
-        LayoutError: When a pin is impossible, matches nothing, or is for another model or mesh.
-        UsageError: When ``pins`` has another form.
-    """
+    """Return the layouts that are fixed, by ``id(variable)``: those of users' layer rules, then those of ``pins``."""
     ruled = roles_by_layer_rules(layer for layer, _ in model_variables.nested_layers(model))
     # Pins come last and win: they are for this search, a layer rule is for every layout.
     fixed = {id(v): lay_out(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}

@@ -301,12 +301,7 @@ def _entry(axes: tuple[str, ...]) -> Any:
 
 
 def _read_plan(path: PathLike) -> Any:
-    """Return the JSON in a file.
-
-    Raises:
-        LayoutError: When there is no such file, it cannot be read, or it is not JSON.
-        UsageError: When ``path`` is not a path.
-    """
+    """Return the JSON in a file."""
     file = _as_path(path, to="read the plan")
     try:
         return json.loads(file.read_text())
@@ -321,12 +316,7 @@ def _read_plan(path: PathLike) -> Any:
 
 
 def _write_plan(path: PathLike, data: Any) -> None:
-    """Write a plan as JSON, and the folders that its path lacks.
-
-    Raises:
-        UsageError: When ``path`` is not a path, or a URL.
-        WriteError: When the file cannot be written.
-    """
+    """Write a plan as JSON, and the folders that its path lacks."""
     file = local_target(_as_path(path, to="write the plan"))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

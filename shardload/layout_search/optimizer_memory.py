@@ -75,13 +75,6 @@ def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemo
     """Return the memory that an optimizer needs for these weights.
 
     An optimizer that is not built is built without values, and is not built afterwards.
-
-    Args:
-        optimizer: A Keras optimizer, its name, or ``None`` for no slots.
-        weights: The trainable variables of a model.
-
-    Raises:
-        LayoutError: When Keras knows no optimizer of that name, or the optimizer cannot be built for these weights.
     """
     if optimizer is None or not weights:
         return OptimizerMemory()
@@ -117,11 +110,7 @@ def _slot(slot: Any, weight: Any, spread: SlotSpread | None, factors: Mapping[in
 
 
 def checked_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that a caller names.
-
-    Raises:
-        LayoutError: When it is a class, or Keras knows none of that name.
-    """
+    """Return the optimizer that a caller names."""
     if isinstance(optimizer, type):
         raise LayoutError(
             f"Cannot plan for the class {optimizer.__name__}: expected an optimizer. Create one: {optimizer.__name__}()"

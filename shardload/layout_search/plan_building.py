@@ -33,17 +33,7 @@ from shardload.units import format_bytes, plural
 def plan_of_solution(
     model: Any, problem: Problem, demand: Demand, solution: Solution, *, inputs: Any, batch_axis: str, limit: int | None
 ) -> LayoutPlan:
-    """Return the plan for a solution.
-
-    Args:
-        model: The model.
-        problem: What was solved.
-        demand: What the solution had to achieve.
-        solution: The solution.
-        inputs: The inputs that were traced.
-        batch_axis: The axis that splits the batch.
-        limit: The device memory that the caller gave.
-    """
+    """Return the plan for a solution."""
     activations, _ = activation_peak(problem, solution)
     names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))
     decisions = tuple(_decisions(problem, demand, solution, names))

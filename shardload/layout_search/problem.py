@@ -156,16 +156,7 @@ def make_problem(
     pins: Mapping[int, Spec],
     optimizer: OptimizerMemory,
 ) -> Problem:
-    """Reduce a traced program to the dim groups that a plan decides about.
-
-    Args:
-        traced: The program.
-        mesh: The mesh.
-        hardware: The costs.
-        batch_axis: The axis that splits the first dim of every input, where it divides.
-        pins: Layouts that are fixed, by ``id(variable)``.
-        optimizer: The memory of the optimizer.
-    """
+    """Reduce a traced program to the dim groups that a plan decides about; ``pins`` are fixed, by ``id(variable)``."""
     program = traced.program
     dim_groups = _dim_groups(traced)
     # Decided beforehand: the batch axis splits the batch, if it divides.

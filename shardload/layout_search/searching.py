@@ -116,14 +116,7 @@ class MeshSearch:
 
 
 def traced_step(model: Any, mesh: MeshSpec, options: StepOptions, *, rows: int) -> LayoutSearch:
-    """Check the options of a step, and trace it.
-
-    Args:
-        model: A built Keras model.
-        mesh: The mesh, or one with the same axes.
-        options: The step.
-        rows: Rows of the default inputs if the options state none.
-    """
+    """Check the options of a step, and trace it; ``rows`` is the batch of default inputs if the options state none."""
     batch, sequence, inputs = options.get("batch"), options.get("sequence"), options.get("inputs")
     check_positive(batch=batch, sequence=sequence)
     hardware = Hardware.of(options.get("hardware"))
@@ -147,19 +140,7 @@ class LayoutSearch:
         optimizer: Any = None,
         hardware: Hardware | None = None,
     ) -> None:
-        """Trace the step.
-
-        Args:
-            model: A built Keras model.
-            inputs: The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``.
-            arguments: As for `search`.
-            optimizer: As for `search`.
-            hardware: As for `search`.
-
-        Raises:
-            LayoutError: When the model cannot be traced.
-            UsageError: When an argument is of the wrong kind.
-        """
+        """Trace the step."""
         optimizer = None if optimizer is None else checked_optimizer(optimizer)
         self.model, self.inputs, self.hardware = model, inputs, Hardware.of(hardware)
         with collector_paused():
@@ -175,18 +156,7 @@ class LayoutSearch:
         batch_axis: str | None = None,
         pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
     ) -> LayoutPlan:
-        """Return the best plan on a mesh.
-
-        Args:
-            mesh: The mesh.
-            device_memory_bytes: Hard limit for each device, if there is one.
-            batch_axis: The axis that splits the batch; by default the mesh's.
-            pins: As for `search`.
-
-        Raises:
-            DoesNotFitError: When no layout keeps the limit.
-            LayoutError: When a pin is impossible, pins contradict each other, or the mesh has no such axis.
-        """
+        """Return the best plan on a mesh."""
         axis = batch_axis_of(mesh, batch_axis)
         fixed = fixed_specs(self.model, mesh, pins)
         with collector_paused():
@@ -249,13 +219,7 @@ def search_smallest_mesh(
 
 
 def smallest_mesh_plan(search: LayoutSearch, device_memory_bytes: int, max_devices: int) -> LayoutPlan | None:
-    """Return the plan on the smallest mesh on which a traced step fits, or ``None``; see `search_smallest_mesh`.
-
-    Args:
-        search: The traced step.
-        device_memory_bytes: Hard limit for each device.
-        max_devices: The largest number of devices to try.
-    """
+    """Return the plan on the smallest mesh on which a traced step fits, or ``None``; see `search_smallest_mesh`."""
     if search.optimizer_memory.update_bytes >= device_memory_bytes:
         return None  # no layout makes this smaller
     rows = math.gcd(*(rows_of(search.inputs) - {1})) or 1  # an input of one row stays whole
@@ -305,45 +269,28 @@ def _meshes(devices: int, *, rows: int, lengths: Collection[int]) -> Iterator[Me
 
 
 def check_options(caller: str, options: Mapping[str, Any], known: type[StepOptions]) -> None:
-    """Check the names of options.
-
-    Raises:
-        UsageError: When one is unknown.
-    """
+    """Refuse options that a public function does not have."""
     names = known.__annotations__
     if unknown := [name for name in options if name not in names]:
         raise UsageError(f"{caller}() has no argument {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
 
 
 def batch_axis_of(mesh: MeshSpec, given: str | None) -> str:
-    """Return the axis that splits the batch; by default the mesh's.
-
-    Raises:
-        LayoutError: When the mesh has no such axis.
-    """
+    """Return the axis that splits the batch; by default the mesh's."""
     if given is not None and not (isinstance(given, str) and given in mesh.axes):
         raise LayoutError(f"Cannot split the batch over {given!r}: the mesh {mesh} has no such axis")
     return mesh.batch_axis if given is None else given
 
 
 def check_positive(**numbers: Any) -> None:
-    """Check arguments that are positive integers, or ``None``.
-
-    Raises:
-        LayoutError: For the first that is neither.
-    """
+    """Check arguments that are positive integers, or ``None``."""
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
             raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")
 
 
 def check_built(model: Any) -> None:
-    """Check that a model has variables to plan.
-
-    Raises:
-        LayoutError: When it is not built.
-        UsageError: When it is not a Keras model.
-    """
+    """Check that a model has variables to plan."""
     check_model(model, to="plan")
     # Keras counts a subclassed model as built after build(), even if its layers have to be called first.
     is_empty = not model.variables and any(not layer.built for layer in getattr(model, "layers", ()))

@@ -88,17 +88,7 @@ def rows_of(inputs: Any) -> set[int]:
 
 
 def check_rows(model: Any, inputs: Any, batch: int | None) -> None:
-    """Check that a requested batch is the number of rows of at least one input.
-
-    Args:
-        model: The model.
-        inputs: The caller's inputs, or those that the model declares.
-        batch: The requested number of rows, if any.
-
-    Raises:
-        LayoutError: When all inputs have other lengths.
-        UsageError: When the inputs are an iterator.
-    """
+    """Check that a requested batch is the number of rows of at least one input."""
     check_no_iterator("inputs", inputs)
     rows = rows_of(inputs)
     if batch is not None and rows and batch not in rows:
@@ -184,16 +174,6 @@ def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mappin
 
     The loss is the mean square of all floating-point outputs: what it does with the last activation differs from the
     model's own, what the weights see does not.
-
-    Args:
-        model: A built Keras model; its variables may have no values.
-        inputs: The first argument of a call: arrays or ``jax.ShapeDtypeStruct`` in the model's structure.
-        training: Whether to record gradients.
-        arguments: Other arguments of a call, by name.
-
-    Raises:
-        LayoutError: When the model cannot be traced.
-        UsageError: When the arguments have no names.
     """
     trainable, other = list(model.trainable_variables), list(model.non_trainable_variables)
     # Shapes in the place of values: a model of any size traces in seconds, without memory.
@@ -237,12 +217,7 @@ def reason_of(error: Exception) -> str:
 
 
 def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
-    """Read a recorded program into groups of dims and operations.
-
-    Args:
-        recorded: The program.
-        divisors: Sizes of the mesh axes.
-    """
+    """Read a recorded program into groups of dims and operations."""
     program = Program(divisors)
     values = arguments_of(program, recorded.closed)
     weights = tuple(zip(recorded.variables, values, strict=False))
@@ -278,12 +253,7 @@ def _gather_gradients_of_groups(program: Program, weights: Sequence[Value]) -> N
 
 
 def _check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Check names that a functional model would ignore.
-
-    Raises:
-        LayoutError: When its ``call`` does not take one of them.
-        UsageError: When the arguments have no names.
-    """
+    """Check names that a functional model would ignore."""
     if not isinstance(arguments, Mapping):
         raise UsageError(
             f"Cannot trace {model.name!r} with arguments={arguments!r:.60}: expected a mapping of names to values"

@@ -35,11 +35,7 @@ MODES = ("auto", "keras_hub", "replicated", "search")
 
 
 def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
-    """Choose layouts by roles, a model's own map, or rules: all forms of `LayoutLike` but plans and distributions.
-
-    Raises:
-        LayoutError: When the mode is unknown, the class has no map, or a rule cannot be applied.
-    """
+    """Choose layouts by roles, a model's own map, or rules: all forms of `LayoutLike` but plans and distributions."""
     variables = model_variables.all_variables(model)
     mode, rule_set = _rule_set(model, mesh, layout)
     # 'replicated' does not call users' layer rules: it must stay a way out of a broken one.
@@ -106,11 +102,7 @@ def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.R
 
 
 def rules_in_file(file: PathLike) -> rule_sets.RuleSet:
-    """Read a file of rules.
-
-    Raises:
-        LayoutError: When there is no such file, or it has no rules.
-    """
+    """Read a file of rules."""
     if not Path(file).exists():
         raise LayoutError(
             f"Unknown layout {str(file)!r}, and no file has that name.{did_you_mean(str(file), MODES)} "
@@ -175,10 +167,6 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
         embedding ─► [gather] ─► norm ─► [gather] ─► block ─► norm ─► [gather] ─► head
 
     Returns ``None`` in place of the function if nothing splits features between blocks.
-
-    Args:
-        model: A built model.
-        placed: The layout of each variable, by ``id(variable)``.
     """
     splits = any(found.fallback is not None and not found.layout.is_replicated for found in placed.values())
     every = list(model_variables.nested_layers(model))

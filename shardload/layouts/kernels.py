@@ -238,13 +238,7 @@ class KernelPair:
 
 
 def pairs(model: Any, kernels: Collection[int], *, never_first: Collection[int] = ()) -> Iterator[KernelPair]:
-    """Yield the pairs of a model's own graph, each layer in one of them.
-
-    Args:
-        model: A functional or sequential model; any other has no pairs.
-        kernels: ``id`` of each layer that may be paired.
-        never_first: Ids of those that already end a pair.
-    """
+    """Yield the pairs in the graph of a functional or sequential model; ``never_first`` already end a pair."""
     links = list(sole_consumers(model))
     reader = {id(one): other for one, other in links}
     # A second's output is whole again after the all-reduce: it begins no pair, or two pairs would share a kernel.

@@ -75,11 +75,7 @@ def roles_by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:
 
 
 def _dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
-    """Return the dims that a user's rule names for a layer's own variables, by ``id(variable)``; empty without a rule.
-
-    Raises:
-        LayoutError: When the rule fails, or names a variable or a dim that the layer does not have.
-    """
+    """Return the dims that a user's rule names for a layer's own variables, by ``id(variable)``."""
     # The most derived class with a rule decides, as method lookup does.
     rule = next((_rules[c] for c in type(layer).__mro__ if c in _rules), None)
     own = [] if rule is None else model_variables.own_variables(layer)

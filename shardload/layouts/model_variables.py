@@ -52,15 +52,7 @@ def _children(layer: Any) -> list[Any]:
 
 
 def check_model(model: Any, *, to: str) -> None:
-    """Check that something is a Keras model, or a layer.
-
-    Args:
-        model: Any object.
-        to: What it is needed for, for the message: ``plan``.
-
-    Raises:
-        UsageError: When it is neither.
-    """
+    """Refuse what is no Keras model and no layer; ``to`` says what it is needed for: ``plan``."""
     if not isinstance(model, keras.Layer):
         raise UsageError(
             f"Cannot {to} {model!r:.60}: expected a keras.Model. Build it first, inside shardload.abstract() to "

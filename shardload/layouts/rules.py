@@ -93,15 +93,7 @@ def _read_rule(entry: Any, path: Path) -> Rule:
 
 
 def from_mapping(rules: Mapping[str, Any], *, origin: str = "the layout") -> RuleSet:
-    """Return the rules of a mapping: the pattern of a variable's path, and a mesh axis or ``None`` for each dim.
-
-    Args:
-        rules: The mapping; its values may be ``PartitionSpec``s too, which leave out dims at the end.
-        origin: What it is, for messages.
-
-    Raises:
-        LayoutError: When it has another form.
-    """
+    """Return the rules of a mapping: the pattern of a variable's path, and a mesh axis or ``None`` for each dim."""
     for pattern, spec in rules.items():
         if (
             not isinstance(pattern, str)
@@ -139,11 +131,7 @@ def by_distribution(
 
 
 def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
-    """Convert a ``keras.distribution.LayoutMap`` to rules.
-
-    Raises:
-        LayoutError: When it belongs to another mesh.
-    """
+    """Convert a ``keras.distribution.LayoutMap`` to rules."""
     device_mesh = layout_map.device_mesh
     if device_mesh is not None:
         names, sizes = tuple(device_mesh.axis_names), tuple(device_mesh.shape)
@@ -183,15 +171,7 @@ def apply(
 
 
 def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
-    """Check that each rule of a layout map for the outputs of layers matches one of ``paths``.
-
-    Args:
-        layout_map: A ``keras.distribution.LayoutMap``.
-        paths: The paths of the outputs of a model's layers (``model/dense/output``); ``None`` if they are unknown.
-
-    Raises:
-        LayoutError: When a rule matches nothing.
-    """
+    """Check that each rule for outputs of layers (``model/dense/output``) matches one of ``paths``, if known."""
     rules = [Rule(key, ()) for key in layout_map]
     for rule in rules if paths is not None else ():
         pattern = _compiled(rule, "the LayoutMap")
@@ -202,9 +182,7 @@ def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
 def unmatched(layout_map: Any, paths: Sequence[str]) -> tuple[str, ...]:
     """Return one sentence for each rule for variables that matches none of ``paths``.
 
-    Args:
-        layout_map: The ``LayoutMap`` of a distribution, which may be for more models than one; ``None`` has no rules.
-        paths: The paths of a model's variables.
+    The layout map of a distribution may be for more models than one; ``None`` has no rules.
     """
     rules = [Rule(key, ()) for key in layout_map or ()]
     return tuple(

@@ -109,16 +109,7 @@ def first_that_fits(
     compiled: Callable[[LayoutPlan], CompiledStep],
     limit: int | None,
 ) -> CheckedPlan:
-    """Search and compile until a compiled step keeps the limit.
-
-    Args:
-        searched: Returns the plan for a limit of the estimate.
-        compiled: Compiles the step of a plan.
-        limit: Bytes of each device, if there is a limit.
-
-    Raises:
-        DoesNotFitError: When no plan that was tried keeps it.
-    """
+    """Search and compile until a compiled step keeps the limit."""
     plan, attempts = _first(searched, limit), list[Attempt]()
     while True:
         step = compiled(plan)

@@ -65,11 +65,7 @@ def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutCho
 
 
 def given_plan(layout: Any) -> LayoutPlan | None:
-    """Return a layout that is a plan, or read it from its JSON file; ``None`` for other layouts.
-
-    Raises:
-        LayoutError: When the file is not a plan.
-    """
+    """Return a layout that is a plan, or read it from its JSON file; ``None`` for other layouts."""
     if isinstance(layout, LayoutPlan):
         return layout
     if isinstance(layout, str | os.PathLike) and Path(layout).suffix == ".json" and Path(layout).exists():
@@ -78,11 +74,7 @@ def given_plan(layout: Any) -> LayoutPlan | None:
 
 
 def check_layout(layout: Any) -> None:
-    """Check a layout given as text or a path: it names a layout, or a file that is a plan or has rules.
-
-    Raises:
-        LayoutError: Otherwise.
-    """
+    """Check a layout given as text or a path: it names a layout, or a file that is a plan or has rules."""
     if isinstance(layout, str | os.PathLike) and str(layout) not in MODES and given_plan(layout) is None:
         rules_in_file(layout)
 
@@ -136,11 +128,7 @@ def mesh_for(layout: LayoutLike, device_count: int) -> MeshSpec:
 
 
 def tensor_parallel_mesh(device_count: int) -> MeshSpec:
-    """Return the mesh of ``device_count`` devices along the ``model`` axis; each of them gets the whole batch.
-
-    Raises:
-        UsageError: When it is not a positive integer.
-    """
+    """Return the mesh of ``device_count`` devices along the ``model`` axis; each of them gets the whole batch."""
     if not (is_integer(device_count) and device_count >= 1):
         raise UsageError(f"Cannot use device_count={device_count!r}: expected a positive integer")
     return MeshSpec(DEFAULT_AXES, (1, int(device_count)))
