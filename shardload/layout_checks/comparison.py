@@ -127,7 +127,7 @@ class Compared:
 
 
 def compare_all(
-    found: Mapping[str, Any],
+    results: Mapping[str, Any],
     expected: Mapping[str, Any],
     moved: Callable[[Sequence[int]], list[Mapping[str, Any]]],
     *,
@@ -137,7 +137,7 @@ def compare_all(
     """Compare results by name; rounding is measured again where a few movements do not explain a difference.
 
     Args:
-        found: The results to check.
+        results: The results to check.
         expected: The results of one device.
         moved: Returns the results of one device from values that are `nudged` by these seeds.
         eps: See `coarsest_eps`.
@@ -147,7 +147,7 @@ def compare_all(
 
     def compared() -> tuple[ComparedArray, ...]:
         return tuple(
-            compare(name, found[name], [run[name] for run in runs], value, eps=eps, terms=(terms or {}).get(name, 1))
+            compare(name, results[name], [run[name] for run in runs], value, eps=eps, terms=(terms or {}).get(name, 1))
             for name, value in expected.items()
         )
 
@@ -160,12 +160,14 @@ def compare_all(
     return Compared(arrays, len(runs))
 
 
-def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1) -> ComparedArray:
+def compare(
+    name: str, result: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1
+) -> ComparedArray:
     """Compare a result with that of one device.
 
     Args:
         name: A name for messages.
-        found: The result to check.
+        result: The result to check.
         moved: Results of one device from values that are `nudged`.
         expected: The result of one device.
         eps: See `coarsest_eps`.
@@ -174,7 +176,7 @@ def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: 
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
     if not jnp.issubdtype(expected.dtype, jnp.floating):
-        return ComparedArray(name, dtype, elements, 1.0, float(not np.array_equal(found, expected)), 0.0)
+        return ComparedArray(name, dtype, elements, 1.0, float(not np.array_equal(result, expected)), 0.0)
     values = _doubles(expected)
     finite = values[np.isfinite(values)]
     largest = float(np.abs(finite).max(initial=0.0))
@@ -186,7 +188,7 @@ def compare(name: str, found: Any, moved: Sequence[Any], expected: Any, *, eps: 
     allowed = max(ROUNDINGS * movement, ROUNDINGS * eps * largest, order)
     # Where nothing is finite, equal infinities would agree without saying anything.
     undefined = int((np.isnan(values) | unstable).sum()) if finite.size else elements
-    difference = _difference(_doubles(found)[~unstable], values[~unstable])
+    difference = _difference(_doubles(result)[~unstable], values[~unstable])
     return ComparedArray(name, dtype, elements, largest, difference, allowed, undefined)
 
 
@@ -194,8 +196,8 @@ def _overflows(moved: _Doubles, expected: _Doubles) -> _Mask:
     """Return which elements are finite in one of the two only, or infinite otherwise."""
     finite = np.isfinite(moved) & np.isfinite(expected)
     same = (moved == expected) | (np.isnan(moved) & np.isnan(expected))
-    found: _Mask = ~finite & ~same
-    return found
+    overflows: _Mask = ~finite & ~same
+    return overflows
 
 
 def _difference(a: _Doubles, b: _Doubles) -> float:

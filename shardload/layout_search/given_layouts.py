@@ -61,7 +61,7 @@ def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
     """Return the choice if it has every weight: one that is missing would count as replicated and pass any check."""
     weights = list(model.weights)
     # By path as well: Python reuses the id of a variable that is gone.
-    strange = [v for v in weights if (found := choice.by_id.get(id(v))) is None or found.path != v.path]
+    strange = [v for v in weights if (planned := choice.by_id.get(id(v))) is None or planned.path != v.path]
     if not strange:
         return choice
     what = (
@@ -84,11 +84,11 @@ def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
     # `uses` has the weights that the plan stores split further than they are used: a bound model gathers them.
     fixed, uses = {}, {}
-    for variable, found in planned_variables(model, plan):
+    for variable, planned in planned_variables(model, plan):
         # By identity, not by path: several variables may have one path.
-        fixed[id(variable)] = VariableLayout.of(variable, Layout(mesh, found.spec), f"search: {found.reason}")
-        if found.stored:
-            uses[id(variable)] = Layout(mesh, found.used)
+        fixed[id(variable)] = VariableLayout.of(variable, Layout(mesh, planned.spec), f"search: {planned.reason}")
+        if planned.stored:
+            uses[id(variable)] = Layout(mesh, planned.used)
     variables, known = model_variables.all_variables(model), roles(model, by_user=False)
     placed = with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), plan.batch_axis)
     by_id = {key: placed[key] for key in variables}
@@ -120,16 +120,16 @@ def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVa
 
 def _problems(variables: Sequence[Any], plan: LayoutPlan) -> list[str]:
     by_path, counts = {v.path: v for v in plan.variables}, Counter(v.path for v in plan.variables)
-    found = []
+    problems = []
     for variable in variables:
         planned, shape = by_path.get(variable.path), tuple(variable.shape)
         if planned is None:
-            found.append(f"{variable.path!r} is not in the plan")
+            problems.append(f"{variable.path!r} is not in the plan")
         elif counts[variable.path] > 1:
-            found.append(f"{variable.path!r} is the path of {plural(counts[variable.path], 'variable')} of the plan")
+            problems.append(f"{variable.path!r} is the path of {plural(counts[variable.path], 'variable')} of the plan")
         elif planned.shape != shape:
-            found.append(f"{variable.path!r} has shape {shape}, not {planned.shape}")
-    return found
+            problems.append(f"{variable.path!r} has shape {shape}, not {planned.shape}")
+    return problems
 
 
 def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
@@ -146,7 +146,7 @@ def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
             # Per name and depth: `dense_3` and `conv_3` are counted apart, and so are the layers of each block.
             numbers["/".join(name for name, _ in mine[:depth])].add((old, new))
     # Two layers whose numbers change places are not the same layers built again.
-    return all(_increasing(sorted(found)) for found in numbers.values())
+    return all(_increasing(sorted(pairs)) for pairs in numbers.values())
 
 
 def _parts(path: str) -> list[tuple[str, int]]:
@@ -181,7 +181,7 @@ def _pins_of_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> dict[int, Spe
 
 
 def _pins_of_rules(model: Any, mesh: MeshSpec, rules: rule_sets.RuleSet) -> dict[int, Spec]:
-    pinned = rule_sets.apply(rules, model.variables, mesh=mesh, found=roles(model, by_user=True))
+    pinned = rule_sets.apply(rules, model.variables, mesh=mesh, roles=roles(model, by_user=True))
     # As a layout, a rule that does not divide falls back with a report. A pin must hold exactly or fail.
     for refused in (v.fallback for v in pinned.values() if v.fallback is not None):
         raise LayoutError(
@@ -192,14 +192,14 @@ def _pins_of_rules(model: Any, mesh: MeshSpec, rules: rule_sets.RuleSet) -> dict
 
 def _pin_rules(pins: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
     if isinstance(pins, keras.distribution.LayoutMap):  # which is a mapping too
-        found = rule_sets.from_layout_map(pins, mesh, origin="the pinned LayoutMap")
-        for rule in found.rules:
+        rules = rule_sets.from_layout_map(pins, mesh, origin="the pinned LayoutMap")
+        for rule in rules.rules:
             if rule.is_of_outputs:
                 raise LayoutError(
                     f"Cannot pin {rule.pattern!r}: it is for the output of a layer, expected the path of a variable. A "
                     "search decides about outputs itself; remove the rule"
                 )
-        return found
+        return rules
     if isinstance(pins, Mapping):
         return rule_sets.from_mapping(pins, origin="the pins")
     raise UsageError(

@@ -75,7 +75,7 @@ class LayoutChoice:
     @property
     def layouts(self) -> Mapping[int, Layout]:
         """The layouts alone, by ``id(variable)``."""
-        return {key: found.layout for key, found in self.by_id.items()}
+        return {key: planned.layout for key, planned in self.by_id.items()}
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
@@ -139,8 +139,8 @@ class LayoutChoice:
     @property
     def rules(self) -> Mapping[str, str]:
         """The rule of each variable, by path, with ``#2``, ``#3`` … behind it where several have one path."""
-        found = self.variables
-        return dict(zip(numbered(v.path for v in found), (v.rule for v in found), strict=True))
+        variables = self.variables
+        return dict(zip(numbered(v.path for v in variables), (v.rule for v in variables), strict=True))
 
     def summary(self) -> str:
         """Return a few lines for people."""

@@ -39,18 +39,18 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
     variables = model_variables.all_variables(model)
     mode, rule_set = _rule_set(model, mesh, layout)
     # 'replicated' does not call users' layer rules: it must stay a way out of a broken one.
-    found = roles(model, by_user=mode != "replicated")
+    known = roles(model, by_user=mode != "replicated")
     if rule_set is None:
         fixed = {} if mode == "auto" else _replicate(variables, mesh, rule=mode)
     else:
         # Rules name the model's own variables; an optimizer's slots follow them.
-        fixed = rule_sets.apply(rule_set, model.variables, mesh=mesh, found=found)
+        fixed = rule_sets.apply(rule_set, model.variables, mesh=mesh, roles=known)
         if rule_set.default == "replicated":
             # Slots are left to follow their variable, as in Keras.
-            slots = {k for k, role in found.items() if isinstance(role, Follows) and role.rule == "slot"}
+            slots = {k for k, role in known.items() if isinstance(role, Follows) and role.rule == "slot"}
             unmatched = {k: v for k, v in variables.items() if k not in fixed and k not in slots}
             fixed |= _replicate(unmatched, mesh, rule="default")
-    placed = with_spread_slots(model, decide_layouts(variables, found, mesh, fixed=fixed), mesh.batch_axis)
+    placed = with_spread_slots(model, decide_layouts(variables, known, mesh, fixed=fixed), mesh.batch_axis)
     # A LayoutMap may have rules for activations; otherwise split features are gathered between blocks.
     own = distributions.activation_layouts(layout) if mode == "layout_map" else gathered_outputs(model, placed)
     return LayoutChoice(mesh, mode, {key: placed[key] for key in variables}, activations=own)
@@ -58,9 +58,9 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
 
 def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutChoice:
     """Ask a distribution of Keras for the layout of each variable, as Keras would."""
-    variables, found = model_variables.all_variables(model), roles(model, by_user=False)
-    fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, found=found)
-    placed = decide_layouts(variables, found, mesh, fixed=fixed)
+    variables, known = model_variables.all_variables(model), roles(model, by_user=False)
+    fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, roles=known)
+    placed = decide_layouts(variables, known, mesh, fixed=fixed)
     placed = with_spread_slots(model, placed, distribution.batch_dim_name)
     return LayoutChoice(
         mesh,
@@ -168,7 +168,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
     Returns ``None`` in place of the function if nothing splits features between blocks.
     """
-    splits = any(found.fallback is not None and not found.layout.is_replicated for found in placed.values())
+    splits = any(own.fallback is not None and not own.layout.is_replicated for own in placed.values())
     every = list(model_variables.nested_layers(model))
     norms = _norms(every)
     gathered = _sources(every, placed) if norms else []
@@ -183,7 +183,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
 def _sources(every: Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
     """Return the layers that begin split features: embeddings that are split by them, convolutions in no pair."""
-    found = []
+    layers = []
     for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}
         if is_kind(layer, "Embedding"):
@@ -192,13 +192,13 @@ def _sources(every: Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
             # A kernel in a pair has another rule (column, row), and its features are reduced within the pair.
             split = "kernel" in own and own["kernel"].rule == "channels" and own["kernel"].layout.parts[-1] > 1
         if split:
-            found.append(layer)
-    return found
+            layers.append(layer)
+    return layers
 
 
 def _norms(every: Layers) -> list[Any]:
     """Return the norms of the model's width."""
-    found: list[Any] = []
+    norms: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads
     for layer, children in every:
         name = type(layer).__name__
@@ -206,5 +206,5 @@ def _norms(every: Layers) -> list[Any]:
             in_attention |= set(map(id, children))
         elif "Norm" in name and not any(other in name for other in _OTHER_NORMS):
             vectors = all(len(v.shape) == 1 for v in model_variables.own_variables(layer, children))
-            found += [layer] if vectors else []
-    return found
+            norms += [layer] if vectors else []
+    return norms

@@ -112,7 +112,7 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel
 
 def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, Role]:
     """Return the roles of one block's kernels, given in order of creation: which one feeds which decides."""
-    found: dict[int, Role] = {}
+    by_id: dict[int, Role] = {}
     before: list[Kernel] = []
     for kernel in kernels:
         if not kernel.is_matrix:
@@ -124,8 +124,8 @@ def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, Role]:
         # A row-parallel kernel ends its pair: what comes after it reads the block's width again.
         if role.rule != "row":
             before.append(kernel)
-        found.setdefault(id(kernel.variable), role)
-    return found
+        by_id.setdefault(id(kernel.variable), role)
+    return by_id
 
 
 def _feeds(first: Kernel, second: Kernel) -> bool:
@@ -177,12 +177,12 @@ def _projection(kernel: Kernel) -> Wants:
 
 
 def roles_by_graph(
-    model: Any, kernels: dict[int, FeatureKernel], found: dict[int, Role], by_rule: dict[int, Role]
+    model: Any, kernels: dict[int, FeatureKernel], known: dict[int, Role], by_rule: dict[int, Role]
 ) -> dict[int, Role]:
     """Return the roles of kernels that follow each other in a model's graph, and of what is between them."""
     changed: dict[int, Role] = {}
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
-    ends = {key for key, one in kernels.items() if getattr(found.get(id(one.kernel)), "rule", "") == "row"}
+    ends = {key for key, one in kernels.items() if getattr(known.get(id(one.kernel)), "rule", "") == "row"}
     for pair in pairs(model, kernels, never_first=ends):
         first, second = kernels[id(pair.first)], kernels[id(pair.second)]
         changed[id(first.kernel)] = Wants("column", (first.outputs, first.inputs))
@@ -222,10 +222,10 @@ def feature_kernel(layer: Any, own: Sequence[Any]) -> FeatureKernel | None:
     if equation is None or rank != len(equation[1]):
         return None
     data, labels, output = equation
-    found = _einsum_kernel(kernel, data, labels, output)
-    if not found.is_matrix or data[-1] != labels[found.inputs[0]] or output[-1] != labels[found.outputs[0]]:
+    matrix = _einsum_kernel(kernel, data, labels, output)
+    if not matrix.is_matrix or data[-1] != labels[matrix.inputs[0]] or output[-1] != labels[matrix.outputs[0]]:
         return None
-    return FeatureKernel(kernel, Dim(found.inputs[0], "input features"), Dim(found.outputs[0], "output features"))
+    return FeatureKernel(kernel, Dim(matrix.inputs[0], "input features"), Dim(matrix.outputs[0], "output features"))
 
 
 @dataclass(frozen=True, slots=True)

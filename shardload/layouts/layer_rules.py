@@ -66,12 +66,12 @@ def layout_rule(layer_class: type) -> Callable[[R], R]:
 
 def roles_by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:
     """Return the roles that users' layer rules give to the variables of layers, by ``id(variable)``."""
-    found = {}
+    by_id = {}
     for layer in layers:
         rule = f"rule for {type(layer).__name__}"
         for key, dims in _dims_by_rule(layer).items():
-            found[key] = Wants(rule, tuple(Dim(d, f"elements of dim {d}") for d in dims), even_small=True)
-    return found
+            by_id[key] = Wants(rule, tuple(Dim(d, f"elements of dim {d}") for d in dims), even_small=True)
+    return by_id
 
 
 def _dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:

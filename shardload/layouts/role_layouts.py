@@ -116,7 +116,7 @@ def lay_out_along(variable: Any, role: Follows, leader: Layout) -> VariableLayou
 
 def decide_layouts(
     variables: Mapping[int, Any],
-    found: Mapping[int, Role],
+    roles: Mapping[int, Role],
     mesh: MeshSpec,
     *,
     fixed: Mapping[int, VariableLayout] | None = None,
@@ -125,7 +125,7 @@ def decide_layouts(
     placed: dict[int, VariableLayout] = dict(fixed or {})
     waiting: dict[int, Follows] = {}
     for key, variable in variables.items():
-        role = found[key]
+        role = roles[key]
         if key in placed:
             continue
         if isinstance(role, Follows):

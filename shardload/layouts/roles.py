@@ -45,7 +45,7 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     kernels = {id(layer): kernels_of(layer, own[id(layer)]) for layer, _ in every}
     by_rule: dict[int, Role] = dict(roles_by_layer_rules(layer for layer, _ in every)) if by_user else {}
     # Users' rules win over everything derived below.
-    found = dict(by_rule)
+    by_id = dict(by_rule)
     # Outermost layers first, and the first answer stays: a block that pairs its sub-layers' kernels knows more of
     # them than each sub-layer does alone.
     for layer, children in every:
@@ -55,19 +55,19 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
             roles_by_shapes(itertools.chain.from_iterable(below)),
         ):
             for key, role in role_of.items():
-                found.setdefault(key, role)
+                by_id.setdefault(key, role)
     # A functional model's graph tells pairs for certain, so its answer replaces those by shape, but not users' rules.
     of_features = {id(layer): feature_kernel(layer, own[id(layer)]) for layer, _ in every}
     pairable = {key: one for key, one in of_features.items() if one is not None and id(one.kernel) not in by_rule}
     for layer, _ in every:
-        found |= roles_by_graph(layer, pairable, found, by_rule)
+        by_id |= roles_by_graph(layer, pairable, by_id, by_rule)
     # Everything else, such as metrics and weights of unknown layers, goes by shape.
     for variable in model_variables.all_variables(model).values():
-        found.setdefault(id(variable), by_shape(variable))
+        by_id.setdefault(id(variable), by_shape(variable))
     # Last, and overwriting: to the shape rule above, a slot is a variable like any other.
     for slot, variable in slots_of(model):
-        found[id(slot)] = Follows("slot", variable, tuple(range(len(variable.shape))))
-    return found
+        by_id[id(slot)] = Follows("slot", variable, tuple(range(len(variable.shape))))
+    return by_id
 
 
 def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) -> dict[int, Role]:
@@ -102,15 +102,15 @@ def _followers(layer: Any, kernel: Kernel, own: dict[str, Any]) -> dict[int, Rol
     aligned = {"bias": output, "kernel_scale": output}  # both are broadcast against the output
     # LoRA adds a @ b to the kernel: a has its leading dims, b its last one; "?" is the rank, too short to split.
     exact = {"lora_kernel_a": labels[:-1] + "?", "lora_kernel_b": "?" + labels[-1:]}
-    found: dict[int, Role] = {}
+    by_id: dict[int, Role] = {}
     for name in own.keys() & (aligned.keys() | exact.keys()):
         variable = own[name]
         rank = len(variable.shape)
         # Align a bias of fewer dims with the output's last ones, as broadcasting does.
         spelt = exact.get(name) or aligned[name].rjust(rank, "?")[-rank:] if rank else ""
         if len(spelt) == rank:
-            found[id(variable)] = _along(name, variable, spelt, leader=kernel.variable, labels=labels)
-    return found
+            by_id[id(variable)] = _along(name, variable, spelt, leader=kernel.variable, labels=labels)
+    return by_id
 
 
 def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) -> Follows:
@@ -124,16 +124,16 @@ def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) ->
 
 def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
     """Split an embedding by rows (the vocabulary) if it is tall, by features if it is wide."""
-    found: dict[int, Role] = {}
+    by_id: dict[int, Role] = {}
     embedding = own.get("embeddings")
     if embedding is None:
-        return found
+        return by_id
     rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")
     # An embedding that is wider than tall has too few rows to split (token types, segments).
     tall = embedding.shape[0] >= embedding.shape[1]
-    found[id(embedding)] = Wants("vocabulary", (rows, features) if tall else (features, rows))
+    by_id[id(embedding)] = Wants("vocabulary", (rows, features) if tall else (features, rows))
     if (reverse := own.get("reverse_embeddings")) is not None:
-        found[id(reverse)] = Wants("vocabulary", (Dim(1, rows.what), Dim(0, features.what)))
+        by_id[id(reverse)] = Wants("vocabulary", (Dim(1, rows.what), Dim(0, features.what)))
     for name, leader, spelt, labels in (
         ("embeddings_scale", embedding, "v??", "vf"),
         ("embeddings_zero", embedding, "v??", "vf"),
@@ -146,8 +146,8 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
             rank = len(variable.shape)
             # A scale has one dim (rows) or more (groups within a row): take as many letters as it has dims.
             part = spelt[-rank:] if spelt.endswith("v") else spelt[:rank]
-            found[id(variable)] = _along(name, variable, part, leader=leader, labels=labels)
-    return found
+            by_id[id(variable)] = _along(name, variable, part, leader=leader, labels=labels)
+    return by_id
 
 
 # ---- convolutions and recurrent cells ---------------------------------------------------------------
@@ -161,32 +161,32 @@ def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, Role]:
     # is the one to split.
     first, second = ("output channels", "input channels") if is_kind(layer, "BaseConv") else ("channels",) * 2
     order = (last, last - 1) if is_kind(layer, "BaseConv") else (last - 1, last)
-    found: dict[int, Role] = {
+    by_id: dict[int, Role] = {
         id(kernel): Wants("channels", (Dim(order[0], first), Dim(order[1], second))),
     }
     # A depthwise bias has channels x multiplier entries: it follows only if the multiplier is 1.
     if (bias := own.get("bias")) is not None and bias.shape[0] == kernel.shape[order[0]]:
-        found[id(bias)] = Follows("bias", kernel, (order[0],))
-    return found
+        by_id[id(bias)] = Follows("bias", kernel, (order[0],))
+    return by_id
 
 
 def _separable_roles(own: dict[str, Any]) -> dict[int, Role]:
     """Split the second kernel by its output channels; where a pair splits it by its inputs, the first one follows."""
     pointwise, depthwise = own["pointwise_kernel"], own["depthwise_kernel"]
     inputs, outputs = len(pointwise.shape) - 2, len(pointwise.shape) - 1
-    found: dict[int, Role] = {
+    by_id: dict[int, Role] = {
         id(pointwise): Wants("column", (Dim(outputs, "output channels"), Dim(inputs, "input channels"))),
         id(depthwise): Follows("depthwise", pointwise, (*(None,) * inputs, inputs, None)),
     }
     if "bias" in own:
-        found[id(own["bias"])] = Follows("bias", pointwise, (outputs,))
-    return found
+        by_id[id(own["bias"])] = Follows("bias", pointwise, (outputs,))
+    return by_id
 
 
 def _recurrent_roles(own: dict[str, Any]) -> dict[int, Role]:
     """Split both kernels by their outputs: each device has its units, and gathers all of them for the next step."""
     features = (Dim(1, "output features"), Dim(0, "input features"))
-    found: dict[int, Role] = {id(v): Wants("column", features) for v in own.values() if len(v.shape) == 2}
+    by_id: dict[int, Role] = {id(v): Wants("column", features) for v in own.values() if len(v.shape) == 2}
     if "bias" in own and "kernel" in own:
-        found[id(own["bias"])] = Follows("bias", own["kernel"], (1,))
-    return found
+        by_id[id(own["bias"])] = Follows("bias", own["kernel"], (1,))
+    return by_id

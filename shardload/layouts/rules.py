@@ -109,23 +109,23 @@ def from_mapping(rules: Mapping[str, Any], *, origin: str = "the layout") -> Rul
     return RuleSet(origin, tuple(made), "auto")
 
 
-def _is_axis(found: Any) -> bool:
-    return found is None or isinstance(found, str) or (isinstance(found, tuple) and all(map(_is_axis, found)))
+def _is_axis(axis: Any) -> bool:
+    return axis is None or isinstance(axis, str) or (isinstance(axis, tuple) and all(map(_is_axis, axis)))
 
 
-def _as_axes(found: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if found is None or found in ("-", ""):
+def _as_axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if axes is None or axes in ("-", ""):
         return ()
-    return tuple(found.split("+")) if isinstance(found, str) else found
+    return tuple(axes.split("+")) if isinstance(axes, str) else axes
 
 
 def by_distribution(
-    distribution: Any, variables: Iterable[Any], *, mesh: MeshSpec, found: Mapping[int, Role]
+    distribution: Any, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, Role]
 ) -> dict[int, VariableLayout]:
     """Return the layouts that a ``keras.distribution.Distribution`` gives to variables, by ``id(variable)``."""
     rule = type(distribution).__name__
     return {
-        id(v): _placed(v, Layout(mesh, _tensor_spec(variable_axes(distribution, v))), role=found[id(v)], rule=rule)
+        id(v): _placed(v, Layout(mesh, _tensor_spec(variable_axes(distribution, v))), role=roles[id(v)], rule=rule)
         for v in variables
     }
 
@@ -148,7 +148,7 @@ def _tensor_spec(axes: Sequence[Any]) -> Spec:
 
 
 def apply(
-    rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, found: Mapping[int, Role]
+    rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, Role]
 ) -> dict[int, VariableLayout]:
     """Return the layouts of variables with a matching rule, by ``id(variable)``; others are left to the default.
 
@@ -162,7 +162,7 @@ def apply(
     for variable in variables:
         if (rule := _match(rules, variable.path)) is not None:
             used.add(rule.pattern)
-            placed[id(variable)] = _place(rule, variable, mesh=mesh, role=found[id(variable)], origin=rules.origin)
+            placed[id(variable)] = _place(rule, variable, mesh=mesh, role=roles[id(variable)], origin=rules.origin)
     for rule in rules.rules:
         # Keras would silently replicate the variable that a misspelt rule is meant for.
         if rule.pattern not in used and not rule.is_of_outputs:
