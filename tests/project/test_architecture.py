@@ -108,7 +108,6 @@ def depth(name: str) -> int:
 
 IN_CIRCLES = {
     *("hub.converters", "hub.kerashub"),
-    *("reports", "reports.table"),
     *("text.gguf_tokenizer", "text.tokenizer"),
 }
 """Modules that still import each other, directly or through others. Only remove entries."""
