@@ -79,7 +79,8 @@ def test_batch_norms_are_left_alone():
 
 def test_a_head_that_does_not_divide_does_not_split_the_steps_of_a_recurrence():
     model, x, _ = layout_models.LAYOUT_MODELS["lstm"]()
-    assert choose(model, MESH).activations("gru/output") == WHOLE
+    recurrence = next(layer for layer in model.layers if isinstance(layer, keras.layers.GRU))
+    assert choose(model, MESH).activations(f"{recurrence.path}/output") == WHOLE
     expected = model.predict(x, verbose=0)
     assert set(program(model, x)) == {"all-reduce"}
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, atol=1e-5)
