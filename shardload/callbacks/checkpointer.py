@@ -39,6 +39,7 @@ from shardload.steps.listing import list_steps
 from shardload.steps.publish import Root
 from shardload.steps.record import StepRecord
 from shardload.steps.step_info import StepInfo
+from shardload.stores.local import expanded
 from shardload.typing import LayoutLike, MeshLike, PathLike
 
 _log = logging.getLogger("shardload")
@@ -300,7 +301,7 @@ class Checkpointer:
 @contextmanager
 def _no_empty_folders(directory: PathLike) -> Iterator[None]:
     """If a call fails, remove the empty folders that it created for ``directory``."""
-    path = Path(directory).expanduser().absolute() if isinstance(directory, str | os.PathLike) else Path()
+    path = expanded(directory).absolute() if isinstance(directory, str | os.PathLike) else Path()
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         yield

@@ -47,7 +47,7 @@ from shardload.processes.agreement import Topic
 from shardload.processes.calls import Alone, Call, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.bounds import Bounds
-from shardload.stores.local import expanded, local_target, temporary_folder, working_folder
+from shardload.stores.local import local_target, temporary_folder, working_folder
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import check_kind, plain_dtype_name
 from shardload.writers import TensorPlace
@@ -202,7 +202,7 @@ def _checked(
     check_kind("overwrite", overwrite, bool, "True or False")
     if not os.fspath(path):
         raise UsageError("Cannot save to an empty path. Give a folder, or NAME.weights.h5")
-    target = Path(os.path.abspath(expanded(local_target(path))))  # noqa: PTH100  a link is replaced, not followed
+    target = Path(os.path.abspath(local_target(path)))  # noqa: PTH100  a link is replaced, not followed
     kind = target_of(target, _format(target, to))
     name = None if dtype is None else plain_dtype_name(dtype, doing="write")
     shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)

@@ -22,6 +22,7 @@ from shardload.loaders.folder import descendant
 from shardload.stores.location import Location
 from shardload.units import exact_bytes, plural
 
+BACKSLASH = "TensorStore takes the backslash in its path for a slash"
 MANIFEST = "manifest.ocdbt"
 MAX_MANIFEST_BYTES = 1 << 20
 """It lists at most sixteen versions; Orbax writes one."""
@@ -191,6 +192,8 @@ class OcdbtWalk:
         import tensorstore as ts  # 0.2 s to import
 
         folder = f"{self.folder.local_path()}/"
+        if "\\" in folder:
+            raise SourceError(f"Cannot read {path}: {BACKSLASH}. Rename the folder")
         try:
             base = ts.KvStore.open({"driver": "file", "path": folder}).result()
             return ts.ocdbt.dump(base, location).result()

@@ -193,6 +193,10 @@ def _open_folder(folder: Location, format: str | None) -> Manifest:
 def _recognise_folder(folder: Location) -> FormatSpec:
     content = FolderContent(folder, folder.names())
     known = specs()
+    # Next to steps, a config.json without weights may be any program's: settings of the run, for instance.
+    is_described = CONFIG in content.names and not any(map(_is_weights, content.names))
+    if is_described and (found := _containing(content)):
+        return found
     # 1. A format that knows its folders: Hugging Face, a preset, a step.
     if found := next((spec for spec in reversed(known) if spec.is_folder(content)), None):
         return found
@@ -209,12 +213,16 @@ def _recognise_folder(folder: Location) -> FormatSpec:
             f"{folder} contains checkpoints of several formats ({listing(folder)}); open one of its files"
         )
     # 3. A folder that only its subfolders identify: a root of steps.
-    if found := next((spec for spec in reversed(known) if spec.contains_some(content)), None):
+    if found := _containing(content):
         return found
     files = [name for name in content.names if (folder / name).is_file()]
     raise refused_folder(folder, names=files) or UnsupportedError(
         f"{folder} contains no checkpoint; found: {listing(folder)}. Supported formats: {_supported()}"
     )
+
+
+def _containing(content: FolderContent) -> FormatSpec | None:
+    return next((spec for spec in reversed(specs()) if spec.contains_some(content)), None)
 
 
 def _unknown_config(content: FolderContent) -> SourceError | UnsupportedError:

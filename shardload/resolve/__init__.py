@@ -64,7 +64,7 @@ def root() -> Path:
         UsageError: When ``SHARDLOAD_HOME`` is a file or a URL, or without it, when there is no home folder.
     """
     if placed := os.environ.get("SHARDLOAD_HOME"):
-        folder = expanded(local_target(placed)).absolute()
+        folder = local_target(placed).absolute()
         if _exists(folder) and not folder.is_dir():
             raise UsageError(f"Cannot use SHARDLOAD_HOME={folder}: it is a file. Set it to a folder, or unset it")
         return folder

@@ -13,15 +13,19 @@ from __future__ import annotations
 import errno
 import math
 import os
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from shardload.errors import SaveError, UsageError
+from shardload.loaders.ocdbt import BACKSLASH
 from shardload.steps import orbax_log_filter
 from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.save_errors import describe, save_error
+from shardload.stores.local import temporary_folder
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
 """The content that plain Orbax loads from ``shardload/``. Written as JSON: as a pytree, the default for strings, it
@@ -29,6 +33,7 @@ would get its own array store, and Orbax would warn at every save that the store
 
 COMPRESSED_CHUNK_BYTES = 4 << 20
 """A compressed chunk is decoded as a whole: a restore keeps it in memory, and each process that needs it decodes it."""
+_PATTERNS = set("[]*?\\")
 DEFAULT_TIMEOUT_S = 1200
 """Orbax's own default, 20 minutes per save."""
 
@@ -37,12 +42,20 @@ class PendingSave:
     """A save that runs in the background."""
 
     def __init__(
-        self, response: Any, *, path: Path, step: int | str, parent: os.stat_result, n_bytes: int | None = None
+        self,
+        response: Any,
+        *,
+        path: Path,
+        step: int | str,
+        parent: os.stat_result,
+        ended: ExitStack | None = None,
+        n_bytes: int | None = None,
     ) -> None:
         self.path = path
         self._n_bytes = n_bytes
         self._step = step
         self._parent = parent
+        self._ended = ended or ExitStack()
         self._error: BaseException | None = None
         self._done = threading.Event()
         # Wait in a thread: Orbax calls back on success only, and its timeout looks like a failure.
@@ -82,6 +95,7 @@ class PendingSave:
             self._error = error
         finally:
             orbax_log_filter.save_ended(failed=self._error is not None)
+            self._ended.close()
             self._done.set()
 
 
@@ -124,6 +138,13 @@ def start_save(
         raise UsageError(f"Cannot name a checkpointable {OWN_FOLDER!r}: shardload stores its own files there")
     if os.path.lexists(target):
         raise describe("the path already exists", step=step, folder=target, number=errno.EEXIST)
+    why = ""
+    if "\\" in str(target.parent):
+        why = BACKSLASH
+    elif (found := _PATTERNS & set(str(target.parent))) and _are_several():
+        why = f"Orbax takes {' '.join(sorted(found))} in its path for a pattern, if several processes write to it"
+    if why:
+        raise describe(why, step=step, folder=target, advice="Choose another name for the folder")
     # Orbax would silently create the folder and hide that it was removed.
     if not target.parent.is_dir():
         raise describe(
@@ -136,8 +157,11 @@ def start_save(
     n_bytes = _bytes_of(items)
     try:
         parent = target.parent.stat()
-        response = _start(target, items, compression, timeout_s)
-        return PendingSave(response, path=target, step=step, parent=parent, n_bytes=n_bytes)
+        with ExitStack() as opened:
+            named = opened.enter_context(_named_for_orbax(target))
+            response = _start(named, items, compression, timeout_s)
+            ended = opened.pop_all()  # the name is needed as long as Orbax writes
+        return PendingSave(response, path=target, step=step, parent=parent, ended=ended, n_bytes=n_bytes)
     except SaveError:
         raise
     except (OSError, ValueError) as error:
@@ -147,6 +171,27 @@ def start_save(
             "Cannot save an item that Orbax has no handler for. Expected a pytree of arrays, a dict of text, or an "
             f"object with its own handler: {error.args[0] if error.args else error}"
         ) from error
+
+
+def _are_several() -> bool:
+    jax = sys.modules.get("jax")  # this package imports none: Orbax does
+    return jax is not None and jax.process_count() > 1
+
+
+@contextmanager
+def _named_for_orbax(target: Path) -> Iterator[Path]:
+    """Yield a path of the target that Orbax 0.12 takes literally: a link to its folder where the name has patterns.
+
+    Orbax lists the files of its processes by ``glob``, so it finds none in ``run[lr=0.1]`` and leaves all arrays out.
+    TensorStore takes a backslash for a slash.
+    """
+    if not _PATTERNS & set(str(target.parent)):
+        yield target
+        return
+    with temporary_folder() as folder:
+        link = folder / "folder"
+        link.symlink_to(target.parent, target_is_directory=True)
+        yield link / target.name
 
 
 def _bytes_of(items: Any) -> int:
@@ -207,8 +252,8 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
 
     orbax_log_filter.save_began()
     try:
-        with _context(ocdbt=False):
-            ocp.save_checkpointables(str(path), {**items, **OWN_ITEM})
+        with _named_for_orbax(Path(path)) as named, _context(ocdbt=False):
+            ocp.save_checkpointables(str(named), {**items, **OWN_ITEM})
     except BaseException as error:
         orbax_log_filter.save_ended(failed=True)
         if isinstance(error, (OSError, ValueError)):

@@ -82,14 +82,21 @@ def any_home() -> Iterator[None]:
 
 
 def local_target(path: str | os.PathLike[str]) -> Path:
-    """Return a path to write to, as given; every path that shardload writes to for a user passes here.
+    """Return a path to write to, with ``~`` expanded; every path that shardload writes to for a user passes here.
 
     Raises:
-        UsageError: If it is a URL, which would become a folder with the name of its scheme.
+        UsageError: If it is a URL, which would become a folder with the name of its scheme; or if it begins with ``~``
+            and the system knows no such user.
     """
     text = os.fspath(path)
     if (scheme := _SCHEME.match(text)) is None:
-        return Path(path)
+        found = expanded(path)
+        if text.startswith("~") and found == Path(path):
+            raise UsageError(
+                f"Cannot write to {text}: this system knows no home folder {found.parts[0]}. Write out its path. (For "
+                f"a file or folder with such a name, ./{text})"
+            )
+        return found
     if not isinstance(path, str) and "://" not in text:
         text = text.replace(":/", "://", 1)  # as it was before pathlib
     copy = "Leave out file://" if scheme[1] == "file" else "Write to a local folder, and copy it from there"

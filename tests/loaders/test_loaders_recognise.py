@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from checkpoints import assert_same, small_arrays, write_gguf
 from safetensors.numpy import save_file
+from saved_steps import save_step
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
-from shardload.loaders import open_manifest
+from shardload.loaders import open_manifest, recognise
 
 
 @pytest.fixture
@@ -187,3 +188,14 @@ def test_importing_loaders_is_light():
     code = "import sys, shardload.loaders; print([m for m in ('jax', 'keras', 'h5py', 'gguf') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("text", ['{"lr": 0.1}', '{"architecture": "resnet50"}', '{"lr"', '{"model_type": "bert"}'])
+def test_settings_of_a_run_next_to_its_steps_do_not_describe_a_model(text, tmp_path):
+    import keras
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    save_step(model, tmp_path, 7)
+    (tmp_path / "config.json").write_text(text)
+    assert recognise(tmp_path).is_step
+    assert open_manifest(tmp_path).source.endswith("/7")

@@ -15,11 +15,12 @@ import pytest
 from keras.src.saving import saving_lib
 from orbax.checkpoint import v1 as ocp
 
-from shardload.errors import SaveError, UsageError
+from shardload.errors import SaveError, SourceError, UsageError
+from shardload.loaders import open_manifest
 from shardload.steps import orbax_log_filter
 from shardload.steps.digests import Digests, verify
 from shardload.steps.listing import list_steps
-from shardload.steps.orbax_writer import PendingSave, start_save
+from shardload.steps.orbax_writer import PendingSave, start_save, write_plain_arrays
 from shardload.steps.publish import Root, Staging
 from shardload.steps.save_errors import save_error
 
@@ -63,6 +64,34 @@ def test_orbax_reads_what_was_published(tmp_path):
     assert found["shardload"] == {"format": "1"}
     jax.tree.map(np.testing.assert_array_equal, found["pytree"], tree)
     assert verify(step) == []
+
+
+@pytest.mark.parametrize("name", ["run[lr=0.1]", "a[b", "what?", "a*b"])
+def test_a_folder_whose_name_is_a_pattern_is_saved_to(name, tmp_path, monkeypatch):
+    """Orbax lists files by glob, and found none."""
+    links = tmp_path / "links"
+    links.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(links))
+    tree, run = arrays(), tmp_path / name / "run"
+    run.mkdir(parents=True)
+    step = save(run, 3, {"pytree": tree})
+    assert verify(step) == []
+    shutil.copytree(step, tmp_path / "plain")  # Orbax reads by patterns, too
+    jax.tree.map(np.testing.assert_array_equal, ocp.load_checkpointables(tmp_path / "plain")["pytree"], tree)
+    write_plain_arrays(run / "plain", {"pytree": tree})
+    assert (run / "plain" / "pytree" / "a" / "zarr.json").exists()
+    assert not list(links.iterdir())
+
+
+def test_a_backslash_in_a_folder_is_refused(tmp_path):
+    (tmp_path / "a\\b").mkdir()
+    (tmp_path / "plain").mkdir()
+    with pytest.raises(SaveError, match=r"takes the backslash in its path for a slash\. Choose another name"):
+        save(tmp_path / "a\\b", 3, {"pytree": arrays()})
+    step = save(tmp_path / "plain", 3, {"pytree": arrays()})
+    shutil.move(step, tmp_path / "a\\b")
+    with pytest.raises(SourceError, match=r"takes the backslash in its path for a slash\. Rename the folder"):
+        open_manifest(tmp_path / "a\\b" / step.name)
 
 
 def test_the_older_orbax_interface_reads_it_too(tmp_path):

@@ -53,6 +53,17 @@ class _WithJson:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
+def test_a_user_that_the_system_does_not_know_is_refused_too(writer, model):
+    with pytest.raises(UsageError, match=r"Cannot write to ~nobody_here/out: this system knows no home folder ~nobody"):
+        WRITERS[writer](model, "~nobody_here/out")
+
+
+def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_target("~/out") == tmp_path / "out"
+
+
+@pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_url_is_refused_by_every_function_that_writes(writer, kind, model):
     with pytest.raises(UsageError, match=r"^Cannot write to s3:/+bucket/out: it is a URL \(s3\), expected a path"):
