@@ -175,10 +175,13 @@ def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) ->
     # One without slots yet cannot continue with those of the step.
     is_built = name not in (optimizers := optimizers_by_path(model)) or optimizers[name].built
     if not (is_built and takes_state(paired, name)):
+        lacking = _listed(attribute_of(paired.part(leaf)) for leaf in of_it if paired.is_core(leaf))
         slots = _listed(found.part for found in unused if found.kind == "slot")
-        has = f"it has {slots}, which are not what this optimizer has" if slots else "its slots are not there"
+        why = f"the step lacks its {lacking or 'slots'}"
+        if slots:
+            why = f"the step has {slots} of another optimizer, and lacks its {lacking or 'slots'}"
         noted.append(
-            f"{which} does not continue with the stored state, nor with its iterations and learning rate: {has}"
+            f"{which} does not continue with the stored state, nor with its iterations and learning rate: {why}"
         )
         return _without_pairs(paired, name)
     about = [f"{which} continues with what is stored of it. {_beginning(paired, of_it)}"] if of_it else []

@@ -430,6 +430,22 @@ def test_of_an_optimizer_that_does_not_say_how_its_slots_begin_nothing_is_invent
             assert values == ({1} if "hat" in name or ("last" in change and "second" in name) else {8}), name
 
 
+class WithExtra(optimizers.Adam):
+    def build(self, variables):
+        super().build(variables)
+        self.extra = self.add_optimizer_variables(variables, "extra")
+
+
+def test_the_note_names_the_slots_that_the_step_lacks(saved):
+    target = build(WithExtra(0.5))
+    target.optimizer.build(target.trainable_variables)
+    report = shardload.restore(target, saved("adam")[1], strict=False)
+    assert any(note.endswith("learning rate: the step lacks its extra") for note in report.notes)
+    assert int(target.optimizer.iterations) == 0
+    report = shardload.restore(trained("sgd"), saved("adam")[1], strict=False)
+    assert any("has momentums, velocities of another optimizer, and lacks its slots" in note for note in report.notes)
+
+
 def test_a_replaced_learning_rate_is_told_everywhere(saved):
     source, root = saved("adam")
     rate = float(source.optimizer.learning_rate)
