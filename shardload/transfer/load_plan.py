@@ -18,7 +18,7 @@ A block is moved in one of four ways (``how``):
 * ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, in any layout.
 * ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
 
-Small blocks next to each other are read together, through scratch, whatever they would do alone, in *runs*::
+Small blocks next to each other are read together, through scratch, in *runs*::
 
     file   ─[ a )[ b )[ c )[        d        )[ e )[ f )─
     runs    └──── 0 ───┘└──────── 1 ────────┘└─── 2 ──┘

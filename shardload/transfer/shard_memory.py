@@ -114,7 +114,7 @@ class Chunk:
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
     """Shard → the staged box of the variable, and its memory."""
     stack: StackedShards | None = None
-    """The same memory, if it is regular."""
+    """View of all buffers as one array, if they are regular."""
 
     @property
     def common(self) -> dict[Bounds, Bounds]:
@@ -215,7 +215,7 @@ def _grouped(
         if groups:
             chunk, members = groups[-1]
             joined = Bounds(tuple(map(min, chunk.box.start, box.start)), tuple(map(max, chunk.box.stop, box.stop)))
-            # Only where both together are a box: a hull with holes would be uploaded with memory that nobody filled.
+            # Only where both together are a box: a hull with holes would be uploaded with memory that was never filled.
             if joined.size == chunk.box.size + box.size and joined.size * itemsize <= limit:
                 chunk.box = joined
                 members.append((b, p))
