@@ -41,6 +41,10 @@ from shardload.mapping.variable_map import (
 from shardload.stores.nowhere import is_nowhere
 from shardload.transfer.planning import Binding
 
+_UNFIT_OPTIMIZER = (
+    "the optimizer's state is unchanged, with its iterations and learning rate: the file stores it by number, and some "
+    "of it has another shape. A training step stores it by weight"
+)
 _UNUSED_OPTIMIZERS = "the checkpoint has the state of optimizers that the model has not built"
 _TASK = "task:"
 
@@ -105,6 +109,8 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
     skipped = tuple(n for n in left if n.startswith(("optimizer/", _TASK, *(f"{path}/vars/" for path in idle))))
     apart = set(skipped)
     unused = tuple(n for n in left if n not in apart)
+    if any(isinstance(visit.saveable, keras.optimizers.Optimizer) for visit in failed):
+        notes += (_UNFIT_OPTIMIZER,)
     refused = refused_among(weights, covered, provided, names)
     return VariableMap(
         bindings=bindings,
