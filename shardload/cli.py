@@ -13,6 +13,8 @@ This module is only the outermost frame: every run ends with one of these codes 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -48,9 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_process:
             drop()
         code = _failed(error, arguments)
+        if is_process and isinstance(error, KeyboardInterrupt):
+            _exit_now(code)
     if is_process:
         end_with(code, _tidy)
     return code
+
+
+def _exit_now(code: int) -> None:
+    """End a process that was interrupted, without unloading modules that its threads may still be using.
+
+    Python would stop these threads somewhere inside of C++: of 77 interrupted runs of `verify`, five ended in a
+    segmentation fault.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _failed(error: BaseException, arguments: list[str]) -> int:
