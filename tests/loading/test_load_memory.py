@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 import shardload
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.pipeline import filling, load
+from shardload.pipeline.request import Construction
 from shardload.synth import synth
 from shardload.transfer import execution
 
@@ -147,7 +148,10 @@ def test_uploaded_pieces_are_bounded(file, dim, checkpoints, sampling, monkeypat
 
 @pytest.mark.parametrize("name", ["eight", "hf_one"])
 def test_the_smallest_budget_holds_too(name, checkpoints, sampling, scratch):
-    model = abstract_stack() if name == "eight" else load.build(shardload.inspect(checkpoints[0] / name), task=False)
+    if name == "eight":
+        model = abstract_stack()
+    else:
+        model = load.build(shardload.inspect(checkpoints[0] / name), Construction(task=False))
     report = shardload.load_weights(model, checkpoints[0] / name, mesh="1x8", host_memory_bytes="64KiB")
     assert_bounded(report, sampling, scratch, budget=64 << 10)
 
