@@ -147,9 +147,9 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
     with joint_load(request) as call:
         opener = partial(pipeline.open_requested, request)
         if text is None:
-            loaded = pipeline.load(request, call, opener=opener)
+            loaded = pipeline.run_load(request, call, opener=opener)
         else:
-            loaded = pipeline.load(request, call, opener=opener, on_opened=text.begin, on_built=text.prepare)
+            loaded = pipeline.run_load(request, call, opener=opener, on_opened=text.begin, on_built=text.prepare)
     # For `shardload.generate` and `tokenizer`, which are given the model only.
     remember(loaded.model, loaded.manifest)
     if text is None or (note := text.attach(loaded.model, loaded.manifest)) is None:
@@ -229,7 +229,7 @@ def load_weights(
 def run_load_weights(request: LoadWeightsRequest) -> Loaded:
     """Like `load_weights`, but also return the model and the manifest."""
     with joint_load(request) as call:
-        loaded = pipeline.load(request, call, opener=partial(pipeline.open_requested, request))
+        loaded = pipeline.run_load(request, call, opener=partial(pipeline.open_requested, request))
     remember(loaded.model, loaded.manifest)
     return loaded
 
@@ -281,7 +281,7 @@ def plan(
         ignore_config=ignore_config,
     )
     request.check()
-    return pipeline.plan(request)
+    return pipeline.plan_load(request)
 
 
 def report(model: Any) -> LoadReport:

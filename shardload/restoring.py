@@ -115,7 +115,7 @@ def restore(
         host_memory_bytes=host_memory_bytes,
         progress=progress,
     )
-    restored = run(request)
+    restored = run_restore(request)
     if items == "all" and restored.info.url is None:  # runs continue in their own local folder
         record_of(request.model).restored = restored.info
     return restored.report
@@ -130,7 +130,7 @@ class Restored:
     """The step that was restored."""
 
 
-def run(request: RestoreRequest) -> Restored:
+def run_restore(request: RestoreRequest) -> Restored:
     """Like `restore`, but also return the step; the next ``fit`` does not continue from it."""
     with joint_load(request) as call:
         restored = _restore_undamaged(request, call)
@@ -189,7 +189,7 @@ def _restore(request: RestoreRequest, info: StepInfo, call: Call, skipped: Seque
         return OpenedSource(_opened(ready), checker, (*skipped, _title(ready, best=best)))
 
     with with_optimizer(request.model, request.optimizer):
-        return pipeline.load(request, call, opener=opener).report
+        return pipeline.run_load(request, call, opener=opener).report
 
 
 def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:

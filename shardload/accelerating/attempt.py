@@ -16,9 +16,9 @@ from shardload.keras_bridge.entry_points import EntryCall, handlers, plain_keras
 from shardload.reports.calls import CallReport, FastReport
 
 _LOADS: Mapping[str, Callable[[EntryCall], Filled]] = {
-    "model": saved.load_model,
-    "weights": saved.load_weights,
-    "preset": presets.from_preset,
+    "model": saved.model_call,
+    "weights": saved.weights_call,
+    "preset": presets.preset_call,
 }
 _NO_WEIGHTS = {
     "layer": "it has no weights",

@@ -73,7 +73,7 @@ class _Collected:
         return made, folder
 
 
-def from_preset(call: EntryCall) -> Filled:
+def preset_call(call: EntryCall) -> Filled:
     """Build a backbone or task of KerasHub as KerasHub does, and load the weights that it would load."""
     if not call.arguments["load_weights"]:
         raise NotSupported("load_weights=False: there is nothing to load")

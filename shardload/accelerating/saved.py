@@ -16,7 +16,7 @@ from shardload.mapping.assets import load_assets
 from shardload.resolve.opening import open_source
 
 
-def load_model(call: EntryCall) -> Filled:
+def model_call(call: EntryCall) -> Filled:
     """Build a model from its configuration without values, load them, and what its layers saved in files."""
     path = local_path(call.arguments["filepath"])
     # An archive and a folder have a config.json; an Orbax checkpoint has the configuration inside.
@@ -48,7 +48,7 @@ def _load_folder(model: Any, assets: Path) -> None:
         raise NotSupported(f"{layer!r} cannot load its files") from error
 
 
-def load_weights(call: EntryCall) -> Filled:
+def weights_call(call: EntryCall) -> Filled:
     """Load weights into an existing model. The result is None, as in Keras."""
     model: Any = call.arguments["model"]
     if call.arguments.get("objects_to_skip") is not None:

@@ -272,7 +272,7 @@ class Checkpointer:
             devices=devices,
             fallback=fallback,
         )
-        info = restoring.run(request).info
+        info = restoring.run_restore(request).info
         if iterator is not None:
             restore_iterator(iterator, info)
         return info

@@ -25,7 +25,7 @@ from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_ep
 from shardload.pipeline.reporting import changed_rates
 from shardload.pipeline.request import RestoreRequest
 from shardload.reports.notes import NoteKind, of_kind
-from shardload.restoring import Restored, metric_values, run
+from shardload.restoring import Restored, metric_values, run_restore
 from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.listing import list_steps
 from shardload.steps.step_info import StepInfo
@@ -175,7 +175,7 @@ def go_on(
 
 def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest", "best"]) -> Restored:
     try:
-        return run(
+        return run_restore(
             RestoreRequest(model=plain_model(model), directory=directory, step="latest" if resume is True else resume)
         )
     except MismatchError as error:

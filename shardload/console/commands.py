@@ -6,7 +6,7 @@ The docstring of a command is its help text: a description, then examples to cop
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,6 @@ from shardload.console import (
     failures,
     jax_setup,
     known_sources,
-    lazy_api,
     listing,
     options,
     streams,
@@ -28,6 +27,7 @@ from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
 from shardload.reports.names import printable
 from shardload.synth import MAX_SEED
+from shardload.synth import synth as write_checkpoint
 
 
 def load(
@@ -84,7 +84,7 @@ def load(
     with streams.results() as out:
         jax_setup.prepare(note=note)
         # May download, and has a folder to clean up: Ctrl-C raises here. What follows writes nothing, so it just exits.
-        lazy_api.find(source)
+        known_sources.fetch(source)
         with exit_at_once(partial(out.interrupted, as_json=json)):
             processes = jax_setup.provide_devices(
                 spec,
@@ -95,13 +95,17 @@ def load(
             )
             reports = processes is None or processes.is_first
             if prompt is not None:
-                lazy_api.check_tokenizer(source, format=format and str(format))
+                from shardload.text.sources import tokenizer
+
+                tokenizer(source, format=format and str(format))  # raises now if there is none, not minutes later
             with on_stderr(enabled=reports and not no_progress, as_json=log_json) as progress:
                 # Keras is imported and the model built before the load knows its bytes.
                 progress.start(0, f"Preparing {source}")
-                loaded = lazy_api.load(
-                    source,
-                    mesh=spec,
+                from shardload import loading
+
+                request = loading.LoadRequest(
+                    source=source,
+                    mesh=None if spec is None else str(spec),
                     layout=layout,
                     dtype=dtype,
                     host_memory_bytes=host_memory,
@@ -114,6 +118,8 @@ def load(
                     ignore_config=tuple(ignore_config or ()),
                     progress=progress,
                 )
+                # A prompt uses the checkpoint's own tokenizer, so the model needs no preprocessor.
+                loaded = _summed(loading.run(request, preprocessor=False))
             if not reports:
                 return
             if not json:
@@ -123,6 +129,17 @@ def load(
         # After the block that exits on Ctrl-C, which would add a second object to one that is being written.
         if json:
             out.json(_as_json(loaded, prompt, text))
+
+
+def _summed(loaded: Any) -> Any:
+    """Return what several processes loaded, with a report of all bytes read, and the highest staging peak."""
+    if not loaded.shares:
+        return loaded
+    # A budget of host memory is that of one process, so the highest peak counts.
+    needed, read = (sum(getattr(share.bytes, name) for share in loaded.shares) for name in ("needed", "read"))
+    highest = max((share.host_bytes for share in loaded.shares), key=lambda host: host.peak_staging)
+    total = replace(loaded.report.bytes, needed=needed, read=read)
+    return replace(loaded, report=replace(loaded.report, bytes=total, host_bytes=highest))
 
 
 def _as_json(loaded: Any, prompt: str | None, text: str) -> dict[str, Any]:
@@ -154,7 +171,9 @@ def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_
     """Continue the prompt, if there is one, and return the new text; if ``shown``, print both."""
     if prompt is None:
         return ""
-    text = "".join(lazy_api.generate(loaded, prompt, max_new_tokens=max_new_tokens))
+    from shardload.text import generation
+
+    text = generation.generate(loaded.model, prompt, max_new_tokens=max_new_tokens)
     if shown:
         rule = ("─" if out.unicode else "-") * 40
         out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n")
@@ -186,7 +205,9 @@ def inspect(
     """
     with streams.results() as out:
         jax_setup.prepare(note=streams.note)
-        manifest = lazy_api.inspect(source, format=format and str(format))
+        from shardload.resolve.opening import open_source
+
+        manifest = open_source(source, format and str(format), verify=False).manifest
         if json:
             out.json(listing.as_json(manifest, match=match))
         else:
@@ -248,10 +269,11 @@ def synth(
     """
     with streams.results() as out:
         jax_setup.prepare(note=streams.note)
+        kind: Any = str(format)  # a choice that typer has checked
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
-            path = lazy_api.synth(
+            path = write_checkpoint(
                 name,
-                format=str(format),
+                format=kind,
                 scale=scale,
                 seed=seed,
                 dtype=dtype,
@@ -260,9 +282,9 @@ def synth(
                 progress=progress,
             )
         if json:
-            out.json({"name": name, "path": path})
+            out.json({"name": name, "path": str(path)})
         else:
-            out.text(f"{printable(path)}\n")
+            out.text(f"{printable(str(path))}\n")
 
 
 def sources(

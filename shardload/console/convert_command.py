@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from shardload.console import jax_setup, lazy_api, options, streams
+from shardload.console import jax_setup, options, streams
 from shardload.progress import on_stderr
 from shardload.stores.local import local_target, working_folder
 
@@ -98,12 +98,14 @@ def convert(
     local_target(target)  # before seconds of imports
     with streams.results() as out, _way_on(target):
         jax_setup.prepare(note=streams.note)
+        from shardload import converting
+
         # Left out if not given: the default is that of `shardload.convert`.
         memory = {} if host_memory is None else {"host_memory_bytes": host_memory}
-        chosen = to.value if to else None
+        chosen: Any = to.value if to else None  # a choice that typer has checked
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             progress.start(0, f"Preparing {source}")
-            report = lazy_api.convert(
+            report = converting.convert(
                 source,
                 target,
                 to=chosen,

@@ -1,7 +1,7 @@
 """Every name that SOURCE can have on this machine, for `shardload sources` and for shell completion.
 
-Listing changes nothing: no checkpoint is opened, assembled or downloaded. KerasHub's presets are listed only on
-request, because that imports KerasHub.
+Listing changes nothing, unlike `fetch`: no checkpoint is opened, assembled or downloaded. KerasHub's presets are listed
+only on request, because that imports KerasHub.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ class KnownSource:
     kind: Kind
     what: str
     """One line for people."""
+
+
+def fetch(source: str, *, weights: bool = True) -> None:
+    """Make ``source`` available locally (assemble or download it), or raise if it does not exist.
+
+    Without ``weights``, an architecture or a configuration is enough.
+    """
+    from shardload.stores.remote import location_of
+
+    # Checkpoints in stores are read in place.
+    if location_of(source) is None:
+        resolve.resolve(source, weights=weights)
 
 
 def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]:

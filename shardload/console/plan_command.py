@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from shardload.console import jax_setup, lazy_api, options, streams
+from shardload.console import jax_setup, known_sources, options, streams
 from shardload.errors import WriteError
 from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
@@ -54,33 +54,50 @@ def plan(
     $ shardload plan gemma2_2b --mesh 2x4 --train adamw --batch 8 --sequence 512 --device-memory 16GiB
     """
     spec = options.mesh_spec(mesh, axes, layout)
-    step: dict[str, Any] = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
-    searched = _searched(layout, {**step, "save-plan": save_plan, "svg": svg})
-    facts: dict[str, Any] = {
-        "dtype": dtype,
-        "device_memory_bytes": device_memory,
-        "format": format and str(format),
-        "ignore_config": tuple(ignore_config or ()),
-    }
-    # A search chooses layouts itself, and plans no staging.
-    if not searched:
-        facts |= {"layout": layout or "auto", "host_memory_bytes": host_memory, "ignore": ignore or ()}
+    steps = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
+    searched = _searched(layout, {**steps, "save-plan": save_plan, "svg": svg})
+    on_mesh = "1x1" if spec is None else str(spec)
     with streams.results() as out:
         jax_setup.prepare(note=streams.note)
         # Compiling needs as many devices as the mesh has, simulated ones. A plan needs none, but must not take any.
         if compile:
             jax_setup.provide_devices(spec, platform=jax_setup.Platform.CPU, note=streams.note)
         jax_setup.stay_off_accelerators()
-        lazy_api.find(source, weights=False)
+        known_sources.fetch(source, weights=False)
         with (
             exit_at_once(partial(out.interrupted, as_json=json)),
             on_stderr(enabled=not no_progress, as_json=log_json) as progress,
         ):
             progress.start(0, f"Planning {source}")
             if searched:
-                found: Any = lazy_api.plan_layouts(source, mesh=spec, **step, **facts, progress=progress)
+                from shardload.pipeline.layout_planning import StepSpec, plan_layouts
+                from shardload.pipeline.request import PlanRequest
+
+                # A search chooses layouts itself, and plans no staging.
+                request = PlanRequest(
+                    source=source,
+                    mesh=on_mesh,
+                    dtype=dtype,
+                    device_memory_bytes=device_memory,
+                    format=format and str(format),
+                    ignore_config=tuple(ignore_config or ()),
+                    progress=progress,
+                )
+                found: Any = plan_layouts(request, StepSpec(train, batch, sequence, compile))
             else:
-                found = lazy_api.plan(source, mesh=spec, **facts)
+                from shardload import loading
+
+                found = loading.plan(
+                    source,
+                    mesh=on_mesh,
+                    layout=layout or "auto",
+                    dtype=dtype,
+                    host_memory_bytes=host_memory,
+                    device_memory_bytes=device_memory,
+                    ignore=ignore or (),
+                    format=format and str(format),
+                    ignore_config=tuple(ignore_config or ()),
+                )
         if searched:
             _write(found.plan, save_plan, svg)
         _show(out, found, searched=searched, as_json=json)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import jax_setup, lazy_api, listing, options, streams
+from shardload.console import jax_setup, listing, options, streams
 from shardload.progress import on_stderr
 from shardload.reports.names import printable
 from shardload.units import format_bytes, plural
@@ -33,21 +33,25 @@ def steps(
     """
     with streams.results() as out:
         jax_setup.prepare(note=streams.note)
-        found = lazy_api.steps(directory)
-        failures = lazy_api.failures_since(directory, found)
+        from shardload.processes.watchdog import written_since
+        from shardload.steps.listing import list_steps, why_no_steps
+        from shardload.stores.local import without_file_scheme
+
+        found = list_steps(directory)
+        failures = written_since(without_file_scheme(directory), max((info.saved_s for info in found), default=0.0))
         if json:
             out.json({"directory": directory, "steps": [_facts(info) for info in found], "failures": failures})
         elif not found:
             out.text(
                 f"{printable(directory)} contains no steps: they are folders named 0, 1, 2, …"
-                f"{printable(lazy_api.why_no_steps(directory))}\n"
+                f"{printable(why_no_steps(directory))}\n"
             )
         else:
             head = ("step", "epoch", "metrics", "size", "age", "best", "state")
             out.text(listing.aligned([head, *map(_row, found)], width=out.width))
         # The oldest failure: later ones are mostly its consequences.
         if failures and not json:
-            out.text(f"since then: {printable(failures[0]['cause'])}\n")
+            out.text(f"since then: {printable(str(failures[0]['cause']))}\n")
 
 
 def verify(
@@ -72,8 +76,11 @@ def verify(
     """
     with streams.results() as out:
         jax_setup.prepare(note=streams.note)
+        from shardload import verifying
+
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
-            verdicts = lazy_api.verify(source, progress=progress)
+            progress.start(0, f"Preparing {source}")
+            verdicts = verifying.verify(source, progress=progress)
         if json:
             out.json({"source": source, "checkpoints": [v.to_json() for v in verdicts]})
         else:
@@ -102,8 +109,10 @@ def diff(
     """
     with streams.results() as out:
         jax_setup.prepare(note=streams.note)
+        from shardload import comparing
+
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
-            found = lazy_api.diff(first, second, progress=progress)
+            found = comparing.diff(first, second, progress=progress)
         if json:
             out.json(_without_nan(found.to_json()))
         else:

@@ -85,7 +85,7 @@ class ReadShare:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Result of `load`: the model, the report, and the source."""
+    """Result of `run_load`: the model, the report, and the source."""
 
     model: Any
     report: LoadReport
@@ -149,7 +149,7 @@ def open_planned(request: PlanRequest) -> OpenedSource:
 
 
 @walking_vocabularies_once()
-def load(
+def run_load(
     request: JointRequest,
     call: Call,
     *,
@@ -243,7 +243,7 @@ def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:
     )
 
 
-def plan(request: PlanRequest) -> PlanReport:
+def plan_load(request: PlanRequest) -> PlanReport:
     """Plan the load that was requested, on devices that need not exist; reads headers only."""
     clock = Clock()
     with clock("other"):

@@ -11,11 +11,11 @@ from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 
 import pytest
-from cli_fakes import FAKES, Done, environment, fake_command, loads, report, run, shardload, with_fakes
+from cli_fakes import Done, environment, fake_command, install, loads, report, run, shardload, with_fakes
 
 import shardload as package
 from shardload.cli import main
-from shardload.console import failures, lazy_api, streams
+from shardload.console import failures, streams
 from shardload.errors import (
     LayoutError,
     LoadInterruptedError,
@@ -25,6 +25,7 @@ from shardload.errors import (
     SourceNotFoundError,
     UsageError,
 )
+from shardload.loading import LoadRequest
 from shardload.reports import Fit, PlanReport
 
 LOAD = ("load", "somewhere", "--mesh", "1x2", "--platform", "cpu")
@@ -34,14 +35,14 @@ IGNORE = ["--ignore", "score.*", "--ignore", "mtp.*"]
 @pytest.fixture
 def cli(capfd, monkeypatch):
     """The command with a fake engine, in this process."""
-    for name, fake in FAKES.items():
-        monkeypatch.setattr(lazy_api, name, fake)
+    engine = install(monkeypatch)
 
     def call(*arguments: str) -> Done:
         capfd.readouterr()
         code = main(arguments)
         return Done(code, *capfd.readouterr())
 
+    call.engine = engine
     return call
 
 
@@ -148,8 +149,8 @@ def test_load_prints_generated_text_last_and_set_off(cli):
     assert done.stdout.splitlines()[-3:] == ["", "─" * 40, "The capital of France is Paris."]
 
 
-def test_generated_text_cannot_drive_the_terminal(cli, monkeypatch):
-    monkeypatch.setattr(lazy_api, "generate", lambda *a, **k: ["\x1b]0;title\x07", "two\nlines"])
+def test_generated_text_cannot_drive_the_terminal(cli):
+    cli.engine.generate = lambda *a, **k: "\x1b]0;title\x07two\nlines"
     assert cli(*LOAD, "--prompt", "Say").stdout.endswith("Say\\x1b]0;title\\x07two\nlines\n")
 
 
@@ -187,29 +188,28 @@ engine.load = noisy
     assert "from C++" in done.stderr
 
 
-def test_options_arrive_as_typed(cli, monkeypatch):
+def test_options_arrive_as_typed(cli):
     seen = {}
-    monkeypatch.setattr(
-        lazy_api, "load", lambda source, **options: seen.update(options, source=source) or loads(source)
-    )
+    cli.engine.load = lambda source, **options: seen.update(options, source=source) or loads(source)
     off = ("--no-strict", "--no-compile")
     arguments = (*off, "--atomic", "--format", "gguf", "--ignore-config", "rope_scaling", "--step", "8", *IGNORE)
     cli(*LOAD, "--dtype", "bf16", "--host-memory", "2GiB", *arguments)
     assert str(seen.pop("mesh")) == "batch=1,model=2"
     assert type(seen.pop("progress")).__name__ == "LineProgress"
-    assert seen == {
-        "source": "somewhere",
-        "layout": "auto",
-        "dtype": "bfloat16",
-        "host_memory_bytes": 2 << 30,
-        "strict": False,
-        "ignore": ["score.*", "mtp.*"],
-        "atomic": True,
-        "compile": False,
-        "step": 8,
-        "format": "gguf",
-        "ignore_config": ("rope_scaling",),
-    }
+    expected = LoadRequest(
+        source="somewhere",
+        layout="auto",
+        dtype="bfloat16",
+        host_memory_bytes=2 << 30,
+        strict=False,
+        ignore=["score.*", "mtp.*"],
+        atomic=True,
+        compile=False,
+        step=8,
+        format="gguf",
+        ignore_config=("rope_scaling",),
+    )
+    assert LoadRequest(**seen) == expected
 
 
 def test_a_step_is_a_number_latest_or_best(cli):
@@ -218,8 +218,8 @@ def test_a_step_is_a_number_latest_or_best(cli):
 
 
 @pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])
-def test_a_plan_that_does_not_fit_exits_with_1(fits, code, cli, monkeypatch):
-    monkeypatch.setattr(lazy_api, "plan", lambda *a, **k: report(PlanReport, fits=Fit(10, 20, fits, "1x4")))
+def test_a_plan_that_does_not_fit_exits_with_1(fits, code, cli):
+    cli.engine.plan = lambda *a, **k: report(PlanReport, fits=Fit(10, 20, fits, "1x4"))
     done = cli("plan", "x", "--mesh", "1x2", "--device-memory", "16GiB", "--json")
     assert (done.code, done.json["fits"]["smallest_mesh"], done.stderr) == (code, "1x4", "")
 
@@ -230,14 +230,14 @@ def test_a_plan_needs_no_devices(cli):
 
 
 @pytest.fixture
-def failing(cli, monkeypatch):
+def failing(cli):
     """Run the command with an engine that raises."""
 
     def call(error: BaseException, *arguments: str) -> Done:
         def fails(*args, **options):
             raise error
 
-        monkeypatch.setattr(lazy_api, "plan", fails)
+        cli.engine.plan = fails
         return cli("plan", "x", *arguments)
 
     return call

@@ -9,7 +9,6 @@ import pytest
 from cli_fakes import Done, environment, run, shardload
 
 from shardload.cli import main
-from shardload.console import lazy_api
 
 NAME = "gemma2_2b-x0.02"
 
@@ -145,7 +144,7 @@ def one_tensor(path: Path, name: str) -> Path:
 
 
 def test_a_prompt_without_a_tokenizer_fails_before_the_load(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(lazy_api, "load", lambda *a, **k: pytest.fail("loaded all the same"))
+    monkeypatch.setattr("shardload.loading.run", lambda *a, **k: pytest.fail("loaded all the same"))
     path = one_tensor(tmp_path / "model.safetensors", "weight")
     done = cli("load", str(path), "--platform", "cpu", "--prompt", "Say")
     assert (done.code, done.stdout) == (1, "")

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from cli_fakes import FAKES, Done, shardload
+from cli_fakes import Done, install, shardload
 
 from shardload.cli import main
-from shardload.console import lazy_api
 from shardload.parallel import LayoutPlan
 
 NAME = "gemma2_2b-x0.02"
@@ -149,11 +148,10 @@ def test_usage(arguments, said, cli):
 
 
 def test_without_a_search_the_report_of_a_load_is_printed(capfd, monkeypatch):
-    for name, fake in FAKES.items():
-        monkeypatch.setattr(lazy_api, name, fake)
+    engine = install(monkeypatch)
     asked = {}
     report = SimpleNamespace(fits=None, to_json=lambda: {"format": "gguf"})
-    monkeypatch.setattr(lazy_api, "plan", lambda source, **options: asked.update(options) or report)
+    engine.plan = lambda source, **options: asked.update(options) or report
     capfd.readouterr()
     assert main(("plan", "somewhere", "--json")) == 0
     assert '"format": "gguf"' in capfd.readouterr().out and asked["layout"] == "auto"

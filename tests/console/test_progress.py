@@ -8,14 +8,13 @@ import time
 
 import numpy as np
 import pytest
-from cli_fakes import FAKES, loads
+from cli_fakes import install, loads
 from progress_calls import Counted
 from safetensors.numpy import save_file
 
 from shardload import progress
 from shardload.cli import main
 from shardload.comparing import diff
-from shardload.console import lazy_api
 from shardload.console.app import command
 from shardload.verifying import verify
 
@@ -157,9 +156,7 @@ def slow_load(capfd, monkeypatch):
         time.sleep(0.2)
         return loads(source)
 
-    for name, fake in FAKES.items():
-        monkeypatch.setattr(lazy_api, name, fake)
-    monkeypatch.setattr(lazy_api, "load", slow)
+    install(monkeypatch).load = slow
     monkeypatch.setattr(progress, "INTERVAL_S", 0.05)
 
     def call(*arguments):

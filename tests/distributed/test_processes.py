@@ -13,7 +13,7 @@ import pytest
 from process_runs import Run
 
 import shardload
-from shardload.console import lazy_api as console
+from shardload.processes.watchdog import written_since
 from shardload.steps.digests import verify
 from shardload.steps.listing import find_step, list_steps
 
@@ -115,7 +115,7 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
     steps = [info.step for info in list_steps(folder)]
     assert steps
     assert all(verify(folder / str(step)) == [] for step in steps)
-    shown = console.failures_since(str(folder), list_steps(folder))
+    shown = written_since(str(folder), max((info.saved_s for info in list_steps(folder)), default=0.0))
     assert any(f"Process {victim} (" in found["cause"] for found in shown)
     model = process_child.model()
     shardload.restore(model, folder)

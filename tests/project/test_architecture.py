@@ -245,6 +245,18 @@ def test_a_request_has_the_parameters_of_its_function(function, request_class, a
     assert {name: fields[name] for name in fields.keys() - added} == asked
 
 
+def test_a_public_function_is_defined_in_one_module():
+    """Commands have the names of what they run."""
+    public = {name for name in shardload.__all__ if inspect.isfunction(getattr(shardload, name))}
+    defined = Counter(
+        name
+        for module, path in modules().items()
+        if package(module) != "console"
+        for name in {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    )
+    assert {name: defined[name] for name in public} == dict.fromkeys(public, 1)
+
+
 def test_few_modules_at_the_top():
     assert len([path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]) <= 12
 

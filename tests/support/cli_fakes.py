@@ -1,17 +1,17 @@
 """A fake engine for the command line, and three ways to run it: in this process, in its own, or the real one."""
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import warm_start
 
-from shardload.console import lazy_api
 from shardload.reports import ByteCounts, DeviceUse, HostBytes, LayoutSummary, LoadReport, PlanReport, Stages
 
 COMMAND = (sys.executable, "-c", "import sys; from shardload.cli import main; sys.exit(main())")
@@ -40,20 +40,56 @@ def loads(source: str, **options: Any) -> Any:
 
 SLOWLY = re.compile(r"^[^\n]+, \d[^\n]*(/s| so far| left)\n", re.MULTILINE)
 """Lines of progress, which a busy machine writes every ten seconds."""
-FAKES = {
-    "find": lambda source, *, weights=True: None,
-    "check_tokenizer": lambda source, *, format: None,
-    "load": loads,
-    "plan": lambda source, **options: report(PlanReport),
-    "generate": lambda loaded, prompt, *, max_new_tokens: [" Paris", "."],
+HOMES = {
+    "find": "shardload.console.known_sources.fetch",
+    "check_tokenizer": "shardload.text.sources.tokenizer",
+    "load": "shardload.loading.run",
+    "plan": "shardload.loading.plan",
+    "generate": "shardload.text.generation.generate",
+    "convert": "shardload.converting.convert",
+    "diff": "shardload.comparing.diff",
+    "verify": "shardload.verifying.verify",
+    "inspect": "shardload.resolve.opening.open_source",
+    "synth": "shardload.console.commands.write_checkpoint",
 }
+"""The functions of the engine that commands use, and where they import them from."""
 
 
-def install() -> Any:
+class Engine:
+    """Fakes in place of the engine's functions: ``engine.load = function``."""
+
+    def __init__(self, monkeypatch: Any = None) -> None:
+        """Undo the fakes with ``monkeypatch``; without one, in a process of its own, fake whole modules."""
+        object.__setattr__(self, "monkeypatch", monkeypatch)
+
+    def __setattr__(self, name: str, fake: Any) -> None:
+        home, _, own = HOMES[name].rpartition(".")
+        if name == "load":
+            given, fake = fake, lambda request, *, preprocessor: given(**vars(request))
+        if self.monkeypatch is not None:
+            self.monkeypatch.setattr(f"{home}.{own}", fake)
+            return
+        if home.startswith("shardload.console."):
+            importlib.import_module(home)
+        # Commands import the others on use: a module that is there already is not run.
+        setattr(sys.modules.setdefault(home, _light(home)), own, fake)
+
+
+def _light(home: str) -> Any:
+    module: Any = ModuleType(home)
+    module.LoadRequest = SimpleNamespace
+    return module
+
+
+def install(monkeypatch: Any = None) -> Engine:
     """Put the fakes where the commands look for the engine; returns the engine for further changes."""
-    for name, fake in FAKES.items():
-        setattr(lazy_api, name, fake)
-    return lazy_api
+    engine: Any = Engine(monkeypatch)
+    engine.find = lambda source, *, weights=True: None
+    engine.check_tokenizer = lambda source, *, format: None
+    engine.load = loads
+    engine.plan = lambda source, **options: report(PlanReport)
+    engine.generate = lambda model, prompt, *, max_new_tokens: " Paris."
+    return engine
 
 
 @dataclass(frozen=True)
