@@ -22,7 +22,7 @@ from shardload.console import (
     options,
     streams,
 )
-from shardload.console.launchers import alone_among_several
+from shardload.console.launch import alone_among_several
 from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
 from shardload.reports.names import printable

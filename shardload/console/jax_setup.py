@@ -18,7 +18,7 @@ from importlib import metadata
 from typing import Any
 
 from shardload.console import failures
-from shardload.console.processes import GiveUp, Processes
+from shardload.console.launch import GiveUp, Processes
 from shardload.errors import MeshError
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural

@@ -12,7 +12,7 @@ import typer
 
 from shardload.console import completion
 from shardload.console.jax_setup import Platform
-from shardload.console.processes import WAIT_S, Processes, detected
+from shardload.console.launch import WAIT_S, Processes, detected
 from shardload.errors import MeshError, UsageError, did_you_mean
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec

@@ -20,24 +20,22 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
 from shardload.pipeline.array_names import TensorNames
 from shardload.pipeline.array_names import shown as shown_names
-from shardload.pipeline.array_shardings import (
-    Placed,
-    as_asked,
-    devices_of,
-    is_in_default_memory,
-    layout_of,
-    mesh_of_argument,
-    sharding_of,
-)
 from shardload.pipeline.array_targets import (
     KINDS,
     SCALARS,
+    Placed,
     Stated,
     WantedArray,
+    as_asked,
     checked_value,
+    devices_of,
     is_checked,
+    is_in_default_memory,
     is_tree,
+    layout_of,
+    mesh_of_argument,
     narrows,
+    sharding_of,
     specs_of_boxes,
     stated,
 )

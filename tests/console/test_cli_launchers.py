@@ -8,8 +8,8 @@ import pytest
 import warm_start
 from cli_fakes import with_fakes
 
-from shardload.console import launchers, options, processes
-from shardload.console.launchers import alone_among_several
+from shardload.console import launch, options
+from shardload.console.launch import alone_among_several
 from shardload.errors import MeshError, MissingExtraError
 
 SRUN = {
@@ -31,16 +31,16 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
 
 @pytest.fixture
 def all_installed(monkeypatch):
-    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: name)
 
 
 @pytest.fixture
 def none_installed(monkeypatch):
-    monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
 
 
 def found(environ, *given):
-    return processes.detected(*(given or (None, None, None)), environ)
+    return launch.detected(*(given or (None, None, None)), environ)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_what_jax_needs_to_ask_is_named_unless_it_need_not_ask(environ, package,
 
 
 def test_options_take_precedence_and_all_three_need_no_launcher():
-    assert found(SRUN, "host:1", 3, None) == processes.Processes("host:1", 3, 1, launchers.SLURM)
-    assert found(SALLOC, "host:1", 3, 2) == processes.Processes("host:1", 3, 2)
+    assert found(SRUN, "host:1", 3, None) == launch.Processes("host:1", 3, 1, launch.SLURM)
+    assert found(SALLOC, "host:1", 3, 2) == launch.Processes("host:1", 3, 2)
     with pytest.raises(options.typer.BadParameter, match="With --distributed"):
         options.processes("host:1", None, None)
 
@@ -107,7 +107,7 @@ def test_only_one_of_several_unasked_processes_says_so():
 
 MEET = """
 import os, sys
-from shardload.console.processes import detected
+from shardload.console.launch import detected
 one = detected(None, None, None, os.environ).meet(note=print, give_up=lambda error: sys.exit(str(error)))
 print(one.coordinator_address, one.num_processes, one.process_id)
 """

@@ -13,7 +13,7 @@ from cli_fakes import COMMAND, Done, environment, run
 from process_runs import free_port
 
 from shardload.console import options
-from shardload.console.processes import Processes
+from shardload.console.launch import Processes
 from shardload.errors import MeshError
 from shardload.sharding.mesh import MeshSpec
 from shardload.synth import synth
@@ -162,7 +162,7 @@ from shardload.processes.heartbeats import Heartbeat
 Heartbeat.__init__.__kwdefaults__["silent_s"] = 3.0  # not 15, for the test
 from functools import partial
 from shardload.console.failures import tell
-from shardload.console.processes import Processes
+from shardload.console.launch import Processes
 from shardload.console.streams import Results
 from shardload.errors import ShardloadError
 from shardload.interrupts import exit_at_once
