@@ -78,7 +78,7 @@ class Collective:
     operands: int
     """Number of arrays that the instruction combines."""
     group_size: int
-    """Devices that take part, in each group; 0 where the program does not say, as those for TPU."""
+    """Devices in each group; 0 where the program does not say, as for TPU."""
     axes: tuple[str, ...]
     """Mesh axes along which the devices of a group differ: all of an axis, or a part of it (see ``group_size``)."""
     count: int = 1
@@ -116,8 +116,8 @@ def collectives_in(text: str, mesh: MeshSpec) -> tuple[Collective, ...]:
         mesh: The mesh, whose positions are the program's devices, row-major.
 
     Raises:
-        UsageError: When ``text`` is no text.
-        MeshError: When ``mesh`` is no mesh.
+        UsageError: When ``text`` is not a string.
+        MeshError: When ``mesh`` is not a mesh.
     """
     if not isinstance(text, str):
         raise UsageError(f"Cannot find collectives in {text!r:.60}: expected the text of a program, compiled.as_text()")
@@ -249,7 +249,7 @@ def collective_json(found: Collective) -> dict[str, Any]:
 
 
 def replica_groups(attributes: str) -> DeviceGroups:
-    """Return the groups that an instruction's attributes state, none if it states none.
+    """Return the groups of devices in an instruction's attributes; empty if there are none.
 
     XLA for TPU leaves them out of the text (``{}``) once it has chosen how to run the collective.
 

@@ -249,9 +249,9 @@ class _Outcome:
 class _Results:
     arrays: dict[str, Any]
     state: State
-    """After the steps."""
+    """The state after the steps."""
     losses: tuple[str, ...] = ()
-    """Which of the arrays are losses."""
+    """Names of the arrays that are losses."""
 
 
 @dataclass(frozen=True, slots=True)

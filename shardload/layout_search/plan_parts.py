@@ -135,7 +135,7 @@ class CompiledCheck:
     argument_bytes: int
     temporary_bytes: int
     collectives: Mapping[str, tuple[int, int]]
-    """For each kind, how many run in a step, and the bytes of their results."""
+    """Number in a step and bytes of their results, by kind."""
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = field(default=())
     """Plans that were compiled before this one, and needed more than the limit."""

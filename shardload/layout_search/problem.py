@@ -59,14 +59,14 @@ class WeightKind:
     members: tuple[int, ...]
     """Positions of the variables in `Traced.weights`."""
     embedding: EmbeddingUse | None = None
-    """How rows of it are looked up, if that is all that a step does with it."""
+    """The lookup of its rows, if that is all that a step does with it."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the optimizer can split its state for this layout."""
+        """Whether the variables and their slots can be split like this."""
         return layout.divides(self.shape) and all(slot.allows(layout) for slot in self.slots)
 
     def slot_bytes(self, layout: Layout) -> float:
-        """Return the bytes of the slots of one of them on each device."""
+        """Return the bytes of one variable's slots on each device."""
         return sum(slot.device_bytes(layout) for slot in self.slots)
 
 

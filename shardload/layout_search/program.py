@@ -107,13 +107,13 @@ class Program:
     operations: list[Operation] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     tensors: set[tuple[int, ...]] = field(default_factory=set)
-    """Dims of every value with several: a mesh axis can split one of them."""
+    """Dims of every value that has several: a mesh axis can split one of them."""
     lookups: list[Lookup] = field(default_factory=list)
     sliced: set[int] = field(default_factory=set)
     """Nodes of dims that an operation slices, or joins from slices. If one were split over devices, XLA would move
     slices back and forth in ways that no cost foresees, so a search splits none."""
     members: dict[int, int] = field(default_factory=dict)
-    """From the group of a dim that counts groups of heads to the node of all heads. Both are split together."""
+    """Nodes of all heads, by the group of a dim that counts groups of heads. Both are split together."""
     unknown: Counter[str] = field(default_factory=Counter)
     """Primitives without a rule, with how often each occurs."""
     clock: int = 0

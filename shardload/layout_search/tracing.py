@@ -37,7 +37,7 @@ VALUES_NEEDED = (
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A model's program, with what its arguments are."""
+    """A model's program, and its arguments."""
 
     program: Program
     weights: tuple[tuple[Any, Value], ...]
@@ -78,7 +78,7 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
 
 
 def _spec(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return a shape and a dtype as JAX would hold it: from 0.12 on, it warns of 64 bits unless x64 is enabled."""
+    """Return a shape and a dtype as JAX would store it: from 0.12 on, it warns of 64 bits unless x64 is enabled."""
     return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(dtype))
 
 

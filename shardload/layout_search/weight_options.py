@@ -30,11 +30,11 @@ It is where nothing fits otherwise: ``small``."""
 
 @dataclass(frozen=True, slots=True)
 class WeightOption:
-    """One layout of a dim_group of weights."""
+    """One layout of a kind of weights."""
 
     spec: Spec
     assignment: Assignment
-    """The axes that the operations which read the weight are split by, too."""
+    """The dim group that each axis splits, in the weight and in the operations that read it."""
     stored: tuple[tuple[str, int], ...]
     """Axes that only split the storage, with the dim: the weight is gathered for use."""
     moved: str = ""

@@ -52,14 +52,14 @@ class LayoutChoice:
     mode: str
     """``auto``, ``keras_hub``, ``replicated``, ``layout_map``, ``rules``, ``distribution``, or the path of a file."""
     by_id: Mapping[int, VariableLayout]
-    """By ``id(variable)``, in the order of ``model.variables``, followed by compiled metrics and optimizer slots."""
+    """Layouts by ``id(variable)``: those of ``model.variables``, then of compiled metrics and optimizer slots."""
     batch_axis: str | None = None
     """The axis that splits the batch; ``None`` for `MeshSpec.batch_axis`."""
     uses: Mapping[int, Layout] = field(default_factory=dict)
-    """By ``id(variable)``: the layout of a variable while it is used, where it is stored split over more axes."""
+    """Layouts of variables while they are used, by ``id(variable)``, where they are stored split over more axes."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
-    """From the path of a layer's output to its ``TensorLayout``, as the user's own map has it, to a
-    `jax.sharding.PartitionSpec`, or to ``None``."""
+    """Function from the path of a layer's output to a ``TensorLayout`` of the user's own map, a
+    `jax.sharding.PartitionSpec`, or ``None``."""
     rule_notes: tuple[str, ...] = ()
     """One sentence for each rule of a distribution that matches no variable; in other layouts that is an error."""
 

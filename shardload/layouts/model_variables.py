@@ -52,7 +52,7 @@ def _children(layer: Any) -> list[Any]:
 
 
 def check_model(model: Any, *, to: str) -> None:
-    """Refuse what is no Keras model and no layer; ``to`` says what it is needed for: ``plan``."""
+    """Refuse anything but a Keras model or layer; ``to`` names the purpose in the message, such as ``plan``."""
     if not isinstance(model, keras.Layer):
         raise UsageError(
             f"Cannot {to} {model!r:.60}: expected a keras.Model. Build it first, inside shardload.abstract() to "

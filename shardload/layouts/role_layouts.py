@@ -54,7 +54,7 @@ class Follows:
     leader: Any
     """The variable to follow."""
     dims: tuple[int | None, ...]
-    """For each own dim the matching dim of the leader, or ``None``."""
+    """The dim of the leader that each own dim matches, or ``None``."""
 
 
 Role = Wants | Follows

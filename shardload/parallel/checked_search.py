@@ -153,7 +153,7 @@ def _next(
 
 
 def _least(searched: Callable[[int | None], LayoutPlan], error: DoesNotFitError) -> LayoutPlan | None:
-    """Return the plan that needs least, as an error says that one exists."""
+    """Return the plan that needs least, of which an error reports the bytes."""
     try:
         return searched(int(error.least_bytes * ROUNDING))
     except DoesNotFitError:

@@ -321,7 +321,7 @@ def _most_bytes(variables: Iterable[Any]) -> int:
 
 
 def _layout_of(saved: Any) -> Any:
-    """Return the layout in a configuration. Rules are a mapping as well, but of lists, so `format` tells a plan."""
+    """Return the layout in a configuration. Rules are a mapping too, but of lists: ``format`` marks a plan."""
     return LayoutPlan.from_json(saved) if isinstance(saved, dict) and isinstance(saved.get("format"), str) else saved
 
 
