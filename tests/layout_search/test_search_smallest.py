@@ -6,7 +6,7 @@ from layout_models import LAYOUT_MODELS
 
 import shardload
 from shardload.errors import DoesNotFitError, LayoutError, UsageError
-from shardload.parallel import search, search_smallest_mesh
+from shardload.parallel import search, search_compiled, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
 
 MIB = 2**20
@@ -106,3 +106,16 @@ def test_rules_for_layers_are_kept_on_every_mesh():
     plan = search_smallest_mesh(model, 5 * MIB // 4, batch=1)
     assert plan.mesh == MeshSpec.parse("1x2")
     assert {v.path: v.spec for v in plan.variables} == {"mixing/kernel": (("model",), ()), "mixing/bias": ((),)}
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "hint"),
+    [
+        (lambda model, **given: search(model, "1x2", **given), {"sequense": 4}, "Did you mean 'sequence'"),
+        (lambda model, **given: search_compiled(model, "1x2", **given), {"pin": {}}, "Did you mean 'pins'"),
+        (lambda model, **given: search_smallest_mesh(model, 1 << 30, **given), {"batch_axis": "data"}, ""),
+    ],
+)
+def test_an_option_that_a_search_does_not_have_is_refused(call, wrong, hint):
+    with pytest.raises(UsageError, match=rf"search\w*\(\) has no argument '{next(iter(wrong))}'\.?.*{hint}"):
+        call(keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)]), **wrong)
