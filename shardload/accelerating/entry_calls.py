@@ -36,7 +36,7 @@ from shardload.keras_bridge.tracking import without_walking_vocabularies
 from shardload.keras_bridge.variables import is_abstract, release_from_mesh
 from shardload.layouts.current_layout import current_devices
 from shardload.loading import Loaded, run_load_weights
-from shardload.mapping.assets import load_assets
+from shardload.mapping.assets import load_assets, staged_assets
 from shardload.pipeline.request import LoadWeightsRequest
 from shardload.reports import LoadReport
 from shardload.resolve import hubs
@@ -130,7 +130,8 @@ def model_call(call: EntryCall) -> Filled:
     if not is_step and (path / "assets").is_dir():
         _load_folder(model, path / "assets")
     else:
-        load_assets(model, loaded.manifest, check=checker)
+        with staged_assets(loaded.manifest, check=checker) as folder:
+            load_assets(model, loaded.manifest, folder)
     # Orbax restores to a device, so its arrays are committed to it; values from files of Keras are not.
     finish(model, loaded, created=created, committed=is_step)
     return Filled(model, loaded.report)
@@ -138,7 +139,7 @@ def model_call(call: EntryCall) -> Filled:
 
 def _load_folder(model: Any, assets: Path) -> None:
     """Let the layers of a model that was saved as a folder read their files."""
-    for layer, error in load_assets_of_folder(model, assets):
+    for _, layer, error in load_assets_of_folder(model, assets):
         raise NotSupported(f"{layer!r} cannot load its files") from error
 
 

@@ -11,8 +11,8 @@ from shardload.callbacks import step_records
 from shardload.callbacks.selection import ALL, Selection
 from shardload.callbacks.writer import SaveJob
 from shardload.keras_bridge.hook_values import with_own_hooks
-from shardload.keras_bridge.saving import assets_of
 from shardload.keras_bridge.set_attributes import serialised_with_attributes
+from shardload.keras_bridge.vocabularies import assets_of, unadapted_layers
 from shardload.mapping.state_tree import StateTree, describe
 from shardload.mapping.stored_values import values_to_json
 from shardload.steps.record import StepRecord
@@ -107,3 +107,8 @@ class Contents:
             )
         if not self._state.left_out and (assets := assets_of(model)) is not None:
             yield "assets", assets
+        for path, layer in () if self._state.left_out else unadapted_layers(model):
+            self._warn(
+                f"{type(layer).__name__} at {path or 'the root'!r} has no vocabulary yet, so the step contains none. "
+                "To store it, call its adapt() or set_vocabulary() before you save"
+            )

@@ -154,6 +154,8 @@ def go_on(
         info, report = restored.info, restored.report
         if lacking := "; ".join(of_kind(report.notes, NoteKind.OPTIMIZER_UNCHANGED)):
             warn_caller(f"Resuming from {directory}: {lacking}")
+        for note in of_kind(report.notes, NoteKind.ASSETS):
+            warn_caller(f"Resuming from {directory}: {note}")
         averages = next(iter(of_kind(report.notes, NoteKind.AVERAGES)), None)
         changed = changed_rates(rates, learning_rates_of(model), advice=_OWN_RATE)
         changed += of_kind(report.notes, NoteKind.BATCHES_RECOUNTED)

@@ -27,8 +27,9 @@ from shardload.converting.transformers import is_weight
 from shardload.errors import UnsupportedError, is_of_system
 from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.keras_bridge.model_state import own_layers
-from shardload.keras_bridge.saving import SavedLayout, assets_of, optimizers_of, saved_layout
+from shardload.keras_bridge.saving import SavedLayout, optimizers_of, saved_layout
 from shardload.keras_bridge.set_attributes import serialised_with_attributes
+from shardload.keras_bridge.vocabularies import assets_of
 from shardload.keras_bridge.weights_files import dataset
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET

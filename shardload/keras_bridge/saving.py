@@ -247,15 +247,13 @@ def serialised_model(model: Model) -> str:
     return str(config)
 
 
-def assets_of(model: Model) -> dict[str, Any] | None:
-    """Return the files that layers save (vocabularies) as nested uint8 arrays; ``None`` if there are none."""
-    with WALK_PATCH.applied():
-        found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)
-    return found
+def objects_with_files(model: Model) -> list[tuple[str, Any]]:
+    """Return the objects that save files, as layers with a vocabulary do, with their paths below ``assets``."""
+    return [(path, found) for path, found in saved_objects(model) if hasattr(found, "load_assets")]
 
 
-def load_assets(model: Model, folder: Path) -> list[tuple[Any, Exception]]:
-    """Let everything in ``model`` that saved files read them again; return the failed objects and their errors.
+def load_assets(model: Model, folder: Path) -> list[tuple[str, Any, Exception]]:
+    """Let everything in ``model`` that saved files read them again; return the failed objects, their paths and errors.
 
     Args:
         model: A built model.
@@ -272,7 +270,8 @@ def load_assets(model: Model, folder: Path) -> list[tuple[Any, Exception]]:
             failed_saveables=set(),
             error_msgs=failed,
         )
-    return list(failed.values())
+    paths = {id(found): path for path, found in saved_objects(model)} if failed else {}
+    return [(paths.get(id(found), ""), found, error) for found, error in failed.values()]
 
 
 _ASSIGN_PATCH = _InheritedPatch()

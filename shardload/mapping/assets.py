@@ -1,13 +1,16 @@
-"""Restore the files that layers save besides variables (vocabularies) into a new model.
+"""Restore the files that layers save besides variables (vocabularies) into a model, new or existing.
 
 .keras archive    members below assets/                      ─┐
 training step     item "assets": a tree of arrays of bytes   ─┴► a temporary folder ─► each layer's load_assets
+
+The folder is written, and its bytes are verified, before a model is changed; layers read it once the weights are there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,11 +18,15 @@ import numpy as np
 
 from shardload.errors import SourceError, UnsafeSourceError
 from shardload.keras_bridge.saving import load_assets as load_keras_assets
+from shardload.keras_bridge.saving import objects_with_files
+from shardload.keras_bridge.vocabularies import has_empty_vocabulary, is_empty_vocabulary, unadapted_layers
 from shardload.loaders import spec_of
 from shardload.loaders.folder import descendant
 from shardload.loaders.orbax import open_orbax
 from shardload.manifest import Manifest
+from shardload.mapping.state_tree import renamed
 from shardload.mapping.stored_values import stored_values, unstored_hook
+from shardload.reports.notes import Note, NoteKind
 from shardload.stores.local import located, temporary_folder
 from shardload.transfer.byte_source import Verifier, check_tensor
 from shardload.transfer.read_tensor import read_rows, row_ranges
@@ -30,37 +37,137 @@ _ROWS_BYTES = 1 << 20
 """Bytes copied at once, so that a large file is never in memory as a whole."""
 
 
-def load_assets(model: Any, manifest: Manifest, *, check: Verifier | None = None) -> None:
-    """Load the files that layers of ``model`` saved; does nothing for formats without files.
+@contextmanager
+def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Iterator[Path | None]:
+    """Write the files that layers saved to a temporary folder; yield it, or ``None`` if there are no files.
 
     Args:
-        model: Built from ``manifest`` and filled, because hooks may use the values of variables.
         manifest: Any format.
         check: The checkpoint's digests.
 
     Raises:
-        SourceError: When a layer cannot load its files.
+        SourceError: When the files are stored in another form than expected.
         UnsafeSourceError: When a file's path leaves its directory, or its declared size far exceeds what is stored.
         DamagedError: When bytes do not match their digest.
-        WriteError: When it has such files, and no folder for temporary files can be written.
+        WriteError: When there are files, and no folder for temporary files can be written.
     """
-    # To disk, because `load_assets` of a layer takes a folder.
     files = _files(manifest, check)
     # Only if there are any: most checkpoints have none, and a container may have no folder for temporary files.
     if (first := next(files, None)) is None:
+        yield None
         return
+    # To disk, because `load_assets` of a layer takes a folder.
     with temporary_folder("shardload-assets-") as made:
         folder = made.resolve()
         _write(itertools.chain([first], files), manifest, folder)
-        for layer, error in load_keras_assets(model, folder):
-            # They may belong to values that steps of earlier versions lack: the weights of a vocabulary (``tf_idf``).
-            lacking = unstored_hook(model, layer, stored_values(manifest)) if spec_of(manifest).is_step else None
-            why = lacking or f"{type(error).__name__}: {error}"
-            raise SourceError(
-                f"Cannot load the files that {layer!r} saved in {manifest.source}: {why}. Build the "
-                "model yourself, set its vocabulary (adapt(), set_vocabulary()), then call "
-                "shardload.load_weights(model, source)"
-            ) from error
+        yield folder
+
+
+def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
+    """Load the files that layers saved into a model built from ``manifest`` and filled, as hooks may use its values.
+
+    Raises:
+        SourceError: When a layer cannot load its files.
+    """
+    if folder is None:
+        return
+    for path, layer, error in load_keras_assets(model, folder):
+        # Saved before it was adapted, so the model that was saved had no vocabulary either.
+        if has_empty_vocabulary(layer) and (not (folder / path).exists() or is_empty_vocabulary(layer, folder / path)):
+            continue
+        # They may belong to values that steps of earlier versions lack: the weights of a vocabulary (``tf_idf``).
+        lacking = unstored_hook(model, layer, stored_values(manifest)) if spec_of(manifest).is_step else None
+        why = lacking or f"{type(error).__name__}: {error}"
+        raise SourceError(
+            f"Cannot load the files that {layer!r} saved in {manifest.source}: {why}. Build the "
+            "model yourself, set its vocabulary (adapt(), set_vocabulary()), then call "
+            "shardload.load_weights(model, source)"
+        ) from error
+
+
+def restore_assets(
+    model: Any, manifest: Manifest, folder: Path | None, *, rename: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Load the files that layers saved into an existing model, whose weights have just been replaced.
+
+    Stored weights belong to the stored vocabulary, so it replaces another one that a layer has.
+
+    Args:
+        model: A model whose variables have their values.
+        manifest: The checkpoint.
+        folder: Its files, from `staged_assets`.
+        rename: Stored path → the model's, as for `state_tree.find`.
+
+    Returns:
+        A sentence for everything that was replaced, or not loaded.
+    """
+    if folder is None:
+        return ()
+    stored = {renamed(path, rename or {}): path for path in _folders(folder)}
+    notes, taken = [], set()
+    for path, layer in objects_with_files(model):
+        if (source := stored.get(path)) is None:
+            continue
+        taken.add(source)
+        if is_empty_vocabulary(layer, folder / source):
+            continue
+        own = _own_files(layer)
+        if own and _equal(own, folder / source):
+            continue
+        had_files = any(own.values()) and not has_empty_vocabulary(layer)
+        what = f"the files of {type(layer).__name__} at {path or 'the root'!r} (a vocabulary)"
+        try:
+            layer.load_assets(str(folder / source))
+        except Exception as error:  # of any kind: this may be a user's hook
+            notes.append(f"{what} were not loaded: load_assets raised {type(error).__name__}: {error}")
+            continue
+        if had_files:
+            notes.append(f"{what} differed from the stored ones, which replaced them, as the weights belong to them")
+    untaken = [path for path in stored.values() if path and not taken & {path, *_parents(path)}]
+    if left := [path for path in untaken if _names(folder / path)]:
+        notes.append(f"files of layers that the model does not have were not loaded: {', '.join(left)}")
+    return tuple(Note(text, NoteKind.ASSETS) for text in notes)
+
+
+def empty_vocabularies(model: Any, source: str) -> tuple[str, ...]:
+    """Return a sentence for each layer of a filled model that has no vocabulary."""
+    return tuple(
+        Note(
+            f"{type(layer).__name__} at {path or 'the root'!r} has no vocabulary, as {source} contains none for it: "
+            "call its adapt() or set_vocabulary()",
+            NoteKind.ASSETS,
+        )
+        for path, layer in unadapted_layers(model)
+    )
+
+
+def _folders(folder: Path) -> list[str]:
+    """Return the paths of all folders below ``folder``, and that of itself, which is empty."""
+    return ["", *(path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_dir())]
+
+
+def _own_files(layer: Any) -> dict[str, bytes]:
+    """Return what a layer would save now, by name; empty if it cannot."""
+    with temporary_folder("shardload-assets-") as made:
+        try:
+            layer.save_assets(str(made))
+        except Exception:  # of any kind: it may have nothing to save yet
+            return {}
+        return {path.relative_to(made).as_posix(): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+
+
+def _equal(files: Mapping[str, bytes], folder: Path) -> bool:
+    """Whether ``folder`` contains these files; further folders in it belong to other layers."""
+    found = {name: (folder / name).read_bytes() if (folder / name).is_file() else None for name in files}
+    return found == files and _names(folder) <= set(files)
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_file()}
+
+
+def _parents(path: str) -> list[str]:
+    return [parent.as_posix() for parent in Path(path).parents]
 
 
 def has_assets(manifest: Manifest) -> bool:

@@ -254,7 +254,7 @@ class Pairing:
 
     def weight_of(self, stored: Stored) -> str:
         """Return the model's key of the weight that a stored slot belongs to."""
-        return _renamed(stored.role.of or "", self.rename)
+        return renamed(stored.role.of or "", self.rename)
 
 
 def find(
@@ -343,13 +343,13 @@ def _identity(role: Role, rename: Mapping[str, str], forms: Forms) -> tuple[str,
     if role.kind in ("slot", "optimizer"):
         # A slot by what it is and its weight, as its own key would keep the old name of a renamed weight.
         part = part_of(role, forms)
-        of = _renamed(role.of or "", rename)
+        of = renamed(role.of or "", rename)
         name = f"{role.optimizer or ''}:{meaning_of(part, kind_in(forms, role)) if role.kind == 'slot' else part}"
         return (role.kind, name, of)
-    return (role.kind, "", _renamed(role.key, rename) if role.kind in ("weight", "seed") else role.key)
+    return (role.kind, "", renamed(role.key, rename) if role.kind in ("weight", "seed") else role.key)
 
 
-def _renamed(key: str, rename: Mapping[str, str]) -> str:
+def renamed(key: str, rename: Mapping[str, str]) -> str:
     """Replace the longest matching prefix; prefixes end at a slash."""
     for old in sorted(rename, key=len, reverse=True):
         if key == old or key.startswith(f"{old}/") or not old:

@@ -21,8 +21,9 @@ A load onto this process's own devices concerns this process only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -39,7 +40,7 @@ from shardload.layouts.current_layout import current_devices
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored
-from shardload.mapping.assets import load_assets
+from shardload.mapping.assets import empty_vocabularies, load_assets, restore_assets, staged_assets
 from shardload.mapping.stored_values import load_stored_values
 from shardload.pipeline import consistency, filling, preparing, reporting
 from shardload.pipeline.reporting import Clock
@@ -182,7 +183,7 @@ def run_load(
     # Build: with the same seeds on all processes, so that what the checkpoint lacks gets the same initial values.
     matching = request.matching
     seed = call.draw_seed() if matching.builds else None
-    with nullcontext() if seed is None else seeded(seed):
+    with ExitStack() as staged, nullcontext() if seed is None else seeded(seed):
         if isinstance(request, LoadRequest):
             model, why_uncompiled = _build(request.construction, source.manifest, clock)
             on_built(model, source.manifest)
@@ -206,6 +207,9 @@ def run_load(
                 ).validated()
             for text in prepared.layouts.idle_notes:
                 warn_caller(text)
+            # Before any value is replaced: it verifies their bytes.
+            with clock("other"):
+                folder = staged.enter_context(_staged_assets(matching, source))
             # Agree on the plan, fill.
             rates = {} if matching.builds else learning_rates_of(model)
             call.require(consistency.topics(prepared))
@@ -218,11 +222,9 @@ def run_load(
                 on_filled=lambda: call.meet("the end of the transfer"),
             )
             report = reporting.with_rates(filled, rates, learning_rates_of(model))
-        if spec_of(source.manifest).tensor_names == "step" and matching.items in ("all", "weights"):
-            lost = load_stored_values(model, source.manifest, strict=matching.strict)
-            report = replace(report, notes=(*report.notes, *lost))
-        if matching.builds:  # after the weights, as in Keras: hooks may use their values
-            load_assets(model, source.manifest, check=source.checker)
+        if matching.items in ("all", "weights"):
+            notes = _load_besides_variables(matching, model, source.manifest, folder)
+            report = replace(report, notes=(*report.notes, *notes))
     record_of(model).report = report
     return Loaded(model, report, source.manifest, _shares(call, report))
 
@@ -241,6 +243,25 @@ def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:
         ReadShare(i, ByteCounts(**account["bytes"]), HostBytes(**account["host_bytes"]), account["total_s"])
         for i, account in enumerate(accounts)
     )
+
+
+def _staged_assets(matching: Matching, source: OpenedSource) -> AbstractContextManager[Path | None]:
+    if matching.as_keras or matching.items not in ("all", "weights"):
+        return nullcontext()
+    return staged_assets(source.manifest, check=source.checker)
+
+
+def _load_besides_variables(matching: Matching, model: Any, manifest: Manifest, folder: Path | None) -> Iterator[str]:
+    """Load what layers saved besides variables, after the weights, as in Keras: hooks may use their values."""
+    if spec_of(manifest).tensor_names == "step":
+        yield from load_stored_values(model, manifest, strict=matching.strict)
+    if matching.as_keras:  # Keras' `load_weights` loads no files
+        return
+    if matching.builds:
+        load_assets(model, manifest, folder)
+    else:
+        yield from restore_assets(model, manifest, folder, rename=matching.rename)
+    yield from empty_vocabularies(model, manifest.source)
 
 
 def plan_load(request: PlanRequest) -> PlanReport:

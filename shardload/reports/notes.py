@@ -20,6 +20,8 @@ class NoteKind(Enum):
     """The count of batches was converted for another ``gradient_accumulation_steps``."""
     AVERAGES = auto()
     """Which of the two the weights are: moving averages (``use_ema``), or the weights in training."""
+    ASSETS = auto()
+    """What became of files that layers save (vocabularies), where they were not just loaded."""
     TENSOR_NOT_STORED = auto()
     """A converter asked for a tensor that the checkpoint does not have."""
 
