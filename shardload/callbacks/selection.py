@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,7 +36,7 @@ class Selection:
             raise UsageError("Cannot use save_trainable_only and variables together: pass one of them")
         if chosen is None or is_function(chosen):
             return
-        is_list = isinstance(chosen, Iterable) and not isinstance(chosen, str | np.ndarray | type)
+        is_list = isinstance(chosen, Iterable) and not isinstance(chosen, str | np.ndarray | type | Iterator)
         if not is_list or not chosen or not all(isinstance(pattern, str) for pattern in chosen):
             raise UsageError(
                 f"Cannot use variables={chosen!r:.60}: expected patterns of variable paths such as ['*lora*'], or a "

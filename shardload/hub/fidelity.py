@@ -34,9 +34,10 @@ def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
     Raises:
         UsageError: When a field is never checked: a misspelt name must not count as consent.
     """
-    if not isinstance(ignore, Iterable) or not all(isinstance(name, str) for name in ignore):
+    is_list = isinstance(ignore, Iterable) and not isinstance(ignore, str)
+    names: tuple[Any, ...] = tuple(ignore) if is_list else (ignore,)  # first, because a generator can be read only once
+    if not all(isinstance(name, str) for name in names):
         raise UsageError(f"Cannot use ignore_config={ignore!r:.60}: expected a list of fields: ['rope_scaling']")
-    names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
     known = sorted({*fields.known_fields(), quantised.FIELD, quantised.ADAPTER})
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"Cannot ignore {unknown[0]!r}: it is not a checked field. Those are {', '.join(known)}")

@@ -47,8 +47,8 @@ def devices_of(ids: str | Sequence[str]) -> list[Any]:
         MeshError: When there is no device with one of the ids.
     """
     found = []
-    every_id = [ids] if isinstance(ids, str) else ids
-    if not isinstance(every_id, Iterable) or not all(isinstance(wanted, str) for wanted in every_id):
+    every_id: list[Any] = [ids] if isinstance(ids, str) or not isinstance(ids, Iterable) else list(ids)
+    if not all(isinstance(wanted, str) for wanted in every_id):
         raise UsageError(f"Cannot use the devices {ids!r:.60}: expected ids such as 'cpu:0', or a list of them")
     for wanted in every_id:
         platform, _, number = wanted.lower().partition(":")

@@ -51,9 +51,10 @@ def patterns(ignore: Sequence[str]) -> tuple[str, ...]:
     """Return the patterns of tensor names to ignore as a tuple; raise `UsageError` for anything but a list of them."""
     # A string is a sequence of strings: ignore="head" would ignore tensors called "h", "e", "a" and "d".
     is_list = isinstance(ignore, Iterable) and not isinstance(ignore, str)
-    if not is_list or not all(isinstance(pattern, str) for pattern in ignore):
+    found = tuple(ignore) if is_list else ()  # first, because a generator can be read only once
+    if not is_list or not all(isinstance(pattern, str) for pattern in found):
         raise UsageError(f"Cannot use ignore={ignore!r:.60}: expected a list of tensor names, such as ['score.*']")
-    return tuple(ignore)
+    return found
 
 
 def float_dtype(wanted: DTypeLike | None) -> Any:

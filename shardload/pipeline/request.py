@@ -10,7 +10,7 @@ leave the others waiting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
@@ -111,6 +111,12 @@ class _Arguments:
     host_memory_bytes: int | str | None = None
     devices: Sequence[Any] | None = None
     progress: ProgressLike = None
+
+    def __post_init__(self) -> None:
+        # A generator can be read only once, and these are read by several stages.
+        for name in ("ignore", "ignore_config"):
+            if isinstance(given := getattr(self, name, None), Iterator):
+                object.__setattr__(self, name, tuple(given))
 
     @cached_property
     def placement(self) -> Placement:

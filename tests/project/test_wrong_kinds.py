@@ -9,6 +9,7 @@ import shardload
 from shardload import parallel
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import UsageError
+from shardload.pipeline.request import LoadRequest
 from shardload.synth import synth
 
 
@@ -176,3 +177,14 @@ def test_one_of_something_is_singular(tmp_path):
         empty = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
     with pytest.raises(shardload.errors.UninitialisedError, match="no value for 1 variable: "):
         shardload.save(empty, tmp_path / "run", step=0)
+
+
+def test_a_generator_is_read_once(tmp_path):
+    """A check that reads it leaves nothing for the call."""
+    assert [device.id for device in parallel.devices_of(f"cpu:{i}" for i in (1, 2))] == [1, 2]
+    with pytest.raises(UsageError, match="Cannot use variables=<generator"):
+        OrbaxCheckpoint(tmp_path, variables=(name for name in ["*kernel"]))
+    request = LoadRequest(source="x", ignore=(name for name in ["a.*", "b"]), ignore_config=(n for n in ["rope_theta"]))
+    for _ in range(2):
+        assert request.matching.ignore == ("a.*", "b")
+        assert request.matching.ignore_config == request.construction.ignore_config == ("rope_theta",)
