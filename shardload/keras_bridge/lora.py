@@ -71,6 +71,17 @@ def lora_layers(model: Model) -> list[Any]:
     return [layer for layer in model._flatten_layers() if vars(layer).get("lora_enabled", False)]
 
 
+def adapters_of(layers: Iterable[Any]) -> list[tuple[Variable, Variable]]:
+    """Return both factors of each layer of Keras with LoRA, quantised or not."""
+    pairs = [(getattr(layer, a, None), getattr(layer, b, None)) for layer in layers for _, a, b in _KERNELS]
+    return [(a, b) for a, b in pairs if hasattr(a, "assign") and hasattr(b, "assign")]
+
+
+def changes_nothing(b: Variable) -> bool:
+    """Whether the second factor of an adapter is zero, as in a new one."""
+    return not bool(jnp.any(value_of(b)))
+
+
 def lora_kernels(layers: Iterable[Any]) -> list[LoraKernel]:
     """Return the kernels of layers with LoRA.
 

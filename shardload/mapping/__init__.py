@@ -7,6 +7,7 @@ One mechanism for all sources: the layers' and converters' own loading code runs
     hub_names.py    the tensor that a converter means by a name
     converters.py   Hugging Face and GGUF: KerasHub's converters
     stored_state.py training steps: the role of each leaf
+    adapters.py     LoRA adapters, which files of Keras do not store
     outside.py      unused tensors that the model does not need, and why
     by_order.py     files of Keras 2: the order of layers and weights
     by_name.py      bare files of tensors: variable paths, structural keys, or a map
@@ -20,6 +21,7 @@ from typing import Any
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping.accumulation import with_updates_kept
+from shardload.mapping.adapters import with_adapter_advice, with_adapters_kept, with_zeros_noted
 from shardload.mapping.archived_optimizer import archived_pairs, needs_roles, with_archived_state
 from shardload.mapping.by_name import map_by_name
 from shardload.mapping.by_order import map_by_order
@@ -75,16 +77,19 @@ def map_weights(
         case "step":
             return map_state(model, manifest, items="all" if optimizer else "weights", names=names)
         case "keras" if names is None:
-            if as_keras or not optimizer:
-                return map_keras(model, manifest, optimizer=optimizer)
-            paired = archived_pairs(model, manifest)
-            if paired is None or not needs_roles(paired, manifest, model.optimizer):
+            if as_keras:
+                return with_zeros_noted(map_keras(model, manifest, optimizer=optimizer), model)
+            paired = archived_pairs(model, manifest) if optimizer else None
+            if not optimizer:
+                found = map_keras(model, manifest, optimizer=False)
+            elif paired is None or not needs_roles(paired, manifest, model.optimizer):
                 found = map_keras(model, manifest)
             else:
                 found = with_archived_state(map_keras(model, manifest, optimizer=False), model, manifest, paired)
-            return with_updates_kept(found, model, manifest)
+            found = with_adapters_kept(found, model, manifest)
+            return with_updates_kept(found, model, manifest) if optimizer else found
         case "order" if names is None:
-            return map_by_order(model, manifest)
+            return with_adapter_advice(map_by_order(model, manifest), model, manifest)
         case "hugging-face" if names is None:
             return map_hub(model, manifest, float_casts="computed" if as_keras else "viewed")
-    return map_by_name(model, manifest, names=names)
+    return with_adapter_advice(map_by_name(model, manifest, names=names), model, manifest)

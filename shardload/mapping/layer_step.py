@@ -79,6 +79,8 @@ class LayerStep:
     """Assigned views that no later assignment replaces."""
     variables: tuple[Variable, ...]
     """Variables whose values it computes."""
+    kept: tuple[Variable, ...] = ()
+    """Variables that it assigns, and that keep their values."""
 
     @property
     def owner(self) -> str:
@@ -121,6 +123,8 @@ class LayerStep:
             return array
 
         def assign(variable: Variable, value: Any, original: Callable[[Variable, Any], Any]) -> Any:
+            if id(variable) in kept:
+                return value
             if id(value) in given:
                 filled.add(given[id(value)][0])
                 return runtime.assign(variable, value, original)
@@ -138,7 +142,7 @@ class LayerStep:
             # A later assignment replaces it, so no data was loaded for it.
             return value
 
-        computing = {id(v) for v in self.variables}
+        computing, kept = {id(v) for v in self.variables}, {id(v) for v in self.kept}
         # Keras' warnings would name the line in this block, so they are repeated below at the user's line.
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -82,6 +82,11 @@ def lora_advice(model: Any, form: Any) -> str:
     return f"{has}, the model in {_layers(own)}. {again} {_call(model, stored)}."
 
 
+def described_adapters(form: Any) -> str:
+    """Return the number of layers with adapters, with rank and alpha: ``2 layers (rank 4)``."""
+    return _layers(_adapters(form))
+
+
 def _layers(adapters: Mapping[str, Mapping[str, Any]]) -> str:
     forms = sorted({(found["rank"], found["alpha"]) for found in adapters.values()})
     texts = [f"rank {rank}" + (f", alpha {alpha:g}" if alpha != rank else "") for rank, alpha in forms]
