@@ -1,9 +1,9 @@
 """Convert the tokenizer of a KerasHub preset to the files of a Hugging Face folder.
 
 vocabulary.spm                    tokenizer.model: the same file
-vocabulary.json, merges.txt       tokenizer.json, with the word-splitting expression of Llama 3 and Qwen
-                                  vocab.json, merges.txt of GPT-2: the same files
-vocabulary.txt                    vocab.txt of BERT: the same file
+vocabulary.json, merges.txt       tokenizer.json, with the word-splitting expression of the family (Llama 3, Qwen), or
+                                  the same files under other names (GPT-2)
+vocabulary.txt                    vocab.txt: the same file (BERT)
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 
 from shardload.converting.source import Source
-from shardload.errors import is_of_system
+from shardload.errors import UnsupportedError, is_of_system
+from shardload.families.parts.gguf_tokenizer import GgufTokenizer
+from shardload.families.record import KerasTokenizer
+from shardload.families.registry import exports, families, model_type_of
 from shardload.hub import kerashub
 from shardload.loaders.gguf import TokenizerMetadata
 from shardload.loaders.hub_preset import SPEC as PRESET
@@ -28,18 +31,9 @@ from shardload.text.gguf_files import files_of
 from shardload.text.gguf_tokenizer import CONTROL, NORMAL
 
 _log = logging.getLogger(__name__)
-_PIECES = "assets/tokenizer/vocabulary.spm"
+_TOKENIZER = "assets/tokenizer"
+_PIECES = f"{_TOKENIZER}/vocabulary.spm"
 _OF_TRANSFORMERS = ("tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt")
-_UNCHANGED = {
-    "gpt2": {"assets/tokenizer/vocabulary.json": "vocab.json", "assets/tokenizer/merges.txt": "merges.txt"},
-    "bert": {"assets/tokenizer/vocabulary.txt": "vocab.txt"},
-}
-"""``model_type`` → files that only change their name."""
-_PATTERNS = {"Llama3Backbone": "llama-bpe", "QwenBackbone": "qwen2", "Qwen3Backbone": "qwen2"}
-"""KerasHub's class → name of the word-splitting pattern in `shardload.text.gguf_tokenizer.PATTERNS`.
-
-KerasHub splits all byte pairs as Llama 3 does, so a preset does not say which pattern its vocabulary was made for.
-"""
 
 
 def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -49,45 +43,53 @@ def tokenizer_files(source: Source, model_type: str) -> tuple[dict[str, bytes], 
     if not own.keys().isdisjoint(_OF_TRANSFORMERS):
         return {}, ()
     if _PIECES in kept:
-        return _pieces(source, kept[_PIECES]), ()
+        return _pieces(kept[_PIECES], model_type), ()
     if "tokenizer.json" not in kept:
         return {}, ()
-    if model_type in _UNCHANGED:
-        return _unchanged(kept, model_type)
+    if (unchanged := model_type_of({"model_type": model_type}).keras_tokenizer) is not None:
+        return _unchanged(kept, unchanged)
     # A GGUF header describes the same kind of tokenizer, and `text` can already write one as tokenizer.json.
     try:
         layer = kerashub.preset_tokenizer(
             replace(source.manifest, location=located(kept["tokenizer.json"].parent), format=PRESET.name)
         )
-        found = _metadata(layer, _PATTERNS[type(source.backbone).__name__])
+        found = _metadata(layer, _pre_tokenizer(type(source.backbone).__name__))
         return files_of(found, source.manifest.source, model_type), ()
     except Exception as error:  # its files may cause any error; its kind may be unknown
         if is_of_system(error):
             raise
         _log.info("No tokenizer of %s for Hugging Face: %s", source.manifest.source, error)
-        known = "Gemma, Llama 3, Qwen, GPT-2 and BERT"
+        *some, last = (family.title for family in families() if family.exports)
+        known = f"{', '.join(some)} and {last}"
         return {}, (f"the tokenizer was not written for Hugging Face: only those of {known} can be converted",)
 
 
-def _pieces(source: Source, path: Path) -> dict[str, bytes]:
+def _pieces(path: Path, model_type: str) -> dict[str, bytes]:
     """Return KerasHub's SentencePiece vocabulary under Hugging Face's name for it, ``tokenizer.model``."""
-    kind = "GemmaTokenizer" if "Gemma" in type(source.backbone).__name__ else "LlamaTokenizer"
+    kind = model_type_of({"model_type": model_type}).tokenizer_class
     return {
         "tokenizer.model": path.read_bytes(),
         "tokenizer_config.json": json.dumps({"tokenizer_class": kind}).encode(),
     }
 
 
-def _unchanged(kept: Mapping[str, Path], model_type: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    names = _UNCHANGED[model_type]
+def _unchanged(kept: Mapping[str, Path], tokenizer: KerasTokenizer) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    names = {f"{_TOKENIZER}/{own}": name for own, name in tokenizer.files.items()}
     if not names.keys() <= kept.keys():
         return {}, ("the tokenizer was not written for Hugging Face: the source lacks some of its files",)
     found = {name: kept[path].read_bytes() for path, name in names.items()}
-    if model_type == "bert":
+    if (kind := tokenizer.lower_case_class) is not None:
         settings = json_files.read_object(kept["tokenizer.json"]).get("config", {})
-        tokenizer_config = {"tokenizer_class": "BertTokenizer", "do_lower_case": bool(settings.get("lowercase", False))}
+        tokenizer_config = {"tokenizer_class": kind, "do_lower_case": bool(settings.get("lowercase", False))}
         found["tokenizer_config.json"] = json.dumps(tokenizer_config).encode()
     return found, ()
+
+
+def _pre_tokenizer(backbone: str) -> str:
+    export = exports().get(backbone)
+    if export is None or export.pre_tokenizer is None:
+        raise UnsupportedError(f"no pre-tokenizer is known for {backbone}")
+    return export.pre_tokenizer
 
 
 def _metadata(layer: Any, pattern: str) -> TokenizerMetadata:
@@ -98,7 +100,7 @@ def _metadata(layer: Any, pattern: str) -> TokenizerMetadata:
     listed = tuple(tokens.get(i, f"<unused {i}>") for i in range(max(tokens) + 1))
     ids = {"bos": getattr(layer, "start_token_id", None), "eos": getattr(layer, "end_token_id", None)}
     return TokenizerMetadata(
-        model="gpt2",
+        model=GgufTokenizer.BYTE_PAIRS,
         pre=pattern,
         tokens=listed,
         scores=np.array([], np.float32),

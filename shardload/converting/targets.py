@@ -18,7 +18,6 @@ import numpy as np
 
 from shardload.converting import hugging_face_copy, keras_files, transformers
 from shardload.converting.companions import KERAS, STATE, TRANSFORMERS, copy_files
-from shardload.converting.hub_configs import UNKNOWN
 from shardload.converting.hub_tokenizers import tokenizer_files
 from shardload.converting.hugging_face_copy import in_dtype
 from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_of
@@ -26,6 +25,7 @@ from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, UsageError
 from shardload.families.parts.config import architecture_of
+from shardload.families.registry import model_type_of
 from shardload.hub import kerashub
 from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import spec_of
@@ -247,7 +247,7 @@ def _safetensors(
             folder, [*tensors.values()], shard_bytes=shard_bytes or safetensors.SHARD_BYTES
         )
 
-    rounded = transformers.ROUNDED.get(config["model_type"])
+    rounded = model_type_of(config).rounded_to
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they were written unrounded"
     notes += (
         *_left_out_fields(source, config),
@@ -317,7 +317,7 @@ def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ..
     if source.origin is not None or source.companions.config(TRANSFORMERS) is not None:
         return ()
     longest = "n_positions" in config
-    missing = [n for n in UNKNOWN if n not in config and not (longest and n == UNKNOWN[0])]
+    missing = [n for n in transformers.UNKNOWN if n not in config and not (longest and n == transformers.UNKNOWN[0])]
     if not missing:
         return ()
     return (

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from shardload.converting.hub_configs import FAMILIES, UNKNOWN, Config
 from shardload.converting.plans import NoPlaceError
 from shardload.errors import UnsupportedError
+from shardload.families.registry import exports
 from shardload.hub import described, fields, kerashub
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.hub_imports import backbone_of
@@ -27,6 +28,9 @@ from shardload.stores.nowhere import nowhere
 from shardload.transfer.planning import Binding
 from shardload.writers import Wanted
 
+Config = dict[str, Any]
+UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields that KerasHub's classes do not have: they come from the source, or are left out."""
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 """Settings that a Hugging Face configuration cannot express and that do not affect weights."""
 
@@ -44,11 +48,14 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
             configuration cannot express.
     """
     kind = type(backbone).__name__
-    if kind not in FAMILIES:
-        raise NoPlaceError(f"Cannot write {kind} for Hugging Face, only {', '.join(FAMILIES)}")
+    if (export := exports().get(kind)) is None:
+        raise NoPlaceError(f"Cannot write {kind} for Hugging Face, only {', '.join(exports())}")
     # The longest text and token ids are never guessed: wrong ones would be silently obeyed.
     known = {name: value for name, value in (known or {}).items() if name in UNKNOWN}
-    config = {**known, **FAMILIES[kind](backbone), "torch_dtype": dtype}
+    try:
+        config = {**known, **export.config(backbone, _Layers(backbone)), "torch_dtype": dtype}
+    except UnsupportedError as error:
+        raise NoPlaceError(str(error)) from error
     # The functions below write few of a backbone's settings, so KerasHub must read the same backbone from the result.
     try:
         with abstraction.abstract():
@@ -65,6 +72,26 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
     if large := [d for d in fields.differences(config, backbone) if d.fix is None]:
         raise NoPlaceError(f"Cannot describe {kind} in a Hugging Face configuration: {large[0].field} is {large[0]}")
     return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """See `shardload.families.parts.export.LayerSettings`."""
+
+    backbone: Any
+
+    @property
+    def epsilon(self) -> float:
+        return fields.epsilon_of(self.backbone)
+
+    @property
+    def activation(self) -> str:
+        if (name := fields.activation_of(self.backbone)) is None:
+            kind = type(self.backbone).__name__
+            raise UnsupportedError(
+                f"Cannot describe {kind} in a Hugging Face configuration: no name for its activation"
+            )
+        return name
 
 
 def unlike(config: Mapping[str, Any], backbone: Any) -> tuple[str, ...]:
@@ -94,7 +121,7 @@ def _compared(config: Mapping[str, Any]) -> Config:
 
 def is_written(backbone: Any) -> bool:
     """Whether `config_of` supports the architecture."""
-    return type(backbone).__name__ in FAMILIES
+    return type(backbone).__name__ in exports()
 
 
 def stand_in(config: Mapping[str, Any]) -> Manifest:
@@ -191,10 +218,6 @@ def _is_dense(view: View, tensor: Tensor) -> bool:
                 return False
             expected *= n
     return expected == tensor.size and view.offset == 0
-
-
-ROUNDED = {"mistral": "float16"}
-"""``model_type`` → dtype that KerasHub's converter rounds every tensor to."""
 
 
 def is_weight(variable: Any) -> bool:

@@ -7,11 +7,12 @@ from typing import Any
 
 from shardload.families.parts.checks import Checks
 from shardload.families.parts.config import BASE, DROPOUT, SIZES, Config
+from shardload.families.parts.export import Export, LayerSettings
 from shardload.families.parts.gguf import GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.parts.outside import OPTIONAL_POOLER
 from shardload.families.parts.tensors import Spec, affine, norm
-from shardload.families.record import Family, ModelType
+from shardload.families.record import Family, KerasTokenizer, ModelType
 
 DEFAULTS = BASE | DROPOUT | {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}
 # If the type is null, transformers 4 adds no positions; 5 ignores the field and adds absolute positions.
@@ -95,6 +96,23 @@ def _tensors(config: Config) -> Iterator[Spec]:
     yield from affine("pooler.dense", (hidden, hidden), out=hidden)
 
 
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    return {
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "vocab_size": backbone.vocabulary_size,
+        "hidden_size": backbone.hidden_dim,
+        "num_hidden_layers": backbone.num_layers,
+        "num_attention_heads": backbone.num_heads,
+        "intermediate_size": backbone.intermediate_dim,
+        "max_position_embeddings": backbone.max_sequence_length,
+        "type_vocab_size": backbone.num_segments,
+        "hidden_act": layers.activation,
+        "layer_norm_eps": layers.epsilon,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), backbone.dropout),
+    }
+
+
 BERT = ModelType(
     name="bert",
     defaults=DEFAULTS,
@@ -106,6 +124,7 @@ BERT = ModelType(
     optional_part=OPTIONAL_POOLER,
     tensors=_tensors,
     sizes=(*SIZES, "max_position_embeddings", "type_vocab_size"),
+    keras_tokenizer=KerasTokenizer({"vocabulary.txt": "vocab.txt"}, "BertTokenizer"),
 )
 FAMILY = Family(
     name="bert",
@@ -125,4 +144,5 @@ FAMILY = Family(
             block="encoder.layer",
         ),
     ),
+    exports={"BertBackbone": Export(_export)},
 )

@@ -11,6 +11,7 @@ from shardload.families.parts.checks import Checks
 from shardload.families.parts.config import Config
 from shardload.families.parts.converter import Converter, byte_pairs
 from shardload.families.parts.gguf import GgufArchitecture, Undo
+from shardload.families.parts.gguf_tokenizer import PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.record import Family, ModelType
 
@@ -120,4 +121,7 @@ FAMILY = Family(
             undone={"attn_qkv": Undo.UNFUSE},
         ),
     ),
+    pre_tokenizers={
+        "bloom": PreTokenizer(r" ?[^(\s|.,!?…。，、।۔،)]+"),  # noqa: RUF001 - sentence ends of several scripts
+    },
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardload.families.parts import export
 from shardload.families.parts.checks import RMS, TANH, Caps, Checks, by_layer_type, first_slides
 from shardload.families.parts.config import Dims, decoder_defaults, published_decoder
+from shardload.families.parts.export import Export, LayerSettings
 from shardload.families.parts.gguf import BLOCK, SANDWICH, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS
@@ -49,6 +51,37 @@ def _gguf_gemma_2(values: GgufValues) -> dict[str, Any]:
     }
 
 
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    is_second = backbone.use_post_ffw_norm
+    kind = ("gemma2", "Gemma2ForCausalLM") if is_second else ("gemma", "GemmaForCausalLM")
+    common = {
+        **export.decoder_entries(backbone, *kind),
+        "intermediate_size": backbone.intermediate_dim // 2,  # KerasHub counts gate and up projection together
+        "head_dim": backbone.head_dim,
+        # Gemma's activation is read from the first name, Gemma 2's from the second.
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    }
+    if not is_second:
+        return common
+    return {
+        **common,
+        "query_pre_attn_scalar": exported_scalar(backbone),
+        "attn_logit_softcapping": backbone.attention_logit_soft_cap,
+        "final_logit_softcapping": backbone.final_logit_soft_cap,
+        "sliding_window": backbone.sliding_window_size,
+    }
+
+
+def exported_scalar(backbone: Any) -> int:
+    """Return ``query_pre_attn_scalar``: the head's width, or the width of the model per head."""
+    normalised = backbone.query_head_dim_normalize
+    return int(backbone.head_dim if normalised else backbone.hidden_dim // backbone.num_query_heads)
+
+
 GEMMA = ModelType(
     name="gemma",
     defaults=decoder_defaults(256000, 3072, 24576, 28, 16, kv=16, longest=8192) | {"head_dim": 256},
@@ -65,6 +98,7 @@ GEMMA = ModelType(
     tensors=DecoderTensors(norms_minus_one=True),
     sizes=DECODER_SIZES,
     norms_minus_one=True,
+    tokenizer_class="GemmaTokenizer",
 )
 GEMMA_2 = ModelType(
     name="gemma2",
@@ -84,6 +118,7 @@ GEMMA_2 = ModelType(
     tensors=DecoderTensors(norms_minus_one=True, sandwich=True),
     sizes=DECODER_SIZES,
     norms_minus_one=True,
+    tokenizer_class="GemmaTokenizer",
 )
 FAMILY = Family(
     name="gemma",
@@ -103,4 +138,5 @@ FAMILY = Family(
         GgufArchitecture(name="gemma", config=_gguf_gemma, block_names=BLOCK, norms_plus_one=True),
         GgufArchitecture(name="gemma2", config=_gguf_gemma_2, block_names=SANDWICH, norms_plus_one=True),
     ),
+    exports={"GemmaBackbone": Export(_export)},
 )

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardload.families.gemma import ONE_WAY, attention_scalar
+from shardload.errors import UnsupportedError
+from shardload.families.gemma import ONE_WAY, attention_scalar, exported_scalar
+from shardload.families.parts import export
 from shardload.families.parts.checks import RMS, TANH, Caps, Checks, by_layer_type
 from shardload.families.parts.config import Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.export import Export, LayerSettings
 from shardload.families.parts.gguf import SANDWICH, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS, VISION_POOLER
@@ -77,6 +80,31 @@ def gguf(values: GgufValues) -> dict[str, Any]:
     }
 
 
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    if backbone.vision_encoder is not None:
+        raise UnsupportedError("Cannot write Gemma 3 with a vision encoder for Hugging Face")
+    if backbone.use_bidirectional_attention or backbone.attention_logit_soft_cap is not None:
+        feature = "bidirectional attention" if backbone.use_bidirectional_attention else "capped attention scores"
+        raise UnsupportedError(f"Cannot write Gemma 3 with {feature} for Hugging Face")
+    factor = backbone.global_rope_scaling_factor
+    return {
+        **export.decoder_entries(backbone, "gemma3_text", "Gemma3ForCausalLM"),
+        "intermediate_size": backbone.intermediate_dim,
+        "head_dim": backbone.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": exported_scalar(backbone),
+        "sliding_window": backbone.sliding_window_size,
+        "sliding_window_pattern": 6,  # as in KerasHub's class: every sixth layer attends to all tokens
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": factor} if factor != 1.0 else None,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": backbone.final_logit_soft_cap,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    }
+
+
 TEXT = ModelType(
     name="gemma3_text",
     defaults=decoder_defaults(262208, 2304, 9216, 26, 8, kv=4, longest=131072)
@@ -86,6 +114,7 @@ TEXT = ModelType(
     tensors=DecoderTensors(norms_minus_one=True, sandwich=True, normed_heads=True),
     sizes=DECODER_SIZES,
     norms_minus_one=True,
+    tokenizer_class="GemmaTokenizer",
 )
 WITH_IMAGES = ModelType(
     name="gemma3",
@@ -95,6 +124,7 @@ WITH_IMAGES = ModelType(
     lacking=_lacking,
     heads=DECODER_HEADS,
     outside=VISION_POOLER,
+    tokenizer_class="GemmaTokenizer",
 )
 FAMILY = Family(
     name="gemma3",
@@ -109,4 +139,5 @@ FAMILY = Family(
         "gemma3_27b": _published(Dims(5376, 62, 32, 16, 21504), window=1024, head_dim=128, scalar=168),
     },
     gguf=(GgufArchitecture(name="gemma3", config=gguf, block_names=SANDWICH, norms_plus_one=True),),
+    exports={"Gemma3Backbone": Export(_export)},
 )

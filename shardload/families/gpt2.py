@@ -7,10 +7,12 @@ from typing import Any
 
 from shardload.families.parts.checks import Checks
 from shardload.families.parts.config import Config
+from shardload.families.parts.export import Export, LayerSettings
 from shardload.families.parts.gguf import GgufArchitecture, Undo
+from shardload.families.parts.gguf_tokenizer import PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.parts.tensors import Spec, affine, norm
-from shardload.families.record import Family, ModelType
+from shardload.families.record import Family, KerasTokenizer, ModelType
 
 
 def _published(*, hidden: int, layers: int, heads: int) -> dict[str, Any]:
@@ -71,6 +73,22 @@ def _tensors(config: Config) -> Iterator[Spec]:
     yield from norm("ln_f", hidden)
 
 
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": backbone.vocabulary_size,
+        "n_embd": backbone.hidden_dim,
+        "n_layer": backbone.num_layers,
+        "n_head": backbone.num_heads,
+        "n_positions": backbone.max_sequence_length,
+        "activation_function": layers.activation,
+        "layer_norm_epsilon": layers.epsilon,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), backbone.dropout),
+        "tie_word_embeddings": True,
+    }
+
+
 GPT_2 = ModelType(
     name="gpt2",
     defaults={"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1},
@@ -81,6 +99,7 @@ GPT_2 = ModelType(
     heads=r"score\.|classifier\.|qa_outputs\.|multiple_choice_head\.",
     tensors=_tensors,
     sizes=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
+    keras_tokenizer=KerasTokenizer({"vocabulary.json": "vocab.json", "merges.txt": "merges.txt"}),
 )
 FAMILY = Family(
     name="gpt2",
@@ -101,4 +120,6 @@ FAMILY = Family(
             undone=_CONV1D,
         ),
     ),
+    exports={"GPT2Backbone": Export(_export)},
+    pre_tokenizers={"gpt-2": PreTokenizer(None), "default": PreTokenizer(None)},
 )

@@ -13,11 +13,18 @@ from shardload.families.parts.checks import Checks, by_layer_type, first_slides
 from shardload.families.parts.config import ROTARY, Config, decoder_defaults
 from shardload.families.parts.converter import Converter, byte_pairs
 from shardload.families.parts.gguf import GgufArchitecture
+from shardload.families.parts.gguf_tokenizer import CONTRACTIONS, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
 from shardload.families.record import Family, ModelType
 
+# GPT-4o's expression also splits before a capital: "camelCase" is two words.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = "|".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{upper}{_LOWER}{lower}{CONTRACTIONS}?" for upper, lower in (("*", "+"), ("+", "*"))
+)
+_WORDS += r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _ROTARY = Rotary(1.5e5, stretched="yarn")
 _YARN = {
     "rope_type": "yarn",
@@ -152,4 +159,5 @@ FAMILY = Family(
             fused_experts={"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)},
         ),
     ),
+    pre_tokenizers={"gpt-4o": PreTokenizer(_WORDS)},
 )

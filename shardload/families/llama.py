@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardload.families.mistral import MIXTRAL_BLOCK, gguf_mistral, gguf_mixtral
+from shardload.families.parts import export
 from shardload.families.parts.checks import RMS, SILU, Checks
 from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.export import Export, LayerSettings
 from shardload.families.parts.gguf import BLOCK, PERMUTED, ROPE_FREQS, GgufArchitecture
+from shardload.families.parts.gguf_tokenizer import CONTRACTIONS, WORDS, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, with_llama3_scaling
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
@@ -53,6 +56,28 @@ def _feed_forward(config: Config, layer: int, at: str) -> Iterator[Spec]:
     return gated_mlp(config, f"{at}.mlp", biased=bool(config.get("mlp_bias")))
 
 
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    config = {
+        **export.decoder_entries(backbone, "llama", "LlamaForCausalLM"),
+        "intermediate_size": backbone.intermediate_dim,
+        "hidden_act": "silu",
+        "rope_theta": backbone.rope_max_wavelength,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": bool(backbone.tie_word_embeddings),
+        "rope_scaling": None,
+    }
+    if backbone.rope_frequency_adjustment_factor is not None:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": backbone.rope_frequency_adjustment_factor,
+            "low_freq_factor": backbone.rope_low_freq_factor,
+            "high_freq_factor": backbone.rope_high_freq_factor,
+            "original_max_position_embeddings": backbone.rope_pretraining_sequence_length,
+        }
+    return config
+
+
 LLAMA = ModelType(
     name="llama",
     defaults=ROTARY | decoder_defaults(32000, 4096, 11008, 32, 32, kv=None, longest=2048),
@@ -83,4 +108,9 @@ FAMILY = Family(
             name="llama", config=_gguf, block_names=BLOCK | MIXTRAL_BLOCK, undone=PERMUTED, rope_factors=ROPE_FREQS
         ),
     ),
+    exports={"Llama3Backbone": Export(_export, "llama-bpe")},
+    pre_tokenizers={
+        "llama-bpe": PreTokenizer(CONTRACTIONS + WORDS % "{1,3}", takes_whole_words=True, starts_texts=True),
+        "smaug-bpe": PreTokenizer(CONTRACTIONS + WORDS % "{1,3}"),
+    },
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from shardload.families.parts import export
 from shardload.families.parts.checks import RMS, SILU, Checks, every_layer
 from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.export import Export, LayerSettings
 from shardload.families.parts.gguf_values import GgufValues
 from shardload.families.parts.outside import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
@@ -45,6 +47,11 @@ def _experts(config: Config, layer: int, at: str) -> Iterator[Spec]:
         yield from gated_mlp(config, f"{at}.block_sparse_moe.experts.{i}", names=("w1", "w3", "w2"))
 
 
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    config = export.plain_decoder_entries(backbone, "mistral", "MistralForCausalLM")
+    return {**config, "head_dim": backbone.head_dim, "sliding_window": backbone.sliding_window}
+
+
 _DEFAULTS = ROTARY | decoder_defaults(32000, 4096, 14336, 32, 32, kv=8, longest=131072)
 MISTRAL = ModelType(
     name="mistral",
@@ -54,6 +61,7 @@ MISTRAL = ModelType(
     optional_part=OPTIONAL_OUTPUT_LAYER,
     tensors=DecoderTensors(reads_attention_bias=False),
     sizes=DECODER_SIZES,
+    rounded_to="float16",
 )
 MIXTRAL = ModelType(
     name="mixtral",
@@ -80,4 +88,5 @@ FAMILY = Family(
             rms_norm_eps=1e-5,
         ),
     },
+    exports={"MistralBackbone": Export(_export)},
 )

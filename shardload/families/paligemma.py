@@ -18,5 +18,6 @@ PALIGEMMA = ModelType(
     parts={"text_config": "gemma", "vision_config": "siglip_vision_model"},
     adapt=_adapt,
     outside=VISION_POOLER,
+    tokenizer_class="GemmaTokenizer",
 )
 FAMILY = Family(name="paligemma", title="PaliGemma", model_types=(PALIGEMMA,))

@@ -16,6 +16,7 @@ from shardload.families.parts.checks import SILU, Checks, every_layer
 from shardload.families.parts.config import ROTARY, Config, decoder_defaults
 from shardload.families.parts.converter import Converter
 from shardload.families.parts.gguf import GgufArchitecture
+from shardload.families.parts.gguf_tokenizer import CONTRACTIONS, WORDS, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, shortest
 from shardload.families.parts.outside import OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
@@ -138,4 +139,5 @@ FAMILY = Family(
             rope_factors=frozenset({"rope_factors_long.weight", "rope_factors_short.weight"}),
         ),
     ),
+    pre_tokenizers={"dbrx": PreTokenizer(CONTRACTIONS + WORDS % "{1,3}")},
 )

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from shardload.families.parts import export
 from shardload.families.parts.checks import RMS, SILU, Checks, after_first_layers, by_layer_type
 from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
+from shardload.families.parts.export import Export, LayerSettings
 from shardload.families.parts.gguf import BLOCK, EXPERTS, GgufArchitecture
+from shardload.families.parts.gguf_tokenizer import CONTRACTIONS, WORDS, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
@@ -89,6 +92,17 @@ def _with_shared_expert(config: Config, layer: int, at: str) -> Iterator[Spec]:
         yield Spec(f"{at}.mlp.shared_expert_gate.weight", (1, config["hidden_size"]))
 
 
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    # KerasHub's window applies to all layers or none; transformers' applies from layer max_window_layers on.
+    windowed = backbone.use_sliding_window_attention
+    return {
+        **export.plain_decoder_entries(backbone, "qwen2", "Qwen2ForCausalLM"),
+        "use_sliding_window": windowed,
+        "sliding_window": backbone.sliding_window_size,
+        "max_window_layers": 0 if windowed else backbone.num_layers,
+    }
+
+
 QWEN_2 = ModelType(
     name="qwen2",
     defaults=DEFAULTS | decoder_defaults(151936, 4096, 22016, 32, 32, kv=32, longest=32768),
@@ -127,4 +141,6 @@ FAMILY = Family(
         GgufArchitecture(name="qwen2", config=_gguf, block_names=BLOCK),
         GgufArchitecture(name="qwen2moe", config=_gguf_moe, block_names=BLOCK | EXPERTS | _SHARED_EXPERT),
     ),
+    exports={"QwenBackbone": Export(_export, "qwen2")},
+    pre_tokenizers={"qwen2": PreTokenizer(CONTRACTIONS + WORDS % "")},
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardload.families.parts import export
 from shardload.families.parts.checks import RMS, SILU, Checks, after_first_layers, by_layer_type, if_used
 from shardload.families.parts.config import Dims, decoder_defaults, published_decoder
+from shardload.families.parts.export import Export, LayerSettings
 from shardload.families.parts.gguf import BLOCK, EXPERTS, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.outside import DECODER_HEADS
@@ -34,6 +36,18 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 def _gguf_moe(values: GgufValues) -> dict[str, Any]:
     base = decoder_entries(values, "qwen3_moe", "Qwen3MoeForCausalLM") | expert_entries(values)
     return base | {"norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None}
+
+
+def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+    windowed = backbone.sliding_window_size is not None
+    return {
+        **export.plain_decoder_entries(backbone, "qwen3", "Qwen3ForCausalLM"),
+        "head_dim": backbone.head_dim,
+        "attention_bias": False,
+        "use_sliding_window": windowed,
+        "sliding_window": backbone.sliding_window_size,
+        "max_window_layers": 0 if windowed else backbone.num_layers,
+    }
 
 
 QWEN_3 = ModelType(
@@ -73,4 +87,5 @@ FAMILY = Family(
         GgufArchitecture(name="qwen3", config=_gguf, block_names=BLOCK),
         GgufArchitecture(name="qwen3moe", config=_gguf_moe, block_names=BLOCK | EXPERTS),
     ),
+    exports={"Qwen3Backbone": Export(_export, "qwen2")},
 )

@@ -15,7 +15,9 @@ from typing import Any
 from shardload.families.parts.checks import Checks, FieldDifference
 from shardload.families.parts.config import Config
 from shardload.families.parts.converter import Converter
+from shardload.families.parts.export import Export
 from shardload.families.parts.gguf import GgufArchitecture
+from shardload.families.parts.gguf_tokenizer import PreTokenizer
 from shardload.families.parts.tensors import Spec
 
 
@@ -34,6 +36,16 @@ class OptionalPart:
     """Suffixes of the classes that work without it."""
     output: str
     """What depends on its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class KerasTokenizer:
+    """The files of a KerasHub tokenizer that Hugging Face reads unchanged."""
+
+    files: Mapping[str, str]
+    """KerasHub's name → Hugging Face's."""
+    lower_case_class: str | None = None
+    """Class in ``tokenizer_config.json``, for tokenizers that lower-case texts if told to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +106,13 @@ class ModelType:
     """The quantisation method whose tensors KerasHub's converter decodes."""
     loads_head_of: tuple[str, ...] = ()
     """Classes of transformers whose head KerasHub's converter loads into a task, beside image classifiers."""
+    rounded_to: str | None = None
+    """Dtype that KerasHub's converter rounds every tensor to."""
+
+    # ---- its tokenizer ------------------------------------------------------------------------
+    tokenizer_class: str = "LlamaTokenizer"
+    """Class of transformers for its SentencePiece model."""
+    keras_tokenizer: KerasTokenizer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,5 +133,9 @@ class Family:
     ties_unsaid: tuple[str, ...] = ()
     """KerasHub's classes whose configuration does not state ``tie_word_embeddings``."""
     gguf: tuple[GgufArchitecture, ...] = ()
+    pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)
+    """GGUF's name (``tokenizer.ggml.pre``) → how text is split before byte pairs are merged."""
+    exports: Mapping[str, Export] = field(default_factory=dict)
+    """Class of KerasHub's backbone → what is written for Hugging Face."""
     gguf_refused: Mapping[str, str] = field(default_factory=dict)
     """GGUF architecture → why it is not supported, although KerasHub seems to have the model; a clause."""

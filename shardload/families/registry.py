@@ -17,7 +17,9 @@ from typing import Any
 
 from shardload.errors import UnsupportedError, UsageError
 from shardload.families.parts.config import Config
+from shardload.families.parts.export import Export
 from shardload.families.parts.gguf import GgufArchitecture
+from shardload.families.parts.gguf_tokenizer import PreTokenizer
 from shardload.families.record import Family, ModelType
 
 GROUP = "shardload.families"
@@ -97,6 +99,16 @@ def gguf_architectures() -> dict[str, list[GgufArchitecture]]:
 def why_refused(gguf_architecture: str) -> str | None:
     """Return why a GGUF architecture that KerasHub seems to have is not supported."""
     return next((f.gguf_refused[gguf_architecture] for f in families() if gguf_architecture in f.gguf_refused), None)
+
+
+def exports() -> dict[str, Export]:
+    """Return what is written for Hugging Face, by the class of KerasHub's backbone."""
+    return {backbone: export for family in families() for backbone, export in family.exports.items()}
+
+
+def pre_tokenizers() -> dict[str, PreTokenizer]:
+    """Return the ways to split text before byte pairs are merged, by GGUF's names."""
+    return {name: found for family in families() for name, found in family.pre_tokenizers.items()}
 
 
 def _found(config: Config) -> tuple[Family | None, ModelType]:

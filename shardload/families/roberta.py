@@ -7,6 +7,7 @@ from dataclasses import replace
 from shardload.families.bert import DEFAULTS, GGUF_BLOCK, GGUF_TOP, ONLY, gguf_entries
 from shardload.families.parts.checks import Checks
 from shardload.families.parts.gguf import GgufArchitecture, Undo
+from shardload.families.parts.gguf_tokenizer import PreTokenizer
 from shardload.families.record import Family, ModelType
 
 ROBERTA = ModelType(
@@ -35,4 +36,10 @@ GGUF_XLM = replace(
     config=lambda values: gguf_entries(values, "xlm-roberta", "XLMRobertaModel", padding=2),
     applies=lambda values: values.entries.get("tokenizer.ggml.model") == "t5",
 )
-FAMILY = Family(name="roberta", title="RoBERTa", model_types=(ROBERTA, XLM_ROBERTA), gguf=(GGUF, GGUF_XLM))
+FAMILY = Family(
+    name="roberta",
+    title="RoBERTa",
+    model_types=(ROBERTA, XLM_ROBERTA),
+    gguf=(GGUF, GGUF_XLM),
+    pre_tokenizers={"roberta-bpe": PreTokenizer(None, surrounds_texts=True)},
+)

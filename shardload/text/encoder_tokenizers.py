@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardload.errors import SourceError
+from shardload.families.parts.gguf_tokenizer import GgufTokenizer
 from shardload.loaders.gguf import TokenizerMetadata
 
 _START = "\u2581"
@@ -24,7 +25,7 @@ def encoder_tokenizer(found: TokenizerMetadata) -> Any:
     Raises:
         SourceError: When the metadata has no tokens for the beginning and the end of a text.
     """
-    inner = _word_pieces(found) if found.model == "bert" else _unigrams(found)
+    inner = _word_pieces(found) if found.model == GgufTokenizer.WORD_PIECES else _unigrams(found)
     surround(inner, found)
     return inner
 

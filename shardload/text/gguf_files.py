@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from shardload.families.parts.gguf_tokenizer import GgufTokenizer
+from shardload.families.registry import model_type_of
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.manifest import Manifest
 from shardload.text.encoder_tokenizers import encoder_tokenizer, is_lower_case, vocabulary
 from shardload.text.gguf_tokenizer import byte_level, check_supported, sentencepiece_proto, spaced_pairs
 
-_CLASSES = {"gemma": "GemmaTokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer"}
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -49,19 +50,19 @@ def files_of(found: TokenizerMetadata, source: str, model_type: str) -> dict[str
     if "add_bos_token" in found.flags:
         described["add_bos_token"] = found.flags["add_bos_token"]
     check_supported(found.model, found.pre, source)
-    if found.model in ("bert", "t5"):
+    if found.model in (GgufTokenizer.WORD_PIECES, GgufTokenizer.UNIGRAMS):
         # KerasHub reads BERT's vocabulary from vocab.txt only.
         files = {"tokenizer.json": encoder_tokenizer(found).to_str(pretty=True).encode()}
         described["tokenizer_class"] = "XLMRobertaTokenizer"
-        if found.model == "bert":
+        if found.model == GgufTokenizer.WORD_PIECES:
             files["vocab.txt"] = "".join(f"{word}\n" for word in vocabulary(found)).encode()
             described |= {"tokenizer_class": "BertTokenizer", "do_lower_case": is_lower_case(found)}
-    elif found.model in ("gpt2", "gemma4"):
+    elif found.model in (GgufTokenizer.BYTE_PAIRS, GgufTokenizer.SPACED_PAIRS):
         described["tokenizer_class"] = "PreTrainedTokenizerFast"
-        rebuilt = byte_level(found) if found.model == "gpt2" else spaced_pairs(found)
+        rebuilt = byte_level(found) if found.model == GgufTokenizer.BYTE_PAIRS else spaced_pairs(found)
         files = {"tokenizer.json": rebuilt.inner.to_str(pretty=True).encode()}
     else:
-        described["tokenizer_class"] = _CLASSES.get(model_type, "LlamaTokenizer")
+        described["tokenizer_class"] = model_type_of({"model_type": model_type}).tokenizer_class
         files = {"tokenizer.model": _with_special(found)}
     return {**files, "tokenizer_config.json": json.dumps(described, indent=2, ensure_ascii=False).encode()}
 

@@ -6,7 +6,7 @@ score, bytes for text that no piece covers, no Unicode normalisation, no collaps
 the text only if the header says so.
 
 ``gpt2`` is byte-level BPE: the header has vocabulary and merges, and names the regular expression that first splits
-text into words (``tokenizer.ggml.pre``); this module defines these expressions.
+text into words (``tokenizer.ggml.pre``); families define these expressions.
 
 ``gemma4`` is both: pieces as in SentencePiece, and merges.
 
@@ -18,37 +18,15 @@ from __future__ import annotations
 from typing import Any
 
 from shardload.errors import UnsupportedError
+from shardload.families.parts.gguf_tokenizer import GgufTokenizer
+from shardload.families.registry import pre_tokenizers
 from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
 from shardload.stores.location import Location
 from shardload.text.encoder_tokenizers import encoder_tokenizer, surround
 from shardload.text.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer
 
-KINDS = ("llama", "gpt2", "gemma4", "bert", "t5")
-"""Supported values of ``tokenizer.ggml.model``."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """``tokenizer.ggml.token_type``; SentencePiece's own numbers."""
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# GPT-4o's expression also splits before a capital: "camelCase" is two words.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = "|".join(
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{upper}{_LOWER}{lower}{_CONTRACTIONS}?"
-    for upper, lower in (("*", "+"), ("+", "*"))
-)
-# They differ mostly in how they split numbers: up to three digits at a time, one by one, or not at all.
-PATTERNS = {
-    "gpt-2": None,
-    "default": None,
-    "bloom": r" ?[^(\s|.,!?…。，、।۔،)]+",  # noqa: RUF001 - sentence ends of several scripts
-    "dbrx": _CONTRACTIONS + _WORDS % "{1,3}",
-    "gpt-4o": _CASED + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "llama-bpe": _CONTRACTIONS + _WORDS % "{1,3}",
-    "smaug-bpe": _CONTRACTIONS + _WORDS % "{1,3}",
-    "roberta-bpe": None,
-    "qwen2": _CONTRACTIONS + _WORDS % "",
-}
-"""Pre-tokenizer → expression that splits text into words; ``None``: GPT-2's, which is built into tokenizers."""
 
 
 def rebuild(path: Location) -> Tokenizer:
@@ -70,11 +48,11 @@ def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
     """
     check_supported(found.model, found.pre, path)
     match found.model:
-        case "llama":
+        case GgufTokenizer.SENTENCEPIECE:
             return _sentencepiece(found)
-        case "gpt2":
+        case GgufTokenizer.BYTE_PAIRS:
             return byte_level(found)
-        case "gemma4":
+        case GgufTokenizer.SPACED_PAIRS:
             return spaced_pairs(found)
     # Encoders generate nothing, so nothing stops them.
     return HuggingFace(encoder_tokenizer(found), ())
@@ -92,15 +70,15 @@ def check_supported(model: str, pre: str, path: str) -> None:
         UnsupportedError: When the type is not supported.
     """
     # Takes names, not the metadata: a load asks this without reading the vocabulary.
-    if model not in KINDS:
+    if model not in tuple(GgufTokenizer):
         raise UnsupportedError(
-            f"Cannot rebuild the tokenizer of {path}: its type is {model!r}, expected one of {', '.join(KINDS)}. "
-            "Load without a prompt, and pass token ids to the model"
+            f"Cannot rebuild the tokenizer of {path}: its type is {model!r}, expected one of "
+            f"{', '.join(GgufTokenizer)}. Load without a prompt, and pass token ids to the model"
         )
-    if model == "gpt2" and pre not in PATTERNS:
+    if model == GgufTokenizer.BYTE_PAIRS and pre not in (known := pre_tokenizers()):
         raise UnsupportedError(
             f"Cannot rebuild the tokenizer of {path}: its pre-tokenizer is {pre!r}, expected one of "
-            f"{', '.join(PATTERNS)}. Load without a prompt, and pass token ids to the model"
+            f"{', '.join(known)}. Load without a prompt, and pass token ids to the model"
         )
 
 
@@ -152,24 +130,23 @@ def _sentencepiece(found: TokenizerMetadata) -> SentencePiece:
 def byte_level(found: TokenizerMetadata) -> HuggingFace:
     """Rebuild a byte-level BPE tokenizer of a supported type."""
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models
+    from tokenizers import pre_tokenizers as splitters
 
-    pattern = PATTERNS[found.pre]
-    # Llama 3 takes a word that is in the vocabulary as it is, even if no merges lead to it.
-    model = models.BPE(**_vocabulary(found), ignore_merges=found.pre == "llama-bpe")
+    pre = pre_tokenizers()[found.pre]
+    model = models.BPE(**_vocabulary(found), ignore_merges=pre.takes_whole_words)
     inner: Any = tokenizers.Tokenizer(model)
-    split = [] if pattern is None else [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")]
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    split = [] if pre.words is None else [splitters.Split(tokenizers.Regex(pre.words), "isolated")]
+    inner.pre_tokenizer = splitters.Sequence(
+        [*split, splitters.ByteLevel(add_prefix_space=False, use_regex=pre.words is None)]
     )
     inner.decoder = decoders.ByteLevel()
     _add_tokens(inner, found)
-    # RoBERTa is an encoder: tokens before and after each text, not a start token before a prompt.
-    if found.pre == "roberta-bpe":
+    if pre.surrounds_texts:
         surround(inner, found)
         return HuggingFace(inner, _stop_ids(found))
     # Llama 3 needs its start token; GPT-2 and Qwen define one that they never use.
-    return HuggingFace(inner, _stop_ids(found), _prefix(found, default=found.pre == "llama-bpe"))
+    return HuggingFace(inner, _stop_ids(found), _prefix(found, default=pre.starts_texts))
 
 
 def spaced_pairs(found: TokenizerMetadata) -> HuggingFace:

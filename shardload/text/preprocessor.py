@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardload.errors import UnsupportedError
+from shardload.families.parts.gguf_tokenizer import GgufTokenizer
 from shardload.hub import kerashub
 from shardload.hub.preprocessors import defer_preprocessor, reads_tokenizer
 from shardload.hub.preset_path import preset_path
@@ -128,6 +129,14 @@ def _lacks_tensorflow(cls: Any) -> str:
     return f"KerasHub's {cls.__name__} requires TensorFlow, which was not found. {INSTEAD}"
 
 
+_FORMS: Mapping[str, str] = {
+    GgufTokenizer.SENTENCEPIECE: "SentencePiece",
+    GgufTokenizer.BYTE_PAIRS: "byte pairs",
+    GgufTokenizer.WORD_PIECES: "WordPiece",
+    GgufTokenizer.UNIGRAMS: "unigrams",
+}
+
+
 def _why_none(cls: Any, manifest: Manifest) -> str | None:
     """Return why KerasHub cannot make a preprocessor, as far as the types tell."""
     # From the manifest's metadata only: rebuilding the tokenizer here would cost every load.
@@ -139,8 +148,10 @@ def _why_none(cls: Any, manifest: Manifest) -> str | None:
         check_supported(kind, str(values.get("tokenizer.ggml.pre", "default")), source)
     except UnsupportedError as error:
         return str(error)
-    form = {"llama": "SentencePiece", "gpt2": "byte pairs", "bert": "WordPiece", "t5": "unigrams"}.get(kind, kind)
-    if kind in ("gemma4", "bert", "t5") or not reads_tokenizer(cls, sentencepiece=kind == "llama"):
+    is_pieces = kind == GgufTokenizer.SENTENCEPIECE
+    is_read = (is_pieces or kind == GgufTokenizer.BYTE_PAIRS) and reads_tokenizer(cls, sentencepiece=is_pieces)
+    if not is_read:
+        form = _FORMS.get(kind, kind)
         return f"the tokenizer in {source} is {form}, which KerasHub's {cls.__name__} cannot read. {INSTEAD}"
     if lacks_tensorflow(cls):
         return _lacks_tensorflow(cls)
