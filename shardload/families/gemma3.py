@@ -110,6 +110,7 @@ TEXT = ModelType(
     defaults=decoder_defaults(262208, 2304, 9216, 26, 8, kv=4, longest=131072)
     | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
     checks=replace(_CHECKS, attention_flags=("use_bidirectional_attention",)),
+    pools_if="use_bidirectional_attention",
     heads=DECODER_HEADS,
     tensors=DecoderTensors(norms_minus_one=True, sandwich=True, normed_heads=True),
     sizes=DECODER_SIZES,

@@ -149,6 +149,7 @@ GPT_OSS = ModelType(
 FAMILY = Family(
     name="gpt_oss",
     title="GPT-OSS",
+    windows_without_self=("GptOssAttention", "GptOssTransformerDecoder"),
     model_types=(GPT_OSS,),
     gguf=(
         GgufArchitecture(

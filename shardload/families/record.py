@@ -80,6 +80,8 @@ class ModelType:
     """Field → the only values that KerasHub supports; a missing field is supported, ``null`` not always."""
     differences: Callable[[Config], Iterator[FieldDifference]] = lambda config: iter(())
     """Yields differences that the configuration alone shows."""
+    pools_if: str | None = None
+    """Field that makes it an embedding model, with layers that sentence-transformers stores in folders of their own."""
     is_image_model: bool = False
     attends_both_ways: bool = False
     """Whether the model has no tokens, or transformers ignores ``is_causal``."""
@@ -130,6 +132,8 @@ class Family:
     """Another name of a size → the name in `sizes`."""
     alias_notes: Mapping[str, str] = field(default_factory=dict)
     """Alias → why it is not a size, a clause."""
+    windows_without_self: tuple[str, ...] = ()
+    """KerasHub's layers whose window does not count the token itself."""
     ties_unsaid: tuple[str, ...] = ()
     """KerasHub's classes whose configuration does not state ``tie_word_embeddings``."""
     gguf: tuple[GgufArchitecture, ...] = ()

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardload.families.registry import families
+
 _ROTARY = ("rotary_embedding_layer", "rope_layer", "rotary_embedding")
 _ACTIVATIONS = ("activation", "act_layer")
 POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
@@ -90,8 +92,8 @@ def set_on(layer: Any, name: str, value: Any) -> None:
 
 
 def _beyond(layer: Any) -> int:
-    """Return by how many tokens a layer's window exceeds its size: GPT-OSS does not count the token itself."""
-    return int(type(layer).__name__ in ("GptOssAttention", "GptOssTransformerDecoder"))
+    """Return by how many tokens a layer's window exceeds its size: some classes do not count the token itself."""
+    return int(any(type(layer).__name__ in family.windows_without_self for family in families()))
 
 
 def _is_obeyed(layer: Any, name: str) -> bool:

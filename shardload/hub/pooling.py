@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardload.families.registry import model_type_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location
@@ -43,8 +44,8 @@ def notes(manifest: Manifest) -> tuple[str, ...]:
 
 
 def _is_embedder(manifest: Manifest) -> bool:
-    config = manifest.config
-    return config.get("model_type") == "gemma3_text" and bool(config.get("use_bidirectional_attention"))
+    field = model_type_of(manifest.config).pools_if
+    return field is not None and bool(manifest.config.get(field))
 
 
 def _other_form(folder: Location) -> str | None:
