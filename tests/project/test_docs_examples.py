@@ -25,7 +25,10 @@ PAGES = {
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     if BLOCK.search(page.read_text())
 }
-TESTED_ELSEWHERE = {"docs/how-to/load-plain-orbax.md": "tests/restoring/test_howto_plain_orbax.py"}
+TESTED_ELSEWHERE = {
+    "docs/how-to/add-a-family.md": "tests/project/test_add_a_family.py",
+    "docs/how-to/load-plain-orbax.md": "tests/restoring/test_howto_plain_orbax.py",
+}
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 """Set before the first test; JAX takes it once."""
 
