@@ -123,7 +123,7 @@ BERT = ModelType(
     heads=r"cls\.|classifier\.|qa_outputs\.",
     optional_part=OPTIONAL_POOLER,
     tensors=_tensors,
-    sizes=(*SIZES, "max_position_embeddings", "type_vocab_size"),
+    tensor_fields=(*SIZES, "max_position_embeddings", "type_vocab_size"),
     keras_tokenizer=KerasTokenizer({"vocabulary.txt": "vocab.txt"}, "BertTokenizer"),
 )
 FAMILY = Family(

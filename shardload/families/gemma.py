@@ -12,7 +12,7 @@ from shardload.families.parts.gguf import BLOCK, SANDWICH, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
-from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors
+from shardload.families.parts.tensors import DECODER_FIELDS, DecoderTensors
 from shardload.families.record import Family, ModelType
 
 ONE_WAY = {"use_bidirectional_attention": (False, None)}
@@ -96,7 +96,7 @@ GEMMA = ModelType(
     only=ONE_WAY,
     heads=DECODER_HEADS,
     tensors=DecoderTensors(norms_minus_one=True),
-    sizes=DECODER_SIZES,
+    tensor_fields=DECODER_FIELDS,
     norms_minus_one=True,
     tokenizer_class="GemmaTokenizer",
 )
@@ -116,7 +116,7 @@ GEMMA_2 = ModelType(
     only=ONE_WAY,
     heads=DECODER_HEADS,
     tensors=DecoderTensors(norms_minus_one=True, sandwich=True),
-    sizes=DECODER_SIZES,
+    tensor_fields=DECODER_FIELDS,
     norms_minus_one=True,
     tokenizer_class="GemmaTokenizer",
 )

@@ -16,7 +16,7 @@ from shardload.families.parts.gguf import SANDWICH, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.outside import DECODER_HEADS, VISION_POOLER
 from shardload.families.parts.rope import Rotary
-from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors
+from shardload.families.parts.tensors import DECODER_FIELDS, DecoderTensors
 from shardload.families.record import Family, ModelType
 
 
@@ -113,7 +113,7 @@ TEXT = ModelType(
     pools_if="use_bidirectional_attention",
     heads=DECODER_HEADS,
     tensors=DecoderTensors(norms_minus_one=True, sandwich=True, normed_heads=True),
-    sizes=DECODER_SIZES,
+    tensor_fields=DECODER_FIELDS,
     norms_minus_one=True,
     tokenizer_class="GemmaTokenizer",
 )

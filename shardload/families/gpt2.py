@@ -98,7 +98,7 @@ GPT_2 = ModelType(
     only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False, None)},
     heads=r"score\.|classifier\.|qa_outputs\.|multiple_choice_head\.",
     tensors=_tensors,
-    sizes=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
+    tensor_fields=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
     keras_tokenizer=KerasTokenizer({"vocabulary.json": "vocab.json", "merges.txt": "merges.txt"}),
 )
 FAMILY = Family(

@@ -15,7 +15,7 @@ from shardload.families.parts.gguf_tokenizer import CONTRACTIONS, WORDS, PreToke
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, with_llama3_scaling
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
-from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors, Spec, gated_mlp
+from shardload.families.parts.tensors import DECODER_FIELDS, DecoderTensors, Spec, gated_mlp
 from shardload.families.record import Family, ModelType
 
 
@@ -86,7 +86,7 @@ LLAMA = ModelType(
     checks=Checks(RMS, SILU, Rotary(1e4)),
     heads=DECODER_HEADS,
     tensors=DecoderTensors(feed_forward=_feed_forward),
-    sizes=DECODER_SIZES,
+    tensor_fields=DECODER_FIELDS,
 )
 FAMILY = Family(
     name="llama",

@@ -12,7 +12,7 @@ from shardload.families.parts.export import Export, LayerSettings
 from shardload.families.parts.gguf_values import GgufValues
 from shardload.families.parts.outside import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
-from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors, Spec, gated_mlp
+from shardload.families.parts.tensors import DECODER_FIELDS, DecoderTensors, Spec, gated_mlp
 from shardload.families.record import Family, ModelType
 
 
@@ -60,7 +60,7 @@ MISTRAL = ModelType(
     heads=DECODER_HEADS,
     optional_part=OPTIONAL_OUTPUT_LAYER,
     tensors=DecoderTensors(reads_attention_bias=False),
-    sizes=DECODER_SIZES,
+    tensor_fields=DECODER_FIELDS,
     rounded_to="float16",
 )
 MIXTRAL = ModelType(
@@ -72,7 +72,7 @@ MIXTRAL = ModelType(
     heads=DECODER_HEADS,
     optional_part=OPTIONAL_OUTPUT_LAYER,
     tensors=DecoderTensors(reads_attention_bias=False, feed_forward=_experts),
-    sizes=(*DECODER_SIZES, "num_local_experts"),
+    tensor_fields=(*DECODER_FIELDS, "num_local_experts"),
 )
 FAMILY = Family(
     name="mistral",

@@ -14,10 +14,10 @@ from shardload.families.parts.gguf_tokenizer import CONTRACTIONS, WORDS, PreToke
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
-from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors, Spec, gated_mlp
+from shardload.families.parts.tensors import DECODER_FIELDS, DecoderTensors, Spec, gated_mlp
 from shardload.families.record import Family, ModelType
 
-MOE_SIZES = (*DECODER_SIZES, "num_experts", "moe_intermediate_size")
+MOE_FIELDS = (*DECODER_FIELDS, "num_experts", "moe_intermediate_size")
 DEFAULTS = ROTARY | {"sliding_window": 4096, "use_sliding_window": False}
 MOE_DEFAULTS = DEFAULTS | {
     "norm_topk_prob": False,
@@ -110,7 +110,7 @@ QWEN_2 = ModelType(
     checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False)),
     heads=DECODER_HEADS,
     tensors=DecoderTensors(qkv_biases=True),
-    sizes=DECODER_SIZES,
+    tensor_fields=DECODER_FIELDS,
 )
 QWEN_2_MOE = ModelType(
     name="qwen2_moe",
@@ -125,7 +125,7 @@ QWEN_2_MOE = ModelType(
     only={"qkv_bias": (True,)},
     heads=DECODER_HEADS,
     tensors=DecoderTensors(reads_attention_bias=False, qkv_biases=True, feed_forward=_with_shared_expert),
-    sizes=(*MOE_SIZES, "shared_expert_intermediate_size", "decoder_sparse_step"),
+    tensor_fields=(*MOE_FIELDS, "shared_expert_intermediate_size", "decoder_sparse_step"),
 )
 FAMILY = Family(
     name="qwen2",

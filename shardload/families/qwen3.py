@@ -12,8 +12,8 @@ from shardload.families.parts.gguf import BLOCK, EXPERTS, GgufArchitecture
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.outside import DECODER_HEADS
 from shardload.families.parts.rope import Rotary
-from shardload.families.parts.tensors import DECODER_SIZES, DecoderTensors
-from shardload.families.qwen2 import DEFAULTS, MOE_DEFAULTS, MOE_SIZES, experts, lacks_dense_layers
+from shardload.families.parts.tensors import DECODER_FIELDS, DecoderTensors
+from shardload.families.qwen2 import DEFAULTS, MOE_DEFAULTS, MOE_FIELDS, experts, lacks_dense_layers
 from shardload.families.record import Family, ModelType
 
 
@@ -57,7 +57,7 @@ QWEN_3 = ModelType(
     checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False), has_unsized_windows=True),
     heads=DECODER_HEADS,
     tensors=DecoderTensors(normed_heads=True),
-    sizes=DECODER_SIZES,
+    tensor_fields=DECODER_FIELDS,
 )
 QWEN_3_MOE = ModelType(
     name="qwen3_moe",
@@ -71,7 +71,7 @@ QWEN_3_MOE = ModelType(
     checks=Checks(RMS, SILU, Rotary(1e4), if_used, has_unsized_windows=True),
     heads=DECODER_HEADS,
     tensors=DecoderTensors(normed_heads=True, feed_forward=experts),
-    sizes=(*MOE_SIZES, "decoder_sparse_step"),
+    tensor_fields=(*MOE_FIELDS, "decoder_sparse_step"),
 )
 FAMILY = Family(
     name="qwen3",

@@ -66,7 +66,8 @@ class ModelType:
     adapt: Callable[[dict[str, Any]], None] = _nothing
     """Changes, in place, what KerasHub's converter reads otherwise than transformers."""
     for_converter: Callable[[Config], Config] = lambda config: config
-    """Returns the configuration without entries that KerasHub's converter refuses, although the model supports them."""
+    """Returns the configuration as KerasHub chooses and calls a converter with it: without entries that it refuses, or
+    with the ``model_type`` of a converter that fits."""
     lacking: Callable[[Config, str], str | None] = lambda config, name: None
     """Names the first feature that KerasHub's class or converter lacks; takes the completed configuration and the
     class's name for the message, a clause that begins with ``config.json sets``."""
@@ -98,8 +99,8 @@ class ModelType:
     optional_part: OptionalPart | None = None
     tensors: Callable[[Config], Iterator[Spec]] | None = None
     """Lists all tensors of a checkpoint in the order of the file, from a completed configuration."""
-    sizes: tuple[str, ...] = ()
-    """Fields that `tensors` reads, which must be positive numbers."""
+    tensor_fields: tuple[str, ...] = ()
+    """Fields that `tensors` reads, which must be positive whole numbers."""
     norms_minus_one: bool = False
     """Whether the model's norms store their scale minus one."""
     converter: Converter | None = None

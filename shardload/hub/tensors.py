@@ -43,7 +43,7 @@ def transformers_tensors(config: Config) -> list[Spec]:
             f"{', '.join(sorted(listed))}"
         )
     config = completed(renamed(config))
-    _check(config, known.sizes)
+    _check(config, known.tensor_fields)
     return list(known.tensors(config))
 
 

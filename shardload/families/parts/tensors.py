@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardload.families.parts.config import GENERATORS, SIZES, Config, architecture_of
 
-DECODER_SIZES = (*SIZES, "num_key_value_heads")
+DECODER_FIELDS = (*SIZES, "num_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True)
