@@ -18,23 +18,22 @@ from shardload.manifest import Manifest
 class OwnConverter:
     """The functions and the class that KerasHub's loader looks for in a converter's module."""
 
-    backbone: str
-    """Name of KerasHub's class."""
+    backbone_cls: Any
+    """KerasHub's class."""
     convert_backbone_config: Callable[..., dict[str, Any]]
     convert_weights: Callable[..., Any]
     convert_tokenizer: Callable[..., Any]
 
-    @property
-    def backbone_cls(self) -> Any:
-        """KerasHub's class."""
-        from shardload.hub.kerashub import keras_hub
 
-        return getattr(keras_hub().models, self.backbone)
+def converter_of(manifest: Manifest, models: Any) -> OwnConverter | None:
+    """Return the converter for a checkpoint, or ``None`` if KerasHub has one.
 
-
-def converter_of(manifest: Manifest) -> OwnConverter | None:
-    """Return the converter for a checkpoint, or ``None`` if KerasHub has one."""
+    Args:
+        manifest: The checkpoint.
+        models: ``keras_hub.models``.
+    """
     declared = model_type_of(manifest.config).converter
     if declared is None or not declared.applies(manifest.tensors):
         return None
-    return OwnConverter(declared.backbone, declared.arguments, declared.port_weights, declared.tokenizer)
+    cls = getattr(models, declared.backbone)
+    return OwnConverter(cls, declared.arguments, declared.port_weights, declared.tokenizer)

@@ -383,7 +383,7 @@ def _transformers_loader(manifest: Manifest) -> Any:
     with _hub_extra():
         from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
     config = model_type_of(manifest.config).for_converter(read_config(manifest))
-    if (own := converter_of(manifest)) is not None:
+    if (own := converter_of(manifest, keras_hub().models)) is not None:
 
         class OwnLoader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types
             """KerasHub's loader, whose constructor knows KerasHub's converters only."""

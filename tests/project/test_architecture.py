@@ -107,7 +107,6 @@ def depth(name: str) -> int:
 
 
 IN_CIRCLES = {
-    *("hub.converters", "hub.kerashub"),
     *("text.gguf_tokenizer", "text.tokenizer"),
 }
 """Modules that still import each other, directly or through others. Only remove entries."""
