@@ -4,23 +4,23 @@ A file that does not describe a model that can be built (an unknown architecture
 keep GGUF's names, and the manifest says why (`Manifest.undescribed`).
 
 Unquantised tensors are extents; quantised ones decode to float32, bit for bit as the gguf package does, one range
-of rows at a time. See `gguf_header` (the bytes), `gguf_parts` (split files), `gguf_models` and `shardload.families`
-(names and configuration), `gguf_rows` (decoding).
+of rows at a time. See `gguf_header` (the bytes), `gguf_parts` (split files), `shardload.families` (names and
+configuration), `gguf_rows` (decoding).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsupportedError
-from shardload.families.parts.gguf import Undo
-from shardload.families.parts.gguf_values import head_counts
-from shardload.loaders import gguf_models as models
+from shardload.families.parts.gguf import GgufArchitecture, Undo
+from shardload.families.parts.gguf_values import GgufValues, head_counts
+from shardload.families.registry import gguf_architectures, why_refused
 from shardload.loaders.contents import CONFIG, FolderContent
 from shardload.loaders.extents import collect
 from shardload.loaders.gguf_experts import fused
@@ -34,6 +34,8 @@ from shardload.units import plural
 
 MAX_ROPE_BYTES = 1 << 16
 """Limit on the factors of rotary positions: one number for each pair of a head's elements, 64 for most models."""
+MAX_EXPERTS, MIN_EXPERT_BYTES = 1024, 64
+"""Limits for a stack of experts: a damaged header must not describe millions of empty ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +94,69 @@ def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], lis
         UnsupportedError: When the architecture is not known, or cannot be expressed.
         SourceError: When the header lacks what every model of the architecture has, or contradicts the tensors.
     """
-    known = models.architecture(header, name)
-    config = models.config(header, name, rope_factors=_rope_factors(header, known.rope_factors))
+    values = GgufValues(header.values, {info.name: info.shape for info in header.tensors}, name)
+    known = _architecture(values)
+    config = known.config(replace(values, rope_factors=_rope_factors(header, known.rope_factors)))
     # Only permutations need the numbers of heads. Gemma 4's differ by layer, so they are not read for every model.
-    heads, kv_heads = head_counts(models.values_of(header, name)) if known.undone else (1, 1)
+    heads, kv_heads = head_counts(values) if known.undone else (1, 1)
     tensors = []
     for stored in header.tensors:
-        for hf_name, info, undo in models.pieces(known, stored, name):
+        for hf_name, info, undo in _pieces(known, stored, name):
             # With grouped-query attention there are fewer heads of keys than of queries.
             count = kv_heads if ".attn_k." in info.name else heads
             _check_shape(info, undo, count)
             where, dtype = storage(info, undo=undo, heads=count)
             tensors.append(Tensor(hf_name, original_shape(info, undo), dtype, where))
     return config, [*tensors, *fused(header, known)]
+
+
+def _architecture(values: GgufValues) -> GgufArchitecture:
+    """Return the architecture that a header names.
+
+    Raises:
+        UnsupportedError: When no family has it.
+    """
+    name, known = values.entries.get("general.architecture"), gguf_architectures()
+    if not isinstance(name, str) or name not in known:
+        reason = why_refused(str(name))
+        raise UnsupportedError(
+            f"{values.path} has the architecture {name!r}, which is not supported{f' ({reason})' if reason else ''}. "
+            f"GGUF is supported for {', '.join(known)}. Load the safetensors of this model instead"
+        )
+    return next(kind for kind in known[name] if kind.applies(values))
+
+
+def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tuple[str, TensorInfo, Undo]]:
+    """Yield a tensor, or the experts in it, with Hugging Face's names and the transformations to undo.
+
+    Raises:
+        UnsupportedError: When the architecture has no such tensor.
+        SourceError: When it should be a stack of experts and is not.
+    """
+    name = known.hf_name(info.name, path)
+    if name is None:
+        return
+    if "{}" in name:
+        for i, expert in enumerate(_experts(info)):
+            yield name.format(i), expert, Undo.NOTHING
+    elif "shared_expert_gate" in name and len(info.shape) == 1:
+        # Older converters dropped this dim.
+        yield name, replace(info, shape=(1, *info.shape)), Undo.NOTHING
+    else:
+        yield name, info, known.undo(info.name)
+
+
+def _experts(info: TensorInfo) -> Iterator[TensorInfo]:
+    """Yield each expert of a stack as a tensor of its own."""
+    count = info.shape[0]
+    if len(info.shape) != 3 or not 0 < count <= MAX_EXPERTS or info.nbytes < MIN_EXPERT_BYTES * count:
+        raise SourceError(
+            f"{info.path}: tensor {info.name!r} has the shape {info.shape}, expected (experts, out, in) with at most "
+            f"{MAX_EXPERTS} experts"
+        )
+    for i in range(count):
+        share = info.nbytes // count
+        yield replace(info, shape=info.shape[1:], offset=info.offset + i * share, span=share)
 
 
 def _as_stored(header: GgufHeader) -> list[Tensor]:

@@ -23,8 +23,7 @@ from shardload.families.registry import model_types
 from shardload.hub import built as built_layers
 from shardload.hub import fidelity, fields, kerashub, preset_files
 from shardload.hub.config_forms import completed, read_config
-from shardload.loaders import gguf_models, open_manifest
-from shardload.loaders.gguf_header import read_header
+from shardload.loaders import open_manifest
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located
 
@@ -504,7 +503,8 @@ def test_a_factor_that_is_no_number_is_an_error_of_the_source(factor):
 # ---- GGUF ----------------------------------------------------------------------------------------
 
 
-def header(path, **entries):
+def said_by_gguf(path, **entries):
+    """The configuration of a file."""
     writer = GGUFWriter(str(path), "qwen2")
     writer.add_embedding_length(32)
     writer.add_block_count(2)
@@ -520,19 +520,19 @@ def header(path, **entries):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return read_header(located(path))
+    return open_manifest(path).config
 
 
 def test_gguf_says_yarn_too(tmp_path):
     entries = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 8.0}
-    config = gguf_models.config(header(tmp_path / "m.gguf", **entries), "m.gguf")
+    config = said_by_gguf(tmp_path / "m.gguf", **entries)
     assert config["rope_scaling"] == {**YARN, "beta_fast": 8.0}
     with pytest.raises(UnsupportedError, match=r"rope_scaling is .* yarn"), shardload.abstract():
         kerashub.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
 
 
 def test_gguf_with_linear_positions_gets_them(tmp_path):
-    config = gguf_models.config(header(tmp_path / "m.gguf", type="linear", factor=4.0), "m.gguf")
+    config = said_by_gguf(tmp_path / "m.gguf", type="linear", factor=4.0)
     with shardload.abstract():
         model = kerashub.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
     assert model.rope_scaling_factor == 4.0

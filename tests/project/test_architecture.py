@@ -307,7 +307,12 @@ def test_only_one_package_touches_private_keras():
     assert users == {"keras_bridge"}
 
 
-@pytest.mark.parametrize("command", ["import shardload", "import shardload.cli", "import shardload; shardload.__all__"])
+FAMILIES = "from shardload.families import registry; registry.families()"
+
+
+@pytest.mark.parametrize(
+    "command", ["import shardload", "import shardload.cli", "import shardload; shardload.__all__", FAMILIES]
+)
 def test_front_door_is_light(command):
     heavy = "{'jax', 'keras', 'keras_hub', 'tensorflow', 'orbax', 'h5py', 'tensorstore', 'xxhash', 'numpy.testing'}"
     code = f"{command}\nimport sys\nprint(sorted({heavy} & set(sys.modules)))"
