@@ -43,7 +43,6 @@ from shardload.hub.preset_path import preset_path
 from shardload.hub.sidecar import config_beside
 from shardload.hub.tensorflow import as_with_tensorflow, omit_preprocessor
 from shardload.keras_bridge.hub_imports import timed
-from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.local import any_home
@@ -97,7 +96,7 @@ def build_model(
                 return build_legacy(manifest, dtype, custom_objects, safe_mode, compiling)
             case "keras" | "keras-sidecar" as where:
                 if config := manifest.config if where == "keras" else config_beside(manifest):
-                    described = with_dtype(config, dtype)
+                    described = _with_dtype(config, dtype)
                     scope = (custom_objects, safe_mode)
                     return _deserialize(described, manifest, *scope, dtype=dtype, compiling=compiling)
     raise UnsupportedError(
@@ -249,7 +248,7 @@ def _from_preset(
     # The backbone is built already; the preprocessor may need TensorFlow, and is attached later.
     config = {k: v for k, v in described["config"].items() if k not in ("backbone", "preprocessor")}
     if dtype is not None:
-        config = with_dtype(config, dtype)
+        config = _with_dtype(config, dtype)
     return cls.from_config({**config, "backbone": backbone, "preprocessor": None})
 
 
@@ -259,9 +258,15 @@ def _registered(described: Mapping[str, Any], custom_objects: Mapping[str, Any] 
     return keras.saving.get_registered_object(described.get("registered_name"), custom_objects)
 
 
+def _with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    from shardload.keras_bridge.layer_settings import with_dtype  # imports Keras
+
+    return with_dtype(config, dtype)
+
+
 def _preset_dtype(manifest: Manifest, dtype: Any) -> dict[str, Any]:
     """Return the backbone's configuration in ``dtype``; by default its own dtype, or the stored dtype."""
-    config = with_dtype(manifest.config, dtype)
+    config = _with_dtype(manifest.config, dtype)
     if config.get("config", {}).get("dtype") is None:
         config["config"] = {**config.get("config", {}), "dtype": dtype or checkpoint_dtype(manifest)}
     return config

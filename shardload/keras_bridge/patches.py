@@ -2,6 +2,8 @@
 
 Keras reads the signature of a layer's constructor and methods four times for each layer that it makes, which takes
 0.05 ms each: Gemma 3 270M has 330 layers of a dozen classes.
+
+Keras is imported when a replacement begins: code that runs without a model imports this module too.
 """
 
 from __future__ import annotations
@@ -15,9 +17,6 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
-from keras.src.backend.jax import core
-from keras.src.layers import layer
-from keras.src.ops import operation
 from numpy.typing import NDArray
 
 Patch = tuple[Any, str, Callable[[Any], Any]]
@@ -79,7 +78,12 @@ def casts_by_astype(kind: type[NDArray[Any]]) -> Patches:
 
         return cast
 
-    return Patches(lambda: [(np, "asarray", wrap), (np, "array", wrap), (core, "cast", wrap)])
+    def replaced() -> list[Patch]:
+        from keras.src.backend.jax import core
+
+        return [(np, "asarray", wrap), (np, "array", wrap), (core, "cast", wrap)]
+
+    return Patches(replaced)
 
 
 def reading_signatures_once() -> AbstractContextManager[None]:
@@ -115,4 +119,11 @@ def _remembered(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return read_once
 
 
-_REMEMBERED = Patches(lambda: [(module, "inspect", _RememberingInspect) for module in (operation, layer)])
+def _readers_of_signatures() -> list[Patch]:
+    from keras.src.layers import layer
+    from keras.src.ops import operation
+
+    return [(module, "inspect", _RememberingInspect) for module in (operation, layer)]
+
+
+_REMEMBERED = Patches(_readers_of_signatures)
