@@ -18,24 +18,12 @@ from shardload.families.parts.converter import Converter
 from shardload.families.parts.export import Export
 from shardload.families.parts.gguf import GgufArchitecture
 from shardload.families.parts.gguf_tokenizer import PreTokenizer
+from shardload.families.parts.outside import OptionalPart
 from shardload.families.parts.tensors import Spec
 
 
 def _nothing(_: Any) -> None:
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class OptionalPart:
-    """A part that a KerasHub class always has, but a class of `transformers` may lack."""
-
-    title: str
-    names: str
-    """Regular expression for the names of its tensors."""
-    without: tuple[str, ...]
-    """Suffixes of the classes that work without it."""
-    output: str
-    """What depends on its values."""
 
 
 @dataclass(frozen=True, slots=True)

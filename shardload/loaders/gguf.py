@@ -117,13 +117,14 @@ def _architecture(values: GgufValues) -> GgufArchitecture:
         UnsupportedError: When no family has it.
     """
     name, known = values.entries.get("general.architecture"), gguf_architectures()
-    if not isinstance(name, str) or name not in known:
-        reason = why_refused(str(name))
-        raise UnsupportedError(
-            f"{values.path} has the architecture {name!r}, which is not supported{f' ({reason})' if reason else ''}. "
-            f"GGUF is supported for {', '.join(known)}. Load the safetensors of this model instead"
-        )
-    return next(kind for kind in known[name] if kind.applies(values))
+    kinds = known.get(name, ()) if isinstance(name, str) else ()
+    if (found := next((kind for kind in kinds if kind.applies(values)), None)) is not None:
+        return found
+    reason = why_refused(str(name))
+    raise UnsupportedError(
+        f"{values.path} has the architecture {name!r}, which is not supported{f' ({reason})' if reason else ''}. "
+        f"GGUF is supported for {', '.join(known)}. Load the safetensors of this model instead"
+    )
 
 
 def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tuple[str, TensorInfo, Undo]]:

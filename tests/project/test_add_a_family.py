@@ -1,5 +1,6 @@
 """docs/how-to/add-a-family.md works as written: its family, in a package of its own, announced by its entry point."""
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import shardload
 from shardload.errors import UnsupportedError, UsageError
 from shardload.families import Family, ModelType, register, unregister
 from shardload.families.registry import GROUP
+from shardload.loaders import open_manifest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "add-a-family.md").read_text(encoding="utf-8")
 MODULE, PROGRAM = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -79,12 +81,12 @@ def test_a_checkpoint_loads_as_the_llama_that_it_is(folder, tmp_path):
     assert all(map(np.array_equal, found.get_weights(), expected.get_weights()))
 
 
-def test_a_gguf_file_loads_as_its_folder(acme, folder, tmp_path):
-    blocks = acme.gguf[0].block_names.items()
+def write_gguf(folder, into, architecture):
+    blocks = architecture.block_names.items()
     names = {f"model.layers.{i}.{hf}": f"blk.{i}.{own}" for i in range(2) for own, hf in blocks}
-    names |= {hf: own for own, hf in acme.gguf[0].top_names.items()}
+    names |= {hf: own for own, hf in architecture.top_names.items()}
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(str(tmp_path / "acme.gguf"), "acme")
+    writer = gguf.GGUFWriter(str(into / "acme.gguf"), architecture.name)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -99,8 +101,21 @@ def test_a_gguf_file_loads_as_its_folder(acme, folder, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found, expected = (shardload.load(p, mesh="1x2", dtype="float32") for p in (tmp_path / "acme.gguf", folder))
+    return into / "acme.gguf"
+
+
+def test_a_gguf_file_loads_as_its_folder(acme, folder, tmp_path):
+    file = write_gguf(folder, tmp_path, acme.gguf[0])
+    found, expected = (shardload.load(path, mesh="1x2", dtype="float32") for path in (file, folder))
     assert all(map(np.array_equal, found.get_weights(), expected.get_weights()))
+
+
+def test_a_gguf_file_of_a_kind_that_no_family_has_is_refused(acme, folder, tmp_path):
+    unregister("acme")
+    other = dataclasses.replace(acme.gguf[0], applies=lambda values: values.has("expert_count"))
+    register(dataclasses.replace(acme, gguf=(other,)))
+    reason = open_manifest(write_gguf(folder, tmp_path, acme.gguf[0])).undescribed
+    assert "has the architecture 'acme', which is not supported" in str(reason)
 
 
 def test_names_of_families_and_model_types_are_unique():

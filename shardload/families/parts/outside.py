@@ -1,8 +1,22 @@
-"""Names of tensors outside of a backbone that several families share."""
+"""Tensors that a backbone or a checkpoint may lack: what several families share."""
 
 from __future__ import annotations
 
-from shardload.families.record import OptionalPart
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalPart:
+    """A part that a KerasHub class always has, but a class of `transformers` may lack."""
+
+    title: str
+    names: str
+    """Regular expression for the names of its tensors."""
+    without: tuple[str, ...]
+    """Suffixes of the classes that work without it."""
+    output: str
+    """What depends on its values."""
+
 
 POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
 DECODER_HEADS = r"score\.|qa_outputs\."
