@@ -36,7 +36,7 @@ from shardload.manifest import Manifest
 from shardload.mapping.assets import read_assets
 from shardload.mapping.state_tree import WEIGHTS, describe
 from shardload.mapping.stored_values import ENTRY as VALUES
-from shardload.mapping.stored_values import lacking_values, stored_values
+from shardload.mapping.stored_values import file_values_to_json, lacking_values, stored_values
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import Binding
 from shardload.units import check_kind, parse_bytes
@@ -349,10 +349,8 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
     for leaf, tensor in zip(structure["leaves"], tensors, strict=True):
         leaf["dtype"] = tensor.dtype.name
     described = json.dumps(with_dtype(model_config(source.model), dtype))
-    # What layers saved besides variables comes along from a step; of other sources, a note says what does not.
-    if values := stored_values(source.manifest):
-        structure[VALUES] = source.manifest.metadata["structure"][VALUES]
-    notes = () if source.is_hub else lacking_values(source.model, values)
+    values, notes = _values_besides_variables(source)
+    structure |= values
     # KerasHub's tokenizers are among the files of `keras_family`.
     assets = {} if source.is_hub else read_assets(source.manifest)
 
@@ -367,3 +365,15 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
         return places
 
     return ConversionPlan(ORBAX.name, copies, make, {}, notes=notes)
+
+
+def _values_besides_variables(source: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return what layers saved besides variables, for ``structure.json``, and notes about what is lost of it."""
+    if source.is_hub:
+        return {}, ()
+    if spec_of(source.manifest).tensor_names == "keras":
+        variables = {value.view.tensor for value in source.values.values() if value.view is not None}
+        return file_values_to_json(source.model, source.manifest, variables=variables)
+    values = stored_values(source.manifest)
+    entry = {VALUES: source.manifest.metadata["structure"][VALUES]} if values else {}
+    return entry, lacking_values(source.model, values, where="the source")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from shardload.keras_bridge.hook_values import (
 )
 from shardload.keras_bridge.saving import saved_objects
 from shardload.manifest import Manifest
+from shardload.transfer.read_tensor import read_tensor
 
 ENTRY = "values"
 LIMIT_BYTES = 8 << 20
@@ -40,13 +41,41 @@ def values_to_json(hooked: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], t
     Args:
         hooked: Objects with their paths, as `with_own_hooks` returns them.
     """
+    return _to_entries((path, saveable, values_besides_variables(saveable)) for path, saveable in hooked)
+
+
+def file_values_to_json(
+    model: Any, manifest: Manifest, *, variables: Container[str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return what a file of Keras has besides variables as entries for ``structure.json``, and notes about the rest.
+
+    Args:
+        model: The model that the file describes.
+        manifest: A file of Keras.
+        variables: Names of the tensors that are values of variables.
+    """
+    hooked = []
+    for path, saveable in with_own_hooks(model):
+        group = f"{path}/vars/" if path else "vars/"
+        names = [name for name in manifest.tensors if name.startswith(group) and name not in variables]
+        keys = keys_besides_variables(saveable)  # None: the hook needs values; then all that is no variable
+        stored = {name.removeprefix(group): name for name in names}
+        taken = {key: name for key, name in stored.items() if keys is None or key in keys}
+        hooked.append((path, saveable, {key: read_tensor(manifest, name) for key, name in taken.items()}))
+    entries, lost = _to_entries(hooked)
+    return entries, (*lost, *lacking_values(model, {path: of for path, _, of in hooked}, where="the source"))
+
+
+def _to_entries(
+    hooked: Iterable[tuple[str, Any, Mapping[str, Any]]],
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     found: dict[str, Any] = {}
     lost: list[str] = []
     left = LIMIT_BYTES
-    for path, saveable in hooked:
+    for path, saveable, values in hooked:
         entries: dict[str, Any] = {}
         refused = []
-        for key, value in values_besides_variables(saveable).items():
+        for key, value in values.items():
             array = _array(value)
             if array is None or array.nbytes > left:
                 refused.append(key)
@@ -80,13 +109,13 @@ def stored_values(manifest: Manifest) -> Values:
         ) from error
 
 
-def lacking_values(model: Any, values: Values) -> tuple[str, ...]:
-    """Return a sentence for each object that saves values besides variables which a step lacks."""
+def lacking_values(model: Any, values: Values, *, where: str = "the step") -> tuple[str, ...]:
+    """Return a sentence for each object that saves values besides variables which a checkpoint lacks."""
     found: list[str] = []
     for path, saveable in with_own_hooks(model):
         stored = values.get(path, {})
         if keys := [key for key in keys_besides_variables(saveable) or () if key not in stored]:
-            found.append(f"the step lacks {_listed(keys)}, which {_hook(saveable, path)} saves besides variables")
+            found.append(f"{where} lacks {_listed(keys)}, which {_hook(saveable, path)} saves besides variables")
     return tuple(found)
 
 

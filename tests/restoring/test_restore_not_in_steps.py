@@ -11,6 +11,7 @@ from saving_models import Weighing
 
 import shardload
 from shardload.errors import SourceError, UnsupportedError
+from shardload.mapping import stored_values
 from shardload.steps.digests import Digests
 
 
@@ -292,12 +293,24 @@ def test_a_save_changes_no_variable(tmp_path):
     assert all(np.array_equal(one, two) for one, two in zip(before, model.weights, strict=True))
 
 
-def test_a_conversion_keeps_them_or_says_what_it_leaves_out(tmp_path):
-    model = keras.Sequential([keras.Input((4,)), Counting()])
+@pytest.mark.parametrize("source", ["run", "m.keras"])
+@pytest.mark.parametrize("kind", [Counting, Copying])
+def test_a_conversion_keeps_them(tmp_path, kind, source):
+    model = keras.Sequential([keras.Input((4,)), kind() if kind is Counting else kind(2)])
     model.layers[0].count = 7
     shardload.save(model, tmp_path / "run", step=0)
     model.save(tmp_path / "m.keras")
-    assert shardload.convert(tmp_path / "run", tmp_path / "of_step", to="orbax").notes == ()
-    assert shardload.load(tmp_path / "of_step", mesh="1x1").layers[0].count == 7
-    [note] = shardload.convert(tmp_path / "m.keras", tmp_path / "of_file", to="orbax").notes
-    assert note.startswith("the step lacks 'count', which save_own_variables of Counting at 'layers/counting' saves")
+    assert shardload.convert(tmp_path / source, tmp_path / "converted", to="orbax").notes == ()
+    loaded = shardload.load(tmp_path / "converted", mesh="1x1").layers[0]
+    assert loaded.count == 7
+    for one, two in zip(loaded.weights, model.layers[0].weights, strict=True):
+        np.testing.assert_array_equal(one.value, two.value)
+
+
+def test_a_conversion_says_what_it_leaves_out(tmp_path, monkeypatch):
+    model = keras.Sequential([keras.Input((4,)), Counting()])
+    model.layers[0].count = 7
+    model.save(tmp_path / "m.keras")
+    monkeypatch.setattr(stored_values, "LIMIT_BYTES", 4)
+    [lost] = shardload.convert(tmp_path / "m.keras", tmp_path / "converted", to="orbax").notes
+    assert lost.startswith("A step cannot store 'count', which save_own_variables of Counting at 'layers/counting'")
