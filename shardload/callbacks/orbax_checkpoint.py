@@ -34,6 +34,7 @@ from shardload.callbacks.writer import Writer
 from shardload.data import Position, follow, stop_following
 from shardload.errors import SaveError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
+from shardload.keras_bridge.training import swaps_averages_before
 from shardload.steps.listing import list_steps
 from shardload.steps.publish import Root
 from shardload.steps.record import StepRecord
@@ -234,6 +235,12 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._first = first = go_on(model, self.directory, self.resume, self._position, **given)
         resumed, epochs = None if first is None else first.info, (self.params or {}).get("epochs")
         self._others = OtherCallbacks.of_fit(self)
+        if swaps_averages_before(self):
+            warn_caller(
+                "SwapEMAWeights(swap_on_epoch=True) comes before OrbaxCheckpoint: steps saved at the end of an epoch "
+                "will have the moving averages as weights, and a resumed run would train on those. Put OrbaxCheckpoint "
+                "first in callbacks"
+            )
         if first is None:
             forget_beginning(model)
         elif first.is_due and (ended_by := self._others.resume(first.info)) and epochs is not None:

@@ -130,6 +130,14 @@ def run_after(callback: Any, kinds: tuple[type, ...]) -> list[Any]:
     return found
 
 
+def swaps_averages_before(callback: Any) -> bool:
+    """Whether a ``SwapEMAWeights`` in the calling ``fit`` puts averages into the model before ``callback`` sees it."""
+    container = _locals_of_fit().get("callbacks")
+    everyone = container.callbacks if isinstance(container, keras.callbacks.CallbackList) else []
+    before = everyone[: everyone.index(callback)] if callback in everyone else []
+    return any(isinstance(each, keras.callbacks.SwapEMAWeights) and each.swap_on_epoch for each in before)
+
+
 def in_fit(frame: FrameType | None) -> bool:
     """Whether a frame belongs to a running `keras.Model.fit`."""
     return any(isinstance(found.f_locals.get("self"), keras.Model) for found in _frames(frame, "fit"))

@@ -57,3 +57,13 @@ def test_nothing_is_said_where_there_are_none(tmp_path):
 def test_an_unknown_mode_is_refused_with_the_choices(tmp_path, make):
     with pytest.raises(UsageError, match="Cannot use mode='up': expected 'auto', 'min' or 'max'"):
         make(tmp_path, mode="up")
+
+
+@pytest.mark.filterwarnings("default:SwapEMAWeights:UserWarning")
+def test_averages_that_are_swapped_in_before_a_save_are_warned_of(tmp_path, recwarn):
+    for swap, before in ((True, True), (True, False), (False, True)):
+        recwarn.clear()
+        callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=swap), OrbaxCheckpoint(tmp_path / f"{swap}{before}")]
+        fit(model(), *(callbacks if before else callbacks[::-1]), epochs=1)
+        told = [str(each.message) for each in recwarn if "Put OrbaxCheckpoint first" in str(each.message)]
+        assert bool(told) is (swap and before)
