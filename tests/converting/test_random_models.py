@@ -7,10 +7,10 @@ from pathlib import Path
 
 import h5py
 import keras
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from random_models import make, recipes
+from same_models import zero_new_adapters
 from written_everywhere import SHARD_BYTES, load_by_keras, randomise, same, state
 
 import shardload
@@ -42,15 +42,6 @@ def test_a_random_model_comes_back_from_every_file(recipe):
     assume(model.weights)
     with tempfile.TemporaryDirectory() as folder:
         Case(recipe, model, Path(folder)).check()
-
-
-def zero_new_adapters(model):
-    """Do what Keras does to adapters of merged weights. They would never train, so a load gives the first a value."""
-    for layer in own_layers(model):
-        for name in ("kernel", "embeddings"):
-            first, second = (getattr(layer, f"lora_{name}_{factor}", None) for factor in "ab")
-            if second is not None and not np.any(second.value):
-                first.assign(np.zeros(first.shape))
 
 
 class Case:

@@ -5,6 +5,8 @@ import json
 import keras
 import numpy as np
 
+from shardload.keras_bridge.model_state import own_layers
+
 
 def differences(one, other):
     """What differs, as text; nothing if the models are the same."""
@@ -46,3 +48,12 @@ def variable_differences(a, b):
     if np.asarray(x).tobytes() != np.asarray(y).tobytes():
         found.append(f"value of {b.path}")
     return found
+
+
+def zero_new_adapters(model):
+    """Do what Keras does to adapters of merged weights. They would never train, so a load gives the first a value."""
+    for layer in own_layers(model):
+        for name in ("kernel", "embeddings"):
+            first, second = (getattr(layer, f"lora_{name}_{factor}", None) for factor in "ab")
+            if second is not None and not np.any(second.value):
+                first.assign(np.zeros(first.shape))
