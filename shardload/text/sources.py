@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from shardload.errors import UnsupportedError, suggests_arguments
+from shardload.errors import MissingExtraError, SourceError, UnsupportedError, suggests_arguments
 from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.resolve.opening import open_source
 from shardload.stores.fingerprint import Fingerprint
-from shardload.text.tokenizer import Tokenizer, from_keras_hub, tokenizer_of
+from shardload.text.gguf_tokenizer import rebuild
+from shardload.text.tokenizer import TURN_ENDS, ByteIds, HuggingFace, Tokenizer, from_keras_hub, from_sentencepiece
 from shardload.typing import PathLike
 
 
@@ -64,3 +67,100 @@ def tokenizer_for(model: Any) -> Tokenizer:
         record.text_header.check()
         found = record.tokenizer = tokenizer_of(record.text_source)
     return found
+
+
+def tokenizer_of(manifest: Manifest) -> Tokenizer:
+    """Load the tokenizer of a checkpoint.
+
+    Raises:
+        UnsupportedError: When the checkpoint has no tokenizer.
+        SourceError: When its tokenizer is damaged.
+        MissingExtraError: When the package that reads the tokenizer is not installed.
+    """
+    folder = Path(manifest.source)
+    found: Tokenizer | None = None
+    try:
+        match spec_of(manifest).tokenizer:
+            case "header":
+                found = rebuild(manifest.location)
+            case "hugging-face":
+                found = _hugging_face(folder, manifest)
+            case "keras-hub":
+                found = _keras_hub(manifest)
+    # Errors of shardload say enough. All others come from packages that parse the vocabulary.
+    except (UnsupportedError, SourceError, MissingExtraError):
+        raise
+    except ImportError as error:
+        raise MissingExtraError.explaining(error, needed_for="Reading this tokenizer", extra="hub") from error
+    except Exception as error:  # tokenizers raises plain Exception, sentencepiece RuntimeError and OSError
+        raise SourceError(f"Cannot read the tokenizer of {manifest.source}: {error}. Load without a prompt") from error
+    # `shardload synth` writes no vocabulary, and marks its configurations.
+    if found is None and (manifest.config.get("shardload") or {}).get("synthetic") is True:
+        return ByteIds(_vocabulary_size(manifest))
+    if found is None:
+        raise UnsupportedError(
+            f"Cannot read a prompt: {manifest.source} has no tokenizer, expected tokenizer.json, tokenizer.model, or a "
+            "preset's assets. Add the file, or load without a prompt and pass token ids to the model"
+        )
+    return found
+
+
+def _hugging_face(folder: Path, manifest: Manifest) -> Tokenizer | None:
+    settings = _json(folder / "tokenizer_config.json")
+    stops = _declared_stops(folder, manifest)
+    # tokenizer.json first: it is the only one with everything, from normalisation to the start token.
+    if (folder / "tokenizer.json").is_file():
+        import tokenizers
+
+        return _with_stops(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), stops)
+    if (folder / "tokenizer.model").is_file():
+        import sentencepiece
+
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        return from_sentencepiece(processor, stops=stops, add_bos=bool(settings.get("add_bos_token", True)))
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        import tokenizers
+
+        inner = tokenizers.ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        return _with_stops(inner._tokenizer, stops)
+    return None
+
+
+def _with_stops(inner: Any, stops: set[int]) -> HuggingFace:
+    ends = (inner.token_to_id(token) for token in (*TURN_ENDS, "</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>"))
+    return HuggingFace(inner, tuple(sorted({*stops, *(i for i in ends if i is not None)})))
+
+
+def _keras_hub(manifest: Manifest) -> Tokenizer | None:
+    folder = Path(manifest.source)
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from shardload.hub import kerashub
+
+    return from_keras_hub(kerashub.preset_tokenizer(manifest))
+
+
+def _declared_stops(folder: Path, manifest: Manifest) -> set[int]:
+    """Return ``eos_token_id`` of the generation and model configurations: a number, or a list of numbers."""
+    # All of them: which one names the end of a turn differs from model to model.
+    text = manifest.config.get("text_config") or {}
+    found: set[int] = set()
+    for config in (_json(folder / "generation_config.json"), manifest.config, text):
+        declared = config.get("eos_token_id")
+        found.update(i for i in (declared if isinstance(declared, list) else [declared]) if isinstance(i, int))
+    return found
+
+
+def _vocabulary_size(manifest: Manifest) -> int:
+    inner = manifest.config.get("config") or manifest.config
+    return int(inner.get("vocabulary_size") or inner.get("vocab_size") or 256)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise SourceError(f"Cannot read {path}: it is not valid JSON: {error}. Download it again") from error
+    return found if isinstance(found, dict) else {}

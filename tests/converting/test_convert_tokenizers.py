@@ -15,7 +15,7 @@ from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_to
 
 import shardload
 from shardload.synth import synth
-from shardload.text.tokenizer import tokenizer_of
+from shardload.text.sources import tokenizer_of
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = [

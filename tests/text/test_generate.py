@@ -27,6 +27,7 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
 from shardload.text import gguf_tokenizer, sources, tokenizer
 from shardload.text.generation import generate_ids
+from shardload.text.sources import tokenizer_of
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -219,22 +220,22 @@ def test_hugging_face_tokenizer_json(tmp_path):
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    found = tokenizer.tokenizer_of(manifest(tmp_path, eos_token_id=9))
+    found = tokenizer_of(manifest(tmp_path, eos_token_id=9))
     assert found.encode("b a b") == [1, 0, 1]
     assert found.stop_ids == (2, 7, 8, 9)
 
 
 def test_hugging_face_sentencepiece_model(trained, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(trained)
-    found = tokenizer.tokenizer_of(manifest(tmp_path))
+    found = tokenizer_of(manifest(tmp_path))
     assert found.encode("fox")[0] == found.prefix[0] == 2
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
-    assert tokenizer.tokenizer_of(manifest(tmp_path)).prefix == ()
+    assert tokenizer_of(manifest(tmp_path)).prefix == ()
 
 
 def test_hugging_face_vocabulary_and_merges(tmp_path):
     byte_level().save_model(str(tmp_path))
-    found = tokenizer.tokenizer_of(manifest(tmp_path))
+    found = tokenizer_of(manifest(tmp_path))
     assert found.decode(found.encode(HARD[1])) == HARD[1]
 
 
@@ -244,7 +245,7 @@ def test_hugging_face_vocabulary_and_merges(tmp_path):
 def test_preset_tokenizer_is_kerashubs(trained, tmp_path):
     layer = keras_hub.models.Gemma3Tokenizer(proto=trained, has_vision_tokens=False)
     layer.save_to_preset(str(tmp_path))
-    found = tokenizer.tokenizer_of(manifest(tmp_path, "keras-hub-preset", registered_name="x"))
+    found = tokenizer_of(manifest(tmp_path, "keras-hub-preset", registered_name="x"))
     assert found.encode(HARD[6]) == [2, *layer(HARD[6])]
     assert found.decode(found.encode(HARD[6])) == HARD[6]
     assert set(found.stop_ids) == {1, layer.token_to_id("<end_of_turn>")}
@@ -252,18 +253,18 @@ def test_preset_tokenizer_is_kerashubs(trained, tmp_path):
 
 def test_a_checkpoint_without_tokenizer_says_what_to_add(tmp_path):
     with pytest.raises(UnsupportedError, match=r"has no tokenizer, expected .*Add the file"):
-        tokenizer.tokenizer_of(manifest(tmp_path))
+        tokenizer_of(manifest(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
 def test_a_damaged_tokenizer_is_a_source_error(tmp_path, name):
     (tmp_path / name).write_bytes(b"\xff{ damaged")
     with pytest.raises(SourceError, match="Cannot read the tokenizer"):
-        tokenizer.tokenizer_of(manifest(tmp_path))
+        tokenizer_of(manifest(tmp_path))
 
 
 def test_random_weights_answer_in_numbers(tmp_path):
-    found = tokenizer.tokenizer_of(manifest(tmp_path, vocab_size=64, shardload={"synthetic": True}))
+    found = tokenizer_of(manifest(tmp_path, vocab_size=64, shardload={"synthetic": True}))
     assert all(0 <= i < 64 for i in found.encode("hé"))
     assert found.decode([5, 7]) == " <5> <7>"
 
@@ -314,7 +315,7 @@ def test_a_stop_token_ends_the_text(gemma3):
 def test_text_in_text_out(gemma3, trained, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(trained)
     one = sentencepiece.SentencePieceProcessor(model_proto=trained)
-    own = tokenizer.tokenizer_of(manifest(tmp_path))
+    own = tokenizer_of(manifest(tmp_path))
     prompt = "\n"  # its ids must lie within the small model's vocabulary
     assert max(one.encode(prompt)) < 256
     text = shardload.generate(gemma3, prompt, max_new_tokens=4, tokenizer=own)
