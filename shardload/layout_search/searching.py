@@ -75,18 +75,19 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
             a memory limit it may also split the storage of weights, which are then gathered for use.
 
     Keyword Args:
-        inputs: The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``; by default what a functional model
-            declares, with ``batch`` rows and ``sequence`` for every other open dim (512).
-        arguments: Other arguments of a call, by name.
-        batch: Rows of the default inputs, over all devices; a model that fixes another number is an error.
-        sequence: Length of open dims of the default inputs.
-        optimizer: Plan a training step with this optimizer, a name or an instance; by default, plan inference.
-        device_memory_bytes: Hard limit for weights, gradients, slots and activations of each device.
-        pins: Layouts that are fixed, as rules: ``{"embedding/embeddings": ("model", None)}``, also with a
-            ``PartitionSpec`` for each variable; a `keras.distribution.LayoutMap`; or another plan of the model on this
-            mesh. What `shardload.layout_rule` says of a layer class is fixed too.
-        hardware: Rates of devices and links.
-        batch_axis: The axis that splits the batch; by default the mesh's.
+        inputs (Any): The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``; by default what a functional
+            model declares, with ``batch`` rows and ``sequence`` for every other open dim (512).
+        arguments (Mapping[str, Any] | None): Other arguments of a call, by name.
+        batch (int | None): Rows of the default inputs, over all devices; a model that fixes another number is an error.
+        sequence (int | None): Length of open dims of the default inputs.
+        optimizer (Any): Plan a training step with this optimizer, a name or an instance; by default, plan inference.
+        device_memory_bytes (int | None): Hard limit for weights, gradients, slots and activations of each device.
+        pins (LayoutMap | Mapping[str, Any] | LayoutPlan | None): Layouts that are fixed, as rules:
+            ``{"embedding/embeddings": ("model", None)}``, also with a ``PartitionSpec`` for each variable; a
+            `keras.distribution.LayoutMap`; or another plan of the model on this mesh. What `shardload.layout_rule` says
+            of a layer class is fixed too.
+        hardware (Hardware | None): Rates of devices and links.
+        batch_axis (str | None): The axis that splits the batch; by default the mesh's.
 
     Raises:
         DoesNotFitError: When no layout keeps the limit; the message says which limit is enough.

@@ -66,15 +66,16 @@ def search_compiled(
         devices: As for `compile_step`: those of ``jax.experimental.topologies`` compile for another machine.
 
     Keyword Args:
-        inputs: As for `search`.
-        arguments: As for `search`.
-        batch: As for `search`.
-        sequence: As for `search`.
-        optimizer: As for `search`; ``None`` compiles inference.
-        device_memory_bytes: The limit that the compiled step must keep; without one, the first plan is returned.
-        pins: As for `search`.
-        hardware: As for `search`.
-        batch_axis: As for `search`.
+        inputs (Any): As for `search`.
+        arguments (Mapping[str, Any] | None): As for `search`.
+        batch (int | None): As for `search`.
+        sequence (int | None): As for `search`.
+        optimizer (Any): As for `search`; ``None`` compiles inference.
+        device_memory_bytes (int | None): The limit that the compiled step must keep; without one, the first plan is
+            returned.
+        pins (LayoutMap | Mapping[str, Any] | LayoutPlan | None): As for `search`.
+        hardware (Hardware | None): As for `search`.
+        batch_axis (str | None): As for `search`.
 
     Returns:
         The plan, with its compiled step and the attempts before it in `LayoutPlan.compiled`.
