@@ -309,8 +309,9 @@ def interrupted(setup: str, *arguments: str, number: int = signal.SIGINT) -> tup
     command = fake_command(setup, *arguments)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=environment(), **pipes) as process:
-        while "ready" not in process.stderr.readline():
-            pass
+        for line in iter(process.stderr.readline, ""):  # "" at the end, if the command failed
+            if "ready" in line:
+                break
         time.sleep(0.1)
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
