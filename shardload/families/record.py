@@ -96,7 +96,7 @@ class ModelType:
     decodes: str | None = None
     """The quantisation method whose tensors KerasHub's converter decodes."""
     loads_head_of: tuple[str, ...] = ()
-    """Classes of transformers whose head KerasHub's converter loads into a task, beside image classifiers."""
+    """Classes of transformers whose head KerasHub's converter loads into a task, in addition to image classifiers."""
     rounded_to: str | None = None
     """Dtype that KerasHub's converter rounds every tensor to."""
 

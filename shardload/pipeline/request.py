@@ -82,7 +82,7 @@ class Matching:
     rename: Mapping[str, str] | None = None
     items: Items = "all"
     is_restore: bool = False
-    """Whether leaves of a step are matched by their structure, whatever the step's format offers besides."""
+    """Whether leaves of a step are matched by their structure, even if the step has names too."""
     builds: bool = False
     """Whether the model is built from the checkpoint's description: all other tensors are outside of it."""
     reads_values: bool = True

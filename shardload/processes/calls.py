@@ -76,7 +76,7 @@ class Alone:
         return do()
 
     def meet(self, what: str) -> None:
-        """Wait for nobody."""
+        """Do nothing: this process is alone."""
 
     def require(self, found: Sequence[agreement.Topic]) -> None:
         """Agree."""

@@ -374,7 +374,7 @@ def test_slots_of_another_shape_begin_with_a_note(tmp_path):
 
 
 class OwnOptimizer(keras.optimizers.Optimizer):
-    """Of nobody but its author, so that only its code says what a new one has in its slots."""
+    """An optimizer that Keras does not know: only its own code says what a new one has in its slots."""
 
     has_hats = False
 

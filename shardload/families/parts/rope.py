@@ -30,7 +30,7 @@ FULL = "full_attention"
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """What the rotary positions of a ``model_type`` are, beside its configuration."""
+    """The rotary positions of a ``model_type`` where its configuration does not say."""
 
     theta: float
     """Default base."""
