@@ -62,7 +62,7 @@ def gemma3_with_text(folder: Path) -> Path:
         "import sys\n"
         "from pathlib import Path\n"
         "from shardload.loaders import open_manifest\n"
-        "from shardload.loaders.gguf import tokenizer_metadata\n"
+        "from shardload.loaders.gguf.loader import tokenizer_metadata\n"
         "from shardload.resolve import resolve\n"
         "from shardload.text.gguf_files import files_of\n"
         "found = open_manifest(resolve('gemma3_270m').path)\n"

@@ -42,7 +42,7 @@ def save(folder: Path, tree: dict[str, Any]) -> tuple[Path, Path]:
     """A step of ours, and one as Orbax saves by default."""
     from orbax.checkpoint import v1 as ocp
 
-    from shardload.steps import orbax_writer
+    from shardload.loaders.orbax import saving as orbax_writer
     from shardload.steps.digests import Digests
     from shardload.steps.publish import Root, Staging
 

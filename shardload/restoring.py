@@ -21,7 +21,7 @@ from shardload.errors import DamagedError, MismatchError, SourceError, suggests_
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.keras_bridge.variables import value_of
-from shardload.loaders.orbax import open_orbax
+from shardload.loaders.orbax.loader import open_orbax
 from shardload.manifest import Manifest
 from shardload.mapping import Items, map_state
 from shardload.pipeline import load as pipeline

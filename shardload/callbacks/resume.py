@@ -22,11 +22,11 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of, plain_model
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
+from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.pipeline.reporting import changed_rates
 from shardload.pipeline.request import RestoreRequest
 from shardload.reports.notes import NoteKind, of_kind
 from shardload.restoring import Restored, metric_values, run_restore
-from shardload.steps.digests import OWN_FOLDER
 from shardload.steps.listing import list_steps
 from shardload.steps.step_info import StepInfo
 from shardload.stores import json_files

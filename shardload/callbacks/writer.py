@@ -42,15 +42,15 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.interrupts import Worker, defer_interrupt
-from shardload.loaders.orbax import open_orbax
+from shardload.loaders.orbax import saving as orbax_writer
+from shardload.loaders.orbax.loader import OWN_FOLDER, open_orbax
+from shardload.loaders.orbax.saving import describe, save_error
 from shardload.manifest import Manifest
 from shardload.processes.exit_reasons import ExitRecorder
-from shardload.steps import orbax_writer
-from shardload.steps.digests import OWN_FOLDER, Digests
+from shardload.steps.digests import Digests
 from shardload.steps.file_tree import sync_files
 from shardload.steps.listing import TREE_FILE
 from shardload.steps.publish import Root, Staging, remove_staging, remove_stale
-from shardload.steps.save_errors import describe, save_error
 from shardload.stores.local import located
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()

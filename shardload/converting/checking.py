@@ -23,12 +23,12 @@ from shardload.keras_bridge.model_state import own_layers
 from shardload.keras_bridge.recording import keeping_names, seeded
 from shardload.keras_bridge.weights_files import check_for_keras, listed_by_keras
 from shardload.loaders import open_manifest, spec_of
+from shardload.loaders.file_pieces import Wanted
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.keras_archive import SPEC as KERAS_ARCHIVE
 from shardload.manifest import Manifest
 from shardload.mapping import map_weights
 from shardload.stores.nowhere import nowhere
-from shardload.writers import Wanted
 
 _OF_KERAS = ("keras.", "keras_hub.")
 

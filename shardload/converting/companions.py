@@ -29,7 +29,7 @@ from shardload.hub import kerashub, preset_files
 from shardload.hub.preprocessors import text_classes
 from shardload.hub.sidecar import config_beside
 from shardload.loaders import spec_of
-from shardload.loaders.folder import member
+from shardload.loaders.contents import member
 from shardload.manifest import Manifest
 from shardload.stores.json_files import parse_object, read_object
 from shardload.stores.local import located, temporary_folder

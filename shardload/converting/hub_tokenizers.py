@@ -23,7 +23,7 @@ from shardload.families.parts.gguf_tokenizer import GgufTokenizer
 from shardload.families.record import KerasTokenizer
 from shardload.families.registry import exports, families, model_type_of
 from shardload.hub import kerashub
-from shardload.loaders.gguf import TokenizerMetadata
+from shardload.loaders.gguf.loader import TokenizerMetadata
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.stores import json_files
 from shardload.stores.local import located

@@ -31,14 +31,14 @@ from shardload.keras_bridge.saving import SavedLayout, optimizers_of, saved_layo
 from shardload.keras_bridge.set_attributes import serialised_with_attributes
 from shardload.keras_bridge.vocabularies import assets_of
 from shardload.keras_bridge.weights_files import dataset
+from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
+from shardload.loaders.keras_h5 import SHARDED as KERAS_SHARDED
 from shardload.loaders.keras_h5 import SPEC as KERAS_H5
-from shardload.loaders.keras_sharded import SPEC as KERAS_SHARDED
 from shardload.mapping.assets import has_assets
 from shardload.mapping.state_keys import roles_of
 from shardload.units import plural
-from shardload.writers import TensorPlace, Wanted
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def file(
     source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None
 ) -> ConversionPlan:
     """Plan one file, or an index with shards, as Keras writes them for the model."""
-    from shardload.writers import h5
+    from shardload.loaders.hdf5 import writer as h5
 
     root = source.model
     found = saved(root, source, dtypes)
@@ -300,7 +300,7 @@ def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
 
 
 def _backbone_files(folder: Path, part: Saved, shard_bytes: int | None) -> tuple[TensorPlace, ...]:
-    from shardload.writers import h5
+    from shardload.loaders.hdf5 import writer as h5
 
     if shard_bytes is None:
         return _file_in(folder, WEIGHTS, part)
@@ -308,7 +308,7 @@ def _backbone_files(folder: Path, part: Saved, shard_bytes: int | None) -> tuple
 
 
 def _file_in(folder: Path, name: str, part: Saved) -> tuple[TensorPlace, ...]:
-    from shardload.writers import h5
+    from shardload.loaders.hdf5 import writer as h5
 
     # In its file, a tensor of a task has no prefix; in the plan it has, so that two files may have equal names.
     places = h5.write_skeleton(folder / name, part.tensors, names=part.names)

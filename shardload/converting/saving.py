@@ -41,6 +41,7 @@ from shardload.keras_bridge.lora import hidden, lora_kernels, lora_layers
 from shardload.keras_bridge.model_state import plain_model
 from shardload.keras_bridge.recording import seeded
 from shardload.keras_bridge.variables import unique, value_of
+from shardload.loaders.file_pieces import TensorPlace
 from shardload.manifest import View, c_strides
 from shardload.pipeline import arguments
 from shardload.processes.agreement import Topic
@@ -50,7 +51,6 @@ from shardload.sharding.bounds import Bounds
 from shardload.stores.local import local_target, temporary_folder, working_folder
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import check_kind, plain_dtype_name
-from shardload.writers import TensorPlace
 
 SaveTarget = Literal["safetensors", "h5", "preset"]
 SAVE_TARGETS: tuple[SaveTarget, ...] = get_args(SaveTarget)

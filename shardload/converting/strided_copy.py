@@ -22,10 +22,10 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from shardload.errors import LayoutError
+from shardload.loaders.file_pieces import FilePiece, TensorPlace
 from shardload.manifest import Chunked, Extent, Packed, Tensor, View
 from shardload.transfer.geometry import address, regions, view_in_region
 from shardload.transfer.read_tensor import read_rows
-from shardload.writers import FilePiece, TensorPlace
 
 Array = NDArray[Any]
 Read = Callable[[int, int], Array]

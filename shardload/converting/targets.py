@@ -29,8 +29,9 @@ from shardload.families.registry import model_type_of
 from shardload.hub import kerashub
 from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import spec_of
+from shardload.loaders.file_pieces import TensorPlace
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
-from shardload.loaders.orbax import SPEC as ORBAX
+from shardload.loaders.orbax.loader import SPEC as ORBAX
 from shardload.loaders.registry import specs
 from shardload.manifest import Manifest
 from shardload.mapping.assets import read_assets
@@ -40,7 +41,6 @@ from shardload.mapping.stored_values import file_values_to_json, lacking_values,
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import Binding
 from shardload.units import check_kind, parse_bytes
-from shardload.writers import TensorPlace
 
 Target = Literal["h5", "safetensors", "orbax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -216,7 +216,7 @@ def _refuse_head(source: Source) -> None:
 def _safetensors(
     source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None
 ) -> ConversionPlan:
-    from shardload.writers import safetensors
+    from shardload.loaders import safetensors_writer
 
     backbone = source.backbone
     config, manifest, bindings = _layout(source, dtypes, dtype)
@@ -243,8 +243,8 @@ def _safetensors(
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         keras_family(source, folder / KERAS, dtype)
         (folder / KERAS / STATE).write_text(json.dumps(state_of(source, state)), encoding="utf-8")
-        return safetensors.write_skeleton(
-            folder, [*tensors.values()], shard_bytes=shard_bytes or safetensors.SHARD_BYTES
+        return safetensors_writer.write_skeleton(
+            folder, [*tensors.values()], shard_bytes=shard_bytes or safetensors_writer.SHARD_BYTES
         )
 
     rounded = model_type_of(config).rounded_to
@@ -339,7 +339,7 @@ def _other_class(source: Source, manifest: Manifest) -> tuple[str, ...]:
 
 
 def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> ConversionPlan:
-    from shardload.writers import orbax
+    from shardload.loaders.orbax import plain_arrays as orbax
 
     tree = describe(source.model).weights_only()
     copies = tuple(whole("/".join(leaf.path), source.values[id(leaf.variable)], dtypes) for leaf in tree.leaves)

@@ -22,11 +22,11 @@ from shardload.hub import described, fields, kerashub
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.variables import stored_dtype
+from shardload.loaders.file_pieces import Wanted
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping import VariableMap, map_hub, sort_unused
 from shardload.stores.nowhere import nowhere
 from shardload.transfer.planning import Binding
-from shardload.writers import Wanted
 
 Config = dict[str, Any]
 UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")

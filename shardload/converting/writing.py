@@ -22,10 +22,10 @@ from shardload.converting.publishing import ConversionFolder, digest
 from shardload.converting.source import Source
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, parts_of, reader_of, reader_of_value
 from shardload.errors import WriteError
+from shardload.loaders.file_pieces import TensorPlace
 from shardload.manifest import View, c_strides
 from shardload.progress import Progress
 from shardload.units import format_bytes, spare_bytes
-from shardload.writers import TensorPlace
 
 _COMPUTING = ("keras", "keras-hub", "numpy")
 """Packages whose versions affect computed values."""

@@ -20,12 +20,11 @@ from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
-from shardload.loaders.contents import CONFIG, FileContent, FolderContent
+from shardload.loaders.contents import CONFIG, FileContent, FolderContent, inner_path, listing, member, shards_of
 from shardload.loaders.extents import collect
-from shardload.loaders.folder import inner_path, listing, member, shards_of
 from shardload.loaders.hub_preset import is_preset
-from shardload.loaders.other_formats import refused_folder
 from shardload.loaders.parts import all_parts, part_number, set_of
+from shardload.loaders.recognition import refused_folder
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object

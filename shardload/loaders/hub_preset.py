@@ -15,10 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError
-from shardload.loaders import keras_h5, keras_sharded
-from shardload.loaders.contents import FolderContent
+from shardload.loaders import keras_h5
+from shardload.loaders.contents import FolderContent, listing, member
 from shardload.loaders.extents import collect
-from shardload.loaders.folder import listing, member
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
@@ -66,7 +65,7 @@ def _backbone(folder: Location, names: list[str]) -> Manifest:
     if WEIGHTS in names:
         return keras_h5.open_file(member(folder, WEIGHTS, named_by=str(folder)))
     if SHARDED_WEIGHTS in names:
-        return keras_sharded.open_index(member(folder, SHARDED_WEIGHTS, named_by=str(folder)))
+        return keras_h5.open_index(member(folder, SHARDED_WEIGHTS, named_by=str(folder)))
     raise SourceNotFoundError(
         f"{folder} is a Keras preset without weights: it contains neither {WEIGHTS} nor {SHARDED_WEIGHTS}, but "
         f"{listing(folder)}. Download the preset's weights into it"

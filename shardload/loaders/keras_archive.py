@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from shardload.errors import SourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders import zip_members
 from shardload.loaders.extents import collect
-from shardload.loaders.other_formats import refused_zip
+from shardload.loaders.recognition import refused_zip
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores import private_copies
@@ -50,7 +50,7 @@ def open_file(path: Location) -> Manifest:
         WriteError: When there is no room to unpack compressed weights.
     """
     # Imported late: formats are listed and recognised without h5py.
-    from shardload.loaders import hdf5
+    from shardload.loaders.hdf5 import datasets as hdf5
 
     members = zip_members.read_members(path)
     info = _weights(path, members)

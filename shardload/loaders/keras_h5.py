@@ -2,19 +2,27 @@
 
 A name like ``model_00001.weights.h5`` says that the file is a part of the checkpoint ``model.weights.json``, or it is
 the user's name for a step. Keras writes the model's own group ``vars`` to whole files, and of the parts to the first.
+
+Keras' sharded weights: ``model.weights.json`` and the HDF5 shards it lists.
+
+    {"weight_map": {"/layers/dense/vars": "model_00000.weights.h5",
+                    "/layers/dense_1/vars": ["model_00000.weights.h5", "model_00001.weights.h5"]}}
+
+A group of variables may be spread over several shards; a variable is in one shard. The map is untrusted.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 
-from shardload.errors import SourceNotFoundError
-from shardload.loaders import keras_sharded
-from shardload.loaders.contents import FileContent
+from shardload.errors import SourceError, SourceNotFoundError
+from shardload.loaders.contents import FileContent, inner_path, shards_of
 from shardload.loaders.extents import collect
 from shardload.loaders.parts import refuse_part
 from shardload.loaders.registry import FormatSpec
-from shardload.manifest import Manifest
+from shardload.manifest import Manifest, Tensor
+from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
 
 _PART = re.compile(r"(?P<stem>.+)_\d{5}\.weights\.h5")
@@ -25,16 +33,16 @@ def open_file(path: Location) -> Manifest:
     """Return the manifest of one ``.weights.h5`` file.
 
     Raises:
-        SourceError: See `shardload.loaders.hdf5.read_tensors`; also when it is a part by its name and its content.
+        SourceError: See `hdf5.datasets.read_tensors`; also when it is a part by its name and its content.
         SourceNotFoundError: When it is a part, and the index is missing.
         UnsupportedError: When the file is a legacy Keras HDF5 file, or a dataset needs a missing filter.
     """
     # Imported late: formats are listed and recognised without h5py.
-    from shardload.loaders import hdf5
+    from shardload.loaders.hdf5 import datasets as hdf5
 
     part = _PART.fullmatch(path.name)
-    if part is not None and keras_sharded.lists(index := path.parent / f"{part['stem']}.weights.json", path.name):
-        return keras_sharded.open_index(index)
+    if part is not None and lists(index := path.parent / f"{part['stem']}.weights.json", path.name):
+        return open_index(index)
     region = hdf5.FileRegion.whole(path)
     files = {path: region.nbytes}
     content = hdf5.read_tensors(region)
@@ -64,6 +72,97 @@ SPEC = FormatSpec(
     endings=(".weights.h5", ".h5", ".hdf5"),
     is_file=is_hdf5,
     open_file=open_file,
+    described_by="keras-sidecar",
+    tensor_names="keras",
+)
+
+
+def open_index(index: Location) -> Manifest:
+    """Return the manifest of a ``*.weights.json`` and its shards.
+
+    Raises:
+        SourceError: When map and shards contradict each other, or a shard is damaged.
+        UnsafeSourceError: When the map names a file outside its folder.
+        SourceNotFoundError: When a shard is missing.
+    """
+    # Imported late: formats are listed and recognised without h5py.
+    from shardload.loaders.hdf5 import datasets as hdf5
+
+    document = read_object(index)
+    groups = _groups(document.get("weight_map"), index)
+    shards = shards_of(index, {shard for listed in groups.values() for shard in listed}, way_out="Copy")
+    regions = {name: hdf5.FileRegion.whole(file) for name, file in shards.items()}
+    tensors: list[Tensor] = []
+    notes: list[str] = []
+    for shard, region in regions.items():
+        content = hdf5.read_tensors(region)
+        _check_shard(shard, content.tensors, groups, index)
+        tensors += content.tensors
+        notes += content.notes
+    files = {region.path: region.nbytes for region in regions.values()}
+    metadata = document.get("metadata")
+    found = collect(tensors, files=files)
+    described = metadata if isinstance(metadata, dict) else {}
+    return Manifest(index, "keras-sharded-h5", found, files, metadata=described, notes=tuple(notes))
+
+
+def lists(index: Location, name: str) -> bool:
+    """Whether there is an index, and it lists a file.
+
+    Raises:
+        SourceError: When it is damaged.
+    """
+    if not index.is_file():
+        return False
+    return any(name in listed for listed in _groups(read_object(index).get("weight_map"), index).values())
+
+
+def _groups(weight_map: object, index: Location) -> dict[str, tuple[str, ...]]:
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{index} should contain a 'weight_map' from groups of variables to shards, but does not")
+    found = {}
+    for group, shards in weight_map.items():
+        listed = shards if isinstance(shards, list) else [shards]
+        if not listed or not all(isinstance(shard, str) for shard in listed):
+            raise SourceError(f"{index}: group {group!r} should map to one or more file names, not {str(shards)[:200]}")
+        # Keras writes "/layers/dense/vars"; names of datasets have no leading slash here.
+        found[group.strip("/")] = tuple(map(inner_path, listed))
+    return found
+
+
+def _check_shard(shard: str, stored: Iterable[Tensor], groups: Mapping[str, tuple[str, ...]], index: Location) -> None:
+    # Index and shard are compared both ways: by groups, as the index does not list single variables.
+    present = {_listed_group(tensor.name, groups) for tensor in stored}
+    placed = {group for group, shards in groups.items() if shard in shards}
+    if absent := sorted(placed - present):
+        raise SourceError(
+            f"{index} lists variables of {absent[0]!r} in {shard}, but that file has none. "
+            "Index and shards belong to different checkpoints; copy or save both again"
+        )
+    if stray := sorted(present - placed):
+        said = ", ".join(groups.get(stray[0], ())) or "no file"
+        raise SourceError(
+            f"{shard} contains variables of {stray[0]!r}, which {index} lists in {said}. "
+            "Index and shards belong to different checkpoints; copy or save both again"
+        )
+
+
+def _listed_group(name: str, groups: Mapping[str, tuple[str, ...]]) -> str:
+    """Return the group that a dataset belongs to: a layer may have stored it in a group below its own."""
+    above = own = name.rpartition("/")[0]
+    while above and above not in groups:
+        above = above.rpartition("/")[0]
+    return above or own
+
+
+SHARDED = FormatSpec(
+    name="keras-sharded-h5",
+    description="a Keras .weights.json with its shards",
+    endings=(".weights.json",),
+    # Any index that is not one of safetensors, which is checked first.
+    is_file=lambda content: content.first_shard is not None,
+    open_file=open_index,
+    part_format="keras-h5",
     described_by="keras-sidecar",
     tensor_names="keras",
 )

@@ -26,7 +26,7 @@ from shardload.stores.json_files import parse_object
 from shardload.stores.location import Location
 
 if TYPE_CHECKING:
-    from shardload.loaders.hdf5 import Reader
+    from shardload.loaders.hdf5.datasets import Reader
 
 LAYERS = "layers"
 """Entry of the metadata: layer → names of its tensors, in Keras' order, without layers that have none."""
@@ -47,12 +47,12 @@ def open_file(path: Location) -> Manifest:
     """Return the manifest of one ``.h5`` file of Keras 2.
 
     Raises:
-        SourceError: See `shardload.loaders.hdf5.read_tensors`; also when it lists weights that it does not contain,
+        SourceError: See `hdf5.datasets.read_tensors`; also when it lists weights that it does not contain,
             or is a part of several by its name.
         UnsupportedError: When a dataset cannot be read as numbers, or names are stored in an unsafe way.
     """
     # Imported late: formats are listed without h5py.
-    from shardload.loaders import hdf5
+    from shardload.loaders.hdf5 import datasets as hdf5
 
     region = hdf5.FileRegion.whole(path)
     files = {path: region.nbytes}
@@ -114,7 +114,7 @@ def _weights(reader: Reader, group: str, tensors: Mapping[str, Tensor], seen: se
 def _is_legacy(content: FileContent) -> bool:
     if not is_hdf5(content):
         return False
-    from shardload.loaders import hdf5
+    from shardload.loaders.hdf5 import datasets as hdf5
 
     try:
         with hdf5.reading(hdf5.FileRegion(content.path, 0, content.size)) as reader:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from shardload.errors import SourceError, SourceNotFoundError
-from shardload.loaders.folder import member
+from shardload.loaders.contents import member
 from shardload.stores.location import Location
 from shardload.units import plural
 

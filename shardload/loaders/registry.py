@@ -29,7 +29,7 @@ _LOADERS = "shardload.loaders"
 BUILT_IN = {
     "keras-h5": f"{_LOADERS}.keras_h5:SPEC",
     "keras-legacy-h5": f"{_LOADERS}.keras_legacy:SPEC",
-    "keras-sharded-h5": f"{_LOADERS}.keras_sharded:SPEC",
+    "keras-sharded-h5": f"{_LOADERS}.keras_h5:SHARDED",
     "keras-archive": f"{_LOADERS}.keras_archive:SPEC",
     "keras-hub-preset": f"{_LOADERS}.hub_preset:SPEC",
     "hf-safetensors": f"{_LOADERS}.hf_folder:SPEC",

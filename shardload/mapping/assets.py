@@ -21,8 +21,8 @@ from shardload.keras_bridge.saving import load_assets as load_keras_assets
 from shardload.keras_bridge.saving import objects_with_files
 from shardload.keras_bridge.vocabularies import has_empty_vocabulary, is_empty_vocabulary, unadapted_layers
 from shardload.loaders import spec_of
-from shardload.loaders.folder import descendant
-from shardload.loaders.orbax import open_orbax
+from shardload.loaders.contents import descendant
+from shardload.loaders.orbax.loader import open_orbax
 from shardload.manifest import Manifest
 from shardload.mapping.state_tree import renamed
 from shardload.mapping.stored_values import stored_values, unstored_hook

@@ -11,7 +11,7 @@ from typing import Any
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError, UsageError, suggests_arguments
 from shardload.loaders import describe_folder, folder_of, open_manifest, open_variant, spec_of
 from shardload.loaders.contents import CONFIG
-from shardload.loaders.orbax import SPEC, open_orbax
+from shardload.loaders.orbax.loader import SPEC, open_orbax
 from shardload.loaders.registry import names as format_names
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved, resolve

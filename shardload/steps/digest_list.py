@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError
+from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.steps.file_tree import FileTree, scan, sync
 from shardload.stores import json_files
 from shardload.stores.local import located
@@ -29,7 +30,6 @@ from shardload.stores.location import Location, is_litter
 from shardload.stores.store import UNIT_BYTES
 from shardload.units import exact_bytes
 
-OWN_FOLDER = "shardload"
 DIGESTS_FILE = f"{OWN_FOLDER}/digests.json"
 
 READ_UNITS = 8

@@ -31,7 +31,6 @@ from shardload.errors import (
 )
 from shardload.steps.digest_list import (
     DIGESTS_FILE,
-    OWN_FOLDER,
     THREADS,
     Damage,
     Digests,
@@ -54,7 +53,7 @@ from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES, File
 from shardload.units import exact_bytes
 
-__all__ = ["DIGESTS_FILE", "OWN_FOLDER", "Checker", "Damage", "Digests", "SavedUnits", "verify"]
+__all__ = ["DIGESTS_FILE", "Checker", "Damage", "Digests", "SavedUnits", "verify"]
 
 PIECE_BYTES = 128 << 10
 """Bytes per read in `Checker.check`: fits into the L2 cache and is small compared with any budget."""

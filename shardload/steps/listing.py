@@ -28,9 +28,9 @@ from shardload.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardload.loaders.orbax import number_of, numbered
+from shardload.loaders.orbax.loader import OWN_FOLDER, number_of, numbered
 from shardload.steps.digest_list import name_damage
-from shardload.steps.digests import DIGESTS_FILE, OWN_FOLDER, Checker
+from shardload.steps.digests import DIGESTS_FILE, Checker
 from shardload.steps.file_tree import FileTree, scan
 from shardload.steps.number import NAME, check_number
 from shardload.steps.record import STEP_FILE, StepRecord

@@ -22,11 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardload.errors import SaveError, ShardloadError, SourceNotFoundError, StepExistsError, UsageError, WriteError
+from shardload.loaders.orbax.saving import describe, save_error
 from shardload.steps.digests import Digests
 from shardload.steps.file_tree import is_empty, sync, sync_all
 from shardload.steps.locks import FolderLock
 from shardload.steps.number import NAME
-from shardload.steps.save_errors import describe, save_error
 from shardload.stores.local import expanded
 
 STAGING = ".staging"

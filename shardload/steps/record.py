@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardload.steps.digest_list import OWN_FOLDER
+from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.stores import json_files
 from shardload.stores.local import located
 from shardload.stores.location import Location

@@ -24,7 +24,8 @@ from shardload.errors import (
     UnsafeSourceError,
     UnsupportedError,
 )
-from shardload.steps.digest_list import DIGESTS_FILE, OWN_FOLDER, Damage, Digests, is_saved
+from shardload.loaders.orbax.loader import OWN_FOLDER
+from shardload.steps.digest_list import DIGESTS_FILE, Damage, Digests, is_saved
 from shardload.steps.digests import SavedUnits
 from shardload.stores import private_copies
 from shardload.stores.json_files import MAX_JSON_BYTES

@@ -33,6 +33,8 @@ from shardload.errors import WAYS_OUT, UnsupportedError, UsageError, WriteError
 from shardload.families.parts.tensors import Spec
 from shardload.families.registry import model_type_of
 from shardload.hub.tensors import transformers_tensors
+from shardload.loaders import safetensors_writer
+from shardload.loaders.file_pieces import Wanted
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import root
 from shardload.resolve.architectures import Config, aliases, architectures, lookup, scaled
@@ -41,7 +43,6 @@ from shardload.stores.local import local_target
 from shardload.stores.nowhere import nowhere
 from shardload.synth import noise
 from shardload.units import check_kind, format_bytes, is_integer, plain_dtype_name, spare_bytes
-from shardload.writers import Wanted, safetensors
 
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
@@ -105,7 +106,7 @@ def synth(
     seed: int = 0,
     dtype: str = "bfloat16",
     directory: str | os.PathLike[str] | None = None,
-    shard_bytes: int = safetensors.SHARD_BYTES,
+    shard_bytes: int = safetensors_writer.SHARD_BYTES,
     progress: ProgressLike = None,
     overwrite: bool = False,
 ) -> Path:
@@ -193,7 +194,7 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
 
     specs = transformers_tensors(job.config)
     tensors = [Wanted(spec.name, spec.shape, np.dtype(job.dtype)) for spec in specs]
-    places = safetensors.write_skeleton(work, tensors, shard_bytes=shard_bytes)
+    places = safetensors_writer.write_skeleton(work, tensors, shard_bytes=shard_bytes)
     for number, (spec, place) in enumerate(zip(specs, places, strict=True)):
         with (work / place.pieces[0].path).open("r+b", buffering=0) as file:
             file.seek(place.pieces[0].offset)
@@ -222,7 +223,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     from shardload.keras_bridge.hub_imports import backbone_of
     from shardload.keras_bridge.saving import saved_layout
     from shardload.keras_bridge.weights_files import check_for_keras, listed_by_keras
-    from shardload.writers import h5
+    from shardload.loaders.hdf5 import writer as h5
 
     with abstract():
         config = {**job.config, "torch_dtype": job.dtype}

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardload.errors import SourceError
 from shardload.families.parts.gguf_tokenizer import GgufTokenizer
-from shardload.loaders.gguf import TokenizerMetadata
+from shardload.loaders.gguf.loader import TokenizerMetadata
 
 _START = "\u2581"
 _CONTROL = 3

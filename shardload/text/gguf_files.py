@@ -16,7 +16,7 @@ from typing import Any
 
 from shardload.families.parts.gguf_tokenizer import GgufTokenizer
 from shardload.families.registry import model_type_of
-from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
+from shardload.loaders.gguf.loader import TokenizerMetadata, tokenizer_metadata
 from shardload.manifest import Manifest
 from shardload.text.encoder_tokenizers import encoder_tokenizer, is_lower_case, vocabulary
 from shardload.text.gguf_tokenizer import byte_level, check_supported, sentencepiece_proto, spaced_pairs

@@ -20,7 +20,7 @@ from typing import Any
 from shardload.errors import UnsupportedError
 from shardload.families.parts.gguf_tokenizer import GgufTokenizer
 from shardload.families.registry import pre_tokenizers
-from shardload.loaders.gguf import TokenizerMetadata, tokenizer_metadata
+from shardload.loaders.gguf.loader import TokenizerMetadata, tokenizer_metadata
 from shardload.stores.location import Location
 from shardload.text.encoder_tokenizers import encoder_tokenizer, surround
 from shardload.text.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer

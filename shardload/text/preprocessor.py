@@ -25,7 +25,7 @@ from shardload.hub.preset_path import preset_path
 from shardload.hub.tensorflow import lacks_tensorflow
 from shardload.keras_bridge.caller import warn_caller
 from shardload.loaders import spec_of
-from shardload.loaders.gguf import tokenizer_metadata
+from shardload.loaders.gguf.loader import tokenizer_metadata
 from shardload.manifest import Manifest
 from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.local import located, temporary_folder

@@ -13,10 +13,10 @@ from callback_models import Batches, X, assert_holds, compiled, fit, steps_in
 
 from shardload.callbacks import OrbaxCheckpoint, retention, writer
 from shardload.errors import SaveError
-from shardload.steps import orbax_writer
+from shardload.loaders.orbax import saving as orbax_writer
+from shardload.loaders.orbax.saving import save_error
 from shardload.steps.digests import verify
 from shardload.steps.listing import list_steps
-from shardload.steps.save_errors import save_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 

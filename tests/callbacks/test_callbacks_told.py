@@ -16,8 +16,9 @@ from shardload import interrupts
 from shardload.callbacks import OrbaxCheckpoint, retention, writer
 from shardload.errors import SaveError, SourceError, StepExistsError
 from shardload.interrupts import Worker, defer_interrupt, number_of, raise_interrupt_safely
+from shardload.loaders.orbax import saving
+from shardload.loaders.orbax import saving as orbax_writer
 from shardload.processes import watchdog
-from shardload.steps import orbax_log_filter, orbax_writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -100,7 +101,7 @@ def test_a_failed_save_prints_no_traceback_of_orbax(tmp_path, monkeypatch, capfd
 @pytest.fixture
 def long_ago(monkeypatch):
     """No save by shardload runs, and none failed recently."""
-    monkeypatch.setattr(orbax_log_filter, "STRAGGLERS_S", 0.0)
+    monkeypatch.setattr(saving, "STRAGGLERS_S", 0.0)
 
 
 def record(path, level=logging.ERROR):
@@ -109,16 +110,16 @@ def record(path, level=logging.ERROR):
 
 def test_orbax_is_silent_about_our_saves_only(long_ago, monkeypatch):
     of_orbax, of_others = record("/lib/orbax/checkpoint/future.py"), record("/lib/other/thing.py")
-    assert orbax_log_filter.is_worth_logging(of_orbax) and orbax_log_filter.is_worth_logging(of_others)
-    orbax_log_filter.save_began()
-    assert not orbax_log_filter.is_worth_logging(of_orbax) and orbax_log_filter.is_worth_logging(of_others)
-    assert orbax_log_filter.is_worth_logging(record("/lib/orbax/checkpoint/future.py", logging.WARNING))
-    orbax_log_filter.save_ended(failed=False)
-    assert orbax_log_filter.is_worth_logging(of_orbax)
-    orbax_log_filter.save_began()
-    orbax_log_filter.save_ended(failed=True)
-    monkeypatch.setattr(orbax_log_filter, "STRAGGLERS_S", 60.0)
-    assert not orbax_log_filter.is_worth_logging(of_orbax)
+    assert saving.is_worth_logging(of_orbax) and saving.is_worth_logging(of_others)
+    saving.save_began()
+    assert not saving.is_worth_logging(of_orbax) and saving.is_worth_logging(of_others)
+    assert saving.is_worth_logging(record("/lib/orbax/checkpoint/future.py", logging.WARNING))
+    saving.save_ended(failed=False)
+    assert saving.is_worth_logging(of_orbax)
+    saving.save_began()
+    saving.save_ended(failed=True)
+    monkeypatch.setattr(saving, "STRAGGLERS_S", 60.0)
+    assert not saving.is_worth_logging(of_orbax)
 
 
 def test_only_a_write_of_tensorstore_that_comes_late_is_silent():
@@ -129,9 +130,9 @@ def test_only_a_write_of_tensorstore_that_comes_late_is_silent():
     with pytest.raises(RuntimeError) as caught:
         loop.call_soon_threadsafe(print)
     here = caught.value.__traceback__
-    assert not orbax_log_filter.is_late_write(caught.value, here)  # somebody's own call
-    assert orbax_log_filter.is_late_write(caught.value, here.tb_next)  # called from no Python
-    assert not orbax_log_filter.is_late_write(RuntimeError("other"), here.tb_next)
+    assert not saving.is_late_write(caught.value, here)  # somebody's own call
+    assert saving.is_late_write(caught.value, here.tb_next)  # called from no Python
+    assert not saving.is_late_write(RuntimeError("other"), here.tb_next)
 
 
 def async_serialize_from_host():
@@ -150,8 +151,8 @@ def test_what_orbax_left_behind_is_collected_silently_once_a_save_failed(long_ag
         warnings.simplefilter("always")
         async_serialize_from_host()
         assert len(told) == 1 and "never awaited" in str(told[0].message)
-        orbax_log_filter.save_began()
-        orbax_log_filter.save_ended(failed=True)
+        saving.save_began()
+        saving.save_ended(failed=True)
         async_serialize_from_host()
         assert len(told) == 1
         of_somebody_else()

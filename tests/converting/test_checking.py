@@ -26,9 +26,9 @@ from shardload.converting import keras_files
 from shardload.errors import SaveError, UnsupportedError, WriteError
 from shardload.keras_bridge import saving
 from shardload.keras_bridge.saving import saved_layout
-from shardload.loaders.orbax import open_orbax
+from shardload.loaders import safetensors_writer
+from shardload.loaders.orbax.loader import open_orbax
 from shardload.synth import synth
-from shardload.writers import safetensors
 
 
 def without_last():
@@ -105,9 +105,11 @@ def test_a_synthetic_file_is_compared_with_what_keras_would_save(format, tmp_pat
 
 
 def test_a_synthetic_folder_is_read_back(tmp_path, monkeypatch):
-    skeleton = safetensors.write_skeleton
+    skeleton = safetensors_writer.write_skeleton
     monkeypatch.setattr(
-        safetensors, "write_skeleton", lambda folder, tensors, **named: skeleton(folder, doubled(tensors), **named)
+        safetensors_writer,
+        "write_skeleton",
+        lambda folder, tensors, **named: skeleton(folder, doubled(tensors), **named),
     )
     with pytest.raises(WriteError, match=r"Cannot read back .*: it has other tensors than were written"):
         synth("gemma2_2b", scale=0.02, format="safetensors", directory=tmp_path)

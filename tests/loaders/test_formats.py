@@ -15,7 +15,8 @@ from cli_fakes import shardload as command
 
 import shardload
 from shardload.errors import SourceError, UnsupportedError, UsageError
-from shardload.loaders import FormatSpec, gguf, open_manifest, recognise, register, registry
+from shardload.loaders import FormatSpec, open_manifest, recognise, register, registry
+from shardload.loaders.gguf import loader as gguf
 from shardload.verifying import verify
 
 ROOT = Path(__file__).parents[2]

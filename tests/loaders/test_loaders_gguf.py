@@ -29,9 +29,9 @@ from shardload.errors import (
 from shardload.families.parts.gguf_values import llama3_factors
 from shardload.families.registry import gguf_architectures
 from shardload.loaders import open_manifest
-from shardload.loaders.gguf import tokenizer_metadata
-from shardload.loaders.gguf_header import INLINE_ITEMS, TYPES, read_array, read_header
-from shardload.loaders.gguf_rows import PLAIN, minus_one
+from shardload.loaders.gguf.header import INLINE_ITEMS, TYPES, read_array, read_header
+from shardload.loaders.gguf.loader import tokenizer_metadata
+from shardload.loaders.gguf.rows import PLAIN, minus_one
 from shardload.stores.local import located
 from shardload.verifying import verify
 

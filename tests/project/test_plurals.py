@@ -20,8 +20,8 @@ ADJECTIVES = "different |equal |global |local |missing |more |other |quantised |
 COUNTED = re.compile(rf" (?:{ADJECTIVES})?(?:{NOUNS})s\b")
 NO_COUNTS = {
     "console/jax_setup.py": ["found"],  # a platform
-    "loaders/gguf_header.py": ["kind.name"],
-    "loaders/gguf_rows.py": ["self.info.kind.name"],
+    "loaders/gguf/header.py": ["kind.name"],
+    "loaders/gguf/rows.py": ["self.info.kind.name"],
     "mapping/layer_step.py": ["found"],  # a dtype
     "pipeline/array_targets.py": ["layout.parts", "tensor.dtype"],  # a tuple
     "synth/__init__.py": ["advice"],  # ends in "The"

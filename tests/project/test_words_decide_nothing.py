@@ -27,10 +27,10 @@ OF_OTHERS = {
     "processes/joint_call.py": "an error is not told twice",
     "processes/__init__.py": "JAX has one class for all errors of its service",
     "hub/build_errors.py": "Keras wraps errors of constructors",
-    "loaders/hdf5.py": "h5py raises OSError for everything",
+    "loaders/hdf5/datasets.py": "h5py raises OSError for everything",
     "resolve/hubs.py": "kagglehub raises one class for files that a model lacks",
     "sharding/devices.py": "JAX adds hints for its developers to its errors",
-    "steps/orbax_log_filter.py": "a log record of Orbax",
+    "loaders/orbax/saving.py": "a log record of Orbax",
     "stores/remote_failures.py": "TensorStore has one class for all failures of HTTP",
 }
 """Modules that look into the text of other libraries' errors, which offer nothing else, and why."""

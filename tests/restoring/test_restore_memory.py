@@ -20,9 +20,9 @@ from wide_layers import LAYERS, LAYOUTS, WIDTH, build, layouts
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import BudgetError
-from shardload.loaders.zarr_chunks import ZarrCodec
+from shardload.loaders.orbax import saving as orbax_writer
+from shardload.loaders.orbax.zarr_store import ZarrCodec
 from shardload.pipeline import filling
-from shardload.steps import orbax_writer
 from shardload.transfer import execution, planning
 
 MIB = 1 << 20

@@ -17,12 +17,11 @@ from orbax.checkpoint import v1 as ocp
 
 from shardload.errors import SaveError, SourceError, UsageError
 from shardload.loaders import open_manifest
-from shardload.steps import orbax_log_filter
+from shardload.loaders.orbax import saving
+from shardload.loaders.orbax.saving import PendingSave, save_error, start_save, write_plain_arrays
 from shardload.steps.digests import Digests, verify
 from shardload.steps.listing import list_steps
-from shardload.steps.orbax_writer import PendingSave, start_save, write_plain_arrays
 from shardload.steps.publish import Root, Staging
-from shardload.steps.save_errors import save_error
 
 # Orbax warns whenever it restores without being told shardings, which is what a plain load does.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
@@ -170,7 +169,7 @@ def test_waiting_can_be_given_up_and_taken_up_again(tmp_path):
     import threading
 
     gate = threading.Event()
-    orbax_log_filter.save_began()  # as start_save does; the end of the save is counted
+    saving.save_began()  # as start_save does; the end of the save is counted
     pending = PendingSave(Slow(), path=tmp_path, step=3, parent=tmp_path.parent.stat())
     with pytest.raises(TimeoutError, match="Step 3 is still being written"):
         pending.result(0.01)

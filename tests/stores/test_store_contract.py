@@ -8,7 +8,7 @@ from object_server import ObjectServer
 from store_contract import FILES, LARGE, StoreContract
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
-from shardload.loaders.folder import descendant, member
+from shardload.loaders.contents import descendant, member
 from shardload.stores.json_files import read_object
 from shardload.stores.local import located
 from shardload.stores.location import Location

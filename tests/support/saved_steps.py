@@ -2,8 +2,8 @@
 
 import json
 
+from shardload.loaders.orbax import saving as orbax_writer
 from shardload.mapping.state_tree import describe
-from shardload.steps import orbax_writer
 from shardload.steps.digests import Digests
 from shardload.steps.publish import Staging
 

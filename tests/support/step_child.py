@@ -15,7 +15,7 @@ from shardload.steps.publish import Staging, remove_stale, remove_step
 def save(root, step, *, orbax):
     staging = Staging.begin(root, step)
     if orbax:
-        from shardload.steps.orbax_writer import start_save
+        from shardload.loaders.orbax.saving import start_save
 
         start_save(staging.path, {"pytree": ARRAYS}, step=step).result()
     else:

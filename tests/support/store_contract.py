@@ -14,7 +14,7 @@ from shardload.errors import (
     UnsafeSourceError,
     UnsupportedError,
 )
-from shardload.loaders.folder import descendant, member
+from shardload.loaders.contents import descendant, member
 from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.json_files import read_object
 

@@ -21,7 +21,7 @@ from shardload import parallel
 from shardload.errors import SourceError, UnsupportedError, UsageError
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.binding import bind, unbind
-from shardload.loaders.gguf import TokenizerMetadata
+from shardload.loaders.gguf.loader import TokenizerMetadata
 from shardload.manifest import Manifest
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located

@@ -50,7 +50,7 @@ ROPE_FREQS = frozenset({"rope_freqs.weight"})
 
 
 class Undo(Enum):
-    """The transformation that the converter to GGUF applied to a tensor; `shardload.loaders.gguf_rows` undoes it."""
+    """The transformation that the converter to GGUF applied to a tensor; `shardload.loaders.gguf.rows` undoes it."""
 
     NOTHING = "nothing"
     MINUS_ONE = "minus one"

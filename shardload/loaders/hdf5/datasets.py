@@ -8,7 +8,7 @@ Keras writes each dataset contiguous and little-endian, so its bytes can be read
 
 ``start`` is not 0 where the HDF5 file is itself part of a file, as in a ``.keras`` archive. Files reached from outside
 (external links, external storage, virtual datasets) are refused, as Keras refuses them. What contains no numbers is
-left out, and so are soft links, which Keras does not follow. `shardload.loaders.hdf5_walk` finds the datasets.
+left out, and so are soft links, which Keras does not follow. `shardload.loaders.hdf5.walk` finds the datasets.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.loaders.extents import check_shape
-from shardload.loaders.hdf5_strings import Strings
-from shardload.loaders.hdf5_structures import Structures
-from shardload.loaders.hdf5_walk import SHOWN, HeaderLimit, LinkWalk, decoded, open_at
+from shardload.loaders.hdf5.structures import Strings, Structures
+from shardload.loaders.hdf5.walk import SHOWN, HeaderLimit, LinkWalk, decoded, open_at
 from shardload.manifest import Decoded, Extent, Storage, Tensor
 from shardload.stores.file_reading import FileStream
 from shardload.stores.location import Location

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.steps import orbax_writer
-from shardload.writers import FilePiece, TensorPlace, Wanted
+from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted
+from shardload.loaders.orbax import saving as orbax_writer
 
 CHUNK_BYTES = 64 << 20
 """Small enough that restoring a slice reads little more than the slice; large enough to keep files few."""

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from shardload.errors import LimitError, SourceError, TruncatedSourceError, UnsafeSourceError
-from shardload.loaders.folder import descendant
+from shardload.loaders.contents import descendant
 from shardload.stores.location import Location
 from shardload.units import exact_bytes, plural
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardload.errors import UnsupportedError
+from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, grouped
 from shardload.loaders.safetensors import DTYPES
-from shardload.writers import FilePiece, TensorPlace, Wanted, grouped
 
 SHARD_BYTES = 5_000_000_000
 """The long-time default of ``transformers``."""

@@ -6,26 +6,43 @@ each chunk is then a byte range of a file that loads without decoding.
 
 Orbax treats every folder in a step as a checkpointable, and plain ``load_checkpointables(step)`` fails if one is not.
 So the folder ``shardload/``, which later receives shardload's own files, is written as a tiny checkpointable.
+
+Suppress what Orbax and TensorStore print about a failed save, so that shardload's own error stays visible.
+
+    Orbax          logs a traceback for each of its threads before it raises the first of their errors
+    TensorStore    prints "Event loop is closed" for each write that finishes after Orbax gave up
+    Python         warns of Orbax coroutines that were "never awaited" when they are garbage-collected
+
+All of it repeats shardload's error. The first two are suppressed during a save by shardload and for a while after a
+failed one, the third after the first failure. At other times they concern other users of Orbax and are shown.
+
+Turn a failed save into an error that names the operating system's reason, found in nested exceptions.
+
+TensorStore reports a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax reports a removed
+folder as `ValueError("No ArrayMetadata found …")`. Both give the reason as text only, which `errno_of` knows.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
-from shardload.errors import SaveError, UsageError
-from shardload.loaders.ocdbt import BACKSLASH
-from shardload.steps import orbax_log_filter
-from shardload.steps.digests import OWN_FOLDER
-from shardload.steps.save_errors import describe, save_error
+from shardload.errors import WAYS_OUT, SaveError, UsageError, errno_of
+from shardload.loaders.orbax.loader import OWN_FOLDER
+from shardload.loaders.orbax.ocdbt import BACKSLASH
 from shardload.stores.local import temporary_folder
+from shardload.units import format_bytes
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
 """The content that plain Orbax loads from ``shardload/``. Written as JSON: as a pytree, the default for strings, it
@@ -94,7 +111,7 @@ class PendingSave:
         except BaseException as error:
             self._error = error
         finally:
-            orbax_log_filter.save_ended(failed=self._error is not None)
+            save_ended(failed=self._error is not None)
             self._ended.close()
             self._done.set()
 
@@ -215,12 +232,12 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     context.asynchronous.create_directories_asynchronously = False
     # Orbax takes whole seconds, and half a second must not become 0.
     context.asynchronous.timeout_secs = math.ceil(timeout_s or DEFAULT_TIMEOUT_S)
-    orbax_log_filter.save_began()
+    save_began()
     try:
         with context:
             return ocp.save_checkpointables_async(str(target), {**items, **OWN_ITEM})
     except BaseException:
-        orbax_log_filter.save_ended(failed=True)
+        save_ended(failed=True)
         raise
 
 
@@ -250,13 +267,156 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
     """
     from orbax.checkpoint import v1 as ocp
 
-    orbax_log_filter.save_began()
+    save_began()
     try:
         with _named_for_orbax(Path(path)) as named, _context(ocdbt=False):
             ocp.save_checkpointables(str(named), {**items, **OWN_ITEM})
     except BaseException as error:
-        orbax_log_filter.save_ended(failed=True)
+        save_ended(failed=True)
         if isinstance(error, (OSError, ValueError)):
             raise save_error(error, step="?", folder=Path(path)) from error
         raise
-    orbax_log_filter.save_ended(failed=False)
+    save_ended(failed=False)
+
+
+STRAGGLERS_S = 30.0
+"""How long threads of Orbax and writes of TensorStore may continue after Orbax gave up."""
+
+LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
+"""Coroutines that were not started when Orbax closed the event loop of a failed save."""
+
+_lock = threading.Lock()
+_saving = 0
+"""Saves in progress; more than one if several callbacks or threads save."""
+# Not 0: the monotonic clock may have started with the machine, less than STRAGGLERS_S ago.
+_failed_at = -STRAGGLERS_S
+_installed = False
+
+
+def save_began() -> None:
+    """Record that a save begins."""
+    global _saving  # noqa: PLW0603
+    _install()
+    with _lock:
+        _saving += 1
+
+
+def save_ended(*, failed: bool) -> None:
+    """Record that a save ended. After a failure, the caller raises the error."""
+    global _saving, _failed_at  # noqa: PLW0603
+    with _lock:
+        _saving -= 1
+        if failed:
+            _failed_at = time.monotonic()
+            # For good: some later garbage collection finds the coroutines, after an unknown time.
+            warnings.filterwarnings("ignore", LEFT_BEHIND, RuntimeWarning)
+
+
+def is_from_save() -> bool:
+    """Whether Orbax output printed now belongs to a save by shardload, which reports failures itself."""
+    return _saving > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
+
+
+def is_worth_logging(record: logging.LogRecord) -> bool:
+    """Drop errors of saves by shardload, and Orbax's warning about items without arrays (``model_config``)."""
+    if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
+        return False
+    # By the path of the code, not by logger: absl's logger is shared by all packages that use absl.
+    return not (record.levelno >= logging.ERROR and "orbax" in record.pathname and is_from_save())
+
+
+def is_late_write(error: BaseException | None, trace: TracebackType | None) -> bool:
+    """Whether a TensorStore thread failed to report a finished write because Orbax had closed the event loop."""
+    return (
+        # The write is reported by a C++ thread, so the outermost frame is the asyncio function that it calls.
+        isinstance(error, RuntimeError)
+        and str(error) == "Event loop is closed"
+        and trace is not None
+        and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"
+        and trace.tb_frame.f_globals.get("__name__") == "asyncio.base_events"
+    )
+
+
+def _install() -> None:
+    """Install the filters once per process; hooks installed later take precedence."""
+    global _installed  # noqa: PLW0603
+    with _lock:
+        if _installed:
+            return
+        _installed = True
+    logging.getLogger("absl").addFilter(is_worth_logging)
+    print_error, print_unraisable = sys.excepthook, sys.unraisablehook
+
+    def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (is_late_write(error, trace) and is_from_save()):
+            print_error(kind, error, trace)
+
+    def on_unraisable(what: Any) -> None:
+        if not (is_late_write(what.exc_value, what.exc_traceback) and is_from_save()):
+            print_unraisable(what)
+
+    sys.excepthook, sys.unraisablehook = on_error, on_unraisable
+
+
+_ADVICE = {
+    **WAYS_OUT,
+    errno.ENOSPC: "Free some room, or keep fewer steps (max_to_keep)",
+    errno.EDQUOT: "Free some room, or keep fewer steps (max_to_keep)",
+    errno.EACCES: "Grant this user write access, or save elsewhere",
+    errno.EPERM: "Grant this user write access, or save elsewhere",
+    errno.EXDEV: "Steps are renamed into place, so .staging must be on the same file system as its parent folder",
+    errno.EROFS: "Save to a disk that can be written",
+    errno.ENOENT: "Something removed it while the step was being written; find out what before saving again",
+}
+
+_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def save_error(
+    cause: BaseException, *, step: int | str, folder: str | os.PathLike[str], needed_bytes: int | None = None
+) -> SaveError:
+    """Build the `SaveError` that names the underlying reason for ``cause``.
+
+    Args:
+        cause: The exception raised by the operating system, TensorStore or Orbax.
+        step: The step that was being saved, for the message.
+        folder: The folder being written; if it is gone, that is the reason for any error.
+        needed_bytes: The size of the step's arrays, if known: what a full disk has no room for.
+    """
+    if isinstance(cause, SaveError):
+        return cause
+    number = errno_of(cause)
+    reported = f"{type(cause).__name__}: {str(cause).rstrip('. ')}"
+    room = f", for {format_bytes(needed_bytes)} of arrays" if needed_bytes and number in _ROOM else ""
+    why = f"{os.strerror(number)}{room} ({reported})" if number else reported
+    # Writers report a removed folder in many ways, often as an error of their own metadata.
+    if not Path(folder).parent.exists() and number in (None, errno.ENOENT):
+        number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({reported})"
+    return describe(why, step=step, folder=folder, number=number)
+
+
+def describe(
+    why: str,
+    *,
+    step: int | str,
+    folder: str | os.PathLike[str],
+    number: int | None = None,
+    advice: str | None = None,
+    others: str = "Earlier steps are untouched",
+) -> SaveError:
+    """Build a `SaveError` with the standard wording.
+
+    Args:
+        why: What happened.
+        step: The step that was being saved.
+        folder: The destination.
+        number: The operating system's `errno`, if there is one.
+        advice: How to fix it; by default what helps with ``number``.
+        others: A sentence about the steps saved earlier.
+    """
+    if advice is None and number is not None:
+        advice = _ADVICE.get(number)
+    fix = "" if advice is None else f". {advice}"
+    made = SaveError(f"Cannot save step {step} to {os.fspath(folder)}: {why}{fix}. {others}")
+    made.errno = number
+    return made

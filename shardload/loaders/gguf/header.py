@@ -147,7 +147,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The parsed header of one file, or of all parts of a model (`gguf_parts`)."""
+    """The parsed header of one file, or of all parts of a model (`gguf.loader`)."""
 
     values: dict[str, Any]
     """Key-values; arrays as lists, long ones as `LongArray`, arrays of arrays as lists of both."""

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from shardload.errors import UnsupportedError
-from shardload.writers import FilePiece, TensorPlace, Wanted, grouped
+from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, grouped
 
 
 def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str]) -> tuple[TensorPlace, ...]:

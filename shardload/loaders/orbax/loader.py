@@ -12,23 +12,28 @@
 
 A tensor's name is its key path joined by "/". Uncompressed arrays are read in place, as extents. Orbax stores no arrays
 without elements: in steps of shardload, structure.json has them.
+
+Orbax's ``_METADATA``: the key path and kind of every leaf of the saved tree.
+
+{"tree_metadata": {"('params', 'kernel')": {"key_metadata": [{"key": "params", "key_type": 2}, …],
+                                            "value_metadata": {"value_type": "jax.Array", …}}}}
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes  # noqa: F401  names of its dtypes
 import numpy as np
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
+from shardload.loaders.contents import listing, member
 from shardload.loaders.extents import collect
-from shardload.loaders.folder import listing, member
-from shardload.loaders.orbax_tree import TREE, SavedLeaf, read_strings, read_tree
+from shardload.loaders.orbax.zarr_store import Arrays
 from shardload.loaders.registry import FormatSpec
-from shardload.loaders.zarr_store import Arrays
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_object
 from shardload.stores.location import Location
@@ -38,6 +43,8 @@ ITEMS = ("pytree", "default")
 """Names of the item with the weights: Keras and Orbax v1, Orbax v0."""
 ALONE = "state"
 """The name in v1's ``save_pytree``, which writes nothing else; with other trees, it is one of several by a user."""
+OWN_FOLDER = "shardload"
+"""The folder in a step for shardload's own files."""
 _MODEL_CONFIG, _ASSETS = "model_config", "assets"
 # Bounded, because int() raises for thousands of digits.
 _NAME = re.compile(r"(?:[^/]*_)?([0-9]{1,19})")
@@ -143,7 +150,7 @@ def _item(step: Location) -> Location:
 def _others(step: Location, item: Location) -> tuple[str, ...]:
     """Name the trees that are not read. A step of shardload has only those that ``checkpointables`` named."""
     names = step.names()
-    if item == step or "shardload" in names:
+    if item == step or OWN_FOLDER in names:
         return ()
     known = (item.name, _MODEL_CONFIG, _ASSETS)
     found = [name for name in names if name not in known and (step / name / TREE).is_file()]
@@ -162,7 +169,7 @@ def _metadata(
     step: Location, item: Location, leaves: tuple[SavedLeaf, ...], tensors: dict[str, list[str]]
 ) -> dict[str, Any]:
     # Only shardload writes this folder: both files may be missing.
-    own = step / "shardload"
+    own = step / OWN_FOLDER
     digests = member(own, "digests.json", named_by=str(own))
     structure = member(own, "structure.json", named_by=str(own))
     return {
@@ -230,3 +237,86 @@ SPEC = FormatSpec(
     transformers_files="shardload/transformers",
     is_step=True,
 )
+
+
+TREE = "_METADATA"
+_STRINGS = "_strings.json"
+_EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
+_ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLeaf:
+    """A leaf of a saved tree."""
+
+    keys: tuple[str, ...]
+    """Its key path; sequence indices as text."""
+    kind: str
+    """Orbax's value type: ``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``, ``Dict`` …"""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return "/".join(self.keys)
+
+    @property
+    def stored_name(self) -> str:
+        """The array's name in the store."""
+        return ".".join(self.keys)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the leaf has no value."""
+        return self.kind in _EMPTY
+
+    @property
+    def is_array(self) -> bool:
+        """Whether Orbax's own handlers wrote it as an array."""
+        return self.kind in _ARRAYS
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTree:
+    """The content of ``_METADATA``."""
+
+    leaves: tuple[SavedLeaf, ...]
+    is_complete: bool
+    """Whether every chunk was written, including chunks of zeros."""
+
+
+def read_tree(item: Location) -> SavedTree:
+    """Read the tree of an item.
+
+    Raises:
+        SourceNotFoundError: When the item has no ``_METADATA``.
+        SourceError: When ``_METADATA`` is damaged.
+    """
+    path = member(item, TREE, named_by=str(item))
+    document = read_object(path)
+    found = document.get("tree_metadata")
+    if not isinstance(found, dict):
+        raise SourceError(f"{path} should contain a 'tree_metadata' that lists the leaves of the tree, but does not")
+    leaves = tuple(_leaf(entry, path) for entry in found.values())
+    paths = [leaf.keys for leaf in leaves]
+    if len(set(paths)) < len(paths):
+        raise SourceError(f"{path} lists a leaf twice")
+    return SavedTree(leaves, document.get("store_array_data_equal_to_fill_value") is True)
+
+
+def _leaf(entry: object, path: Location) -> SavedLeaf:
+    try:
+        keys = tuple(str(part["key"]) for part in entry["key_metadata"])  # type: ignore[index]
+        kind = str(entry["value_metadata"]["value_type"])  # type: ignore[index]
+    except (KeyError, TypeError) as error:
+        raise SourceError(f"{path} describes a leaf by {str(entry)[:200]}, which has no keys and type") from error
+    return SavedLeaf(keys, kind)
+
+
+def read_strings(item: Location) -> dict[str, Any]:
+    """Read the text leaves, by the name Orbax stores them under.
+
+    Raises:
+        SourceError: When their file is damaged.
+    """
+    path = member(item, _STRINGS, named_by=str(item))
+    return read_object(path) if path.exists() else {}

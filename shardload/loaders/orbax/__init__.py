@@ -1,0 +1,1 @@
+"""Orbax checkpoints: OCDBT and zarr arrays as tensors, and saving with Orbax."""
