@@ -31,10 +31,9 @@ from shardload.processes.calls import Call
 from shardload.progress import ProgressLike
 from shardload.reports import LoadReport
 from shardload.resolve.opening import OpenedSource
-from shardload.steps.alternatives import Alternative, Which, alternative
-from shardload.steps.digests import Checker
-from shardload.steps.listing import find_step, prepared
-from shardload.steps.step_info import StepInfo
+from shardload.runs.digests import Checker
+from shardload.runs.listing import Alternative, Which, alternative, find_step, prepared
+from shardload.runs.step import StepInfo
 from shardload.transfer.byte_source import check_tensor
 from shardload.transfer.read_tensor import read_tensor
 from shardload.typing import LayoutLike, MeshLike, PathLike

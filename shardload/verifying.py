@@ -18,10 +18,9 @@ from shardload.loaders import open_manifest
 from shardload.manifest import Decoded, EncodedRows, Manifest, Tensor, UnreadableRows
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
-from shardload.steps import digests
-from shardload.steps.listing import foreign, is_ours, list_steps
-from shardload.steps.record import STEP_FILE, StepRecord
-from shardload.steps.step_info import StepInfo
+from shardload.runs import digests
+from shardload.runs.listing import foreign, is_ours, list_steps
+from shardload.runs.step import STEP_FILE, StepInfo, StepRecord
 from shardload.stores.remote import location_of
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 

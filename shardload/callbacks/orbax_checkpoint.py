@@ -21,24 +21,21 @@ from typing import Any, Literal
 import keras
 
 from shardload import processes
-from shardload.callbacks import step_records
-from shardload.callbacks.best import Best
-from shardload.callbacks.contents import Contents
-from shardload.callbacks.monitor import Monitor, plain_logs
 from shardload.callbacks.other_callbacks import OtherCallbacks
 from shardload.callbacks.preemption import Preemption
 from shardload.callbacks.resume import Resumption, forget_beginning, go_on, joined, position_record
-from shardload.callbacks.retention import Retention, remover
-from shardload.callbacks.selection import Selection, Variables
-from shardload.callbacks.writer import Writer
 from shardload.data import Position, follow, stop_following
 from shardload.errors import SaveError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.training import swaps_averages_before
-from shardload.steps.listing import list_steps
-from shardload.steps.publish import Root
-from shardload.steps.record import StepRecord
-from shardload.steps.step_info import StepInfo
+from shardload.runs import step_records
+from shardload.runs.best import Best, Monitor, plain_logs
+from shardload.runs.contents import Contents, Selection, Variables
+from shardload.runs.listing import list_steps
+from shardload.runs.publish import Root
+from shardload.runs.retention import Retention, remover
+from shardload.runs.step import StepInfo, StepRecord
+from shardload.runs.writer import Writer
 from shardload.units import is_function
 
 DEFAULT_MONITOR = "val_loss"

@@ -18,8 +18,8 @@ import keras
 from shardload import restoring
 from shardload.errors import ShardloadError
 from shardload.keras_bridge.training import run_after
-from shardload.steps.listing import list_steps
-from shardload.steps.step_info import StepInfo
+from shardload.runs.listing import list_steps
+from shardload.runs.step import StepInfo
 
 _KINDS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 _COUNTS = ("wait", "best_epoch", "stopped_epoch", "cooldown_counter")

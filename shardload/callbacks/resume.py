@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload import processes
-from shardload.callbacks.step_records import trained_batches
 from shardload.data import Origin, Position, Reading, resumable_of_fit
 from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
 from shardload.keras_bridge.caller import warn_caller
@@ -27,8 +26,9 @@ from shardload.pipeline.reporting import changed_rates
 from shardload.pipeline.request import RestoreRequest
 from shardload.reports.notes import NoteKind, of_kind
 from shardload.restoring import Restored, metric_values, run_restore
-from shardload.steps.listing import list_steps
-from shardload.steps.step_info import StepInfo
+from shardload.runs.listing import list_steps
+from shardload.runs.step import StepInfo
+from shardload.runs.step_records import trained_batches
 from shardload.stores import json_files
 from shardload.units import plural
 

@@ -34,7 +34,7 @@ def steps(
     with streams.results() as out:
         jax_setup.prepare(note=streams.note)
         from shardload.processes.watchdog import written_since
-        from shardload.steps.listing import list_steps, why_no_steps
+        from shardload.runs.listing import list_steps, why_no_steps
         from shardload.stores.local import without_file_scheme
 
         found = list_steps(directory)

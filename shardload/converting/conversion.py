@@ -46,8 +46,8 @@ from shardload.loaders.registry import spec_named
 from shardload.pipeline import arguments
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
-from shardload.steps import digests
-from shardload.steps.listing import is_ours
+from shardload.runs import digests
+from shardload.runs.listing import is_ours
 from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.local import local_target, working_folder
 from shardload.typing import DTypeLike, PathLike

@@ -31,9 +31,8 @@ from shardload.interrupts import defer_interrupt
 from shardload.loaders import recognise
 from shardload.loaders.contents import FolderContent
 from shardload.loaders.file_pieces import TensorPlace
-from shardload.steps.digest_list import hasher
-from shardload.steps.file_tree import is_empty, sync, sync_all
-from shardload.steps.locks import LOCK_FILE, FolderLock
+from shardload.runs.digest_list import hasher, is_empty, sync, sync_all
+from shardload.runs.publish import LOCK_FILE, FolderLock
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import LocalFile, located, working_folder
 from shardload.units import format_bytes

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shardload.manifest import Manifest
     from shardload.reports import LoadReport
     from shardload.sharding.devices import MeshDevices
-    from shardload.steps.step_info import StepInfo
     from shardload.stores.fingerprint import Fingerprint
 
 
@@ -28,8 +27,8 @@ class ModelRecord:
     """Report of the last load into a model."""
     devices: MeshDevices | None = None
     """Mesh of a model that has no values to show it: they were lost in a failed load, or are about to be loaded."""
-    restored: StepInfo | None = None
-    """Step that a model was restored from, until ``fit`` continues from it."""
+    restored: Any = None
+    """Step (a `StepInfo`) that a model was restored from, until ``fit`` continues from it."""
     first_epoch: int | None = None
     """Epoch that the callback set for the next ``fit`` of a model."""
     runs: dict[Path, str] = field(default_factory=dict)

@@ -34,8 +34,8 @@ BUILT_IN = {
     "keras-hub-preset": f"{_LOADERS}.hub_preset:SPEC",
     "hf-safetensors": f"{_LOADERS}.hf_folder:SPEC",
     "safetensors": f"{_LOADERS}.hf_folder:BARE",
-    "gguf": f"{_LOADERS}.gguf:SPEC",
-    "orbax": f"{_LOADERS}.orbax:SPEC",
+    "gguf": f"{_LOADERS}.gguf.loader:SPEC",
+    "orbax": f"{_LOADERS}.orbax.loader:SPEC",
 }
 
 

@@ -16,8 +16,8 @@ from shardload.loaders.registry import names as format_names
 from shardload.manifest import Manifest
 from shardload.resolve import Resolved, resolve
 from shardload.resolve.architectures import lookup
-from shardload.steps.digests import Checker
-from shardload.steps.listing import find_step, is_ours, latest_of_ours, prepared
+from shardload.runs.digests import Checker
+from shardload.runs.listing import find_step, is_ours, latest_of_ours, prepared
 from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location
 from shardload.stores.nowhere import nowhere

@@ -3,7 +3,7 @@
     Location(store, key) ─► store.kind │ store.names │ store.open ─► File ─► read_into(buffer, offset)
 
 A key names a file or a folder inside a store; parts are joined by ``/``. Implementations: `shardload.stores.local`
-(this machine), `shardload.steps.remote_store` (a training step in an object store). A new store subclasses `Store` and
+(this machine), `shardload.runs.remote_store` (a training step in an object store). A new store subclasses `Store` and
 inherits the tests of ``tests/support/store_contract.py``.
 """
 

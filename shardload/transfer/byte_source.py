@@ -73,7 +73,7 @@ SourceKind = Literal["files", "units", "ranges"]
 class Verifier(Protocol):
     """Digests of a checkpoint's files, one for each unit of `shardload.stores.store.UNIT_BYTES`.
 
-    Threads may share one. `shardload.steps.digests.Checker` implements it for training steps.
+    Threads may share one. `shardload.runs.digests.Checker` implements it for training steps.
     """
 
     @property

@@ -13,7 +13,7 @@ from callback_models import X, compiled, record, steps_in
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import DamagedError, LoadInterruptedError, UsageError
-from shardload.steps.listing import find_step, list_steps
+from shardload.runs.listing import find_step, list_steps
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Step .* without a data position")]
 

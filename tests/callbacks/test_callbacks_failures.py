@@ -11,12 +11,13 @@ import pytest
 import warm_start
 from callback_models import Batches, X, assert_holds, compiled, fit, steps_in
 
-from shardload.callbacks import OrbaxCheckpoint, retention, writer
+from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import SaveError
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.loaders.orbax.saving import save_error
-from shardload.steps.digests import verify
-from shardload.steps.listing import list_steps
+from shardload.runs import retention, writer
+from shardload.runs.digests import verify
+from shardload.runs.listing import list_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 

@@ -24,7 +24,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import UnsupportedError, UsageError
 from shardload.restoring import restore
-from shardload.steps.listing import list_steps
+from shardload.runs.listing import list_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 

@@ -13,12 +13,13 @@ import pytest
 from callback_models import assert_holds, compiled, fit, steps_in
 
 from shardload import interrupts
-from shardload.callbacks import OrbaxCheckpoint, retention, writer
+from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import SaveError, SourceError, StepExistsError
 from shardload.interrupts import Worker, defer_interrupt, number_of, raise_interrupt_safely
 from shardload.loaders.orbax import saving
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.processes import watchdog
+from shardload.runs import retention, writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 

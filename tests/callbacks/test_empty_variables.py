@@ -14,7 +14,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import SourceError, UsageError
 from shardload.keras_bridge.variables import value_of
-from shardload.steps.digests import Digests
+from shardload.runs.digests import Digests
 from shardload.verifying import verify
 
 DATA = np.ones((8, 4)), np.ones((8, 2))

@@ -12,7 +12,7 @@ from stopping_child import model as built
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.steps.record import StepRecord
+from shardload.runs.step import StepRecord
 
 
 def weights(model):

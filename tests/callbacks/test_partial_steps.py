@@ -14,7 +14,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import MismatchError, UsageError
 from shardload.keras_bridge.model_state import trained_variables
-from shardload.steps.digests import Digests, verify
+from shardload.runs.digests import Digests, verify
 
 
 def saver(folder, **named):

@@ -15,7 +15,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint, resume
 from shardload.data import resumable
 from shardload.errors import DamagedError, UsageError
-from shardload.steps.step_info import StepInfo
+from shardload.runs.step import StepInfo
 
 pytestmark = [
     pytest.mark.slow,

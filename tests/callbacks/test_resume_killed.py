@@ -16,8 +16,8 @@ from orbax.checkpoint import v1 as ocp
 from resume_child import model
 
 import shardload
-from shardload.steps.digests import verify
-from shardload.steps.listing import list_steps
+from shardload.runs.digests import verify
+from shardload.runs.listing import list_steps
 
 KILLS = int(os.environ.get("SHARDLOAD_KILLS", "3"))
 

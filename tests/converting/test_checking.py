@@ -21,13 +21,13 @@ from saving_models import (
 from written_everywhere import SHARD_BYTES, check, load_by_keras, randomise, same, state
 
 import shardload
-from shardload.callbacks import writer
 from shardload.converting import keras_files
 from shardload.errors import SaveError, UnsupportedError, WriteError
 from shardload.keras_bridge import saving
 from shardload.keras_bridge.saving import saved_layout
 from shardload.loaders import safetensors_writer
 from shardload.loaders.orbax.loader import open_orbax
+from shardload.runs import writer
 from shardload.synth import synth
 
 

@@ -25,7 +25,7 @@ from shardload.callbacks import OrbaxCheckpoint
 from shardload.converting.publishing import staged
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.orbax.zarr_store import ZarrCodec
-from shardload.steps import locks
+from shardload.runs import publish
 from shardload.synth import synth
 from shardload.verifying import verify
 
@@ -260,7 +260,7 @@ def test_without_locks_a_conversion_goes_on(tmp_path, monkeypatch):
     def refuse(fd, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(publish.fcntl, "flock", refuse)
     with staged(tmp_path / "out.weights.h5", folder=False, overwrite=False) as staging:
         staging.begin("a plan")
         staging.result.write_text("made")

@@ -14,8 +14,8 @@ from process_runs import Run
 
 import shardload
 from shardload.processes.watchdog import written_since
-from shardload.steps.digests import verify
-from shardload.steps.listing import find_step, list_steps
+from shardload.runs.digests import verify
+from shardload.runs.listing import find_step, list_steps
 
 pytestmark = pytest.mark.slow
 

@@ -35,7 +35,7 @@ from shardload.loaders.extents import collect
 from shardload.loaders.orbax.ocdbt import OcdbtWalk, read_values
 from shardload.loaders.orbax.zarr_metadata import parse
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
-from shardload.steps.listing import find_step, list_steps
+from shardload.runs.listing import find_step, list_steps
 from shardload.stores.local import located
 
 MESHES = {"1x8": (1, 8), "2x4": (2, 4), "1x1": (1, 1)}

@@ -62,7 +62,7 @@ def test_arguments_may_be_numbers_of_numpy(takes, run, tmp_path):
 def test_the_callback_takes_numbers_of_numpy(given, tmp_path):
     compiled().fit(*DATA, batch_size=4, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, **given)])
     model = compiled()
-    last = shardload.steps.listing.list_steps(tmp_path)[-1].step
+    last = shardload.runs.listing.list_steps(tmp_path)[-1].step
     model.fit(*DATA, batch_size=4, epochs=2, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, resume=np.int64(last))])
     assert int(model.optimizer.iterations) == 4
 

@@ -16,7 +16,7 @@ from shardload.converting import companions
 from shardload.errors import LimitError, SourceError, TransferError, WriteError
 from shardload.hub import preset_files
 from shardload.loaders import open_manifest
-from shardload.steps.listing import list_steps
+from shardload.runs.listing import list_steps
 from shardload.verifying import verify
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")

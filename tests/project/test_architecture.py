@@ -39,7 +39,7 @@ CONFINED = {
     "gguf": {"loaders/gguf/rows.py"},
     "keras_hub": {"hub/kerashub.py"},
     "orbax": {"loaders/orbax/saving.py"},
-    "xxhash": {"steps/digest_list.py"},
+    "xxhash": {"runs/digest_list.py"},
 }
 
 

@@ -13,7 +13,7 @@ import warm_start
 from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 
 import shardload
-from shardload.steps.listing import list_steps
+from shardload.runs.listing import list_steps
 from shardload.synth import synth
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from shardload.sharding.mesh import MeshSpec
 PACKAGE = Path(__file__).parents[2] / "shardload"
 OF_OTHERS = {
     "accelerating/__init__.py": "any error of the user's code, shortened",
-    "callbacks/writer.py": "an error is not told twice",
+    "runs/writer.py": "an error is not told twice",
     "console/failures.py": "XLA has one class for all its errors; an error is not told twice",
     "processes/heartbeats.py": "the first line of an error of JAX",
     "processes/joint_call.py": "an error is not told twice",

@@ -9,7 +9,7 @@ import pytest
 import shardload
 from shardload.cli import main
 from shardload.comparing import diff
-from shardload.steps.listing import list_steps
+from shardload.runs.listing import list_steps
 from shardload.verifying import verify
 
 

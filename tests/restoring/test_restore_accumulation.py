@@ -13,7 +13,7 @@ from shardload.errors import MismatchError
 from shardload.keras_bridge.variables import value_of
 from shardload.optimizers import REKLS
 from shardload.optimizers.tensor_parallel import TensorParallelOptimizer
-from shardload.steps.digests import Digests
+from shardload.runs.digests import Digests
 
 optimizers = keras.optimizers
 SCHEDULE = optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)

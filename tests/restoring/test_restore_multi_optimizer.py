@@ -11,7 +11,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import MismatchError
 from shardload.keras_bridge.variables import value_of
-from shardload.steps.digests import Digests
+from shardload.runs.digests import Digests
 
 K = keras.optimizers
 DATA = np.ones((8, 3)), np.ones((8, 4))

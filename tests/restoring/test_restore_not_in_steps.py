@@ -12,7 +12,7 @@ from saving_models import Weighing
 import shardload
 from shardload.errors import SourceError, UnsupportedError
 from shardload.mapping import stored_values
-from shardload.steps.digests import Digests
+from shardload.runs.digests import Digests
 
 
 @keras.saving.register_keras_serializable("not_in_steps")

@@ -16,7 +16,7 @@ from shardload.keras_bridge.optimizer_slots import kind_of
 from shardload.keras_bridge.variables import value_of
 from shardload.mapping.slot_roles import KINDS
 from shardload.optimizers.tensor_parallel import TensorParallelOptimizer
-from shardload.steps.digests import Digests
+from shardload.runs.digests import Digests
 
 optimizers = keras.optimizers
 

@@ -10,7 +10,7 @@ from saved_steps import assert_one_to_one
 
 from shardload.keras_bridge.variables import value_of
 from shardload.mapping.state_tree import find
-from shardload.steps.digests import verify
+from shardload.runs.digests import verify
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 

@@ -16,8 +16,8 @@ from fuzzing import anything, damaged
 from hypothesis import strategies as st
 
 from shardload.errors import ShardloadError
-from shardload.steps.digest_list import canonical_json, hash_of
-from shardload.steps.digests import DIGESTS_FILE, Digests
+from shardload.runs.digest_list import canonical_json, hash_of
+from shardload.runs.digests import DIGESTS_FILE, Digests
 
 DEEP = "[" * 2000 + "]" * 2000
 NUMBERS = [0, -1, 1, 3, 2**31, 2**32, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**400, True]

@@ -23,7 +23,7 @@ from shardload.cli import main
 from shardload.errors import ShardloadError
 from shardload.keras_bridge.variables import has_value, value_of
 from shardload.mapping.state_tree import describe
-from shardload.steps.listing import list_steps
+from shardload.runs.listing import list_steps
 from shardload.transfer.read_tensor import read_tensor
 from shardload.verifying import verify
 

@@ -4,8 +4,8 @@ import json
 
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.mapping.state_tree import describe
-from shardload.steps.digests import Digests
-from shardload.steps.publish import Staging
+from shardload.runs.digests import Digests
+from shardload.runs.publish import Staging
 
 
 def assert_one_to_one(pairing):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from step_folders import fill
 
-from shardload.steps.digests import Digests
-from shardload.steps.listing import list_steps
-from shardload.steps.publish import Staging, remove_stale, remove_step
+from shardload.runs.digests import Digests
+from shardload.runs.listing import list_steps
+from shardload.runs.publish import Staging, remove_stale, remove_step
 
 
 def save(root, step, *, orbax):

@@ -4,8 +4,8 @@ import json
 import random
 from pathlib import Path
 
-from shardload.steps.digests import Digests
-from shardload.steps.publish import Staging
+from shardload.runs.digests import Digests
+from shardload.runs.publish import Staging
 
 MIB = 1 << 20
 

@@ -23,7 +23,7 @@ import shardload
 from shardload.keras_bridge import abstraction
 from shardload.pipeline import arguments, preparing
 from shardload.progress import Silent
-from shardload.steps.digests import Checker
+from shardload.runs.digests import Checker
 
 sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
 

@@ -12,9 +12,9 @@ from transfer_harness import Rows, check, load, manifest_of
 import shardload.transfer.preadv
 from shardload.errors import DamagedError, TransferError
 from shardload.manifest import Extent, Manifest, Tensor, View
+from shardload.runs.digests import Checker
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
-from shardload.steps.digests import Checker
 from shardload.stores.local import located
 from shardload.transfer.load_plan import RUN_BYTES, SMALL_BLOCK_BYTES, joined_runs
 from shardload.transfer.planning import Binding, make_plan

@@ -7,7 +7,7 @@ import pytest
 from step_folders import MIB, save_step
 
 from shardload.errors import DamagedError
-from shardload.steps.digests import Checker
+from shardload.runs.digests import Checker
 from shardload.transfer.byte_source import UnitReads
 from shardload.transfer.scratch import BlockMemory
 

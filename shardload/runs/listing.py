@@ -8,14 +8,21 @@ would be used unchecked. At a URL, only shardload's steps can be read::
     s3://bucket/run          the store lists its names; digests and ``step.json`` of each step are fetched
     s3://bucket/run/7        a single step, recognized by its digests
     http://host/run          HTTP cannot list: give the step's number or its own URL
+
+Choose a step to use instead of a damaged one, and write the advice for the error message.
+
+    step="latest", a number    the newest undamaged step before the damaged one
+    step="best"                the best undamaged other step, as ranked by `find_step`
+
+A local step is read completely before it counts as undamaged; for remote steps only the listing is read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,13 +36,20 @@ from shardload.errors import (
     UsageError,
 )
 from shardload.loaders.orbax.loader import OWN_FOLDER, number_of, numbered
-from shardload.steps.digest_list import name_damage
-from shardload.steps.digests import DIGESTS_FILE, Checker
-from shardload.steps.file_tree import FileTree, scan
-from shardload.steps.number import NAME, check_number
-from shardload.steps.record import STEP_FILE, StepRecord
-from shardload.steps.remote_store import RemoteStep, open_step
-from shardload.steps.step_info import StepInfo, described, ranking_record, with_best
+from shardload.runs.digest_list import FileTree, name_damage, scan
+from shardload.runs.digests import DIGESTS_FILE, Checker, verify
+from shardload.runs.remote_store import RemoteStep, open_step
+from shardload.runs.step import (
+    NAME,
+    STEP_FILE,
+    StepInfo,
+    StepRecord,
+    best_first,
+    check_number,
+    described,
+    ranking_record,
+    with_best,
+)
 from shardload.stores.local import expanded, without_file_scheme
 from shardload.stores.remote import RemoteStore, remote_store
 from shardload.stores.remote_failures import COPY_FIRST
@@ -337,3 +351,57 @@ def why_no_steps(root: str | os.PathLike[str]) -> str:
             return f". It looks like a step itself: give its folder {path.parent} and step={path.name}"
         return ". It looks like a single checkpoint of Orbax: use shardload.load_weights, or shardload load"
     return ""
+
+
+Which = int | Literal["latest", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The step to use instead of a damaged one. Serializable as JSON, so that process 0 can send it to the others."""
+
+    step: int | None
+    """The step that ``fallback="previous"`` restores, if any."""
+    advice: str
+    """A sentence for the error message."""
+
+
+def alternative(
+    directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]
+) -> Alternative:
+    """Find a step to use instead of a damaged one.
+
+    Args:
+        directory: The folder or URL of the steps.
+        which: The requested step, as for `find_step`.
+        bad: The damaged step; ``None`` if damage hides which step is the best.
+        tried: The numbers of all steps already found to be damaged.
+    """
+    # HTTP cannot list, and the URL of a single step says nothing about the steps next to it.
+    store = remote_store(directory)
+    if bad is not None and store is not None and not (store.can_list and store.url != bad.url):
+        return Alternative(None, "Other steps cannot be listed there: pass the URL of an earlier one, if there is one.")
+    # Remote steps are not read here, so the message must not promise that one is good.
+    good = " good one" if store is None else ""
+    steps = list_steps(directory)
+    others = [info for info in reversed(steps) if info.ours and info.step not in tried]
+    if which != "best":
+        found = _first_good(info for info in others if bad is None or info.step < bad.step)
+        return _take(found, f"newest{good} before it") if found else Alternative(None, "No earlier step is undamaged.")
+    ranks = {info.step: rank for rank, info in enumerate(best_first(steps))}
+    ranked = sorted((info for info in others if info.step in ranks), key=lambda info: ranks[info.step])
+    if found := _first_good(ranked):
+        return _take(found, f"next best{good}" if bad else f"best{good} of the others")
+    # Only named, never taken by fallback: a step without the metric may be worse than every ranked one.
+    newest = _first_good(info for info in others if info.step not in ranks)
+    unranked = f" Step {newest.step} is the newest{good}: pass step={newest.step}." if newest else ""
+    return Alternative(None, f"No other undamaged step has a value of the monitored metric.{unranked}")
+
+
+def _take(found: StepInfo, rank: str) -> Alternative:
+    return Alternative(found.step, f"Step {found.step} is the {rank}: pass step={found.step}, or fallback='previous'.")
+
+
+def _first_good(steps: Iterable[StepInfo]) -> StepInfo | None:
+    """Return the first undamaged step; remote steps are not read completely, only their listing."""
+    return next((s for s in steps if s.problems is None and (s.url is not None or not verify(s.path))), None)

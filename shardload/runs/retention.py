@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from shardload.errors import SaveError, ShardloadError, UsageError
-from shardload.steps.listing import list_steps
-from shardload.steps.publish import remove_step
-from shardload.steps.step_info import StepInfo, ranked
+from shardload.runs.listing import list_steps
+from shardload.runs.publish import remove_step
+from shardload.runs.step import StepInfo, ranked
 from shardload.units import is_integer, is_real
 
 

@@ -31,8 +31,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload import processes
-from shardload.callbacks.snapshot import snapshot
-from shardload.callbacks.step_records import prepare_serialising
 from shardload.errors import (
     ProcessLostError,
     SaveError,
@@ -47,10 +45,12 @@ from shardload.loaders.orbax.loader import OWN_FOLDER, open_orbax
 from shardload.loaders.orbax.saving import describe, save_error
 from shardload.manifest import Manifest
 from shardload.processes.exit_reasons import ExitRecorder
-from shardload.steps.digests import Digests
-from shardload.steps.file_tree import sync_files
-from shardload.steps.listing import TREE_FILE
-from shardload.steps.publish import Root, Staging, remove_staging, remove_stale
+from shardload.runs.digest_list import sync_files
+from shardload.runs.digests import Digests
+from shardload.runs.listing import TREE_FILE
+from shardload.runs.publish import Root, Staging, remove_staging, remove_stale
+from shardload.runs.snapshot import snapshot
+from shardload.runs.step_records import prepare_serialising
 from shardload.stores.local import located
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()

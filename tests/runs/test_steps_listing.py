@@ -8,9 +8,9 @@ import pytest
 from step_folders import save_step
 
 from shardload.errors import DamagedError, SourceNotFoundError, UsageError
-from shardload.steps.digests import Digests
-from shardload.steps.listing import find_step, list_steps
-from shardload.steps.record import StepRecord
+from shardload.runs.digests import Digests
+from shardload.runs.listing import find_step, list_steps
+from shardload.runs.step import StepRecord
 
 
 def test_steps_are_listed_by_number(tmp_path):

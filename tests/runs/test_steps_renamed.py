@@ -12,8 +12,8 @@ from step_folders import save_step as save_files
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import DamagedError, LoadInterruptedError, SourceNotFoundError
-from shardload.steps import digests
-from shardload.steps.listing import find_step, list_steps
+from shardload.runs import digests
+from shardload.runs.listing import find_step, list_steps
 from shardload.verifying import verify
 
 RENAMED = r"9: it contains step 4, so the folder was copied or renamed\. Rename it to 4; a copy needs a name that is no"

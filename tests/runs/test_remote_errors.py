@@ -24,8 +24,8 @@ from shardload.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardload.steps.digest_list import Digests, FileDigest
-from shardload.steps.listing import list_steps
+from shardload.runs.digest_list import Digests, FileDigest
+from shardload.runs.listing import list_steps
 from shardload.stores import redirects, requests
 from shardload.verifying import verify
 

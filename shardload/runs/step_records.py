@@ -19,11 +19,11 @@ import keras
 import numpy as np
 
 from shardload import processes
-from shardload.callbacks.monitor import plain_logs
 from shardload.errors import UsageError, require_callable_with
 from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
 from shardload.keras_bridge.variables import current_value
 from shardload.mapping.state_tree import StateTree
+from shardload.runs.best import plain_logs
 from shardload.stores.local import local_target
 from shardload.units import check_choice, is_function, is_integer, is_real
 

@@ -16,7 +16,7 @@ from saved_steps import save_step
 
 import shardload
 from shardload.errors import BudgetError
-from shardload.steps.listing import list_steps
+from shardload.runs.listing import list_steps
 from shardload.transfer import byte_source, execution
 from shardload.verifying import verify
 

@@ -5,8 +5,8 @@ from object_server import ObjectServer
 from store_contract import FILES, StoreContract
 
 from shardload.errors import DamagedError, SourceError
-from shardload.steps.digests import Digests
-from shardload.steps.remote_store import open_step
+from shardload.runs.digests import Digests
+from shardload.runs.remote_store import open_step
 from shardload.stores.remote import RemoteStore
 
 

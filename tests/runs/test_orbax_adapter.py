@@ -19,9 +19,9 @@ from shardload.errors import SaveError, SourceError, UsageError
 from shardload.loaders import open_manifest
 from shardload.loaders.orbax import saving
 from shardload.loaders.orbax.saving import PendingSave, save_error, start_save, write_plain_arrays
-from shardload.steps.digests import Digests, verify
-from shardload.steps.listing import list_steps
-from shardload.steps.publish import Root, Staging
+from shardload.runs.digests import Digests, verify
+from shardload.runs.listing import list_steps
+from shardload.runs.publish import Root, Staging
 
 # Orbax warns whenever it restores without being told shardings, which is what a plain load does.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")

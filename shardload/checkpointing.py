@@ -21,24 +21,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload import restoring
-from shardload.callbacks import step_records
-from shardload.callbacks.best import Best
-from shardload.callbacks.contents import Contents
-from shardload.callbacks.monitor import Monitor
 from shardload.callbacks.resume import joined, restore_iterator
-from shardload.callbacks.retention import Retention, remover
-from shardload.callbacks.selection import Selection, Variables
-from shardload.callbacks.writer import SaveJob, Writer
 from shardload.errors import UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline import arguments
 from shardload.pipeline.request import RestoreRequest
-from shardload.steps.alternatives import Which
-from shardload.steps.listing import list_steps
-from shardload.steps.publish import Root
-from shardload.steps.record import StepRecord
-from shardload.steps.step_info import StepInfo
+from shardload.runs import step_records
+from shardload.runs.best import Best, Monitor
+from shardload.runs.contents import Contents, Selection, Variables
+from shardload.runs.listing import Which, list_steps
+from shardload.runs.publish import Root
+from shardload.runs.retention import Retention, remover
+from shardload.runs.step import StepInfo, StepRecord
+from shardload.runs.writer import SaveJob, Writer
 from shardload.stores.local import expanded
 from shardload.typing import LayoutLike, MeshLike, PathLike
 

@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from shardload.callbacks.retention import BestRule, Retention
 from shardload.errors import UsageError
-from shardload.steps.record import StepRecord
-from shardload.steps.step_info import StepInfo
+from shardload.runs.retention import BestRule, Retention
+from shardload.runs.step import StepInfo, StepRecord
 
 
 def step(number, *, loss=None, hours=0.0, ours=True, problems=None, **details):

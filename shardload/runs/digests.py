@@ -29,7 +29,7 @@ from shardload.errors import (
     TransferError,
     UsageError,
 )
-from shardload.steps.digest_list import (
+from shardload.runs.digest_list import (
     DIGESTS_FILE,
     THREADS,
     Damage,
@@ -42,12 +42,11 @@ from shardload.steps.digest_list import (
     hasher,
     name_damage,
     pieces_of,
+    scan,
     size_damage,
     step_name,
 )
-from shardload.steps.file_tree import scan
-from shardload.steps.number import check_number, number_damage
-from shardload.steps.record import STEP_FILE
+from shardload.runs.step import STEP_FILE, check_number, number_damage
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES, File

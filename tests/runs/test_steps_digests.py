@@ -10,7 +10,7 @@ import xxhash
 from step_folders import MIB, files_of, save_step
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
-from shardload.steps.digests import Checker, Damage, Digests, verify
+from shardload.runs.digests import Checker, Damage, Digests, verify
 from shardload.stores import local
 
 BIG = "pytree/d/big"
@@ -61,8 +61,8 @@ def test_the_format_is_the_one_of_the_design_note(step):
 
 
 def test_large_files_are_split_among_threads_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardload.steps.digest_list.TASK_UNITS", 2)
-    monkeypatch.setattr("shardload.steps.digest_list.READ_UNITS", 1)
+    monkeypatch.setattr("shardload.runs.digest_list.TASK_UNITS", 2)
+    monkeypatch.setattr("shardload.runs.digest_list.READ_UNITS", 1)
     (tmp_path / "big").write_bytes(content := random.Random(0).randbytes(7 * MIB + 1))
     expected = tuple(xxhash.xxh3_64_hexdigest(content[at : at + MIB]) for at in range(0, len(content), MIB))
     assert Digests.compute(tmp_path).files["big"].units == expected
@@ -187,7 +187,7 @@ def test_an_unreadable_file_is_damage(step, monkeypatch):
     def fail(folder, piece, size):
         raise TransferError(f"{piece.path}: Input/output error")
 
-    monkeypatch.setattr("shardload.steps.digests.digest_piece", fail)
+    monkeypatch.setattr("shardload.runs.digests.digest_piece", fail)
     assert "Input/output error" in str(verify(step)[0])
 
 

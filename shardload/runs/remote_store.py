@@ -25,8 +25,8 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.loaders.orbax.loader import OWN_FOLDER
-from shardload.steps.digest_list import DIGESTS_FILE, Damage, Digests, is_saved
-from shardload.steps.digests import SavedUnits
+from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, is_saved
+from shardload.runs.digests import SavedUnits
 from shardload.stores import private_copies
 from shardload.stores.json_files import MAX_JSON_BYTES
 from shardload.stores.local import LocalFile

@@ -17,10 +17,10 @@ import pytest
 from step_folders import fill, names, save_step
 
 from shardload.errors import SaveError, SourceNotFoundError, StepExistsError, UsageError, WriteError
-from shardload.steps import locks, publish
-from shardload.steps.digests import Digests, verify
-from shardload.steps.listing import list_steps
-from shardload.steps.publish import Root, Staging, remove_stale, remove_step
+from shardload.runs import publish
+from shardload.runs.digests import Digests, verify
+from shardload.runs.listing import list_steps
+from shardload.runs.publish import Root, Staging, remove_stale, remove_step
 
 CHILD = Path(__file__).parents[1] / "support" / "step_child.py"
 
@@ -252,14 +252,14 @@ def test_stale_staging_is_removed_and_nothing_else(tmp_path):
 
 
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    take, removed = locks.FolderLock.take, []
+    take, removed = publish.FolderLock.take, []
 
     def late(home, *, wait=False):
         if wait and not removed:
             removed.extend(remove_stale(tmp_path))
         return take(home, wait=wait)
 
-    monkeypatch.setattr(locks.FolderLock, "take", late)
+    monkeypatch.setattr(publish.FolderLock, "take", late)
     staging = ready(tmp_path)
     assert len(removed) == 1 and removed[0] != staging.home
     assert staging.publish().is_dir()
@@ -269,7 +269,7 @@ def test_nothing_is_stale_where_nothing_can_be_locked(tmp_path, monkeypatch):
     def refuse(fd, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(publish.fcntl, "flock", refuse)
     staging = ready(tmp_path)
     assert remove_stale(tmp_path) == []
     assert staging.publish().is_dir()

@@ -1,0 +1,355 @@
+"""``shardload/step.json``, a step's metadata; this module is its only reader and writer.
+
+The file may come from an older version or be manipulated: a field that is missing or of the wrong type
+is read as if absent.
+
+Compare a step's folder name with the number in ``step.json``, which the digests protect: copies and renames differ.
+
+9/shardload/step.json  {"step": 4, …}      step 4 in folder 9: refused, since it would pass for a newer step
+final/                 {"step": 4, …}      a name that is not a number: accepted
+9/                     {"epoch": 1, …}     no number stored: nothing to compare
+
+A step as its file names and ``step.json`` describe it, and which of several is the best.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardload.errors import DamagedError, ShardloadError
+from shardload.loaders.orbax.loader import OWN_FOLDER
+from shardload.runs.digest_list import Damage
+from shardload.stores import json_files
+from shardload.stores.local import located
+from shardload.stores.location import Location
+
+STEP_FILE = f"{OWN_FOLDER}/step.json"
+VERSION = 1
+# JSON integers have any length, and float() raises OverflowError for one beyond about 1.8e308.
+_LARGEST = 1e300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The content of ``step.json``; docs/reference/checkpoints.md explains each field."""
+
+    version: int = VERSION
+    step: int | None = None
+    # Where training was.
+    epoch: int | None = None
+    batch: int | None = None
+    epoch_done: bool = False
+    # By which metric the step ranks, among which steps, and which of those the run found damaged.
+    logs: dict[str, float] = field(default_factory=dict)
+    monitor: str | None = None
+    mode: str = "auto"
+    best: float | None = None
+    best_of: str = "folder"
+    run: str | None = None
+    damaged: tuple[int, ...] = ()
+    ranks: bool = True
+    keep_best: int | None = None
+    # What the step contains.
+    save_weights_only: bool = False
+    save_trainable_only: bool = False
+    variables: tuple[str, ...] | None = None
+    left_out: int = 0
+    callbacks: tuple[Mapping[str, Any], ...] = ()
+    metadata: Any = None
+    # Where and with what it was saved.
+    mesh: Mapping[str, Any] | None = None
+    devices: int | None = None
+    processes: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    saved_unix_s: float | None = None
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str] | Location) -> StepRecord:
+        """Read the record of a step.
+
+        Raises:
+            SourceError: If the file is missing or is not a JSON object.
+        """
+        return cls.of_json(json_files.read_object(located(folder) / STEP_FILE))
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> StepRecord:
+        """Build a record from the valid fields of a JSON object."""
+        damaged, callbacks = found.get("damaged"), found.get("callbacks")
+        mesh, versions = found.get("mesh"), found.get("versions")
+        return cls(
+            version=_integer(found.get("version")) or VERSION,
+            step=_integer(found.get("step")),
+            epoch=_count(found.get("epoch")),
+            batch=_count(found.get("batch")),
+            epoch_done=bool(found.get("epoch_done")),
+            logs=_numbers(found.get("logs")),
+            monitor=_text(found.get("monitor")),
+            mode=_text(found.get("mode")) or "auto",
+            best=_number(found.get("best")),
+            best_of=_text(found.get("best_of")) or "folder",
+            run=_text(found.get("run")),
+            damaged=tuple(n for n in damaged if type(n) is int) if isinstance(damaged, list) else (),
+            ranks=found.get("ranks") is not False,
+            keep_best=_integer(found.get("keep_best")),
+            save_weights_only=bool(found.get("save_weights_only")),
+            save_trainable_only=bool(found.get("save_trainable_only")),
+            variables=_texts(found.get("variables")),
+            left_out=_count(found.get("left_out")) or 0,
+            callbacks=tuple(c for c in callbacks if isinstance(c, dict)) if isinstance(callbacks, list) else (),
+            metadata=found.get("metadata"),
+            mesh=mesh if isinstance(mesh, dict) else None,
+            devices=_count(found.get("devices")),
+            processes=_count(found.get("processes")),
+            versions=versions if isinstance(versions, dict) else {},
+            saved_unix_s=_number(found.get("saved_unix_s")),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as a JSON object."""
+        return asdict(self)
+
+    def ranks_by(self, monitor: str) -> bool:
+        """Whether the step can be ranked by ``monitor``: it has that metric, measured over a complete epoch."""
+        return self.ranks and not math.isnan(self.logs.get(monitor, math.nan))
+
+
+def _text(found: Any) -> str | None:
+    return found if isinstance(found, str) else None
+
+
+def _texts(found: Any) -> tuple[str, ...] | None:
+    return tuple(filter(_text, found)) if isinstance(found, list) else None
+
+
+def _integer(found: Any) -> int | None:
+    # Not isinstance: true is an int in Python, but not a number in JSON.
+    return found if type(found) is int else None
+
+
+def _count(found: Any) -> int | None:
+    """Return a non-negative integer below 2**63, else ``None``: larger numbers cannot come from a training run."""
+    return found if type(found) is int and 0 <= found < 1 << 63 else None
+
+
+def _number(found: Any) -> float | None:
+    # bool is an int in Python, and a number beyond the limit cannot come from a metric.
+    usable = isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) < _LARGEST
+    # Python writes and reads infinities in JSON as Infinity, although the standard has none.
+    return float(found) if usable or found in (math.inf, -math.inf) else None
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    if not isinstance(found, dict):
+        return {}
+    return {name: number for name, value in found.items() if (number := _number(value)) is not None}
+
+
+NAME = re.compile(r"0|[1-9][0-9]{0,17}")
+"""At most 18 digits, so that every number fits into 64 bits."""
+
+
+def other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] | None:
+    """Return the numbers in the folder's name and in the step's record if they differ, else ``None``."""
+    with suppress(ShardloadError, OSError):  # an unreadable record is reported as damage elsewhere
+        where = located(folder)
+        stated = StepRecord.read(where).step
+        for name in (where.name, where.resolved().name):  # a link's name, then its target's
+            if stated is not None and NAME.fullmatch(name) and int(name) != stated:
+                return int(name), stated
+    return None
+
+
+def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
+    """Return the mismatch between folder name and stored number, if any: at most one item."""
+    if (numbers := other_number(folder)) is None:
+        return []
+    return [Damage(STEP_FILE, f"{mismatch(numbers[1])}. {_advice(numbers[1])}", step=str(numbers[0]))]
+
+
+def check_number(folder: str | os.PathLike[str] | Location) -> None:
+    """Check that the name of a step's folder matches its stored number.
+
+    Raises:
+        DamagedError: If the folder was copied or renamed.
+    """
+    if (numbers := other_number(folder)) is not None:
+        named, stated = numbers
+        raise DamagedError(
+            f"Cannot use {folder} as step {named}: it contains step {stated}, so the folder was "
+            f"copied or renamed. {_advice(stated)}"
+        )
+
+
+def mismatch(stated: int) -> str:
+    """Return a short description of the mismatch."""
+    return f"contains step {stated}: copied or renamed"
+
+
+def _advice(stated: int) -> str:
+    return f"Rename it to {stated}; a copy needs a name that is not a number"
+
+
+_EMPTY = StepRecord()
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """A step as described by its file names and ``step.json``."""
+
+    step: int
+    path: Path
+    ours: bool
+    """Whether shardload saved it, so that it has digests; else Keras' own callback or plain Orbax did."""
+    best_by: str | None = None
+    """For the best of the existing steps, the metric and its value: ``val_loss=0.25 (lower is better)``."""
+    n_bytes: int = 0
+    """The total size of its files."""
+    saved_s: float = 0.0
+    """The time of the save in seconds since 1970."""
+    problems: str | None = None
+    """Problems found without reading the data; `shardload.runs.digests.verify` reads all of it."""
+    record: StepRecord | None = None
+    """The content of ``step.json``; ``None`` if the file is missing or unreadable."""
+    url: str | None = None
+    """The URL of a remote step; ``path`` is then the URL, too."""
+    remote: Location | None = field(default=None, repr=False, compare=False)
+    """The folder of a remote step; ``None`` if it cannot be read."""
+
+    @property
+    def location(self) -> Location:
+        """The step's folder, local or remote."""
+        return self.remote or located(self.path)
+
+    @property
+    def best(self) -> bool:
+        """Whether it has the best value of the monitored metric among the existing steps."""
+        return self.best_by is not None
+
+    @property
+    def recorded(self) -> StepRecord:
+        """The record, or an empty record if there is none."""
+        return self.record or _EMPTY
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch, counted from 0."""
+        return self.recorded.epoch
+
+    @property
+    def batch(self) -> int | None:
+        """The number of completed batches in the epoch."""
+        return self.recorded.batch
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The logs at this step."""
+        return self.recorded.logs
+
+    @property
+    def saved_as(self) -> int:
+        """The number it was saved under; differs from ``step`` if its folder was copied or renamed."""
+        return self.step if self.recorded.step is None else self.recorded.step
+
+    @property
+    def run(self) -> str | None:
+        """The name of the run that saved it."""
+        return self.recorded.run
+
+    @property
+    def hides_rank(self) -> bool:
+        """Whether damage hides the metrics of this step."""
+        return self.ours and self.record is None and self.problems is not None
+
+    @property
+    def where(self) -> str:
+        """The URL or path, for messages."""
+        return self.url or str(self.path)
+
+
+def described(
+    step: int,
+    path: Path,
+    record: StepRecord | None,
+    *,
+    ours: bool,
+    n_bytes: int,
+    changed_s: float = 0.0,
+    problems: str | None = None,
+) -> StepInfo:
+    """Build a `StepInfo` from the content of ``step.json``."""
+    # The digests protect the number in step.json; anyone can rename the folder.
+    if problems is None and record is not None and record.step not in (None, step):
+        problems = mismatch(record.step)
+    return StepInfo(
+        step=step,
+        path=path,
+        ours=ours,
+        n_bytes=n_bytes,
+        saved_s=(record and record.saved_unix_s) or changed_s,
+        problems=problems,
+        record=record,
+    )
+
+
+def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
+    """Return the same steps, with the best one marked if there is one."""
+    best = next((info.step for info in best_first(found)), None)
+    return [replace(info, best_by=_best_by(info, found)) if info.step == best else info for info in found]
+
+
+def _best_by(best: StepInfo, found: Sequence[StepInfo]) -> str:
+    last = ranking_record(found)
+    assert last is not None  # with_best found a best step, so some step has a metric
+    monitor = last.monitor or ""
+    better = "higher" if _is_higher_better(last.mode, monitor) else "lower"
+    return f"{monitor}={best.metrics[monitor]:.6g} ({better} is better)"
+
+
+def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
+    """Return the steps that have the monitored metric, best first; see `ranking_record`."""
+    if (last := ranking_record(steps)) is None:
+        return []
+    runs = [last.run] if last.best_of == "run" else None
+    return ranked(steps, monitor=last.monitor or "", mode=last.mode, runs=runs)
+
+
+def ranked(
+    steps: Iterable[StepInfo], *, monitor: str, mode: str, runs: Collection[str | None] | None = None
+) -> list[StepInfo]:
+    """Return the steps ranked from best to worst, without steps that lack the metric.
+
+    Args:
+        steps: The steps. Of equal ones, the original precedes a copy and the earlier precedes the later.
+        monitor: The metric to rank by.
+        mode: ``min``, ``max``, or ``auto``: decide by the metric's name.
+        runs: Rank the steps of these runs only.
+    """
+    # Negate the value instead of reversing the order, which would also reverse the order of equal ones.
+    sign = -1 if _is_higher_better(mode, monitor) else 1
+    known = [info for info in steps if info.recorded.ranks_by(monitor) and (runs is None or info.run in runs)]
+    return sorted(known, key=lambda info: (sign * info.metrics[monitor], info.saved_as != info.step, info.step))
+
+
+def _is_higher_better(mode: str, monitor: str) -> bool:
+    if mode in ("min", "max"):
+        return mode == "max"
+    # Keras asks the model's metrics, but a list of steps has no model. Keras 2 maximized metrics with these names.
+    return monitor.endswith(("acc", "accuracy", "auc")) or "fmeasure" in monitor
+
+
+def ranking_record(steps: Sequence[StepInfo]) -> StepRecord | None:
+    """Return the record that defines "best": of the newest step with ``keep_best``, else with a metric.
+
+    A callback without ``keep_best`` has a default metric, too; that must not override another callback's rule.
+    """
+    monitored = [info.recorded for info in steps if info.recorded.monitor is not None]
+    promised = [record for record in monitored if record.keep_best]
+    return next(reversed(promised or monitored), None)
