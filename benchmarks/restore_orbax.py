@@ -43,8 +43,8 @@ def save(folder: Path, tree: dict[str, Any]) -> tuple[Path, Path]:
     from orbax.checkpoint import v1 as ocp
 
     from shardload.loaders.orbax import saving as orbax_writer
-    from shardload.steps.digests import Digests
-    from shardload.steps.publish import Root, Staging
+    from shardload.runs.digests import Digests
+    from shardload.runs.publish import Root, Staging
 
     staging = Staging.begin(Root(folder / "ours", create=True), 1)
     orbax_writer.start_save(staging.path, {"pytree": tree}).result()

@@ -29,7 +29,7 @@ from shardload.errors import ShardloadError
 if TYPE_CHECKING:
     from shardload import callbacks, data, optimizers
     from shardload.accelerating import fast
-    from shardload.checkpointing import Checkpointer, save
+    from shardload.callbacks.checkpointer import Checkpointer, save
     from shardload.converting import ConvertReport, convert, save_as
     from shardload.keras_bridge.abstraction import abstract, initialise
     from shardload.layouts.layer_rules import layout_rule
@@ -84,7 +84,7 @@ __all__ = [
 
 _HOMES = {
     "AutoShardDistribution": "parallel.distribution",
-    "Checkpointer": "checkpointing",
+    "Checkpointer": "callbacks.checkpointer",
     "ConvertReport": "converting",
     "FastReport": "reports.calls",
     "LoadReport": "reports",
@@ -104,7 +104,7 @@ _HOMES = {
     "plan": "loading",
     "report": "loading",
     "restore": "restoring",
-    "save": "checkpointing",
+    "save": "callbacks.checkpointer",
     "save_as": "converting",
     "shard_optimizer": "optimizers.sharding",
     "tokenizer": "text.sources",

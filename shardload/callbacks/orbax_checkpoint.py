@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
@@ -23,20 +23,19 @@ import keras
 from shardload import processes
 from shardload.callbacks.other_callbacks import OtherCallbacks
 from shardload.callbacks.preemption import Preemption
-from shardload.callbacks.resume import Resumption, forget_beginning, go_on, joined, position_record
+from shardload.callbacks.resume import Resumption, forget_beginning, go_on, position_record
 from shardload.data import Position, follow, stop_following
-from shardload.errors import SaveError, UsageError, suggests_arguments
+from shardload.errors import SaveError, UsageError, require_callable_with, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.training import swaps_averages_before
-from shardload.runs import step_records
-from shardload.runs.best import Best, Monitor, plain_logs
-from shardload.runs.contents import Contents, Selection, Variables
+from shardload.runs.best import Monitor, plain_logs
+from shardload.runs.contents import Selection, Variables, checked_items, checked_metadata, iterations
+from shardload.runs.data_records import iterator_record
 from shardload.runs.listing import list_steps
-from shardload.runs.publish import Root
-from shardload.runs.retention import Retention, remover
+from shardload.runs.retention import Retention
+from shardload.runs.saver import Metadata, StepSaver
 from shardload.runs.step import StepInfo, StepRecord
-from shardload.runs.writer import Writer
-from shardload.units import is_function
+from shardload.units import is_function, is_integer
 
 DEFAULT_MONITOR = "val_loss"
 """That of Keras. Steps saved without validation data lack it, which is no reason to warn."""
@@ -111,7 +110,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         *,
         save_trainable_only: bool = False,
         variables: Variables = None,
-        metadata: step_records.Metadata = None,
+        metadata: Metadata = None,
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         data_iterator: Any = None,
         compression: Literal["none", "zstd"] = "none",
@@ -127,20 +126,16 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         initial_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        step_records.check_directory(directory)
-        step_records.check_frequency(save_freq)
-        step_records.check_timeout(async_timeout_s)
-        step_records.check_choices(compression=compression, best_of=best_of)
-        step_records.check_initial_epoch(initial_epoch)
-        step_records.check_flags(
-            save_best_only=save_best_only,
-            save_weights_only=save_weights_only,
-            save_on_background=save_on_background,
-            background_delete=background_delete,
-        )
-        step_records.check_functions(
-            metadata=metadata, save_decision=save_decision, post_finalization=post_finalization
-        )
+        if not (isinstance(save_freq, str) and save_freq == "epoch") and not (is_integer(save_freq) and save_freq >= 1):
+            raise UsageError(
+                f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"
+            )
+        if initial_epoch is not None and not (is_integer(initial_epoch) and initial_epoch >= 0):
+            raise UsageError(f"Cannot use initial_epoch={initial_epoch!r:.60}: expected a non-negative integer or None")
+        functions = {"metadata": metadata, "save_decision": save_decision, "post_finalization": post_finalization}
+        for name, function in functions.items():
+            if callable(function):
+                require_callable_with(function, 0, {}, name=name)
         if not (isinstance(resume, Integral) or (isinstance(resume, str) and resume in ("latest", "best"))):
             raise UsageError(
                 f'Cannot use resume={resume!r:.60}: expected True, False, "latest", "best" or a step number'
@@ -151,10 +146,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.max_to_keep = max_to_keep
         self.save_on_background = save_on_background
         self.save_weights_only = save_weights_only
-        self.metadata = metadata if callable(metadata) else step_records.checked_metadata(metadata)
+        self.metadata = metadata if callable(metadata) else checked_metadata(metadata)
         self.checkpointables = checkpointables
         if not is_function(checkpointables):
-            step_records.checked_items({} if checkpointables is None else checkpointables)
+            checked_items({} if checkpointables is None else checkpointables)
         self.data_iterator = data_iterator
         self.compression = compression
         self.background_delete = background_delete
@@ -164,18 +159,25 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.resume = resume
         self.best_of = best_of
         self.initial_epoch = None if initial_epoch is None else int(initial_epoch)
-        self._retention = Retention(
-            max_to_keep, 1 if save_best_only and keep_best is None else keep_best, keep_every_steps, keep_every_hours
+        best_kept = 1 if save_best_only and keep_best is None else keep_best
+        self._saver = StepSaver(
+            directory,
+            monitor=Monitor(monitor, mode=mode, threshold=initial_value_threshold),
+            rule="save_best_only" if save_best_only else "keep_best",
+            retention=Retention(max_to_keep, best_kept, keep_every_steps, keep_every_hours),
+            selection=Selection(save_trainable_only, variables),
+            warn=self._warn,
+            best_of=best_of,
+            weights_only=save_weights_only,
+            compression=compression,
+            timeout_s=async_timeout_s,
+            save_best_only=save_best_only,
+            save_weights_only=save_weights_only,
+            save_on_background=save_on_background,
+            background_delete=background_delete,
         )
-        self._monitor = Monitor(monitor, mode=mode, threshold=initial_value_threshold)
-        rule = "save_best_only" if save_best_only else "keep_best"
-        self._best = Best(self._monitor, of=best_of, rule=rule if self._retention.best else None)
-        selection = Selection(save_trainable_only, variables)  # before a folder is made
-        self._root = Root(directory, create=True)
-        self._writer = Writer(self._root)
         self._decisions = processes.Channel()
         """Used by the training thread only; the writer's channel is also used by the writing thread."""
-        self._contents = Contents(weights_only=save_weights_only, warn=self._warn, selection=selection)
         self._total = 0
         self._since_save = 0
         self._epoch = 0
@@ -191,17 +193,17 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     @property
     def directory(self) -> Path:
         """The folder of the steps, as an absolute path."""
-        return self._root.path
+        return self._saver.directory
 
     @property
     def monitor(self) -> str:
         """The name of the metric that ranks steps."""
-        return self._monitor.name
+        return self._saver.monitor.name
 
     @property
     def best(self) -> float | None:
         """The best value of ``monitor`` so far, among the steps that ``best_of`` selects."""
-        return self._monitor.best
+        return self._saver.monitor.best
 
     def wait_until_finished(self) -> None:
         """Return when no save is running.
@@ -209,24 +211,24 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         Raises:
             SaveError: If the last save failed.
         """
-        self._writer.settle()
+        self._saver.writer.settle()
 
     # ---- Keras' callback methods --------------------------------------------------------------------
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Read the folder and continue after the step to resume from, if any."""
-        self._writer.settle()
-        self._writer.begin()
+        self._saver.writer.settle()
+        self._saver.begin()
         model = self.model
-        if self._retention.best:
-            self._monitor.require_direction(model)
+        if self._saver.retention.best:
+            self._saver.monitor.require_direction(model)
         steps = self._steps()
         newest = steps[-1].step if steps else -1
         self._last_saved = max(self._last_saved, newest)
         # Above everything that exists: the folder may have newer steps than the model, or the model more batches.
-        self._total = max(self._total, newest, step_records.iterations(model))
+        self._total = max(self._total, newest, iterations(model))
         # Changes between two fits, as by compile(), may show in the configuration without changing the variables.
-        self._contents.forget()
+        self._saver.contents.forget()
         self._position = follow(model)
         given = {"data_iterator": self.data_iterator, "initial_epoch": self.initial_epoch}
         self._first = first = go_on(model, self.directory, self.resume, self._position, **given)
@@ -244,7 +246,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             first.end(model, epochs, ended_by)
         for notice in () if first is None else first.notices(epochs=epochs, newest=newest):
             self._say(f"{notice}\n")
-        for line in self._best.begin(model, steps, self.directory, resumed, channel=self._decisions):
+        for line in self._saver.compare(model, steps, resumed, channel=self._decisions):
             self._say(f"{line}\n")
         self._preemption.watch()
 
@@ -252,7 +254,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Return the steps in the folder, after checking that all processes see the same ones."""
         steps = list_steps(self.directory)
         numbers = [info.step for info in steps]
-        seen = self._writer.channel.together(lambda: numbers)
+        seen = self._saver.writer.channel.together(lambda: numbers)
         if any(others != numbers for others in seen):
             raise SaveError(
                 f"The processes of this run find different steps in {self.directory}: {seen}. Choose a folder on a "
@@ -276,7 +278,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` batches have passed; raise the failure of the last save."""
         self._preemption.raise_dropped_interrupt()
-        self._writer.look()
+        self._saver.writer.look()
         self._position.trained(batch + 1)
         batch += self._skipped
         if batch < self._in_epoch:  # a user's own loop, which does not report epochs
@@ -295,7 +297,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` is ``"epoch"``; raise the failure of the last save."""
         self._preemption.raise_dropped_interrupt()
-        self._writer.look()
+        self._saver.writer.look()
         self._position.epoch_ends()
         if self.save_freq == "epoch":
             self._consider(logs, f"epoch {epoch + 1}", epoch_done=True)
@@ -308,7 +310,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._first.give_up(self.model)
             for line in () if self._first.restored_before else self._others.finish(self.model, self._first.info):
                 self._say(f"{line}\n")
-        self._writer.settle()
+        self._saver.writer.settle()
 
     # ---- ending early -------------------------------------------------------------------------------
 
@@ -322,7 +324,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """On preemption, save if needed, regardless of the metric, and end ``fit``."""
         if self._total > self._last_saved:
             self._save(plain_logs(logs), epoch_done=self._at_end)
-        self._writer.wait()
+        self._saver.writer.wait()
         self.model.stop_training = True
         self._say(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")
 
@@ -336,17 +338,17 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             wanted = True
         else:  # process 0 decides, so that all processes save or none does
             wanted = self._decisions.first(lambda: self._is_wanted(plain, when))
-        asked = self._retention.best or self.monitor != DEFAULT_MONITOR
-        if wanted and asked and self._monitor.value_in(plain) is None:
-            self._warn(f"Cannot rank steps by {self.monitor!r}. {self._monitor.absent_from(plain)}.")
+        asked = self._saver.retention.best or self.monitor != DEFAULT_MONITOR
+        if wanted and asked and self._saver.monitor.value_in(plain) is None:
+            self._warn(f"Cannot rank steps by {self.monitor!r}. {self._saver.monitor.absent_from(plain)}.")
         if wanted:
             self._save(plain, epoch_done=epoch_done)
 
     def _is_wanted(self, logs: dict[str, float], when: str) -> bool:
-        value = self._monitor.value_in(logs)
+        value = self._saver.monitor.value_in(logs)
         if self.save_best_only:
             if value is None:
-                lacking = self._monitor.absent_from(logs)
+                lacking = self._saver.monitor.absent_from(logs)
                 self._warn(
                     f"Can save best model only with {self.monitor} available, skipping save at {when}. {lacking}."
                 )
@@ -355,7 +357,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                     f"{self.monitor} is {value} at {when}, which is never the best: nothing is saved.",
                     kind="never the best",
                 )
-            if value is None or not self._monitor.improves(value, self.model):
+            if value is None or not self._saver.monitor.improves(value, self.model):
                 if self.verbose and value is not None and math.isfinite(value):
                     self._say(f"\n{self.monitor}={value:.6g} does not beat {self.best} at {when}: nothing is saved\n")
                 return False
@@ -363,47 +365,34 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
         """Save now, regardless of ``save_freq``."""
-        step, model, given = self._total, self.model, self.metadata
-        self._writer.wait()
-        # Otherwise the metrics cover only a part of an epoch: one easy batch would be the best step.
-        ranks = self.save_freq != "epoch" or epoch_done
-        if ranks and self._best.comparison.mode is not None:
-            self._monitor.note(self._monitor.value_in(logs), model)
+        step = self._total
+        self._saver.writer.wait()
+        if self.verbose:
+            self._say(f"\nStep {step}: saving to {self.directory / str(step)}\n")
+        own = {} if self.data_iterator is None else iterator_record(self.data_iterator)
         record = StepRecord(
             step=step,
             epoch=self._epoch,
             batch=self._in_epoch,
             epoch_done=epoch_done,
             logs=logs,
-            ranks=ranks,
-            keep_best=self._retention.best,
+            # Otherwise the metrics cover only a part of an epoch: one easy batch would be the best step.
+            ranks=self.save_freq != "epoch" or epoch_done,
             callbacks=self._others.record(),
-            metadata=step_records.checked_metadata(given(step, logs)) if callable(given) else given,
-            **self._best.record(),
         )
-        if self.verbose:
-            self._say(f"\nStep {step}: saving to {self.directory / str(step)}\n")
-        own = {} if self.data_iterator is None else step_records.iterator_record(self.data_iterator)
-        place = position_record(self._position, own)
-        job = self._contents.job(
-            model,
+        self._saver.save(
+            self.model,
             record,
-            position=joined(self._writer.channel.together(lambda: place)),
+            metadata=self.metadata,
+            position=position_record(self._position, own),
             checkpointables=self.checkpointables,
             compression=self.compression,
             timeout_s=self.async_timeout_s,
-            after=tuple(self._after()),
+            in_background=self.save_on_background,
+            remove_later=self.background_delete,
+            then=self.post_finalization,
         )
-        self._writer.start(job)
         self._last_saved = step
-        if not self.save_on_background:
-            self._writer.wait()
-
-    def _after(self) -> Iterator[Callable[[int, Path], None]]:
-        remove = remover(self._retention, self.directory, by=self._best.comparison)
-        yield self._writer.later(remove) if self.background_delete else remove
-        if self.post_finalization is not None:
-            yield self.post_finalization
 
     def _say(self, text: str) -> None:
         if processes.is_first():

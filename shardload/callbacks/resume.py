@@ -7,7 +7,6 @@ after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position wa
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,20 +15,19 @@ from typing import Any, Literal
 
 from shardload import processes
 from shardload.data import Origin, Position, Reading, resumable_of_fit
-from shardload.errors import DamagedError, MismatchError, SourceError, SourceNotFoundError, UsageError
+from shardload.errors import MismatchError
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of, plain_model
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
-from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.pipeline.reporting import changed_rates
 from shardload.pipeline.request import RestoreRequest
 from shardload.reports.notes import NoteKind, of_kind
 from shardload.restoring import Restored, metric_values, run_restore
+from shardload.runs.contents import trained_batches
+from shardload.runs.data_records import data_records, of_this_process, set_position
 from shardload.runs.listing import list_steps
 from shardload.runs.step import StepInfo
-from shardload.runs.step_records import trained_batches
-from shardload.stores import json_files
 from shardload.units import plural
 
 ITERATOR_FILE = "iterator.json"
@@ -221,7 +219,7 @@ def resumption(
     if given is not None and given != complete:
         return _begun(model, Resumption(info, given, complete))
     records = data_records(info)
-    own_goes_on = data_iterator is not None and _give_back(data_iterator, records, info)
+    own_goes_on = data_iterator is not None and set_position(data_iterator, records, info)
     stood = _where_it_stood(records, info)
     goes_on = None if stood is None else resumable_of_fit()
     if info.recorded.epoch_done:
@@ -253,11 +251,6 @@ def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
     return {**own, **at, "reading": position.reading}
 
 
-def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the records of all processes; equal records are stored once."""
-    return records[0] if all(record == records[0] for record in records) else {"processes": records}
-
-
 def _begun(model: Any, found: Resumption) -> Resumption:
     set_initial_epoch(model, found.epoch)
     record_of(model).first_epoch = found.epoch
@@ -273,38 +266,6 @@ def forget_beginning(model: Any) -> None:
         set_initial_epoch(model, None)
 
 
-def data_records(info: StepInfo) -> list[dict[str, Any]]:
-    """Return the data records: one per process, one for all if they are equal, or none."""
-    path = Path(info.path) / OWN_FOLDER / ITERATOR_FILE
-    try:
-        found = json_files.read_object(path)
-    except SourceNotFoundError:
-        return []
-    except SourceError as error:
-        raise DamagedError(f"Step {info.step}: {error}") from error
-    records = found.get("processes", [found])
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise DamagedError(f"Step {info.step}: {path} should contain one object, or a list of them for its processes")
-    for record in records:
-        if "state_base64" in record:
-            record["state"] = _decoded(record["state_base64"], f"Step {info.step}: {path}")
-    return records
-
-
-def _decoded(found: Any, where: str) -> bytes:
-    try:
-        return base64.b64decode(found, validate=True)
-    except (TypeError, ValueError) as error:
-        raise DamagedError(f"{where} should contain the iterator's state in base64, but has {found!r:.80}") from error
-
-
-def _of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return this process' record; ``None`` if each process had its own and their number has changed."""
-    if len(records) == 1:
-        return records[0]
-    return records[processes.index()] if len(records) == processes.count() else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Stood:
     """The saved position of `shardload.data.resumable`."""
@@ -316,7 +277,7 @@ class _Stood:
 
 def _where_it_stood(records: list[dict[str, Any]], info: StepInfo) -> _Stood | None:
     """Return the saved position, or ``None``. One of another process never reaches the data: its origin is refused."""
-    mine = _of_this_process(records)
+    mine = of_this_process(records)
     record = mine or next(iter(records), {})
     if record.get("position") is None:
         return None
@@ -330,40 +291,3 @@ def _go_on(position: Position, stood: _Stood, dataset: Any, *, skipped: int) -> 
     # Now, not when the data is read: Keras has then taken the values out of the model, and an error would lose them.
     dataset.check(stood.origin)
     position.resume(stood.state, skipped=skipped, origin=stood.origin)
-
-
-def _give_back(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bool:
-    """Set the position of a user's own source; return whether the step stores one."""
-    record = _of_this_process(records)
-    if record is None and any("state" in one for one in records):
-        warn_caller(
-            f"Cannot restore the position of data_iterator: step {info.step} stores one for each of "
-            f"{plural(len(records), 'process')}, but this run has {processes.count()}. The data starts where "
-            "data_iterator is now"
-        )
-    if record is None or "state" not in record:
-        return False
-    _set_state(source, record["state"])
-    return True
-
-
-def restore_iterator(source: Any, info: StepInfo) -> None:
-    """Set the position of a data source to the one that a step stores; warn if it stores none for this process.
-
-    Raises:
-        UsageError: If the source has no ``set_state``.
-        DamagedError: If the stored position is damaged.
-    """
-    records = data_records(info)
-    if not _give_back(source, records, info) and not any("state" in one for one in records):
-        warn_caller(f"Step {info.step} stores no position of a data iterator, so this one stays where it is.")
-
-
-def _set_state(source: Any, state: Any) -> None:
-    if hasattr(source, "set_state"):
-        source.set_state(state)
-    elif hasattr(source, "get_state"):
-        raise UsageError(
-            f"Cannot restore the position of data_iterator: {type(source).__name__} has no set_state(state). Pass an "
-            "object that has one"
-        )

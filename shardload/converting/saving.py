@@ -27,6 +27,7 @@ from shardload.converting.source import Source
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, reader_of_value
 from shardload.converting.targets import (
     CONVERT_HOST_MEMORY,
+    added_format,
     block_bytes_of,
     is_file_name,
     plan_for,
@@ -217,6 +218,8 @@ def _format(target: Path, to: str | None) -> str | None:
         raise UsageError(
             "Cannot save with to='orbax': Orbax checkpoints are steps. Call shardload.save(model, directory, step=0)"
         )
+    if (spec := added_format(target)) is not None and to in (None, spec.name):
+        return spec.name
     if to is not None and to not in SAVE_TARGETS:
         raise UsageError(f"Cannot save with to={to!r}: expected one of {', '.join(SAVE_TARGETS)}")
     if to is None and not is_file_name(target) and not target.name.lower().endswith(".keras"):

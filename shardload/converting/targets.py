@@ -32,7 +32,7 @@ from shardload.loaders import spec_of
 from shardload.loaders.file_pieces import TensorPlace
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
 from shardload.loaders.orbax.loader import SPEC as ORBAX
-from shardload.loaders.registry import specs
+from shardload.loaders.registry import FormatSpec, specs
 from shardload.manifest import Manifest
 from shardload.mapping.assets import read_assets
 from shardload.mapping.state_tree import WEIGHTS, describe
@@ -48,13 +48,15 @@ _FILES = (".json", ".zip")
 """Further file endings: a folder of such a name would look like a file, and no reader could open it."""
 
 
-def target_of(path: Path, to: str | None) -> Target:
+def target_of(path: Path, to: str | None) -> str:
     """Return the target format, from ``to`` or from the name's ending.
 
     Raises:
         UsageError: When neither determines it, or they contradict each other.
     """
     check_kind("to", to, str | None, f"one of preset, {', '.join(TARGETS)}")
+    if (spec := added_format(path)) is not None and to in (None, spec.name):
+        return spec.name
     is_file = is_file_name(path)
     if to == "preset" and not is_file:  # as `save_as` calls it
         return "h5"
@@ -69,6 +71,8 @@ def target_of(path: Path, to: str | None) -> Target:
             f"Cannot tell the format of {path.name}. {without_ending(path)} to='safetensors', 'orbax' or 'h5' (--to), "
             f"or name it {stem_of(path)}{ENDING}"
         )
+    if added := next((spec for spec in specs() if spec.write_file is not None and spec.name == to), None):
+        raise UsageError(f"Cannot write {path.name} with to={to!r}: name it {stem_of(path)}{added.endings[0]}")
     if to is not None and to not in TARGETS:
         raise UsageError(f"Cannot convert with to={to!r}: expected one of preset, {', '.join(TARGETS)}")
     if is_file and to not in (None, "h5"):
@@ -99,12 +103,17 @@ def _file_ending(path: Path) -> str:
     return next((ending for ending in endings if path.name.lower().endswith(ending)), "")
 
 
+def added_format(path: Path) -> FormatSpec | None:
+    """Return the format with the ending of a file, among those that another package added and that can be written."""
+    return next((s for s in specs() if s.write_file is not None and path.name.lower().endswith(s.endings)), None)
+
+
 def is_file_name(path: Path) -> bool:
-    """Whether the name belongs to a Keras weights file or index, not to a folder."""
-    return path.name.endswith((ENDING, INDEX_ENDING))
+    """Whether the name belongs to a file or an index, not to a folder."""
+    return path.name.endswith((ENDING, INDEX_ENDING)) or added_format(path) is not None
 
 
-def shard_bytes_for(path: Path, to: Target, wanted: int | str | None) -> int | None:
+def shard_bytes_for(path: Path, to: str, wanted: int | str | None) -> int | None:
     """Return the most bytes of one file, from ``wanted``.
 
     Raises:
@@ -112,6 +121,8 @@ def shard_bytes_for(path: Path, to: Target, wanted: int | str | None) -> int | N
     """
     if wanted is None:
         return None
+    if added_format(path) is not None:
+        raise UsageError(f"Cannot use max_shard_bytes (--max-shard-bytes) for {path.name}: it is one file")
     if to == "orbax" or path.name.endswith(ENDING):
         one_file = f"it is one file. For shards, name it {path.name.removesuffix(ENDING)}{INDEX_ENDING}"
         why = "Orbax has separate files for each tensor" if to == "orbax" else one_file
@@ -142,7 +153,7 @@ def block_bytes_of(host_memory_bytes: int | str) -> int:
     return found // _COPIES
 
 
-def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
+def plan_for(source: Source, target: Path, to: str, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
     """Decide what to write.
 
     Args:
@@ -163,6 +174,8 @@ def plan_for(source: Source, target: Path, to: Target, *, dtype: str | None, sha
         i: wanted if wanted is not None and is_float(value.dtype) else value.dtype for i, value in source.values.items()
     }
     with _ways_out(source, target):
+        if (spec := added_format(target)) is not None:
+            return _added(source, dtypes, spec, dtype)
         if to == "orbax":
             return _orbax(source, dtypes, dtype)
         if to == "safetensors":
@@ -333,6 +346,20 @@ def _other_class(source: Source, manifest: Manifest) -> tuple[str, ...]:
         return ()
     architecture = architecture_of(manifest.config)
     return (f"config.json names {architecture}, so the folder loads as {built.__name__}; this is a {wanted.__name__}",)
+
+
+# ---- formats of other packages ------------------------------------------------------------------
+
+
+def _added(source: Source, dtypes: Mapping[int, Any], spec: FormatSpec, dtype: str | None) -> ConversionPlan:
+    """Plan a file with the tensors of Keras' own files, under the same names."""
+    found = keras_files.saved(source.model, source, dtypes)
+    tensors = [copy.wanted for copy in found.weights]
+    described = with_dtype(model_config(source.model), dtype)
+    notes = (f"the state of the optimizer {', '.join(found.omitted)} was left out",) if found.omitted else ()
+    write = spec.write_file
+    assert write is not None
+    return ConversionPlan(spec.name, found.weights, lambda path: write(path, tensors, described), {}, notes=notes)
 
 
 # ---- Orbax --------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ in with plain positional writes, in any order and with little memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,10 @@ class TensorPlace:
         return cls(str(found["name"]), tuple(FilePiece(*piece) for piece in found["pieces"]))
 
 
+WriteFile = Callable[[Path, Sequence[Wanted], dict[str, Any]], tuple[TensorPlace, ...]]
+"""A function that makes a file without the values, from its path, its tensors and Keras' description of the model."""
+
+
 def grouped(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:
     """Group tensors into files as ``transformers`` and Keras do: in order, a new file if the next one would not fit."""
     groups: list[list[Wanted]] = [[]]
@@ -78,6 +83,3 @@ def grouped(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:
         groups[-1].append(tensor)
         filled += tensor.nbytes
     return groups
-
-
-__all__ = ["FilePiece", "TensorPlace", "Wanted", "grouped"]

@@ -20,6 +20,7 @@ from typing import BinaryIO, Literal
 
 from shardload.errors import UnsupportedError, UsageError
 from shardload.loaders.contents import FileContent, FolderContent
+from shardload.loaders.file_pieces import WriteFile
 from shardload.manifest import Manifest
 from shardload.stores.location import Location
 
@@ -65,6 +66,10 @@ class FormatSpec:
     """Reads the headers of a folder. Without it, a folder is opened by its only file with one of `endings`."""
     describe_folder: Callable[[Location], Manifest] | None = None
     """Reads the model's description from a folder that may lack its weights: a manifest without tensors."""
+    write_file: WriteFile | None = None
+    """Makes a file of a model, complete but for the values, and returns where they belong; takes its path, its tensors,
+    named as in Keras' files (``layers/dense/vars/0``), and Keras' description of the model. With it, `convert` and
+    `save_as` write files with one of `endings`. The built-in formats have plans of their own there."""
     first_part: Callable[[str], str] = str
     """From the name of any file of a model that is split over several: the name of the first."""
     variant_of: str | None = None

@@ -5,26 +5,36 @@ Which weights a step stores: all, those that training changes, or those that the
 
 from __future__ import annotations
 
+import functools
+import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from importlib import metadata as distributions
 from typing import Any
 
+import jax
+import keras
 import numpy as np
 
+from shardload import processes
 from shardload.errors import UsageError, require_callable_with
 from shardload.keras_bridge.hook_values import with_own_hooks
 from shardload.keras_bridge.model_state import trained_variables, variables_of
+from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
 from shardload.keras_bridge.set_attributes import serialised_with_attributes
+from shardload.keras_bridge.variables import current_value
 from shardload.keras_bridge.vocabularies import assets_of, unadapted_layers
 from shardload.mapping.state_tree import StateTree, describe
 from shardload.mapping.stored_values import values_to_json
-from shardload.runs import step_records
 from shardload.runs.step import StepRecord
 from shardload.runs.writer import SaveJob
 from shardload.units import check_kind, is_function
 
+_PACKAGES = ("shardload", "keras", "jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
+_TAKEN = frozenset({"pytree", "model_config", "assets", "shardload"})
 Variables = Sequence[str] | Callable[[Any], bool] | None
 """Patterns of variable paths (``"*lora*"``), or a function of a ``keras.Variable``."""
 
@@ -157,16 +167,16 @@ class Contents:
             save_trainable_only=self._selection.trainable_only,
             variables=self._selection.patterns,
             left_out=sum(leaf.kind == "weight" for leaf in state.left_out),
-            versions=step_records.versions(),
+            versions=versions(),
             saved_unix_s=time.time(),
-            **step_records.placement(state),
+            **placement(state),
         )
         records = {"step.json": record.to_json(), "structure.json": state.to_json() | self._values()}
         if position:
             records["iterator.json"] = dict(position)
-        items = {"pytree": step_records.for_all_processes(state.tree), **self._items}
+        items = {"pytree": for_all_processes(state.tree), **self._items}
         if checkpointables is not None:
-            items |= step_records.checked_items(checkpointables)
+            items |= checked_items(checkpointables)
         assert record.step is not None
         return SaveJob(step=record.step, items=items, records=records, **how)
 
@@ -195,3 +205,109 @@ class Contents:
                 f"{type(layer).__name__} at {path or 'the root'!r} has no vocabulary yet, so the step contains none. "
                 "To store it, call its adapt() or set_vocabulary() before you save"
             )
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that take part in saving."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = distributions.version(name)
+        except distributions.PackageNotFoundError:
+            continue
+    return found
+
+
+def prepare_serialising() -> None:
+    """Import early the modules that Keras imports to write its first configuration: all of TensorFlow, if installed."""
+    # Any layer does: the first call imports what all need.
+    keras.saving.serialize_keras_object(keras.layers.Identity())
+
+
+def placement(state: StateTree) -> dict[str, Any]:
+    """Return the mesh of the state (axis names and sizes; ``None`` without a mesh), device count and process count."""
+    mesh = None
+    for leaf in state.leaves:
+        value = current_value(leaf.variable)
+        sharding = getattr(value, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            axes, sizes = zip(*sharding.mesh.shape.items(), strict=True)
+            mesh = {"axes": list(axes), "sizes": list(sizes)}
+            break
+    return {"mesh": mesh, "devices": jax.device_count(), "processes": jax.process_count()}
+
+
+def for_all_processes(tree: Any) -> Any:
+    """Return a state tree that several processes can save together.
+
+    An array that is not distributed over all processes (seeds, counters of a model without a distribution) belongs to
+    one process, and Orbax refuses it. Process 0 stores its value, which is the same on all: they train the same model.
+    """
+    if processes.count() == 1:
+        return tree
+
+    def plain(value: Any) -> Any:
+        return np.asarray(value) if isinstance(value, jax.Array) and value.is_fully_addressable else value
+
+    return jax.tree.map(plain, tree)
+
+
+def checked_metadata(found: Any) -> Any:
+    """Return a user's metadata after a round trip through JSON.
+
+    Raises:
+        UsageError: If the metadata is not JSON.
+    """
+    try:
+        return json.loads(json.dumps(found, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"Cannot save metadata: {error}. Expected JSON: dicts, lists, strings and numbers") from error
+
+
+def checked_items(checkpointables: Any) -> dict[str, Any]:
+    """Return the user's further items by name; a callable is called to get them.
+
+    Raises:
+        UsageError: If a name or a value is not supported.
+    """
+    found = checkpointables() if is_function(checkpointables) else checkpointables
+    if not isinstance(found, Mapping):
+        raise UsageError(
+            f"Cannot save checkpointables={found!r:.60}: expected a dict of named items, or a function that returns one"
+        )
+    for name in found:
+        if not isinstance(name, str) or name in _TAKEN or not name.replace("_", "a").replace("-", "a").isalnum():
+            raise UsageError(
+                f"Cannot name a checkpointable {name!r}: use letters, digits, _ and -, and none of the names "
+                f"{', '.join(sorted(_TAKEN))}"
+            )
+        if isinstance(found[name], (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            raise UsageError(
+                f"The checkpointable {name!r} is a single value, expected a tree in which every value has a name. "
+                f'Put it into a dict: {{"{name}": {{"value": …}}}}'
+            )
+        _refuse_empty(name, found[name])
+    return dict(found)
+
+
+def _refuse_empty(name: str, item: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(item)[0]:
+        if isinstance(leaf, (jax.Array, np.ndarray)) and not leaf.size:
+            raise UsageError(
+                f"Cannot save the checkpointable {name!r}: its array {jax.tree_util.keystr(path)} of shape "
+                f"{leaf.shape} has no elements, and Orbax stores no such arrays. Leave it out"
+            )
+
+
+def iterations(model: Any) -> int:
+    """Return the number of updates that the model's optimizer has made; 0 without an optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    return 0 if optimizer is None else int(optimizer.iterations)
+
+
+def trained_batches(model: Any) -> int:
+    """Return the number of batches that the model's optimizer has processed: several for each accumulated update."""
+    optimizer = innermost(getattr(model, "optimizer", None))
+    counts = [one.count for one in accumulations_in(optimizer)][:1]
+    return int(counts[0]) if counts else iterations(model)

@@ -50,7 +50,6 @@ from shardload.runs.digests import Digests
 from shardload.runs.listing import TREE_FILE
 from shardload.runs.publish import Root, Staging, remove_staging, remove_stale
 from shardload.runs.snapshot import snapshot
-from shardload.runs.step_records import prepare_serialising
 from shardload.stores.local import located
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -97,7 +96,6 @@ class Writer:
         finish_others(self.root, but=self)
         self.witness.begin()
         orbax_writer.prepare()
-        prepare_serialising()
         self.channel.first(self._clear_up)
 
     def _clear_up(self) -> None:

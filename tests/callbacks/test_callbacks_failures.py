@@ -224,7 +224,8 @@ def test_an_interrupt_while_arrays_are_held_or_copied_leaves_nothing(tmp_path, m
 CHILD = """
 import conftest, os, signal
 from callback_models import *
-from shardload.callbacks import OrbaxCheckpoint, retention
+from shardload.callbacks import OrbaxCheckpoint
+from shardload.runs import retention
 def fail(): raise RuntimeError("on purpose")
 def interrupt(): os.kill(os.getpid(), signal.SIGINT)
 fit(compiled(), OrbaxCheckpoint({root!r}, save_freq=1, max_to_keep=3), Batches({at}), epochs={epochs})

@@ -11,7 +11,7 @@ from shardload.data import follow, global_batches, resumable, stop_following
 from shardload.data.global_batches import BatchPart, part_in
 from shardload.data.position import Origin, Reading
 from shardload.errors import UsageError
-from shardload.runs.step_records import iterator_record
+from shardload.runs.data_records import iterator_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # what Keras says of any Grain epoch
 

@@ -11,6 +11,7 @@ import keras
 import npz_format
 import numpy as np
 import pytest
+import raw_format
 from cli_fakes import shardload as command
 
 import shardload
@@ -242,3 +243,42 @@ def named_formats():
 def test_only_loaders_tell_formats_apart_by_name():
     """A capability of `FormatSpec` is what others ask for."""
     assert list(named_formats()) == []
+
+
+class TestAFormatThatCanBeWritten:
+    @pytest.fixture(autouse=True)
+    def _raw(self):
+        register(raw_format.SPEC)
+        yield
+        registry.unregister(raw_format.SPEC.name)
+
+    @pytest.mark.parametrize("kind", ["functional", "sequential", "bfloat16"])
+    def test_from_keras_and_back(self, tmp_path, kind):
+        if kind == "sequential":
+            made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dropout(0.5)])
+            made(np.zeros((1, 4), "float32"))
+        else:
+            made = model()
+        made.save(tmp_path / "model.keras")
+        report = shardload.convert(
+            tmp_path / "model.keras", tmp_path / "model.raw", dtype="bfloat16" if kind == "bfloat16" else None
+        )
+        assert report.format == "raw"
+        loaded = shardload.load(tmp_path / "model.raw", mesh="1x2")
+        expected = [value.astype(str(v.dtype)) for v, value in zip(loaded.weights, made.get_weights(), strict=True)]
+        assert all(map(np.array_equal, loaded.get_weights(), expected))
+        shardload.convert(tmp_path / "model.raw", tmp_path / "again.weights.h5")
+        assert same(shardload.load(tmp_path / "again.weights.h5"), loaded)
+
+    def test_save_as(self, tmp_path):
+        made = model()
+        shardload.save_as(made, tmp_path / "model.raw")
+        assert same(shardload.load(tmp_path / "model.raw"), made)
+
+    def test_its_name_needs_its_ending(self, tmp_path):
+        with pytest.raises(UsageError, match=r"Cannot write model with to='raw': name it model\.raw"):
+            shardload.convert(tmp_path / "model.keras", tmp_path / "model", to="raw")
+
+    def test_it_is_one_file(self, tmp_path):
+        with pytest.raises(UsageError, match=r"max_shard_bytes .* for model\.raw: it is one file"):
+            shardload.convert(tmp_path / "model.keras", tmp_path / "model.raw", max_shard_bytes="1MiB")

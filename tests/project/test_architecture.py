@@ -139,7 +139,13 @@ def test_a_name_with_an_underscore_is_not_imported_from_another_module():
 FILE_MODULES = {"os", "pathlib", "io", "tempfile", "shardload.stores.local"}
 FRONT_DOOR = "loaders.recognition"
 """Takes the paths of users."""
-WRITERS = {"loaders.hdf5.writer", "loaders.orbax.plain_arrays", "loaders.orbax.saving", "loaders.safetensors_writer"}
+WRITERS = {
+    "loaders.file_pieces",
+    "loaders.hdf5.writer",
+    "loaders.orbax.plain_arrays",
+    "loaders.orbax.saving",
+    "loaders.safetensors_writer",
+}
 
 
 @pytest.mark.parametrize("name", sorted(name for name in modules().keys() - WRITERS if name.startswith("loaders.")))

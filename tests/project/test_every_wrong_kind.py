@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import shardload
 from shardload import callbacks, data, optimizers, parallel
-from shardload.checkpointing import Checkpointer
+from shardload.callbacks.checkpointer import Checkpointer
 from shardload.comparing import diff
 from shardload.errors import ShardloadError
 from shardload.synth import synth

@@ -14,6 +14,7 @@ The steps on disk are the same, so ``fit`` can continue from them, and such a lo
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,20 +22,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardload import restoring
-from shardload.callbacks.resume import joined, restore_iterator
 from shardload.errors import UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline import arguments
 from shardload.pipeline.request import RestoreRequest
-from shardload.runs import step_records
-from shardload.runs.best import Best, Monitor
-from shardload.runs.contents import Contents, Selection, Variables
+from shardload.runs.best import Monitor, plain_logs
+from shardload.runs.contents import Selection, Variables
+from shardload.runs.data_records import iterator_record, restore_iterator
 from shardload.runs.listing import Which, list_steps
-from shardload.runs.publish import Root
-from shardload.runs.retention import Retention, remover
+from shardload.runs.retention import Retention
+from shardload.runs.saver import StepSaver
 from shardload.runs.step import StepInfo, StepRecord
-from shardload.runs.writer import SaveJob, Writer
 from shardload.stores.local import expanded
 from shardload.typing import LayoutLike, MeshLike, PathLike
 
@@ -83,25 +82,25 @@ class Checkpointer:
         save_trainable_only: bool = False,
         variables: Variables = None,
     ) -> None:
-        step_records.check_directory(directory)
-        step_records.check_timeout(async_timeout_s)
-        step_records.check_choices(compression=compression, best_of="folder")
-        step_records.check_flags(save_on_background=save_on_background)
-        self._retention = Retention(max_to_keep, keep_best, keep_every_steps, keep_every_hours)
-        self._monitor = Monitor(monitor, mode=mode)
-        self._best = Best(self._monitor, of="folder", rule="keep_best" if keep_best else None)
+        self._saver = StepSaver(
+            directory,
+            monitor=Monitor(monitor, mode=mode),
+            rule="keep_best",
+            retention=Retention(max_to_keep, keep_best, keep_every_steps, keep_every_hours),
+            selection=Selection(save_trainable_only, variables),
+            warn=warn_caller,
+            compression=compression,
+            timeout_s=async_timeout_s,
+            save_on_background=save_on_background,
+        )
         self._background, self._compression, self._timeout_s = save_on_background, compression, async_timeout_s
-        selection = Selection(save_trainable_only, variables)  # before a folder is made
-        self._root = Root(directory, create=True)
-        self._writer = Writer(self._root)
-        self._contents = Contents(weights_only=False, warn=warn_caller, selection=selection)
         self._has_begun = False
         self._newest = -1
 
     @property
     def directory(self) -> Path:
         """The folder of the steps, as an absolute path."""
-        return self._root.path
+        return self._saver.directory
 
     def save(
         self,
@@ -137,9 +136,10 @@ class Checkpointer:
         """
         model = plain_model(model)
         arguments.check_model(model)
-        step, epoch = step_records.count("step", step), None if epoch is None else step_records.count("epoch", epoch)
-        logs = step_records.scalars(metrics)
-        self._writer.wait()
+        step, epoch = _count("step", step), None if epoch is None else _count("epoch", epoch)
+        logs = _scalars(metrics)
+        saver = self._saver
+        saver.writer.wait()
         # Not in the constructor: with mode="auto" the model's metrics say which direction is better.
         if not self._has_begun:
             self._begin(model)
@@ -149,64 +149,28 @@ class Checkpointer:
                 f"Cannot save step {step} to {self.directory}: it has later steps, up to {self._newest}, and `restore` "
                 "would take the latest. Continue to count from there, or use another directory"
             )
+        if saver.retention.best and saver.monitor.name not in logs:
+            warn_caller(f"Step {step} cannot be ranked by {saver.monitor.name!r}: metrics has {sorted(logs)}")
         with with_optimizer(model, optimizer):
-            job = self._job(
-                step,
+            saver.save(
                 model,
-                logs=logs,
-                epoch=epoch,
-                metadata=step_records.checked_metadata(metadata),
-                iterator=iterator,
+                StepRecord(step=step, epoch=epoch, epoch_done=epoch is not None, logs=logs),
+                metadata=metadata,
+                position={} if iterator is None else iterator_record(iterator),
                 checkpointables=checkpointables,
+                compression=self._compression,
+                timeout_s=self._timeout_s,
+                in_background=self._background,
             )
-            self._writer.start(job)
         self._newest = step
-        if not self._background:
-            self._writer.wait()
 
     def _begin(self, model: Any) -> None:
-        self._writer.begin()
+        self._saver.begin()
         steps = self.steps()
-        for line in self._best.begin(model, steps, self.directory, None, channel=self._writer.channel):
+        for line in self._saver.compare(model, steps):
             _log.info("%s", line)
         self._newest = max((info.step for info in steps), default=-1)
         self._has_begun = True
-
-    def _job(
-        self,
-        step: int,
-        model: Any,
-        *,
-        logs: dict[str, float],
-        epoch: int | None,
-        metadata: Any,
-        iterator: Any,
-        checkpointables: Mapping[str, Any] | None,
-    ) -> SaveJob:
-        if self._retention.best and self._monitor.name not in logs:
-            warn_caller(f"Step {step} cannot be ranked by {self._monitor.name!r}: metrics has {sorted(logs)}")
-        if self._best.comparison.mode is not None:
-            self._monitor.note(self._monitor.value_in(logs), model)
-        record = StepRecord(
-            step=step,
-            epoch=epoch,
-            epoch_done=epoch is not None,
-            logs=logs,
-            keep_best=self._retention.best,
-            metadata=metadata,
-            **self._best.record(),
-        )
-        position = {} if iterator is None else step_records.iterator_record(iterator)
-        return self._contents.job(
-            model,
-            record,
-            # All processes exchange positions, also those without an iterator: an exchange needs every process.
-            position=joined(self._writer.channel.together(lambda: position)),
-            checkpointables=checkpointables,
-            compression=self._compression,
-            timeout_s=self._timeout_s,
-            after=(remover(self._retention, self.directory, by=self._best.comparison),),
-        )
 
     def wait(self) -> None:
         """Return when no save is running.
@@ -214,7 +178,7 @@ class Checkpointer:
         Raises:
             SaveError: If the last save failed.
         """
-        self._writer.settle()
+        self._saver.writer.settle()
 
     def restore(
         self,
@@ -354,7 +318,29 @@ def save(
         checkpointer.save(
             step, model, optimizer=optimizer, metrics=metrics, epoch=epoch, metadata=metadata, iterator=iterator
         )
-    return checkpointer.directory / str(step_records.count("step", step))
+    return checkpointer.directory / str(_count("step", step))
 
 
 __all__ = ["Checkpointer", "save"]
+
+
+def _count(argument: str, value: Any) -> int:
+    """Return a non-negative integer, also one of NumPy or JAX, as a Python int."""
+    try:
+        # operator.index accepts integers of NumPy and JAX, and refuses floats.
+        found = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a non-negative integer")
+    return found
+
+
+def _scalars(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as Python floats."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"Cannot use metrics={metrics!r:.60}: expected a mapping from names to numbers")
+    found = plain_logs(metrics)
+    if left := [name for name in metrics or () if str(name) not in found]:
+        raise UsageError(f"Cannot use the metric {left[0]!r}: expected a number")
+    return found

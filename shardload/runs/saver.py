@@ -1,0 +1,169 @@
+"""The engine that `OrbaxCheckpoint` and `Checkpointer` share: rank, describe and write the steps of one run.
+
+begin ─► wait for other savers · list the steps · find the value to beat
+save  ─► wait for the last save · note the metrics · StepRecord · Contents ─► Writer, in the background
+                                                                              └─► remove the steps not kept
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from shardload.errors import UsageError
+from shardload.processes import Channel
+from shardload.runs.best import Best, Monitor
+from shardload.runs.contents import Contents, Selection, checked_metadata, prepare_serialising
+from shardload.runs.data_records import joined
+from shardload.runs.publish import Root
+from shardload.runs.retention import Retention, remover
+from shardload.runs.step import StepInfo, StepRecord
+from shardload.runs.writer import Writer
+from shardload.stores.local import local_target
+from shardload.units import check_choice, is_real
+
+Compression = Literal["none", "zstd"]
+Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str, Any]] | None
+
+
+class StepSaver:
+    """Saves the steps of one run to a folder.
+
+    Args:
+        directory: The folder of the steps, created if missing.
+        monitor: The metric that ranks steps.
+        rule: The name of the argument that needs the best step, if any.
+        retention: The steps to keep.
+        selection: The weights to save.
+        warn: Called with a message about a part that cannot be saved.
+        best_of: The steps that the metric is compared with, of all runs in the ``"folder"`` or of this ``"run"``.
+        weights_only: Omit optimizer, metrics and the model's configuration.
+        compression: How values are compressed.
+        timeout_s: The time limit of a save in seconds.
+        flags: Further arguments of the caller, which must be true or false.
+
+    Raises:
+        UsageError: If an argument is invalid.
+        SaveError: If the folder cannot be created or is not writable.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        monitor: Monitor,
+        rule: str,
+        retention: Retention,
+        selection: Selection,
+        warn: Callable[[str], None],
+        best_of: Literal["folder", "run"] = "folder",
+        weights_only: bool = False,
+        compression: Compression = "none",
+        timeout_s: float | None = None,
+        **flags: Any,
+    ) -> None:
+        _check_directory(directory)
+        if timeout_s is not None and not (is_real(timeout_s) and timeout_s > 0):
+            raise UsageError(
+                f"Cannot use async_timeout_s={timeout_s!r:.60}: expected a positive number of seconds, or None"
+            )
+        check_choice("compression", compression, ("none", "zstd"))
+        check_choice("best_of", best_of, ("folder", "run"))
+        for name, given in flags.items():  # the text "no" would count as true
+            if not isinstance(given, bool | np.bool_ | int) or given not in (True, False):
+                raise UsageError(f"Cannot use {name}={given!r:.60}: expected True or False")
+        self.monitor, self.retention = monitor, retention
+        self.best = Best(monitor, of=best_of, rule=rule if retention.best else None)
+        self.contents = Contents(weights_only=weights_only, warn=warn, selection=selection)
+        root = Root(directory, create=True)  # last: a refused call makes no folder
+        self.directory = root.path
+        self.writer = Writer(root)
+
+    def begin(self) -> None:
+        """Prepare the folder for the steps of one run: wait for other savers, and remove remains of dead ones.
+
+        Raises:
+            SaveError: If the folder cannot be written to.
+        """
+        self.writer.begin()
+        prepare_serialising()
+
+    def compare(
+        self, model: Any, steps: list[StepInfo], resumed: StepInfo | None = None, *, channel: Channel | None = None
+    ) -> list[str]:
+        """Find the value to beat among ``steps``; return notices for the user, one per line."""
+        return self.best.begin(model, steps, self.directory, resumed, channel=channel or self.writer.channel)
+
+    def save(
+        self,
+        model: Any,
+        record: StepRecord,
+        *,
+        metadata: Metadata,
+        position: dict[str, Any],
+        checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
+        compression: Compression,
+        timeout_s: float | None,
+        in_background: bool,
+        remove_later: bool = False,
+        then: Callable[[int, Path], None] | None = None,
+    ) -> None:
+        """Save a step after the last one is complete; the arrays may change when this returns.
+
+        Args:
+            model: The model to save.
+            record: What the caller knows about the step: its number, epoch and metrics.
+            metadata: The user's JSON value, or a function of the step and its metrics that returns one.
+            position: The position of the data on this process; empty if there is none.
+            checkpointables: The user's own items.
+            compression: How values are compressed.
+            timeout_s: The time limit of the save in seconds.
+            in_background: Return while the step is written.
+            remove_later: Do not let the next save wait until old steps are removed.
+            then: Called with the step and its folder after publishing.
+
+        Raises:
+            ShardloadError: If the last save failed, or this one failed to start.
+        """
+        self.writer.wait()
+        assert record.step is not None
+        if record.ranks and self.best.comparison.mode is not None:
+            self.monitor.note(self.monitor.value_in(record.logs), model)
+        given = checked_metadata(metadata(record.step, record.logs) if callable(metadata) else metadata)
+        record = replace(record, keep_best=self.retention.best, metadata=given, **self.best.record())
+        remove = remover(self.retention, self.directory, by=self.best.comparison)
+        after = (self.writer.later(remove) if remove_later else remove, *((then,) if then else ()))
+        job = self.contents.job(
+            model,
+            record,
+            # All processes exchange positions, also those without one: an exchange needs every process.
+            position=joined(self.writer.channel.together(lambda: position)),
+            checkpointables=checkpointables,
+            compression=compression,
+            timeout_s=timeout_s,
+            after=after,
+        )
+        self.writer.start(job)
+        if not in_background:
+            self.writer.wait()
+
+
+def _check_directory(directory: str | os.PathLike[str]) -> None:
+    """Raise a `UsageError` unless ``directory`` can be a local folder."""
+    if not isinstance(directory, str | os.PathLike):
+        raise UsageError(f"Cannot save steps to {directory!r:.60}: expected the path of a folder")
+    if not os.fspath(directory):
+        raise UsageError('Cannot save steps to "": expected the path of a folder. The current folder is "."')
+    path = local_target(directory)
+    # File names and patterns such as those of Keras' ModelCheckpoint, which the callback may replace.
+    if re.search(r"\{[^}]*\}", path.name) or path.name.endswith((".keras", ".h5")):
+        raise UsageError(
+            f"Cannot save steps to {str(path)!r}: steps are folders named by their numbers, not files. Pass the folder "
+            f"for them, such as {str(path.parent if path.parent.name else Path('checkpoints'))!r}"
+        )
