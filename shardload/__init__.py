@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardload.callbacks.checkpointer import Checkpointer, save
     from shardload.converting import ConvertReport, convert, save_as
     from shardload.keras_bridge.abstraction import abstract, initialise
-    from shardload.layouts.layer_rules import layout_rule
+    from shardload.layouts.rules import layout_rule
     from shardload.loading import load, load_weights, plan, report
     from shardload.optimizers.sharding import shard_optimizer
     from shardload.parallel.distribution import AutoShardDistribution
@@ -97,7 +97,7 @@ _HOMES = {
     "generate": "text.generation",
     "initialise": "keras_bridge.abstraction",
     "inspect": "resolve.opening",
-    "layout_rule": "layouts.layer_rules",
+    "layout_rule": "layouts.rules",
     "load": "loading",
     "load_arrays": "pipeline.arrays",
     "load_weights": "loading",

@@ -34,7 +34,7 @@ from shardload.keras_bridge.recording import record_variables
 from shardload.keras_bridge.saving import load_assets as load_assets_of_folder
 from shardload.keras_bridge.tracking import without_walking_vocabularies
 from shardload.keras_bridge.variables import is_abstract, release_from_mesh
-from shardload.layouts.current_layout import current_devices
+from shardload.layouts.choice import current_devices
 from shardload.loading import Loaded, run_load_weights
 from shardload.mapping.assets import load_assets, staged_assets
 from shardload.pipeline.request import LoadWeightsRequest

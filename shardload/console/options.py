@@ -15,8 +15,7 @@ from shardload.console.jax_setup import Platform
 from shardload.console.launch import WAIT_S, Processes, detected
 from shardload.errors import MeshError, UsageError, did_you_mean
 from shardload.loaders.registry import names as format_names
-from shardload.sharding.mesh import MeshSpec
-from shardload.sharding.planned_mesh import planned_mesh
+from shardload.sharding.mesh import MeshSpec, planned_mesh
 from shardload.stores.local import local_target
 from shardload.units import FLOATS, dtype_name, parse_bytes
 

@@ -50,7 +50,7 @@ from shardload.loaders import spec_of
 from shardload.loaders.hub_preset import CONFIG, METADATA, TASK, describe_folder
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest, View
-from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Bounds
 from shardload.stores.local import located
 from shardload.transfer.geometry import address
 from shardload.units import plural

@@ -48,7 +48,7 @@ from shardload.pipeline import arguments
 from shardload.processes.agreement import Topic
 from shardload.processes.calls import Alone, Call, joint
 from shardload.progress import Progress, ProgressLike, as_progress
-from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Bounds
 from shardload.stores.local import local_target, temporary_folder, working_folder
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import check_kind, plain_dtype_name

@@ -22,9 +22,8 @@ from keras.src.backend.jax.core import JaxVariable
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.variables import direct_assign, relocate, sharding_of, value_of
 from shardload.sharding.devices import mesh_spec
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Layout, spread
 from shardload.sharding.mesh import MeshSpec
-from shardload.sharding.spread import spread
 from shardload.transfer.placement import named_sharding
 
 _METHOD = "add_variable_from_reference"

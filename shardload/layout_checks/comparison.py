@@ -136,12 +136,8 @@ def compare_all(
 ) -> Compared:
     """Compare results by name; rounding is measured again where a few movements do not explain a difference.
 
-    Args:
-        results: The results to check.
-        expected: The results of one device.
-        moved: Returns the results of one device from values that are `nudged` by these seeds.
-        eps: See `coarsest_eps`.
-        terms: Number of float32 terms of results that are a plain sum.
+    ``moved`` returns the results of one device from values that are `nudged` by each of these seeds, and ``terms`` has
+    the number of float32 terms of results that are a plain sum.
     """
     runs: list[Mapping[str, Any]] = []
 
@@ -163,16 +159,7 @@ def compare_all(
 def compare(
     name: str, result: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1
 ) -> ComparedArray:
-    """Compare a result with that of one device.
-
-    Args:
-        name: A name for messages.
-        result: The result to check.
-        moved: Results of one device from values that are `nudged`.
-        expected: The result of one device.
-        eps: See `coarsest_eps`.
-        terms: Number of float32 terms that it is a plain sum of.
-    """
+    """Compare a result with that of one device, and with those that it computes from `nudged` values."""
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
     if not jnp.issubdtype(expected.dtype, jnp.floating):
@@ -203,9 +190,8 @@ def _overflows(moved: _Doubles, expected: _Doubles) -> _Mask:
 def _difference(a: _Doubles, b: _Doubles) -> float:
     """Return the largest absolute difference; infinite if a value is not finite in one of the two only."""
     finite = np.isfinite(a) & np.isfinite(b)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
-        return math.inf
-    return float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+    same = np.array_equal(a[~finite], b[~finite], equal_nan=True)
+    return float(np.abs(a[finite] - b[finite]).max(initial=0.0)) if same else math.inf
 
 
 def _doubles(array: Any) -> _Doubles:

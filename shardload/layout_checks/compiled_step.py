@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any
@@ -86,9 +86,8 @@ def compile_step(
     started = time.perf_counter()
     made = program_of(model, choice, training=training, loss=loss, static=static, devices=devices)
     with collector_paused(), made as program:
-        compiled, arguments, outputs = _compiled(program, batch, devices)
-    step = _report(compiled, program, choice.mesh, devices, arguments=arguments, outputs=outputs)
-    return replace(step, compile_s=time.perf_counter() - started, notes=_notes(step, arguments, choice))
+        step = _compiled(program, batch, choice, devices)
+    return replace(step, compile_s=time.perf_counter() - started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +273,8 @@ def _is_array(leaf: Any) -> bool:
 # ---- compiling ---------------------------------------------------------------------------------------
 
 
-def _compiled(program: StepProgram, batch: Any, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the compiled program, and the shapes with shardings of its arguments and its results."""
-    state = program.specs(devices)
+def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> CompiledStep:
+    state, platform = program.specs(devices), devices[0].platform
     # Variables that the step does not use stay on the devices: they are arguments too.
     step = jax.jit(
         program.function,
@@ -285,35 +283,31 @@ def _compiled(program: StepProgram, batch: Any, devices: Sequence[Any]) -> tuple
         keep_unused=True,
     )
     lowered = step.lower(state, batch)
-    compiled = lowered.compile(compiler_options=CPU_OPTIONS if devices[0].platform == "cpu" else None)
+    compiled = lowered.compile(compiler_options=CPU_OPTIONS if platform == "cpu" else None)
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
         lowered.out_info,
         compiled.output_shardings,
     )
-    return compiled, (state, batch), outputs
-
-
-def _report(
-    compiled: Any, program: StepProgram, mesh: MeshSpec, devices: Sequence[Any], *, arguments: Any, outputs: Any
-) -> CompiledStep:
     memory = compiled.memory_analysis()
-    state, variables = arguments[0].get("optimizer", []), program.variables.get("optimizer", [])
+    slots = zip(state.get("optimizer", []), program.variables.get("optimizer", []), strict=True)
     # State that is float32 in a 16-bit model too is not scaled.
-    fixed = _float32_bytes([spec for spec, v in zip(state, variables, strict=True) if id(v) in program.fixed])
+    fixed = _float32_bytes([spec for spec, v in slots if id(v) in program.fixed])
+    collectives = collectives_in(compiled.as_text(), choice.mesh)
     return CompiledStep(
-        mesh,
+        choice.mesh,
         program.kind,
-        devices[0].platform,
+        platform,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        float32_argument_bytes=_float32_bytes(arguments) - fixed,
+        float32_argument_bytes=_float32_bytes((state, batch)) - fixed,
         float32_output_bytes=_float32_bytes(outputs) - fixed,
         float32_update_bytes=min(program.float32_update_bytes, memory.temp_size_in_bytes),
-        collectives=collectives_in(compiled.as_text(), mesh),
+        collectives=collectives,
         compile_s=0.0,
+        notes=tuple(_notes(state, batch, choice, platform, collectives)),
     )
 
 
@@ -323,18 +317,17 @@ def _float32_bytes(specs: Any) -> int:
     return sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 
 
-def _notes(step: CompiledStep, arguments: Any, choice: LayoutChoice) -> tuple[str, ...]:
-    state, batch = arguments
+def _notes(
+    state: Any, batch: Any, choice: LayoutChoice, platform: str, collectives: Sequence[Collective]
+) -> Iterator[str]:
     axis = choice.batch_axis or choice.mesh.batch_axis
-    found = []
     whole = [leaf.shape for leaf in jax.tree.leaves(batch) if leaf.shape and leaf.sharding.is_fully_replicated]
     if whole and choice.mesh.axis_size(axis) > 1:
-        found.append(f"a batch of shape {whole[0]} does not divide over axis {axis!r}: it is replicated")
-    if step.platform == "cpu" and any(leaf.dtype.itemsize == 2 for leaf in jax.tree.leaves(state)):
-        found.append(
+        yield f"a batch of shape {whole[0]} does not divide over axis {axis!r}: it is replicated"
+    if platform == "cpu" and any(leaf.dtype.itemsize == 2 for leaf in jax.tree.leaves(state)):
+        yield (
             "XLA computes 16-bit floats in 32 bits on CPU, so temporaries and collectives are too large: compile the "
             "model in float32 and call scaled()"
         )
-    if any(collective.inside == "loop" for collective in step.collectives):
-        found.append("collectives in a loop of unknown length are counted once")
-    return tuple(found)
+    if any(collective.inside == "loop" for collective in collectives):
+        yield "collectives in a loop of unknown length are counted once"

@@ -61,6 +61,7 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 Inside = Literal["", "loop", "branch"]
+_INSIDE: dict[str, Inside] = {"while": "loop", "conditional": "branch"}
 DeviceGroups = tuple[tuple[int, ...], ...]
 """Positions of devices in the program, one tuple per group."""
 
@@ -128,7 +129,7 @@ def collectives_in(text: str, mesh: MeshSpec) -> tuple[Collective, ...]:
 
 def shape_bytes(shape: str) -> int:
     """Return the bytes of a shape as XLA writes it: ``f32[16,128]{1,0}``, or a tuple of shapes."""
-    return sum(_bits(dtype) * _elements(dims) for dtype, dims in _ARRAY.findall(shape)) // 8
+    return sum(_bits(dtype) * math.prod(_numbers(dims)) for dtype, dims in _ARRAY.findall(shape)) // 8
 
 
 def _walk(computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshSpec) -> Iterator[Collective]:
@@ -139,29 +140,17 @@ def _walk(computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshS
         if one.opcode.removesuffix("-start") in COLLECTIVES:
             yield _collective(one, mesh)
             continue
-        trips, inside = _repeats(one)
-        for callee in _callees(one):
+        # How often the instruction runs what it calls; what a reduction applies (`to_apply`) has no collectives.
+        trips, inside = 1, _INSIDE.get(one.opcode, "")
+        if one.opcode == "while" and (known := _TRIPS.search(one.attributes)):
+            trips, inside = int(known[1]), ""
+        callees = [name for key, name in _CALLED.findall(one.attributes) if key != "to_apply" or one.opcode == "call"]
+        if branches := _BRANCHES.search(one.attributes):
+            callees += [name.strip().lstrip("%") for name in branches[1].split(",")]
+        for callee in callees:
             for found in _walk(computations, callee, mesh):
                 # The innermost note stays: a branch inside a loop is a branch.
                 yield replace(found, count=found.count * trips, inside=found.inside or inside)
-
-
-def _repeats(one: _Instruction) -> tuple[int, Inside]:
-    """Return how often an instruction runs what it calls."""
-    match one.opcode:
-        case "while":
-            trips = _TRIPS.search(one.attributes)
-            return (int(trips[1]), "") if trips else (1, "loop")
-        case "conditional":
-            return 1, "branch"
-    return 1, ""
-
-
-def _callees(one: _Instruction) -> list[str]:
-    """Return the computations that an instruction runs; what a reduction applies has no collectives."""
-    found = [name for key, name in _CALLED.findall(one.attributes) if key != "to_apply" or one.opcode == "call"]
-    branches = _BRANCHES.search(one.attributes)
-    return found + ([name.strip().lstrip("%") for name in branches[1].split(",")] if branches else [])
 
 
 def _collective(one: _Instruction, mesh: MeshSpec) -> Collective:
@@ -228,10 +217,6 @@ def _members(shape: str) -> list[str]:
     return found
 
 
-def _elements(dims: str) -> int:
-    return math.prod(map(int, re.findall(r"\d+", dims)))
-
-
 def _bits(dtype: str) -> int:
     """Return the bits of one element: ``pred`` takes a byte, tokens none."""
     # The first number of the name: bf16, s4, f8e4m3fn.
@@ -252,9 +237,6 @@ def replica_groups(attributes: str) -> DeviceGroups:
     """Return the groups of devices in an instruction's attributes; empty if there are none.
 
     XLA for TPU leaves them out of the text (``{}``) once it has chosen how to run the collective.
-
-    Args:
-        attributes: The text after the operands of a collective instruction.
     """
     if "source_target_pairs={" in attributes:
         # A permute lists (source, target): devices that exchange, directly or through others, are one group.
@@ -263,7 +245,10 @@ def replica_groups(attributes: str) -> DeviceGroups:
     if text.startswith("mesh["):
         return _mesh_groups(text)
     if text.startswith("["):
-        return _as_groups(_iota(text))
+        found = _IOTA.match(text)
+        if found is None:
+            raise ValueError(f"unknown replica groups {text:.60}")
+        return _as_groups(_permuted(_numbers(found[2] or found[1]), found[3]).reshape(_numbers(found[1])))
     return _listed_groups(text)
 
 
@@ -284,14 +269,6 @@ def _listed_groups(text: str) -> DeviceGroups:
     """Read ``{{0,1},{2,3}}`` at the beginning of ``text``."""
     found = re.match(r"\{((?:\{[\d,]*\},?)*)\}", text)
     return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", found[1])) if found else ()
-
-
-def _iota(text: str) -> NDArray[Any]:
-    found = _IOTA.match(text)
-    if found is None:
-        raise ValueError(f"unknown replica groups {text:.60}")
-    shape = _numbers(found[1])
-    return _permuted(_numbers(found[2] or found[1]), found[3]).reshape(shape)
 
 
 def _permuted(sizes: Sequence[int], order: str | None) -> NDArray[Any]:
@@ -317,13 +294,9 @@ def _mesh_groups(text: str) -> DeviceGroups:
         within = within or size
         shape += [before, within, size // (before * within)]
         last += [len(shape) - 2] if name in wanted else []
-    return _as_groups(_along(devices.reshape(shape), last))
-
-
-def _along(positions: NDArray[Any], axes: Sequence[int]) -> NDArray[Any]:
-    """Return rows of the positions that differ along ``axes`` only."""
-    size = int(np.prod([positions.shape[axis] for axis in axes], dtype=int))
-    return np.moveaxis(positions, axes, range(-len(axes), 0)).reshape(-1, size)
+    # Rows of the positions that differ along the chosen parts only.
+    size = math.prod(shape[axis] for axis in last)
+    return _as_groups(np.moveaxis(devices.reshape(shape), last, range(-len(last), 0)).reshape(-1, size))
 
 
 def _as_groups(found: NDArray[Any]) -> DeviceGroups:

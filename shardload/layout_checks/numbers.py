@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -156,18 +156,18 @@ class NumbersCheck:
             + more
         )
 
-    def _problems(self) -> list[str]:
+    def _problems(self) -> Iterator[str]:
         differ = sum(c.differs for c in self.wrong)
         undefined, results = len(self.wrong) - differ, plural(len(self.comparisons), "result")
-        found = {
-            f"{differ} of {results} differ from one device by more than rounding": differ,
-            f"{undefined} of {results} cannot be compared, as they are not finite on one device either, or not "
-            "after rounding (check the values of the model and the inputs)": undefined,
-            f"{len(self.misplaced)} of {plural(self.variables, 'variable')} are not where they were planned": len(
-                self.misplaced
-            ),
-        }
-        return [problem for problem, count in found.items() if count]
+        if differ:
+            yield f"{differ} of {results} differ from one device by more than rounding"
+        if undefined:
+            yield (
+                f"{undefined} of {results} cannot be compared, as they are not finite on one device either, or not "
+                "after rounding (check the values of the model and the inputs)"
+            )
+        if self.misplaced:
+            yield f"{len(self.misplaced)} of {plural(self.variables, 'variable')} are not where they were planned"
 
     def for_plan(self) -> ComparedNumbers:
         """Return what a plan records of this check."""
@@ -183,8 +183,11 @@ class NumbersCheck:
 
     def summary(self) -> str:
         """Return a few lines for people."""
+        verdict = "NOT COMPARABLE with" if self.wrong else "equal to"
+        if any(c.differs for c in self.wrong):
+            verdict = "DIFFERENT from"
         lines = [
-            f"{self._verdict()} one device on {self.mesh}: {plural(len(self.comparisons), 'result')} compared, "
+            f"{verdict} one device on {self.mesh}: {plural(len(self.comparisons), 'result')} compared, "
             f"{len(self.wrong)} wrong",
             f"{plural(self.variables, 'variable')} where planned, {format_bytes(self.device_bytes)} on each device"
             if not self.misplaced
@@ -196,11 +199,6 @@ class NumbersCheck:
         }
         shown = self.wrong[:_MOST_LINES] or tuple(kinds.values())
         return "\n".join([*lines, *(f"  {found}" for found in (*shown, *self.misplaced[:_MOST_LINES]))])
-
-    def _verdict(self) -> str:
-        if any(c.differs for c in self.wrong):
-            return "DIFFERENT from"
-        return "NOT COMPARABLE with" if self.wrong else "equal to"
 
     def to_json(self) -> dict[str, Any]:
         """Return an object for programs."""
@@ -269,35 +267,30 @@ class _Trial:
         eps = coarsest_eps(self.model)
         with program_of(self.model, self.choice, training=training, **self.options) as program:
             values = _values(program, self.choice)
-            sharded = self._sharded(program, values, steps=steps)
-            placed = _placed(program, sharded.state)
+            step = jax.jit(program.function, out_shardings=program.out_shardings(self.devices))
+            specs = program.specs(self.devices), batch_specs(self.batch, self.choice, self.devices)
+            case = jax.tree.map(lambda value, spec: jax.device_put(value, spec.sharding), (values, self.batch), specs)
+            sharded = _run(program, step, *case, steps=steps)
+            placed = [
+                _Placed(id(variable), variable.path, array, layout)
+                for name, found in program.variables.items()
+                for variable, array, layout in zip(found, sharded.state[name], program.layouts[name], strict=True)
+            ]
         # Another program: that for one device has no layouts of activations. Each can be traced in its block only.
         with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
-            step = jax.jit(program.function)
+            step, there = jax.jit(program.function), jax.sharding.SingleDeviceSharding(self.devices[0])
 
-            def moved(seeds: Sequence[int | None]) -> list[Mapping[str, Any]]:
-                return [self._on_one_device(program, step, values, eps, steps=steps, seed=seed) for seed in seeds]
+            def on_one_device(state: State, inputs: Any) -> Mapping[str, Any]:
+                case = jax.device_put((state, {**self.batch, "inputs": inputs}), there)
+                return _run(program, step, *case, steps=steps).arrays
 
-            (expected,) = moved([None])
+            def moved(seeds: Sequence[int]) -> list[Mapping[str, Any]]:
+                given = {"state": values, "inputs": self.batch["inputs"]}
+                return [on_one_device(**nudged(given, eps, seed=seed)) for seed in seeds]
+
+            expected = on_one_device(values, self.batch["inputs"])
             compared = compare_all(sharded.arrays, expected, moved, eps=eps, terms=dict.fromkeys(sharded.losses, terms))
         return _Outcome(compared, placed)
-
-    def _on_one_device(
-        self, program: StepProgram, step: Callable[..., Any], values: State, eps: float, *, steps: int, seed: int | None
-    ) -> Mapping[str, Any]:
-        """Return the results for these values; with a seed, for values that are rounded once more."""
-        case = values, self.batch
-        if seed is not None:
-            moved = nudged({"state": values, "inputs": self.batch["inputs"]}, eps, seed=seed)
-            case = moved["state"], {**self.batch, "inputs": moved["inputs"]}
-        there = jax.sharding.SingleDeviceSharding(self.devices[0])
-        return _run(program, step, *jax.device_put(case, there), steps=steps).arrays
-
-    def _sharded(self, program: StepProgram, values: State, *, steps: int) -> _Results:
-        step = jax.jit(program.function, out_shardings=program.out_shardings(self.devices))
-        specs = program.specs(self.devices), batch_specs(self.batch, self.choice, self.devices)
-        placed = jax.tree.map(lambda value, spec: jax.device_put(value, spec.sharding), (values, self.batch), specs)
-        return _run(program, step, *placed, steps=steps)
 
 
 def _run(program: StepProgram, step: Callable[..., Any], state: State, batch: Any, *, steps: int) -> _Results:
@@ -331,11 +324,3 @@ def _values(program: StepProgram, choice: LayoutChoice) -> State:
     initialise(own)
     check_initialised([v for found in program.variables.values() for v in found])
     return {name: [np.asarray(value_of(v)) for v in found] for name, found in program.variables.items()}
-
-
-def _placed(program: StepProgram, state: State) -> list[_Placed]:
-    return [
-        _Placed(id(variable), variable.path, array, layout)
-        for name, found in program.variables.items()
-        for variable, array, layout in zip(found, state[name], program.layouts[name], strict=True)
-    ]

@@ -1,21 +1,27 @@
-"""Compare the shards of live arrays with the planned ones, device by device."""
+"""Check live models: compare shards with the planned ones, device by device, and outputs with a replicated model."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import keras
+import numpy as np
 
+from shardload.errors import UsageError
+from shardload.keras_bridge.binding import ModelBinding
+from shardload.keras_bridge.model_state import slots_of, state_of
 from shardload.keras_bridge.variables import has_value, value_of
+from shardload.layout_checks.comparison import coarsest_eps, compare_all, nudged
 from shardload.layout_checks.compiled_step import devices_for
 from shardload.layout_search.given_layouts import GivenLayouts, choice_for
 from shardload.layouts.choice import LayoutChoice
+from shardload.layouts.collectives import device_id
 from shardload.layouts.model_variables import all_variables
-from shardload.sharding.bounds import Bounds
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Bounds, Layout
 from shardload.units import plural
 
 
@@ -95,3 +101,138 @@ def bytes_by_device(arrays: Iterable[Any]) -> dict[Any, int]:
         for shard in array.addressable_shards:
             total[shard.device] += shard.data.nbytes
     return dict(sorted(total.items(), key=lambda found: found[0].id))
+
+
+# ---- the setup of a wrapper: where its variables are, and what it computes ---------------------------
+
+SAMPLE_BATCH, SAMPLE_LENGTH = 2, 8
+"""Lengths of the open dims of a sample: its first dim, and every other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check and its result."""
+
+    name: str
+    """``shardings``, ``bytes``, ``split`` or ``outputs``."""
+    passed: bool
+    detail: str
+    """One line: what was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetupReport:
+    """The result of `check_setup`; true if every check passed."""
+
+    checks: tuple[Check, ...]
+    max_difference: float
+    """Largest absolute difference between an output of the sharded model and of the replicated one."""
+    device_bytes: Mapping[str, int]
+    """Bytes of all variables on each device, optimizer slots included."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def overall_status(self) -> str:
+        """``PASSED`` or ``FAILED``."""
+        return "PASSED" if self.ok else "FAILED"
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'ok  ' if c.passed else 'FAIL'}  {c.name}: {c.detail}" for c in self.checks)
+
+
+def check_setup(
+    model: Any, choice: LayoutChoice, binding: ModelBinding, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> SetupReport:
+    """Check where the variables of a bound model are, and what it computes; see `TensorParallelKeras`."""
+    outputs, difference = _outputs(model, binding, args, kwargs)
+    checks = (_shardings(model, choice, binding), _bytes(model, choice), _split(choice), outputs)
+    found = bytes_by_device(value_of(v) for v in state_of(model) if has_value(v))
+    return SetupReport(checks, difference, {device_id(device): n for device, n in found.items()})
+
+
+def _shardings(model: Any, choice: LayoutChoice, binding: ModelBinding) -> Check:
+    wrong, known = [], [v for v in state_of(model) if has_value(v)]
+    weight_of = {id(slot): weight for slot, weight in slots_of(model)}
+    for variable in known:
+        # A slot that was created after the choice is where its weight is; a metric or a learning rate is replicated.
+        planned = choice.by_id.get(id(variable)) or choice.by_id.get(id(weight_of.get(id(variable))))
+        layout = Layout.replicated(choice.mesh, len(variable.shape)) if planned is None else planned.layout
+        if misplaced(variable.path, value_of(variable), layout, binding.devices) is not None:
+            wanted = binding.distribution.sharding(layout)
+            wrong.append(f"{variable.path} is {value_of(variable).sharding}, planned {wanted}")
+    detail = "; ".join(wrong[:3]) or f"{plural(len(known), 'variable')} sharded as planned"
+    return Check("shardings", not wrong, detail)
+
+
+def _bytes(model: Any, choice: LayoutChoice) -> Check:
+    planned = [v for v in state_of(model) if id(v) in choice.by_id and has_value(v)]
+    expected = sum(choice.by_id[id(v)].device_bytes for v in planned)
+    found = bytes_by_device(map(value_of, planned))
+    wrong = {device_id(device): n for device, n in found.items() if n != expected}
+    held = f"{expected:,} of {plural(sum(choice.by_id[id(v)].nbytes for v in planned), 'byte')} on each device"
+    return Check("bytes", not wrong, f"planned {held}, found {wrong}" if wrong else f"{held}, as planned")
+
+
+def _split(choice: LayoutChoice) -> Check:
+    over = plural(choice.mesh.size, "device")
+    text = f"{plural(choice.sharded, 'variable')} split, {choice.replicated} replicated over {over}"
+    # On several devices, a model with no split variable would pass the other checks.
+    return Check("split", choice.sharded > 0 or choice.mesh.size == 1, text)
+
+
+def _outputs(model: Any, binding: ModelBinding, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Check, float]:
+    if not args and not kwargs:
+        args = (_sample(model),)
+    # One function for all runs, so only the values and their placement differ.
+    variables = [[value_of(v) for v in group] for group in (model.trainable_variables, model.non_trainable_variables)]
+    everywhere, given = binding.distribution.replicated(0), (tuple(args), dict(kwargs))
+
+    def run(values: Any, inputs: Any) -> Any:
+        return model.stateless_call(*values, *inputs[0], training=False, **inputs[1])[0]
+
+    forward, eps = jax.jit(run), coarsest_eps(model)
+
+    def outputs(values: Any, inputs: Any) -> dict[str, Any]:
+        leaves = jax.tree.leaves(forward(values, jax.device_put(inputs, everywhere)))
+        return {f"output {number}": leaf for number, leaf in enumerate(leaves)}
+
+    def moved(seeds: Sequence[int]) -> list[Mapping[str, Any]]:
+        values, inputs = jax.tree.map(np.asarray, (variables, given))
+        cases = (nudged((values, inputs), eps, seed=seed) for seed in seeds)
+        return [outputs(jax.device_put(values, everywhere), inputs) for values, inputs in cases]
+
+    with binding.scope():
+        sharded = outputs(variables, given)
+        compared = compare_all(sharded, outputs(jax.device_put(variables, everywhere), given), moved, eps=eps).arrays
+    difference, allowed = (max((getattr(c, n) for c in compared), default=0.0) for n in ("max_abs", "allowed"))
+    text = f"{plural(len(compared), 'output')} compared: at most {difference:.2g} from those of the replicated model"
+    detail = f"{text}; accepted: {allowed:.2g}, which rounding explains"
+    return Check("outputs", all(c.agrees for c in compared), detail), difference
+
+
+def _sample(model: Any) -> Any:
+    try:
+        # A Sequential has its inputs in a functional model inside, which is called in its place.
+        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        return keras.tree.map_structure(_sample_of, inputs)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"Cannot make sample inputs for the model {model.name!r}: it is not functional, so its inputs are unknown. "
+            "Pass a batch: validate_tensor_parallelism_setup(x)"
+        ) from error
+
+
+def _sample_of(spec: Any) -> Any:
+    shape = [n or (SAMPLE_LENGTH if d else SAMPLE_BATCH) for d, n in enumerate(spec.shape)]
+    if "float" in spec.dtype:
+        return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    count = int(np.prod(shape))
+    # Ones and zeros are valid as token ids, segments and masks alike.
+    return ((np.arange(count) + 1) % 2).reshape(shape).astype(spec.dtype)

@@ -89,17 +89,11 @@ def program_of(
     devices: Sequence[Any],
     on_mesh: bool = True,
 ) -> Iterator[StepProgram]:
-    """Make a program of a built model; it can be traced inside the block only.
+    """Make a program of a built model, abstract or not; it can be traced inside the block only.
 
-    Args:
-        model: A built model, abstract or not.
-        choice: Layouts of its variables.
-        training: ``None`` for inference, ``"gradients"``, or an optimizer or the name of one. One that is not built
-            yet is built without values, and as it was afterwards.
-        loss: See `loss_of`.
-        static: Arguments of ``call`` that are not arrays.
-        devices: Devices in mesh order.
-        on_mesh: Whether activations are laid out over the mesh; without, the program is for one device.
+    ``training`` is ``None`` for inference, ``"gradients"``, or an optimizer or the name of one: one that is not built
+    yet is built without values, and as it was afterwards. ``static`` has the arguments of ``call`` that are not arrays.
+    Without ``on_mesh``, activations are not laid out, and the program is for one device.
     """
     if not model.built:
         raise UninitialisedError(
@@ -118,12 +112,12 @@ def program_of(
     with ExitStack() as stack:
         stack.enter_context(stateless(model, distribution if on_mesh else None))
         if training is None or (isinstance(training, str) and training == "gradients"):
-            function = _forward(run) if training is None else _gradients(run, losses)
+            function = _forward(run) if training is None else _differentiated(run, losses)
             yield _program("gradients" if training else "forward", function, variables, choice)
             return
         optimizer = stack.enter_context(_built(training, variables["trainable"], choice, devices))
         variables["optimizer"] = list(optimizer.variables)
-        program = _program("training", _training(run, optimizer, losses), variables, choice)
+        program = _program("training", _differentiated(run, losses, optimizer), variables, choice)
         joint = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
         # The step counter and the learning rate keep their dtype in a 16-bit model.
         scalars = [v for v in optimizer.variables if not v.shape]
@@ -149,21 +143,15 @@ def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
 def _program(
     kind: StepKind, function: Callable[..., Any], variables: Mapping[str, Sequence[Any]], choice: LayoutChoice
 ) -> StepProgram:
-    layouts = {
-        name: [(_slot_layout if name == "optimizer" else _layout)(choice, v) for v in found]
-        for name, found in variables.items()
-    }
+    layouts = {n: [_layout(choice, v, is_slot=n == "optimizer") for v in found] for n, found in variables.items()}
     return StepProgram(kind, function, variables, layouts)
 
 
 def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
-    """Return a function of outputs and target that gives one number.
+    """Return a function of outputs and target that gives one number, by a loss as for ``compile``.
 
-    Args:
-        model: The model, whose compiled loss is taken when none is given.
-        loss: A name or function as for ``compile``, or a list or dict of them, one per output. With several outputs,
-            losses are added. If there is no loss at all, or no target, the mean of all squared outputs stands in:
-            every output then has a gradient.
+    By default, the loss is the model's own. With several outputs, losses are added. If there is no loss at all, or no
+    target, the mean of all squared outputs stands in: every output then has a gradient.
     """
     given = getattr(model, "loss", None) if loss is None else loss
 
@@ -197,8 +185,8 @@ def _forward(run: _Run) -> Callable[[State, Mapping[str, Any]], Any]:
     return forward
 
 
-def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], scale: Callable[[State, Any], Any]) -> Any:
-    """Return a function of state and batch that gives ((scaled loss, (loss, non-trainable values)), gradients)."""
+def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], optimizer: Any = None) -> Callable[..., Any]:
+    """Return the function of a training step, or without an optimizer that of loss and gradients."""
 
     def of(trainable: list[Any], state: State, batch: Mapping[str, Any]) -> Any:
         # `value_and_grad` differentiates its first argument, so the trainable values come apart from the state.
@@ -206,31 +194,16 @@ def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], scale: Callabl
         outputs, rest, added = run(state, batch["inputs"], training=True, **batch["kwargs"])
         # `added`: what layers pass to add_loss, such as regularisers, which Keras' trainer adds as well.
         loss = losses(outputs, batch["target"]) + sum(jnp.sum(each) for each in added or ())
-        return scale(state, loss), (loss, rest)
+        return loss if optimizer is None else scaled_loss(optimizer, state["optimizer"], loss), (loss, rest)
 
-    differentiate = jax.value_and_grad(of, has_aux=True)
-    return lambda state, batch: differentiate(state["trainable"], state, batch)
-
-
-def _gradients(run: _Run, losses: Callable[[Any, Any], Any]) -> Callable[[State, Mapping[str, Any]], Any]:
-    differentiated = _differentiated(run, losses, lambda state, loss: loss)
-
-    def gradients(state: State, batch: Mapping[str, Any]) -> Any:
-        (_, (loss, rest)), found = differentiated(state, batch)
-        return loss, found, rest
-
-    return gradients
-
-
-def _training(run: _Run, optimizer: Any, losses: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    differentiated = _differentiated(run, losses, lambda state, loss: scaled_loss(optimizer, state["optimizer"], loss))
-
-    def training(state: State, batch: Mapping[str, Any]) -> Any:
-        (_, (loss, rest)), found = differentiated(state, batch)
-        trainable, slots = optimizer.stateless_apply(state["optimizer"], found, state["trainable"])
+    def step(state: State, batch: Mapping[str, Any]) -> Any:
+        (_, (loss, rest)), gradients = jax.value_and_grad(of, has_aux=True)(state["trainable"], state, batch)
+        if optimizer is None:
+            return loss, gradients, rest
+        trainable, slots = optimizer.stateless_apply(state["optimizer"], gradients, state["trainable"])
         return loss, {"trainable": trainable, "non_trainable": rest, "optimizer": slots}
 
-    return training
+    return step
 
 
 def training_optimizer(training: Any) -> Any:
@@ -264,15 +237,9 @@ def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices
         yield optimizer
 
 
-def _slot_layout(choice: LayoutChoice, variable: Any) -> Layout:
-    """Return the layout of an optimizer's variable: as chosen, else the one it was built with."""
-    sharding = sharding_of(variable)
-    if id(variable) in choice.by_id or sharding is None:
-        return _layout(choice, variable)
-    return Layout.of_spec(choice.mesh, sharding.spec, len(variable.shape))
-
-
-def _layout(choice: LayoutChoice, variable: Any) -> Layout:
-    """Return a variable's layout; one that was created after the choice is replicated."""
-    planned = choice.by_id.get(id(variable))
-    return planned.layout if planned is not None else Layout.replicated(choice.mesh, len(variable.shape))
+def _layout(choice: LayoutChoice, variable: Any, *, is_slot: bool = False) -> Layout:
+    """Return a variable's layout as chosen; later slots have the one they were built with, others are replicated."""
+    if (planned := choice.by_id.get(id(variable))) is not None:
+        return planned.layout
+    sharding = sharding_of(variable) if is_slot else None
+    return Layout.of_spec(choice.mesh, () if sharding is None else sharding.spec, len(variable.shape))

@@ -25,10 +25,10 @@ from shardload.layouts import model_variables
 from shardload.layouts import rules as rule_sets
 from shardload.layouts.choice import LayoutChoice, VariableLayout
 from shardload.layouts.choosing import with_spread_slots
-from shardload.layouts.layer_rules import roles_by_layer_rules
 from shardload.layouts.model_variables import check_model
 from shardload.layouts.role_layouts import decide_layouts, lay_out
 from shardload.layouts.roles import roles
+from shardload.layouts.rules import roles_by_layer_rules
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import is_function, plural
@@ -96,11 +96,7 @@ def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice
 
 
 def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:
-    """Pair the variables of a model with those of a plan.
-
-    Raises:
-        LayoutError: When the plan is for another model, or several of its variables share a path that the model has.
-    """
+    """Pair the variables of a model with those of a plan."""
     variables, by_path = list(model.variables), {v.path: v for v in plan.variables}
     if [tuple(v.shape) for v in variables] == [v.shape for v in plan.variables]:
         in_order = list(zip(variables, plan.variables, strict=True))
@@ -146,17 +142,13 @@ def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
             # Per name and depth: `dense_3` and `conv_3` are counted apart, and so are the layers of each block.
             numbers["/".join(name for name, _ in mine[:depth])].add((old, new))
     # Two layers whose numbers change places are not the same layers built again.
-    return all(_increasing(sorted(pairs)) for pairs in numbers.values())
+    following = (pair for pairs in numbers.values() for pair in itertools.pairwise(sorted(pairs)))
+    return all(old < next_old and new < next_new for (old, new), (next_old, next_new) in following)
 
 
 def _parts(path: str) -> list[tuple[str, int]]:
     """Return the parts of a path, each without its number, and the number."""
     return [(_NUMBER.sub("", part), int(n[1]) if (n := _NUMBER.search(part)) else 0) for part in path.split("/")]
-
-
-def _increasing(pairs: Sequence[tuple[int, int]]) -> bool:
-    following = itertools.pairwise(pairs)
-    return all(old < next_old and new < next_new for (old, new), (next_old, next_new) in following)
 
 
 # ---- pins of a search ----------------------------------------------------------------------------
@@ -167,27 +159,22 @@ def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
     ruled = roles_by_layer_rules(layer for layer, _ in model_variables.nested_layers(model))
     # Pins come last and win: they are for this search, a layer rule is for every layout.
     fixed = {id(v): lay_out(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}
+    if pins is None:
+        return fixed
     if isinstance(pins, LayoutPlan):
-        return fixed | _pins_of_plan(model, mesh, pins)
-    return fixed if pins is None else fixed | _pins_of_rules(model, mesh, _pin_rules(pins, mesh))
-
-
-def _pins_of_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> dict[int, Spec]:
-    if plan.mesh != mesh:
-        raise LayoutError(
-            f"Cannot pin the layouts of a plan for {plan.mesh} on the mesh {mesh}. Pass a plan for {mesh}"
-        )
-    return {id(v): planned.spec for v, planned in planned_variables(model, plan)}
-
-
-def _pins_of_rules(model: Any, mesh: MeshSpec, rules: rule_sets.RuleSet) -> dict[int, Spec]:
+        if pins.mesh != mesh:
+            raise LayoutError(
+                f"Cannot pin the layouts of a plan for {pins.mesh} on the mesh {mesh}. Pass a plan for {mesh}"
+            )
+        return fixed | {id(v): planned.spec for v, planned in planned_variables(model, pins)}
+    rules = _pin_rules(pins, mesh)
     pinned = rule_sets.apply(rules, model.variables, mesh=mesh, roles=roles(model, by_user=True))
     # As a layout, a rule that does not divide falls back with a report. A pin must hold exactly or fail.
     for refused in (v.fallback for v in pinned.values() if v.fallback is not None):
         raise LayoutError(
             f"Cannot pin {refused.variable!r} to {refused.wanted}: {refused.why}. Change or remove the pin"
         )
-    return {key: v.layout.spec for key, v in pinned.items()}
+    return fixed | {key: v.layout.spec for key, v in pinned.items()}
 
 
 def _pin_rules(pins: Any, mesh: MeshSpec) -> rule_sets.RuleSet:

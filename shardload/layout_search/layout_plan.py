@@ -117,13 +117,12 @@ class LayoutPlan:
         found = [(name, v) for name, v in named if path in (name, v.path)]
         if not found:
             raise LayoutError(f"Cannot explain {path!r}: the plan of {self.model!r} has no variable of that path")
-        return "\n".join(line for name, v in found for line in self._reasons(name, v))
-
-    def _reasons(self, name: str, variable: PlannedVariable) -> Iterator[str]:
-        yield f"{name} {variable.shape}: {Layout(self.mesh, variable.spec)}, {variable.reason}"
-        for decision in self.decisions:
-            if any(dim.startswith(f"{name}[") for dim in decision.dims):
-                yield f"  {decision.line(limited=self.device_memory_bytes is not None)}"
+        limited, lines = self.device_memory_bytes is not None, []
+        for name, v in found:
+            own = [d for d in self.decisions if any(dim.startswith(f"{name}[") for dim in d.dims)]
+            lines.append(f"{name} {v.shape}: {Layout(self.mesh, v.spec)}, {v.reason}")
+            lines += [f"  {decision.line(limited=limited)}" for decision in own]
+        return "\n".join(lines)
 
     def summary(self, *, ascii_only: bool = False) -> str:
         """Return the plan for people: memory against the limit, collectives, and each different layout."""
@@ -199,11 +198,7 @@ class LayoutPlan:
 
     @classmethod
     def from_json(cls, data: Any) -> LayoutPlan:
-        """Return the plan that `to_json` wrote.
-
-        Raises:
-            LayoutError: When ``data`` is something else.
-        """
+        """Return the plan that `to_json` wrote."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise LayoutError(f"Cannot read the plan: its format is not {FORMAT!r}")
         try:
@@ -231,7 +226,15 @@ class LayoutPlan:
         Raises:
             WriteError: When the file cannot be written.
         """
-        _write_plan(path, self.to_json())
+        file = local_target(_as_path(path, to="write the plan"))
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        except OSError as error:
+            raise WriteError(
+                f"Cannot write the plan {str(file)!r}: {error.strerror}. Use the path of a file in a folder that can "
+                "be written to"
+            ) from error
 
     @classmethod
     def load(cls, path: PathLike) -> LayoutPlan:
@@ -240,7 +243,18 @@ class LayoutPlan:
         Raises:
             LayoutError: When the file is not a plan, or cannot be read.
         """
-        return cls.from_json(_read_plan(path))
+        file = _as_path(path, to="read the plan")
+        try:
+            data = json.loads(file.read_text())
+        except FileNotFoundError as error:
+            raise LayoutError(f"Cannot read the plan {str(file)!r}: there is no such file") from error
+        except OSError as error:
+            raise LayoutError(
+                f"Cannot read the plan {str(file)!r}: {error.strerror}, expected the file that LayoutPlan.save wrote"
+            ) from error
+        except ValueError as error:
+            raise LayoutError(f"Cannot read the plan {str(file)!r}: it is not JSON ({error})") from error
+        return cls.from_json(data)
 
     def to_layout_map(self, device_mesh: Any) -> Any:
         """Return a ``keras.distribution.LayoutMap``, with one anchored key for each variable that is split.
@@ -263,27 +277,19 @@ class LayoutPlan:
         if own != self.mesh:
             raise LayoutError(f"Cannot export the plan for {self.mesh} to a LayoutMap on {own}: the meshes differ")
         found = LayoutMap(device_mesh)
-        for path, spec in self._specs_by_path().items():
-            # What no key matches is replicated by Keras anyway.
-            if any(spec):
-                # Escaped and anchored: the key is for this path and no other, by re.search too.
-                found[f"^{re.escape(path)}$"] = tuple(map(_entry, spec))
-        return found
-
-    def _specs_by_path(self) -> dict[str, Spec]:
-        """Return the layout of all variables of each path.
-
-        Raises:
-            LayoutError: When variables of one path have different layouts.
-        """
-        found: dict[str, Spec] = {}
+        specs: dict[str, Spec] = {}
         for variable, layout in self.layouts():
-            if (other := found.setdefault(variable.path, variable.spec)) != variable.spec:
+            if (other := specs.setdefault(variable.path, variable.spec)) != variable.spec:
                 raise LayoutError(
                     f"Cannot export the plan of {self.model!r} to a LayoutMap: several variables have the path "
                     f"{variable.path!r}, one with {Layout(self.mesh, other)}, one with {layout}, and a LayoutMap "
                     "expects one layout for each path. Give layers different names, or use layout=plan"
                 )
+        for path, spec in specs.items():
+            # What no key matches is replicated by Keras anyway.
+            if any(spec):
+                # Escaped and anchored: the key is for this path and no other, by re.search too.
+                found[f"^{re.escape(path)}$"] = tuple(map(_entry, spec))
         return found
 
     def partition_specs(self) -> dict[str, Any]:
@@ -295,37 +301,6 @@ class LayoutPlan:
 
 def _entry(axes: tuple[str, ...]) -> Any:
     return axes if len(axes) > 1 else axes[0] if axes else None
-
-
-# ---- files ----------------------------------------------------------------------------------------
-
-
-def _read_plan(path: PathLike) -> Any:
-    """Return the JSON in a file."""
-    file = _as_path(path, to="read the plan")
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise LayoutError(f"Cannot read the plan {str(file)!r}: there is no such file") from error
-    except OSError as error:
-        raise LayoutError(
-            f"Cannot read the plan {str(file)!r}: {error.strerror}, expected the file that LayoutPlan.save wrote"
-        ) from error
-    except ValueError as error:
-        raise LayoutError(f"Cannot read the plan {str(file)!r}: it is not JSON ({error})") from error
-
-
-def _write_plan(path: PathLike, data: Any) -> None:
-    """Write a plan as JSON, and the folders that its path lacks."""
-    file = local_target(_as_path(path, to="write the plan"))
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(data, indent=1) + "\n")
-    except OSError as error:
-        raise WriteError(
-            f"Cannot write the plan {str(file)!r}: {error.strerror}. Use the path of a file in a folder that can be "
-            "written to"
-        ) from error
 
 
 def _as_path(path: Any, *, to: str) -> Path:

@@ -4,26 +4,36 @@ Binary variables say which axis splits which dim group, and where a weight is on
 of dim groups that some operation, weight or buffer has, a share variable per assignment of axes makes the costs, which
 are products of those decisions, linear: the shares of one combination add up to one, and their marginals are the
 binaries. So all mesh axes are chosen together, and the optimum is exact for the cost model.
+
+`optimum` says what is minimised. The peak of activations depends on the decisions, so it is found by iteration: the
+moment of the program at which an answer stores most is added to those that must keep the limit, and solved again.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from shardload.errors import LayoutError
-from shardload.layout_search.problem import Assignment, Problem, WeightKind
+from shardload.errors import DoesNotFitError, LayoutError
+from shardload.layout_search.plan_parts import DeviceBytes
+from shardload.layout_search.problem import Assignment, Problem, WeightKind, buffered_values
 from shardload.layout_search.program import UNSPLIT
-from shardload.layout_search.weight_options import WeightOption, gather_s, weight_options, weight_state_bytes
+from shardload.layout_search.weight_options import (
+    LEAST_STORED_BYTES,
+    WeightOption,
+    gather_s,
+    weight_options,
+    weight_state_bytes,
+)
 from shardload.sharding.layout import Layout
-from shardload.units import plural
+from shardload.units import format_bytes, format_bytes_down, format_bytes_up, plural
 
 TIME_LIMIT_S = 60.0
 """After this time HiGHS returns the best decisions it has."""
@@ -58,18 +68,14 @@ class Solution:
     """The decisions of an optimum."""
 
     split: frozenset[tuple[int, str]]
-    """Each dim group with an axis that splits it."""
+    """Pairs of a dim group and an axis that splits it."""
     options: tuple[WeightOption, ...]
     """The layout of each of `Problem.weights`."""
     seconds: float
 
 
 def solve(problem: Problem, demand: Demand) -> Solution | None:
-    """Return the best decisions, or ``None`` where no decision meets the limits.
-
-    Raises:
-        LayoutError: When a pinned layout is impossible, or the solver gives up.
-    """
+    """Return the best decisions, or ``None`` where no decision meets the limits."""
     model = _Model(problem, demand)
     result = model.run()
     if result is None:
@@ -78,7 +84,7 @@ def solve(problem: Problem, demand: Demand) -> Solution | None:
     # The solver's integers are 0.9999997 or so: take the largest share, and compare with 0.5 above.
     chosen = [max(columns, key=lambda pair: result[pair[1]])[0] for columns in model.options]
     pinned = {(dim_group, axis) for axis, dim_group in problem.pinned.items()}
-    return Solution(split | pinned, tuple(chosen), model.seconds(result))
+    return Solution(split | pinned, tuple(chosen), float(np.dot(model.time, result)))
 
 
 def _impossible(problem: Problem, weight: WeightKind) -> LayoutError:
@@ -104,7 +110,7 @@ class _Model:
     binaries: dict[tuple[int, str], int] = field(default_factory=dict)
     options: list[list[tuple[WeightOption, int]]] = field(default_factory=list)
     _integral: list[int] = field(default_factory=list)
-    _time: list[float] = field(default_factory=list)
+    time: list[float] = field(default_factory=list)
     """Seconds of each column."""
     _objective: list[float] = field(default_factory=list)
     """What is minimised."""
@@ -122,18 +128,22 @@ class _Model:
         self._exclusive()
         for work in self.problem.work:
             for assignment, column in self._share(work.dim_groups):
-                self._time[column] += work.count * self.problem.work_s(work, assignment)
+                self.time[column] += work.count * self.problem.work_s(work, assignment)
         state = self._weights()
         self._memory = [state]
         for moment in self.demand.buffers:
-            self._memory.append(self._with_buffers(state, moment))
-        self._objective = list(self._time)
+            total: dict[int, float] = defaultdict(float, state)
+            for dim_groups, nbytes in moment:
+                for assignment, column in self._share(dim_groups):
+                    total[column] += nbytes / self.problem.shard_count(dim_groups, assignment)
+            self._memory.append(dict(total))
+        self._objective = list(self.time)
         self._limit()
 
     def _column(self, *, integral: bool = False) -> int:
         self._integral.append(int(integral))
-        self._time.append(0.0)
-        return len(self._time) - 1
+        self.time.append(0.0)
+        return len(self.time) - 1
 
     def _exclusive(self) -> None:
         """An axis splits one dim of a tensor at most, and a dim is split no finer than its length divides."""
@@ -193,25 +203,16 @@ class _Model:
             for option, column in found:
                 memory[column] = count * weight_state_bytes(self.problem, weight, option)
                 only[column] = count * weight.nbytes / np.prod(Layout(self.problem.mesh, option.spec).parts, initial=1)
-                self._time[column] += count * gather_s(self.problem, weight, option)
+                self.time[column] += count * gather_s(self.problem, weight, option)
         if self.demand.weight_limit_bytes is not None:
             self._rows.append((only, 0.0, self.demand.weight_limit_bytes))
         return memory
-
-    def _with_buffers(
-        self, state: dict[int, float], moment: Sequence[tuple[tuple[int, ...], float]]
-    ) -> dict[int, float]:
-        total: dict[int, float] = defaultdict(float, state)
-        for dim_groups, nbytes in moment:
-            for assignment, column in self._share(dim_groups):
-                total[column] += nbytes / self.problem.shard_count(dim_groups, assignment)
-        return dict(total)
 
     def _limit(self) -> None:
         if self.demand.minimise == "memory":
             # Minimise the largest of all moments: one more column, which no moment may exceed, in units of `whole`.
             whole = max(sum(self._memory[0].values()), 1.0)
-            worst = sum(self._time) or 1.0
+            worst = sum(self.time) or 1.0
             peak = self._column()
             self._objective = [*(TIE_BREAK * t / worst for t in self._objective), 1.0]
             self._rows += [({**memory, peak: -whole}, -np.inf, 0.0) for memory in self._memory]
@@ -220,7 +221,7 @@ class _Model:
 
     def run(self) -> np.ndarray | None:
         """Solve, and return the value of every column."""
-        count = len(self._time)
+        count = len(self.time)
         data, rows, columns, low, high = [], [], [], [], []
         for i, (row, lower, upper) in enumerate(self._rows):
             # HiGHS has absolute tolerances of about 1e-7, and rows are in bytes or in counts: scale each to 1.
@@ -248,6 +249,185 @@ class _Model:
             raise LayoutError(f"Cannot plan: the solver stopped with {found.message!r}")
         return None if found.x is None else np.asarray(found.x)
 
-    def seconds(self, result: np.ndarray) -> float:
-        """Return the time of a step under the decisions."""
-        return float(np.dot(self._time, result))
+
+# ---- which optimum: the least product, or the fastest within a limit ---------------------------------
+
+TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+"""Multiples of the least memory for weights that are tried where no device memory is given."""
+MOMENTS = 4
+"""How often the peak of the last answer is added to the moments that must fit the limit."""
+
+
+def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
+    """Return the best solution, and the demand that it meets.
+
+    Without a limit of bytes on each device, the product of step time and bytes of weights is minimised.
+    """
+    mesh = problem.mesh
+    # Under a limit any axis may store weights split. Without one, only an axis that is named for it.
+    storage_axes = tuple(
+        a for a in mesh.axes if mesh.axis_size(a) > 1 and (limit is not None or mesh.axis_kind(a) == "fsdp")
+    )
+    demand = Demand(storage_axes=storage_axes)
+    return _best_product(problem, demand) if limit is None else _within(problem, demand, limit)
+
+
+def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
+    """Return the solution with the least product of step time and weight bytes per device."""
+
+    def weight_bytes(solution: Solution) -> float:
+        return sum(
+            w.nbytes / math.prod(Layout(problem.mesh, o.spec).parts) * len(w.members)
+            for w, o in chosen_options(problem, solution)
+        )
+
+    # A product is not linear. So solve for time under rising limits of memory, and take the best product of the curve.
+    least = weight_bytes(_solved(problem, replace(demand, minimise="memory")))
+    best: tuple[float, Demand, Solution] | None = None
+    whole = sum(w.nbytes * len(w.members) for w in problem.weights)
+    for factor in TRADE_OFFS:
+        tried = replace(demand, weight_limit_bytes=least * factor)
+        solution = _solved(problem, tried)
+        product = solution.seconds * weight_bytes(solution)
+        # Of equal products, the first, which needs less memory.
+        if best is None or product < best[0] * (1 - 1e-6):
+            best = product, tried, solution
+        # Everything replicated is allowed now: a higher limit changes nothing.
+        if least * factor >= whole:
+            break
+    assert best is not None
+    return best[1], best[2]
+
+
+def _solved(problem: Problem, demand: Demand) -> Solution:
+    solution = solve(problem, demand)
+    if solution is None:
+        raise LayoutError(f"Cannot plan on {problem.mesh}: the pinned layouts contradict each other. Remove some")
+    return solution
+
+
+def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
+    """Return the fastest solution whose peak fits; only where there is none, small weights are stored split too."""
+    demand, fastest = fastest_that_fits(problem, replace(demand, limit_bytes=float(limit)))
+    if fastest is not None:
+        return demand, fastest
+    solution, least = _least(problem, demand)
+    if least.total <= limit:
+        return demand, solution
+    # Small weights stay whole as long as possible; only if storing them split could suffice, start again with that.
+    small_bytes = sum(
+        len(w.members) * weight_state_bytes(problem, w, o)
+        for w, o in chosen_options(problem, solution)
+        if w.nbytes < LEAST_STORED_BYTES
+    )
+    if not demand.small and least.total - small_bytes <= limit:
+        return _within(problem, replace(demand, small=True, buffers=()), limit)
+    raise _does_not_fit(problem, least, limit)
+
+
+def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:
+    """Return the fastest solution whose peak keeps the limit, if one is found, and the demand with its moments."""
+    for _ in range(MOMENTS + 1):
+        solution = solve(problem, demand)
+        if solution is None or demand.limit_bytes is None:
+            return demand, solution
+        activations, moment = activation_peak(problem, solution)
+        # An answer that keeps the limit at its own peak exceeds it by rounding at most.
+        fits = state_memory(problem, solution).total + activations <= demand.limit_bytes
+        if fits or moment in demand.buffers:
+            return demand, solution
+        demand = replace(demand, buffers=(*demand.buffers, moment))
+    return demand, None
+
+
+def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
+    """Minimise memory, adding moments of the program, and return the best solution on the way, with its memory."""
+    demand = replace(demand, minimise="memory", limit_bytes=None)
+    best: tuple[Solution, DeviceBytes] | None = None
+    for _ in range(MOMENTS):
+        solution = _solved(problem, demand)
+        activations, moment = activation_peak(problem, solution)
+        memory = replace(state_memory(problem, solution), activations=activations)
+        if best is None or memory.total < best[1].total:
+            best = solution, memory
+        if moment in demand.buffers:
+            break
+        demand = replace(demand, buffers=(*demand.buffers, moment))
+    assert best is not None
+    return best
+
+
+def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFitError:
+    state = least.total - least.activations
+    what, way_out = "activations", "Use a larger mesh, a smaller batch, or a limit of that size"
+    # A larger mesh does not help: the update gathers state on every device.
+    if least.activations <= problem.update_bytes:
+        what = "memory for the optimizer's update, on any mesh"
+        way_out = "Use a limit of that size, or let AdamW update more of the weights (REKLS: max_dimension, adamw_for)"
+    return DoesNotFitError(
+        f"No layout on {problem.mesh} needs at most {format_bytes_down(limit)} per device. The least found is "
+        f"{format_bytes_up(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
+        f"{format_bytes(least.activations)} of {what}. {way_out}",
+        least_bytes=least.total,
+        hint="; search_compiled (plan --compile) finds out whether the compiled step needs less",
+    )
+
+
+# ---- the memory of a solution ------------------------------------------------------------------------
+
+
+def chosen_options(problem: Problem, solution: Solution) -> Iterator[tuple[WeightKind, WeightOption]]:
+    """Yield each kind of weights with its layout."""
+    return zip(problem.weights, solution.options, strict=True)
+
+
+def state_memory(problem: Problem, solution: Solution) -> DeviceBytes:
+    """Return the bytes of weights, gradients and slots on each device."""
+    weights = gradients = slots = 0.0
+    for weight, option in chosen_options(problem, solution):
+        layout, count = Layout(problem.mesh, option.spec), len(weight.members)
+        local = weight.nbytes / math.prod(layout.parts) * count
+        weights += local
+        if weight.trainable and problem.traced.training:
+            gradients += local
+            slots += weight.slot_bytes(layout) * count
+    return DeviceBytes(round(weights), round(gradients), round(slots), 0)
+
+
+def activation_peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
+    """Return the most bytes of stored values at one moment, and what is stored then, by dim groups.
+
+    The update of an optimizer is such a moment: activations are gone then.
+    """
+    update: tuple[int, Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
+    program = problem.traced.program
+    values = buffered_values(problem.traced)
+    if not values:
+        return update if problem.update_bytes else (0, ())
+    relevant = {k for k, _ in problem.candidates} | set(problem.pinned.values())
+    group, dim_group_of = program.group, problem.dim_group_of
+    dim_groups = [
+        tuple(sorted({dim_group_of.get(group(n), UNSPLIT) for n in v.dims if n != UNSPLIT} & relevant)) for v in values
+    ]
+    shards = {k: problem.shard_count(k, assignment_of(problem, solution, k)) for k in set(dim_groups)}
+    local = np.array([v.nbytes / shards[k] for v, k in zip(values, dim_groups, strict=True)])
+    # Bytes alive at each moment of the program: added at a value's birth, taken off after its last use, summed up.
+    births = np.array([v.born for v in values])
+    change = np.zeros(program.clock + 2)
+    np.add.at(change, births, local)
+    np.add.at(change, np.array([v.last_use for v in values]) + 1, -local)
+    live = np.cumsum(change)
+    at = int(np.argmax(live))
+    if live[at] < problem.update_bytes:
+        return update
+    # By dim groups, so that the solver can weigh what other decisions would make of the same moment.
+    stored: dict[tuple[int, ...], float] = defaultdict(float)
+    for value, groups in zip(values, dim_groups, strict=True):
+        if value.born <= at <= value.last_use:
+            stored[groups] += value.nbytes
+    return int(live[at]), tuple(sorted(stored.items()))
+
+
+def assignment_of(problem: Problem, solution: Solution, dim_groups: Sequence[int]) -> Assignment:
+    """Return for each axis the one of these dim groups that it splits, or ``None``."""
+    return tuple(next((k for k in dim_groups if (k, axis) in solution.split), None) for axis in problem.mesh.axes)

@@ -83,7 +83,12 @@ def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemo
         spread, factors = spread_of(own), _factors(own)
         for slot, weight in state_in(own):
             # State of no weight in particular is whole on every device, so any weight can count it.
-            found[id(weights[0] if weight is None else weight)].append(_slot(slot, weight, spread, factors))
+            shape, size, made = tuple(slot.shape), nbytes(slot), None
+            if weight is not None and id(slot) in factors:
+                made = Slot(shape, size, "rows", even=factors[id(slot)])
+            elif weight is not None and slot.shape == weight.shape:
+                made = Slot(shape, size, "weight", spread)
+            found[id(weights[0] if weight is None else weight)].append(made or Slot(shape, size, "nothing"))
         update = sum(part.update_bytes for part in optimizers_in(own) if isinstance(part, JointOptimizer))
     return OptimizerMemory({key: tuple(slots) for key, slots in found.items()}, update)
 
@@ -98,15 +103,6 @@ def _factors(optimizer: Any) -> Mapping[int, bool]:
         for part in parts
         for key in part.state_layouts(lambda v: Layout.replicated(one, len(v.shape)))
     }
-
-
-def _slot(slot: Any, weight: Any, spread: SlotSpread | None, factors: Mapping[int, bool]) -> Slot:
-    shape, size = tuple(slot.shape), nbytes(slot)
-    if weight is not None and id(slot) in factors:
-        return Slot(shape, size, "rows", even=factors[id(slot)])
-    if weight is not None and slot.shape == weight.shape:
-        return Slot(shape, size, "weight", spread)
-    return Slot(shape, size, "nothing")
 
 
 def checked_optimizer(optimizer: Any) -> Any:
@@ -143,10 +139,7 @@ def _built(optimizer: Any, weights: Sequence[Any]) -> Iterator[Any]:
 def built_on(optimizer: Any, weights: Sequence[Any], shardings: Sequence[Any]) -> Iterator[None]:
     """Build an optimizer without values, as if its weights had these shardings; undo both after the block.
 
-    Args:
-        optimizer: A Keras optimizer that is not built.
-        weights: The trainable variables of a model.
-        shardings: A `jax.sharding.Sharding` for each weight, or ``None``; slots that mirror a weight take it.
+    Slots that mirror a weight take its sharding, which may be ``None``.
     """
     unbuilt, before = OptimizerState.of(optimizer), [sharding_of(v) for v in weights]
     try:

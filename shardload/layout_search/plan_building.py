@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,9 @@ import numpy as np
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.variables import numbered
 from shardload.layout_search.layout_plan import LayoutPlan
-from shardload.layout_search.linear_program import Demand, Solution
-from shardload.layout_search.memory_limits import (
+from shardload.layout_search.linear_program import (
+    Demand,
+    Solution,
     activation_peak,
     assignment_of,
     chosen_options,
@@ -36,7 +37,6 @@ def plan_of_solution(
     """Return the plan for a solution."""
     activations, _ = activation_peak(problem, solution)
     names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))
-    decisions = tuple(_decisions(problem, demand, solution, names))
     return LayoutPlan(
         model=model.name,
         mesh=problem.mesh,
@@ -48,77 +48,59 @@ def plan_of_solution(
         device_memory_bytes=limit,
         step_s=solution.seconds,
         exchanges=tuple(_exchanges(problem, solution)),
-        decisions=decisions,
+        decisions=tuple(_decisions(problem, demand, solution, names)),
         constants=dataclasses.asdict(problem.hardware),
-        notes=(
-            *_batch_notes(problem, inputs, batch_axis),
-            *_notes(problem, batch_axis),
-            *([] if problem.traced.training else _generation_notes(model, inputs)),
-        ),
+        notes=tuple(_notes(model, problem, inputs, batch_axis)),
     )
 
 
-def _batch_notes(problem: Problem, inputs: Any, batch_axis: str) -> list[str]:
-    """Say that the batch axis splits nothing, where the batch does not divide."""
-    size = problem.mesh.axis_size(batch_axis)
-    if size == 1 or batch_axis in problem.pinned:
-        return []
-    rows = " and ".join(map(str, sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(inputs) if np.shape(leaf)})))
-    return [
-        f"a batch of {rows} does not divide over axis {batch_axis!r}: its {plural(size, 'device')} all do the same work"
-    ]
-
-
-def _generation_notes(model: Any, inputs: Any) -> list[str]:
-    """Say that a forward pass keeps no KV cache, for the models of KerasHub that generate; and how large that is."""
-    if not hasattr(model, "generate"):
-        return []
-    size = ""
-    per_token = _cached_per_token(backbone_of(model))
+def _notes(model: Any, problem: Problem, inputs: Any, batch_axis: str) -> Iterator[str]:
+    mesh, size = problem.mesh, problem.mesh.axis_size(batch_axis)
+    if size > 1 and batch_axis not in problem.pinned:
+        lengths = sorted({np.shape(leaf)[0] for leaf in jax.tree.leaves(inputs) if np.shape(leaf)})
+        yield (
+            f"a batch of {' and '.join(map(str, lengths))} does not divide over axis {batch_axis!r}: its "
+            f"{plural(size, 'device')} all do the same work"
+        )
+    if size > 1 and mesh.axis_kind(batch_axis) in ("model", "expert"):
+        yield (
+            f"axis {batch_axis!r} splits the batch, as the mesh has no axis for that: write batch=1,{mesh} to split "
+            "weights"
+        )
+    if problem.update_bytes:
+        yield (
+            f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any "
+            "layout: activations count at least that much. Its time and its collectives are not counted"
+        )
+    for name, count in sorted(problem.traced.program.unknown.items()):
+        what = "" if name.startswith("while") else ": its operands count as gathered, its results as replicated"
+        yield f"{'no rule for ' if what else ''}{name} (x{count}){what}"
+    if problem.traced.training or not hasattr(model, "generate"):
+        return
+    # A forward pass keeps no KV cache, which the models of KerasHub that generate have.
+    cache, per_token = "", _cached_per_token(backbone_of(model))
     # Not of models with an encoder, which keep its keys and values too.
     if per_token is not None and isinstance(inputs, Mapping) and inputs.keys() == {"token_ids", "padding_mask"}:
         rows, tokens = inputs["token_ids"].shape
         nbytes = rows * tokens * per_token * np.dtype(model.compute_dtype).itemsize
-        size = f": {format_bytes(nbytes)} over all devices for {rows} x {plural(tokens, 'token')}"
-    return [f"generate() also keeps a KV cache, which is not counted{size}"]
+        cache = f": {format_bytes(nbytes)} over all devices for {rows} x {plural(tokens, 'token')}"
+    yield f"generate() also keeps a KV cache, which is not counted{cache}"
 
 
 def _cached_per_token(backbone: Any) -> int | None:
     """Return how many keys and values the cache has for a token, if all layers have the same number."""
     if any(hasattr(backbone, name) for name in ("num_kv_shared_layers", "linear_num_key_heads")):
         return None
-    queries = _first_of(backbone, "num_query_heads", "num_heads", "num_attention_heads")
-    heads = _first_of(backbone, "num_key_value_heads") or queries
-    width = _first_of(backbone, "head_dim") or (queries and _first_of(backbone, "hidden_dim") // queries)
-    layers = _first_of(backbone, "num_layers")
+
+    def first_of(*names: str) -> int:
+        found = (getattr(backbone, name, None) for name in names)
+        return next((number for number in found if isinstance(number, int)), 0)
+
+    queries = first_of("num_query_heads", "num_heads", "num_attention_heads")
+    heads = first_of("num_key_value_heads") or queries
+    width = first_of("head_dim") or (queries and first_of("hidden_dim") // queries)
+    layers = first_of("num_layers")
     return layers * 2 * heads * width if layers and heads and width else None
-
-
-def _first_of(backbone: Any, *names: str) -> int:
-    found = (getattr(backbone, name, None) for name in names)
-    return next((number for number in found if isinstance(number, int)), 0)
-
-
-def _notes(problem: Problem, batch_axis: str) -> list[str]:
-    mesh = problem.mesh
-    no_axis = (
-        f"axis {batch_axis!r} splits the batch, as the mesh has no axis for that: write batch=1,{mesh} to split weights"
-    )
-    of_weights = mesh.axis_kind(batch_axis) in ("model", "expert") and mesh.axis_size(batch_axis) > 1
-    update = (
-        f"the optimizer needs {format_bytes(problem.update_bytes)} on each device for its update, under any layout: "
-        "activations count at least that much. Its time and its collectives are not counted"
-    )
-    return (
-        [no_axis] * of_weights
-        + [update] * bool(problem.update_bytes)
-        + [
-            f"no rule for {name} (x{count}): its operands count as gathered, its results as replicated"
-            if not name.startswith("while")
-            else f"{name} (x{count})"
-            for name, count in sorted(problem.traced.program.unknown.items())
-        ]
-    )
 
 
 def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
@@ -162,19 +144,15 @@ def _decisions(problem: Problem, demand: Demand, solution: Solution, names: Mapp
         if other is None and demand.weight_limit_bytes is not None:
             _, other = fastest_that_fits(problem, replace(opposite, weight_limit_bytes=None))
         longer = None if other is None else other.seconds - solution.seconds
-        made.append(
-            Decision(axis, splits, problem.length[dim_group], tuple(_members(problem, dim_group, names)), longer)
+        members = tuple(
+            f"{names[id(problem.traced.weights[i][0])]}[{dim}]"
+            for weight in problem.weights
+            for dim, group in enumerate(weight.dim_groups)
+            if group == dim_group
+            for i in weight.members
         )
+        made.append(Decision(axis, splits, problem.length[dim_group], members, longer))
     return made
-
-
-def _members(problem: Problem, dim_group: int, names: Mapping[int, str]) -> list[str]:
-    found = []
-    for weight in problem.weights:
-        for dim, group in enumerate(weight.dim_groups):
-            if group == dim_group:
-                found += [f"{names[id(problem.traced.weights[i][0])]}[{dim}]" for i in weight.members]
-    return found
 
 
 def _variables(model: Any, problem: Problem, solution: Solution) -> list[PlannedVariable]:
@@ -195,13 +173,9 @@ def _variables(model: Any, problem: Problem, solution: Solution) -> list[Planned
 def _reason(problem: Problem, weight: WeightKind, option: WeightOption) -> str:
     if weight.pin is not None:
         return "pinned"
-    split = Counter(axis for axes in option.spec for axis in axes)
-    if split:
-        how = [
-            f"{weight.shape[d]} of dim {d} split over {'+'.join(axes)}" for d, axes in enumerate(option.spec) if axes
-        ]
-        return ", ".join(how) + (f"; the batch is moved to its rows over {option.moved}" if option.moved else "")
-    candidates = [(k, axis) for k, axis in problem.candidates if k in weight.dim_groups]
-    if candidates:
+    if any(option.spec):
+        dims = [f"{weight.shape[d]} of dim {d} split over {'+'.join(a)}" for d, a in enumerate(option.spec) if a]
+        return ", ".join(dims) + (f"; the batch is moved to its rows over {option.moved}" if option.moved else "")
+    if any(dim_group in weight.dim_groups for dim_group, _ in problem.candidates):
         return "replicated: splitting one of its dims would take longer than it saves"
     return f"replicated: no dim of {weight.shape} can be split over {problem.mesh} without moving what it is used with"

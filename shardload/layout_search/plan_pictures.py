@@ -68,10 +68,8 @@ class VariableRow:
     @property
     def dims(self) -> str:
         """The shape with the axes that split each dim: ``(4608, 36864/model)``."""
-        cells = [
-            f"{n}/{'+'.join(axes)}" if axes else f"{n}" for n, axes in zip(self.shape, self.layout.spec, strict=True)
-        ]
-        return f"({', '.join(cells)})"
+        dims = zip(self.shape, self.layout.spec, strict=True)
+        return f"({', '.join(f'{n}/' + '+'.join(axes) if axes else f'{n}' for n, axes in dims)})"
 
 
 def variable_rows(
@@ -234,14 +232,11 @@ def _dim(row: VariableRow, d: int, y: float, axes: Sequence[str]) -> Iterator[st
         band = 22 / len(split)
         dashed = ' stroke-dasharray="3 2"' if axis in row.stored else ""
         style = f'fill="{_colour(axes.index(axis))}" class="split"{dashed}'
-        yield _box(x, y + band * i, (DIM_WIDTH, band), style, _band(row, axis))
+        title = f"stored split over {axis}, gathered for use" if axis in row.stored else f"split over {axis}"
+        yield _box(x, y + band * i, (DIM_WIDTH, band), style, title)
     marks = min(parts, MOST_MARKS)
     for k in range(1, marks):
         at = x + DIM_WIDTH * k / marks
         yield f'<line x1="{at:.1f}" y1="{y + 17:g}" x2="{at:.1f}" y2="{y + 22:g}" class="mark"/>'
     label = f"{row.shape[d]} ÷{parts}" if split else f"{row.shape[d]}"
     yield _text(x + DIM_WIDTH / 2, y + 14, label, "mono dark" if split else "mono", anchor="middle")
-
-
-def _band(row: VariableRow, axis: str) -> str:
-    return f"stored split over {axis}, gathered for use" if axis in row.stored else f"split over {axis}"

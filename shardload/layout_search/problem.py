@@ -12,11 +12,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
-from shardload.layout_search.hardware import Hardware
+from shardload.errors import LayoutError, UsageError
 from shardload.layout_search.optimizer_memory import OptimizerMemory, Slot
-from shardload.layout_search.program import UNSPLIT, Exchange, Program, Value
+from shardload.layout_search.program import UNSPLIT, CollectiveKind, Exchange, Program, Value
 from shardload.layout_search.tracing import Traced
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
@@ -27,6 +28,78 @@ ROUNDS = 3
 """How many steps away groups and operations are compared before two groups count as alike."""
 Assignment = tuple[int | None, ...]
 """For each mesh axis, the dim group that it splits, or ``None``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Rates of one device and of the links of each mesh axis.
+
+    The defaults are those of a TPU v5e at about half of its peak rates: 197 TFLOP/s in bfloat16, 819 GB/s of memory
+    bandwidth, and 45 GB/s per link and direction (https://cloud.google.com/tpu/docs/v5e).
+    """
+
+    flops_per_s: float = 1e14
+    memory_bytes_per_s: float = 6e11
+    link_bytes_per_s: float = 4.5e10
+    """Bandwidth of an axis without an entry in ``axis_bytes_per_s``."""
+    latency_s: float = 1e-6
+    """Time that a collective takes at least, per step of a ring."""
+    axis_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis_bytes_per_s, Mapping):
+            raise LayoutError(
+                f"Cannot plan with axis_bytes_per_s={self.axis_bytes_per_s!r:.60}: expected a bandwidth for each axis, "
+                "such as {'data': 1e10}"
+            )
+        # An infinite rate would make all plans cost the same; 0 and NaN give no cost at all.
+        rates = (self.flops_per_s, self.memory_bytes_per_s, self.link_bytes_per_s, *self.axis_bytes_per_s.values())
+        every: tuple[Any, ...] = (*rates, self.latency_s)
+        finite = not any(isinstance(n, bool) or not isinstance(n, Real) or not math.isfinite(n) for n in every)
+        if not finite or min(rates) <= 0 or self.latency_s < 0:
+            raise LayoutError(f"Cannot plan with {self}: rates must be positive and the latency not negative")
+        for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "latency_s"):
+            object.__setattr__(self, name, float(getattr(self, name)))  # plans are JSON, which has no numbers of NumPy
+        axes = {axis: float(rate) for axis, rate in self.axis_bytes_per_s.items()}
+        object.__setattr__(self, "axis_bytes_per_s", axes)
+
+    @classmethod
+    def of(cls, given: Hardware | None) -> Hardware:
+        """Return the hardware that a caller gives; the default for ``None``."""
+        if given is not None and not isinstance(given, cls):
+            raise UsageError(
+                f"Cannot plan with hardware={given!r:.60}: expected a shardload.parallel.Hardware, such as "
+                "Hardware(link_bytes_per_s=2e11)"
+            )
+        return cls() if given is None else given
+
+    def check(self, mesh: MeshSpec) -> None:
+        """Check that every axis with a bandwidth of its own is one of the mesh."""
+        if unknown := sorted(set(self.axis_bytes_per_s) - set(mesh.axes)):
+            raise LayoutError(f"Cannot plan on {mesh}: the hardware has a bandwidth for {unknown}, expected axes of it")
+
+    def rate_of(self, axis: str) -> float:
+        """Return the bandwidth of an axis."""
+        return self.axis_bytes_per_s.get(axis, self.link_bytes_per_s)
+
+    def exchange_s(self, kind: CollectiveKind, nbytes: float, *, axis: str, size: int) -> float:
+        """Return the seconds of a collective over an axis of k = ``size`` devices, by the bytes of its result on each.
+
+        An all-reduce moves 2(k-1)/k of the result, an all-gather (k-1)/k, a collective-permute all of it.
+        """
+        if size == 1:
+            return 0.0
+        rate = self.rate_of(axis)
+        if kind == "collective-permute":
+            return nbytes / rate + self.latency_s
+        # A ring takes k - 1 steps, in each of which a device passes on 1/k of the result. An all-reduce is a
+        # reduce-scatter and an all-gather: two rounds.
+        passes = 2 if kind == "all-reduce" else 1
+        return passes * (size - 1) * (nbytes / size / rate + self.latency_s)
+
+    def compute_s(self, flops: float, nbytes: float) -> float:
+        """Return the seconds of work on one device: arithmetic and memory traffic one after the other."""
+        return flops / self.flops_per_s + nbytes / self.memory_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +118,7 @@ class EmbeddingUse:
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """Variables with the same shape, dtype, slots and dim groups."""
+    """Variables that are split alike under every plan: the same shape, dtype, slots and dim groups."""
 
     shape: tuple[int, ...]
     nbytes: int
@@ -72,7 +145,7 @@ class WeightKind:
 
 @dataclass(frozen=True, slots=True)
 class WorkKind:
-    """Operations with the same work, exchanges and dim groups."""
+    """Operations that cost the same under every plan: the same work, exchanges and dim groups."""
 
     name: str
     dim_groups: tuple[int, ...]
@@ -93,7 +166,8 @@ class Problem:
     dim_group_of: Mapping[int, int]
     """The dim group of each group of the program."""
     length: Mapping[int, int]
-    """The greatest common divisor of the dims in each dim group: the number of devices that split it must divide it."""
+    """The length of each dim group, which the number of devices that split it must divide: the greatest common divisor
+    of its dims."""
     weights: tuple[WeightKind, ...]
     work: tuple[WorkKind, ...]
     conflicts: frozenset[frozenset[int]]
@@ -161,7 +235,9 @@ def make_problem(
     dim_groups = _dim_groups(traced)
     # Decided beforehand: the batch axis splits the batch, if it divides.
     batch = {dim_groups[program.group(n)] for n in traced.batch}
-    length = _lengths(program, dim_groups)
+    length: dict[int, int] = defaultdict(int)
+    for group, dim_group in dim_groups.items():
+        length[dim_group] = math.gcd(length[dim_group], program.length(group))
     sizes = {axis: mesh.axis_size(axis) for axis in mesh.axes}
     pinned = {}
     if batch and all(length[k] % sizes[batch_axis] == 0 for k in batch):
@@ -199,13 +275,6 @@ def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, s
         for dim_group in of_weights:
             if problem.length[dim_group] % size == 0:
                 yield dim_group, axis
-
-
-def _lengths(program: Program, dim_groups: Mapping[int, int]) -> dict[int, int]:
-    found: dict[int, int] = defaultdict(int)
-    for group, dim_group in dim_groups.items():
-        found[dim_group] = math.gcd(found[dim_group], program.length(group))
-    return dict(found)
 
 
 def _dim_groups(traced: Traced) -> dict[int, int]:
@@ -277,15 +346,20 @@ def _weights(
     for i, (variable, value) in enumerate(traced.weights):
         dims = tuple(_dim_group(program, dim_groups, n) for n in value.dims)
         pin, own = pins.get(id(variable)), slots.get(id(variable), ())
-        alike = WeightKind(
-            value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), _embedding_use(program, value)
-        )
-        members[alike].append(i)
+        # By origin: a lookup reads the embedding after its cast to the compute dtype.
+        uses = [
+            EmbeddingUse(lookup.dim, lookup.embedding.nbytes, lookup.rows.nbytes, lookup.indices.nbytes)
+            for lookup in program.lookups
+            if lookup.embedding.origin is value
+        ]
+        use = uses[0] if len(uses) == 1 else None
+        kind = WeightKind(value.shape, value.nbytes, dims, bool(variable.trainable), pin, own, (), use)
+        members[kind].append(i)
     return tuple(replace(kind, members=tuple(positions)) for kind, positions in members.items())
 
 
 def _work(program: Program, dim_groups: Mapping[int, int], relevant: set[int]) -> tuple[WorkKind, ...]:
-    """Merge operations that differ in dims that are never split."""
+    """Return the operations whose time depends on the plan; those that cost the same become one with a count."""
 
     def dim_group(node: int) -> int:
         found = _dim_group(program, dim_groups, node)
@@ -309,16 +383,6 @@ def _work(program: Program, dim_groups: Mapping[int, int], relevant: set[int]) -
 
 
 def buffered_values(traced: Traced) -> list[Value]:
-    """Return values that need buffers of their own, without the weights."""
+    """Return the values that need buffers of their own, without the weights."""
     weights = {id(value) for _, value in traced.weights}
     return [v for v in traced.program.values if v.stored and v.view_of is None and id(v) not in weights]
-
-
-def _embedding_use(program: Program, value: Value) -> EmbeddingUse | None:
-    """Return how rows of a weight are looked up, or ``None`` unless that happens exactly once."""
-    # By origin: a lookup reads the embedding after its cast to the compute dtype.
-    found = [lookup for lookup in program.lookups if lookup.embedding.origin is value]
-    if len(found) != 1:
-        return None
-    lookup = found[0]
-    return EmbeddingUse(lookup.dim, lookup.embedding.nbytes, lookup.rows.nbytes, lookup.indices.nbytes)

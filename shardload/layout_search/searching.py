@@ -14,12 +14,11 @@ from typing import Any, TypedDict, Unpack
 
 from shardload.errors import DoesNotFitError, LayoutError, UsageError, did_you_mean
 from shardload.layout_search.given_layouts import fixed_specs
-from shardload.layout_search.hardware import Hardware
 from shardload.layout_search.layout_plan import LayoutPlan
-from shardload.layout_search.memory_limits import optimum
+from shardload.layout_search.linear_program import optimum
 from shardload.layout_search.optimizer_memory import checked_optimizer, memory_of_optimizer
 from shardload.layout_search.plan_building import plan_of_solution
-from shardload.layout_search.problem import make_problem
+from shardload.layout_search.problem import Hardware, make_problem
 from shardload.layout_search.tracing import (
     Traced,
     check_rows,
@@ -223,9 +222,16 @@ def smallest_mesh_plan(search: LayoutSearch, device_memory_bytes: int, max_devic
     """Return the plan on the smallest mesh on which a traced step fits, or ``None``; see `search_smallest_mesh`."""
     if search.optimizer_memory.update_bytes >= device_memory_bytes:
         return None  # no layout makes this smaller
+    recorded, slots = search.recorded, search.optimizer_memory.slots
     rows = math.gcd(*(rows_of(search.inputs) - {1})) or 1  # an input of one row stays whole
-    lengths = {int(n) for variable in search.recorded.variables for n in variable.shape}
-    fewest = _fewest(search, device_memory_bytes)
+    lengths = {int(n) for variable in recorded.variables for n in variable.shape}
+    state = 0
+    for at, variable in enumerate(recorded.variables):
+        # A trained weight has a gradient of its own size.
+        state += nbytes(variable) * (2 if recorded.training and at < recorded.trainable else 1)
+        state += sum(s.nbytes for s in slots.get(id(variable), ()) if s.follows != "nothing")
+    # No mesh has less on each device than all state, split evenly.
+    fewest = state // max(device_memory_bytes, 1)
     for devices in (1 << n for n in range(max_devices.bit_length())):
         if devices < fewest:
             continue
@@ -239,31 +245,12 @@ def smallest_mesh_plan(search: LayoutSearch, device_memory_bytes: int, max_devic
     return None
 
 
-def _fewest(search: LayoutSearch, device_memory_bytes: int) -> int:
-    """Return a lower bound on the number of devices: all state, split evenly over them."""
-    recorded, slots, total = search.recorded, search.optimizer_memory.slots, 0.0
-    for at, variable in enumerate(recorded.variables):
-        trained = recorded.training and at < recorded.trainable
-        # A trained weight has a gradient of its own size.
-        total += nbytes(variable) * (2 if trained else 1)
-        total += sum(s.nbytes for s in slots.get(id(variable), ()) if s.follows != "nothing")
-    return int(total // max(device_memory_bytes, 1))
-
-
 def _meshes(devices: int, *, rows: int, lengths: Collection[int]) -> Iterator[MeshSpec]:
-    """Yield the meshes of ``devices`` devices whose axes split something.
-
-    Args:
-        devices: A power of two.
-        rows: What the batch axis must divide.
-        lengths: Lengths of the dims of all variables, one of which the other axis must divide.
-    """
-    batch = 1
-    while batch <= devices:
+    """Yield the meshes of a power of two of devices whose axes divide the rows, and the length of some dim."""
+    for batch in (1 << n for n in range(devices.bit_length())):
         model = devices // batch
         if rows % batch == 0 and (model == 1 or any(n % model == 0 for n in lengths)):
             yield MeshSpec(DEFAULT_AXES, (batch, model))
-        batch *= 2
 
 
 # ---- checks of options -------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""Trace a Keras model on shapes alone: no value is read, no buffer is allocated."""
+"""Trace a Keras model on shapes alone, and read its program: no value is read, no buffer is allocated.
+
+JAX records the model's call or training step once (`record_program`); `trace` reads that program, equation by equation,
+into a `Program`, with one rule for each primitive (`RULES`).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardload.errors import LayoutError, UsageError
+from shardload.errors import LayoutError
 from shardload.keras_bridge.functional_graph import arguments_of_call
 from shardload.keras_bridge.hub_imports import backbone_of
-from shardload.layout_search.jaxpr_reader import arguments_of, read_program
+from shardload.layout_search import primitives
+from shardload.layout_search.primitives import PrimitiveRule, fresh, itemsize
 from shardload.layout_search.program import UNSPLIT, Exchange, Program, Value
 from shardload.units import check_kind, check_no_iterator
 
@@ -50,14 +55,8 @@ class Traced:
 def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
     """Return a shape and dtype for each input of a functional model, or of a task's backbone.
 
-    Args:
-        model: A Keras model.
-        batch: Length of the first dim, where the model does not fix it.
-        sequence: Length of every other dim that the model leaves open; `DEFAULT_SEQUENCE` by default, or the number
-            of positions that the model has if that is smaller.
-
-    Raises:
-        LayoutError: When the model does not declare its inputs, such as a subclassed model.
+    ``batch`` and ``sequence`` are the lengths of the first and of every other dim that the model leaves open; by
+    default, ``sequence`` is `DEFAULT_SEQUENCE`, or the number of positions that the model has if that is smaller.
     """
     inputs = _declared(model)
     if inputs is None:
@@ -179,8 +178,15 @@ def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mappin
     # Shapes in the place of values: a model of any size traces in seconds, without memory.
     state = tuple([_spec(v.shape, v.dtype) for v in group] for group in (trainable, other))
     check_kind("arguments", arguments, Mapping | None, "a mapping of arguments of call by name")
-    _check_arguments(model, arguments or {})
-    specs = as_specs((inputs, dict(arguments or {})))
+    arguments = dict(arguments or {})
+    taken = arguments_of_call(model)
+    # Names that a functional model would ignore.
+    if taken is not None and (unknown := sorted(set(arguments) - taken)):
+        raise LayoutError(
+            f"Cannot trace {model.name!r} with arguments {unknown}: its call does not use them. Inputs of a "
+            "functional model belong in inputs="
+        )
+    specs = as_specs((inputs, arguments))
     leaves, structure = jax.tree.flatten(specs)
     if any(0 in getattr(leaf, "shape", ()) for leaf in leaves):
         raise LayoutError(
@@ -230,7 +236,12 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
         for value, gradient in zip(values, results[-recorded.trainable :], strict=False):
             program.unite_dims(value, gradient)  # a gradient is kept as its variable is
             gradient.root.stored = False  # and counted with the variable
-        _gather_gradients_of_groups(program, values[: recorded.trainable])
+        # Devices that share groups of heads gather the gradients of keys and values: each has its group's.
+        for value in values[: recorded.trainable]:
+            for heads in map(program.heads_of, value.dims):
+                if heads is not None:
+                    gather = Exchange("all-gather", heads, value.nbytes, value.dims)
+                    program.work("gradients of groups", value.dims, exchanges=[gather])
     # The first dim of every input is the batch: token ids and masks are split alike. One row stays whole.
     batch = tuple(v.dims[0] for v in values[len(weights) :] if v.dims and v.dims[0] != UNSPLIT)
     for node in batch[1:]:
@@ -240,30 +251,6 @@ def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
         for node in value.dims[1:]:
             program.mark_sliced(node)
     return Traced(program, weights, batch, recorded.training)
-
-
-def _gather_gradients_of_groups(program: Program, weights: Sequence[Value]) -> None:
-    """Record that devices which share groups of heads gather the gradients of keys and values: each has its group's."""
-    for value in weights:
-        for n in value.dims:
-            heads = program.heads_of(n)
-            if heads is not None:
-                gather = Exchange("all-gather", heads, value.nbytes, value.dims)
-                program.work("gradients of groups", value.dims, exchanges=[gather])
-
-
-def _check_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Check names that a functional model would ignore."""
-    if not isinstance(arguments, Mapping):
-        raise UsageError(
-            f"Cannot trace {model.name!r} with arguments={arguments!r:.60}: expected a mapping of names to values"
-        )
-    taken = arguments_of_call(model)
-    if taken is not None and (unknown := sorted(set(arguments) - taken)):
-        raise LayoutError(
-            f"Cannot trace {model.name!r} with arguments {unknown}: its call does not use them. Inputs of a "
-            "functional model belong in inputs="
-        )
 
 
 def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> Any:
@@ -276,11 +263,162 @@ def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> A
         if takes_training:
             arguments = {"training": training, **arguments}
         outputs, _ = model.stateless_call(trainable, other, inputs, **arguments)
-        return _loss(outputs) if training else outputs
+        if not training:
+            return outputs
+        floating = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.inexact)]
+        return sum(jnp.mean(jnp.square(y.astype("float32"))) for y in floating) / max(len(floating), 1)
 
     return step
 
 
-def _loss(outputs: Any) -> Any:
-    floating = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.inexact)]
-    return sum(jnp.mean(jnp.square(y.astype("float32"))) for y in floating) / max(len(floating), 1)
+# ---- reading a program -------------------------------------------------------------------------------
+
+# Where calls (jit, custom_jvp_call, remat, …) keep their program: the parameter differs by primitive.
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def read_program(program: Program, closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
+    """Read a program with the given arguments, and return the values of its results."""
+    constants = [program.value(c.shape, getattr(c.dtype, "itemsize", 8)) for c in closed.consts]
+    return _run(program, closed.jaxpr, [*constants, *arguments])
+
+
+def arguments_of(program: Program, closed: ClosedJaxpr) -> list[Value]:
+    """Return a new value for each argument of a program."""
+    return [program.value(v.aval.shape, itemsize(v.aval)) for v in closed.jaxpr.invars]
+
+
+def _run(program: Program, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+    known: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+    def value(var: Any) -> Value:
+        if isinstance(var, Literal):
+            return program.value(getattr(var.aval, "shape", ()), itemsize(var.aval))
+        return known[var]
+
+    for eqn in jaxpr.eqns:
+        operands = [value(v) for v in eqn.invars]
+        # Operands are used at the moment the results are born, so both are counted as alive then.
+        program.clock += 1
+        results = _equation(program, eqn, operands)
+        program.use(*operands)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [value(v) for v in jaxpr.outvars]
+
+
+def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    name = eqn.primitive.name
+    if (rule := RULES.get(name)) is not None:
+        return rule(program, eqn, operands)
+    inner = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
+    # The program inside a shard_map has the shapes of one device's shards: its dims cannot be compared with these.
+    jaxpr = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+    if jaxpr is None or name == "shard_map" or len(jaxpr.invars) != len(operands):
+        program.unknown[name] += 1
+        for value in operands:
+            program.need_all(value, why=name)
+        results = [fresh(program, var) for var in eqn.outvars]
+        program.store(*results)
+        return results
+    return _enter(program, inner, operands)
+
+
+def _enter(program: Program, inner: Any, operands: Sequence[Value]) -> list[Value]:
+    return read_program(program, inner, operands) if isinstance(inner, ClosedJaxpr) else _run(program, inner, operands)
+
+
+def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Enter the body once; the dims of the carry are the same before and after, that of the steps is whole."""
+    params = eqn.params
+    if "num_consts" in params:
+        n_consts, n_carry = params["num_consts"], params["num_carry"]
+    else:
+        # JAX 0.11 groups operands in a tree instead.
+        n_consts, n_carry = map(len, params["ft_in"].unpack()[:2])
+    consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+    # Iterations run one after the other and each needs its step on every device.
+    for x in xs:
+        program.need_whole(x, 0, why="scan")
+    with program.repeated(params["length"]):
+        steps = [program.value(x.shape[1:], x.itemsize, x.dims[1:]) for x in xs]
+        results = _enter(program, params["jaxpr"], [*consts, *carry, *steps])
+    # The carry of one iteration is that of the next: a layout that changed inside would be exchanged each time.
+    for before, after in zip(carry, results[:n_carry], strict=True):
+        program.unite_dims(before, after)
+    # What an iteration returns gets a new first dim, and a buffer for all iterations.
+    stacked = []
+    for var, made in zip(eqn.outvars[n_carry:], results[n_carry:], strict=True):
+        stacked.append(fresh(program, var, [None, *made.dims]))
+        program.store(stacked[-1])
+    return [*results[:n_carry], *stacked]
+
+
+def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Enter the body once: how often it runs is not known before it runs."""
+    params = eqn.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    carry = operands[n_cond + n_body :]
+    _enter(program, params["cond_jaxpr"], [*operands[:n_cond], *carry])
+    results = _enter(program, params["body_jaxpr"], [*operands[n_cond : n_cond + n_body], *carry])
+    for before, after in zip(carry, results, strict=True):
+        program.unite_dims(before, after)
+    program.unknown["while: counted as one iteration"] += 1
+    return results
+
+
+def _cond(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    """Enter every branch: the results of all branches are split alike."""
+    # The first operand chooses the branch. All branches count, as if they all ran.
+    per_branch = [_enter(program, branch, operands[1:]) for branch in eqn.params["branches"]]
+    for results in per_branch[1:]:
+        for a, b in zip(per_branch[0], results, strict=True):
+            program.unite_dims(a, b)
+    return per_branch[0]
+
+
+RULES: dict[str, PrimitiveRule] = {
+    **dict.fromkeys(primitives.ELEMENTWISE, primitives.elementwise),
+    **dict.fromkeys(primitives.SOURCES, primitives.source),
+    **dict.fromkeys(("slice", "dynamic_slice", "pad"), primitives.same_length),
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "cumred_reduce_window_impl"),
+        primitives.windowed,
+    ),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "approx_top_k", "split"),
+        primitives.along_one_dim,
+    ),
+    **dict.fromkeys(
+        ("argmax", "argmin", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
+         "reduce_sum", "reduce_xor"),
+        primitives.reduce,
+    ),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "scatter_add",
+         "scatter_max", "scatter_min", "scatter_mul"),
+        primitives.scatter,
+    ),
+    "broadcast_in_dim": primitives.broadcast_in_dim,
+    "cond": _cond,
+    "concatenate": primitives.concatenate,
+    "conv_general_dilated": primitives.convolution,
+    "dot_general": primitives.dot_general,
+    "dynamic_update_slice": primitives.dynamic_update_slice,
+    "expand_dims": primitives.expand_dims,
+    "gather": primitives.gather,
+    "reshape": primitives.reshape,
+    "rev": primitives.rev,
+    "scan": _scan,
+    "select_and_scatter_add": primitives.select_and_scatter_add,
+    "squeeze": primitives.squeeze,
+    "stack": primitives.stack,
+    "tile": primitives.tile,
+    "top_k": primitives.top_k,
+    "transpose": primitives.transpose,
+    "unstack": primitives.unstack,
+    "while": _while,
+}  # fmt: skip
+"""How each primitive of JAX maps the dims of its operands to those of its results, by name.
+
+A primitive without a rule constrains nothing: its operands are needed whole and its results are new, and the program's
+``unknown`` counts it, for the notes of the plan."""

@@ -1,4 +1,4 @@
-"""The layouts that a dim_group of weights can have, and what each costs: memory, gathers, and moves of the batch.
+"""The layouts that a kind of weights can have, and what each costs: memory, gathers, and moves of the batch.
 
 A weight is split as the operations that read it are, and axes that do not split its use may still split its storage:
 devices then gather it for use, as in fully sharded data parallelism.
@@ -51,14 +51,7 @@ def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOptio
 def weight_options(
     problem: Problem, weight: WeightKind, *, storage_axes: Collection[str], small: bool
 ) -> Iterator[WeightOption]:
-    """Yield the layouts that a kind of weights can have.
-
-    Args:
-        problem: The problem.
-        weight: The weights.
-        storage_axes: Axes that may split the storage of any large weight.
-        small: Whether they may split the storage of weights below `LEAST_STORED_BYTES`, too.
-    """
+    """Yield the layouts that a kind of weights can have; ``storage_axes`` and ``small`` are those of a `Demand`."""
     for assignment in problem.assignments(weight.dim_groups):
         use: list[tuple[str, ...]] = [()] * len(weight.shape)
         for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):

@@ -1,6 +1,6 @@
 """Layouts by pure arithmetic over layer objects: which mesh axes split each dim of a variable.
 
-Roles describe the meaning of each dim and the best one to split (`roles`); users' rules are for variables (`rules`) or
-for classes of layers (`layer_rules`); `role_layouts` turns all of them into layouts that divide evenly, and into
+Roles describe the meaning of each dim and the best one to split (`roles`); users' rules are for variables or for
+classes of layers (`rules`); `role_layouts` turns all of them into layouts that divide evenly, and into
 fallbacks to report where it cannot. `choosing` is the order of these, and `choice.LayoutChoice` the result.
 """

@@ -88,17 +88,15 @@ def with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis:
 
 
 def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.RuleSet | None]:
-    if not isinstance(layout, str | os.PathLike):
-        if isinstance(layout, Mapping) and not has_mesh(layout):
-            return "rules", rule_sets.from_mapping(layout)
-        if not has_mesh(layout):
-            raise LayoutError(f"Cannot use {layout!r:.80} as layout. Supported: {_forms()}")
+    if isinstance(layout, str | os.PathLike):
+        if layout == "keras_hub":
+            return "keras_hub", _keras_hub_rules(model, mesh)
+        return str(layout), None if layout in MODES else rules_in_file(layout)
+    if has_mesh(layout):
         return "layout_map", rule_sets.from_layout_map(layout, mesh, origin="the LayoutMap")
-    if layout == "keras_hub":
-        return "keras_hub", _keras_hub_rules(model, mesh)
-    if layout in MODES:
-        return str(layout), None
-    return str(layout), rules_in_file(layout)
+    if isinstance(layout, Mapping):
+        return "rules", rule_sets.from_mapping(layout)
+    raise LayoutError(f"Cannot use {layout!r:.80} as layout. Supported: {_forms()}")
 
 
 def rules_in_file(file: PathLike) -> rule_sets.RuleSet:
@@ -186,12 +184,10 @@ def _sources(every: Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
     layers = []
     for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}
-        if is_kind(layer, "Embedding"):
-            split = "embeddings" in own and own["embeddings"].layout.parts[-1] > 1
-        else:
-            # A kernel in a pair has another rule (column, row), and its features are reduced within the pair.
-            split = "kernel" in own and own["kernel"].rule == "channels" and own["kernel"].layout.parts[-1] > 1
-        if split:
+        found = own.get("embeddings" if is_kind(layer, "Embedding") else "kernel")
+        # A kernel in a pair has another rule (column, row), and its features are reduced within the pair.
+        begins = is_kind(layer, "Embedding") or (found is not None and found.rule == "channels")
+        if found is not None and begins and found.layout.parts[-1] > 1:
             layers.append(layer)
     return layers
 

@@ -1,4 +1,4 @@
-"""Collectives on sharded arrays and inside `jax.shard_map`, and splitting by hand.
+"""Collectives on sharded arrays and inside `jax.shard_map`, splitting by hand, and devices by id.
 
     array with a NamedSharding   ─► shard_map over its own mesh ─► an array that keeps its split on other axes
     inside an enclosing shard_map ─► the plain primitive of `jax.lax`
@@ -14,19 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import LayoutError, MeshError, UnsupportedError, UsageError
-from shardload.units import check_kind, plural
+from shardload.keras_bridge.caller import warn_caller
+from shardload.sharding.layout import Spec, spec_of
+from shardload.units import check_kind, is_integer, plural
 
 Op: TypeAlias = Literal["sum", "mean", "max", "min"]
 Axes: TypeAlias = str | Sequence[str]
-_Spec: TypeAlias = tuple[tuple[str, ...], ...]
-"""Mesh axes per dim."""
 _REDUCE: dict[str, Callable[..., Any]] = {
     "sum": jax.lax.psum,
     "mean": jax.lax.pmean,
@@ -146,7 +146,7 @@ def reduce_scatter(
     if _is_manual(axes):
         return local(x)
 
-    def out(split: _Spec) -> _Spec:
+    def out(split: Spec) -> Spec:
         rest = _without(split, axes)
         # Behind the axes that split the dim already: each of their shards is cut further.
         return (*rest[:dim], rest[dim] + axes, *rest[dim + 1 :])
@@ -218,30 +218,23 @@ def _is_manual(axes: tuple[str, ...]) -> bool:
     return set(axes) <= manual
 
 
-def _without(split: _Spec, axes: tuple[str, ...]) -> _Spec:
+def _without(split: Spec, axes: tuple[str, ...]) -> Spec:
     return tuple(tuple(name for name in names if name not in axes) for names in split)
 
 
 def _on_mesh(
     x: Any,
     local: Callable[[Any], Any],
-    out: Callable[[_Spec], _Spec],
+    out: Callable[[Spec], Spec],
     *,
     axes: tuple[str, ...],
     mesh: Mesh | None,
     spec: PartitionSpec | None,
     derivative: str | None = None,
 ) -> Any:
-    """Run ``local`` on every device's shard of ``x``.
+    """Run ``local`` on every device's shard of ``x``; ``out`` maps the split of ``x`` to that of the result.
 
-    Args:
-        x: An array on a mesh, or any array with ``mesh``.
-        local: From a shard to a shard.
-        out: From the split of ``x`` to that of the result.
-        axes: The axes that ``local`` uses.
-        mesh: As the caller gave it.
-        spec: As the caller gave it.
-        derivative: What has no derivative; ``None`` if it has one.
+    ``derivative`` names a function that has no derivative, for the error.
     """
     check_kind("mesh", mesh, Mesh | None, "a jax.sharding.Mesh")
     check_kind("spec", spec, PartitionSpec | tuple | None, "a jax.sharding.PartitionSpec")
@@ -255,8 +248,7 @@ def _on_mesh(
             )
         specs = {"in_specs": _as_spec(split), "out_specs": _as_spec(out(split))}
         # Without the check of replication, which does not know that all_gather returns the same everywhere.
-        found: Callable[[Any], Any] = jax.shard_map(local, mesh=on, check_vma=False, **specs)
-        return found
+        return cast("Callable[[Any], Any]", jax.shard_map(local, mesh=on, check_vma=False, **specs))
 
     # A derivative is taken of an array whose sharding is known only here: to functions that JAX differentiates, it is
     # hidden. So forward and backward are given together.
@@ -268,8 +260,7 @@ def _on_mesh(
                 f"Cannot differentiate {derivative}: it has no derivative. Gather, then reduce with jnp"
             )
         x = _onto(x, mesh, spec)  # below, jax.grad has hidden that the array is on one device
-        found: tuple[Any, Any] = jax.vjp(mapped(x), x)
-        return found
+        return cast("tuple[Any, Any]", jax.vjp(mapped(x), x))
 
     run.defvjp(forward, lambda pull_back, cotangent: pull_back(cotangent))
     return run(_onto(x, mesh, spec))
@@ -288,7 +279,7 @@ def _onto(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
     return jax.device_put(x, NamedSharding(mesh, spec or PartitionSpec()))
 
 
-def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh, _Spec]:
+def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh, Spec]:
     """Return the mesh of an array and how it is split there."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
@@ -314,12 +305,76 @@ def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh
     return x.sharding.mesh, own
 
 
-def _split(spec: PartitionSpec, rank: int) -> _Spec:
-    found = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+def _split(spec: PartitionSpec, rank: int) -> Spec:
+    found = spec_of(spec)
     if len(found) > rank:
         raise UsageError(f"Cannot split an array of {plural(rank, 'dim')} by {spec}")
     return (*found, *((),) * (rank - len(found)))
 
 
-def _as_spec(split: _Spec) -> PartitionSpec:
+def _as_spec(split: Spec) -> PartitionSpec:
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
+
+
+# ---- devices by id, as in `keras.distribution` and in proposals for tensor parallelism in Keras -------
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Return the ids of all devices, those of other processes included.
+
+    Args:
+        device_type: ``"cpu"``, ``"gpu"`` or ``"tpu"``; JAX's default platform otherwise.
+
+    Raises:
+        MeshError: When there is no such platform here.
+    """
+    return [device_id(device) for device in _devices(device_type)]
+
+
+def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str]:
+    """Return the ids of the devices to use for ``count`` parts: the first ones, which JAX lists by locality.
+
+    Warns and returns all of them if there are fewer; returns an empty list for a count below one.
+
+    Raises:
+        MeshError: As in `list_devices`.
+    """
+    found = list_devices(device_type)
+    if not is_integer(count):
+        raise UsageError(f"Cannot use count={count!r:.60}: expected a number of devices")
+    if count > len(found):
+        warn_caller(f"{plural(count, 'device')} were requested, but there are only {len(found)}")
+    return found[: max(0, count)]
+
+
+def devices_of(ids: str | Sequence[str]) -> list[Any]:
+    """Return the `jax.Device`s of ids, or of one id.
+
+    Raises:
+        MeshError: When there is no device with one of the ids.
+    """
+    every_id: list[Any] = [ids] if isinstance(ids, str) or not isinstance(ids, Iterable) else list(ids)
+    if not all(isinstance(wanted, str) for wanted in every_id):
+        raise UsageError(f"Cannot use the devices {ids!r:.60}: expected ids such as 'cpu:0', or a list of them")
+    found = []
+    for wanted in every_id:
+        platform, _, number = wanted.lower().partition(":")
+        every = {device_id(device): device for device in _devices(platform)}
+        if (key := f"{platform}:{number}") not in every:
+            raise MeshError(f"Cannot find the device {wanted!r}. There are {', '.join(every)}")
+        found.append(every[key])
+    return found
+
+
+def device_id(device: Any) -> str:
+    """Return the id of a `jax.Device`."""
+    return f"{device.platform}:{device.id}"
+
+
+def _devices(device_type: str | None) -> list[Any]:
+    if not isinstance(device_type, str | None):
+        raise UsageError(f"Cannot use device_type={device_type!r:.60}: expected 'cpu', 'gpu' or 'tpu'")
+    try:
+        return list(jax.devices(device_type and device_type.lower()))
+    except RuntimeError as error:
+        raise MeshError(f"Cannot list devices of type {device_type!r}: {error}") from error

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardload.layouts.choice import VariableLayout
 from shardload.layouts.model_variables import LARGE_BYTES, nbytes
-from shardload.sharding.layout import Fallback, Layout, Spec
+from shardload.sharding.layout import Fallback, Layout
 from shardload.sharding.mesh import MeshSpec
 
 LEAST_SPLIT_BYTES = 1 << 10
@@ -82,14 +82,19 @@ def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
     spec: list[tuple[str, ...]] = [()] * len(shape)
     for axis in mesh.axes_of("expert"):  # first: no other axis should take the dim that it needs
         _split(spec, shape, [d for d in role.dims if d.what == MATRICES], mesh=mesh, axis=axis)
-    model_axes = mesh.axes_of("model")
     dim = None
-    if model_axes:
+    if model_axes := mesh.axes_of("model"):
         free = [d for d in role.dims if not spec[d.index]]
         dim = _split(spec, shape, free, mesh=mesh, axis=model_axes[0])
     for axis in mesh.axes:
-        if axis in model_axes[1:] or mesh.axis_kind(axis) == "fsdp":
-            _split_one_more(spec, shape, role.dims, mesh=mesh, axis=axis)
+        size = mesh.axis_size(axis)
+        if size == 1 or not (axis in model_axes[1:] or mesh.axis_kind(axis) == "fsdp"):
+            continue
+        # Unsplit dims first, the longest first: an fsdp axis saves memory, whichever dim it takes.
+        for d in sorted(role.dims, key=lambda d: (bool(spec[d.index]), -shape[d.index])):
+            if shape[d.index] % (size * Layout(mesh, tuple(spec)).parts[d.index]) == 0:
+                spec[d.index] = (*spec[d.index], axis)
+                break
     layout = Layout(mesh, tuple(spec))
     return VariableLayout.of(variable, layout, role.rule, _fallback(variable, role, dim, layout=layout))
 
@@ -107,8 +112,7 @@ def _split(
 
 def lay_out_along(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
     """Choose the layout of a variable along its leader's, where its own dims are divisible."""
-    spec: Spec = tuple(() if d is None else leader.spec[d] for d in role.dims)
-    layout = Layout(leader.mesh, spec)
+    layout = Layout(leader.mesh, tuple(() if d is None else leader.spec[d] for d in role.dims))
     if not layout.divides(tuple(variable.shape)):
         layout = Layout.replicated(leader.mesh, len(variable.shape))
     return VariableLayout.of(variable, layout, f"{role.rule} follows {role.leader.path}")
@@ -144,10 +148,11 @@ def decide_layouts(
     return placed
 
 
-def next_best(variable: Any, role: Role, wanted: Layout, *, rule: str) -> VariableLayout:
+def as_far_as_it_divides(variable: Any, role: Role, wanted: Layout, *, rule: str) -> VariableLayout:
     """Return the layout of a rule, with each axis that does not divide moved to another dim or dropped."""
     shape = tuple(int(n) for n in variable.shape)
-    mesh = wanted.mesh
+    if wanted.divides(shape):
+        return VariableLayout.of(variable, wanted, rule)
     candidates = role.dims if isinstance(role, Wants) else ()
     spec: list[tuple[str, ...]] = list(wanted.spec)
     why = []
@@ -158,31 +163,15 @@ def next_best(variable: Any, role: Role, wanted: Layout, *, rule: str) -> Variab
         why.append(f"{length} does not divide by {parts}")
         # Move the axes to the best free dim of the role that divides, else drop them.
         free = [c for c in candidates if not spec[c.index] and c.index != d]
-        other = _first_that_divides(shape, free, parts)
-        if other is not None:
+        if (other := _first_that_divides(shape, free, parts)) is not None:
             spec[other.index] = axes
-    layout = Layout(mesh, tuple(spec))
+    layout = Layout(wanted.mesh, tuple(spec))
     reason = "; ".join(why) + ("; replicated" if layout.is_replicated else f"; split as {layout} instead")
     return VariableLayout.of(variable, layout, rule, Fallback(variable.path, str(wanted), str(layout), reason))
 
 
 def _first_that_divides(shape: tuple[int, ...], dims: Any, parts: int) -> Dim | None:
     return next((d for d in dims if shape[d.index] % parts == 0), None)
-
-
-def _split_one_more(
-    spec: list[tuple[str, ...]], shape: tuple[int, ...], dims: tuple[Dim, ...], *, mesh: MeshSpec, axis: str
-) -> None:
-    """Split the largest unsplit dim by ``axis``, else split a dim further."""
-    size = mesh.axis_size(axis)
-    if size == 1:
-        return
-    # Unsplit dims first, the longest first: an fsdp axis saves memory, whichever dim it takes.
-    for d in sorted(dims, key=lambda d: (bool(spec[d.index]), -shape[d.index])):
-        parts = size * Layout(mesh, tuple(spec)).parts[d.index]
-        if shape[d.index] % parts == 0:
-            spec[d.index] = (*spec[d.index], axis)
-            return
 
 
 def _fallback(variable: Any, role: Wants, dim: Dim | None, *, layout: Layout) -> Fallback | None:
@@ -199,11 +188,8 @@ def _fallback(variable: Any, role: Wants, dim: Dim | None, *, layout: Layout) ->
     if not role.exact:
         return Fallback(variable.path, str(ideal), str(layout), f"no dim of {shape} divides by {size}; replicated")
     instead = "replicated" if dim is None else f"its {shape[dim.index]} {dim.what} are split instead"
-    why = f"{_count(shape[wanted.index], wanted.what)} not divide by {size}; {instead}"
+    count, what = shape[wanted.index], wanted.what
+    if count == 1:
+        what = what.replace("entries", "entry").replace("matrices", "matrix").removesuffix("s")
+    why = f"{count} {what} {'does' if count == 1 else 'do'} not divide by {size}; {instead}"
     return Fallback(variable.path, str(ideal), str(layout), why)
-
-
-def _count(number: int, what: str) -> str:
-    """Format a count, such as ``1 head does`` or ``4 heads do``."""
-    singular = what.replace("entries", "entry").replace("matrices", "matrix").removesuffix("s")
-    return f"1 {singular} does" if number == 1 else f"{number} {what} do"

@@ -11,27 +11,37 @@ second along its inputs (row-parallel), and one all-reduce ends the block::
     btf,fd->btd     down     f contracted    split f        ┘ one all-reduce
 
 A variable that belongs to a kernel (bias, int8 scale, LoRA factor, optimizer slot) *follows* it, dim by dim.
+
+Two things tell which kernels form a pair:
+
+the shapes of a block's kernels   `roles_by_shapes`: the second maps the outputs of the first back to the block's width
+the graph of a functional model   `roles_by_graph`: only the second reads what the first computes
+
+    Dense ─► gelu ─► Dropout ─► Dense        Conv2D ─► BatchNormalization ─► ReLU ─► Conv2D
+    column   └─ each on its own features ─┘  row     channels  └ its vectors follow ┘       input channels
+
+In the graph, only what reads a kernel's output alone is paired with it, so nothing else needs its features whole. In
+between are layers that compute each feature by itself. This module has more than 400 lines, as one order of answers
+(`roles`) decides over all of them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import keras
+
+from shardload.keras_bridge.functional_graph import sole_consumers
 from shardload.keras_bridge.model_state import slots_of
 from shardload.layouts import model_variables
-from shardload.layouts.kernels import (
-    Kernel,
-    equation_of,
-    feature_kernel,
-    kernels_of,
-    roles_by_graph,
-    roles_by_shapes,
-)
-from shardload.layouts.layer_rules import roles_by_layer_rules
-from shardload.layouts.model_variables import is_kind
-from shardload.layouts.role_layouts import Dim, Follows, Role, Wants, by_shape
+from shardload.layouts.model_variables import is_kind, own_variables
+from shardload.layouts.role_layouts import MATRICES, Dim, Follows, Role, Wants, by_shape
+from shardload.layouts.rules import roles_by_layer_rules
 
 
 def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
@@ -49,13 +59,9 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     # Outermost layers first, and the first answer stays: a block that pairs its sub-layers' kernels knows more of
     # them than each sub-layer does alone.
     for layer, children in every:
-        below = (kernels[id(child)] for child in children)
-        for role_of in (
-            _own_roles(layer, own[id(layer)], kernels[id(layer)]),
-            roles_by_shapes(itertools.chain.from_iterable(below)),
-        ):
-            for key, role in role_of.items():
-                by_id.setdefault(key, role)
+        below = roles_by_shapes(itertools.chain.from_iterable(kernels[id(child)] for child in children))
+        for key, role in (below | _own_roles(layer, own[id(layer)], kernels[id(layer)])).items():
+            by_id.setdefault(key, role)
     # A functional model's graph tells pairs for certain, so its answer replaces those by shape, but not users' rules.
     of_features = {id(layer): feature_kernel(layer, own[id(layer)]) for layer, _ in every}
     pairable = {key: one for key, one in of_features.items() if one is not None and id(one.kernel) not in by_rule}
@@ -89,7 +95,12 @@ def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) 
         # Replicated: the gates lie side by side, so each device would have one of them and not its part of all.
         return {id(v): Wants("gates", ()) for v in variables}
     if is_kind(layer, "SimpleRNNCell"):
-        return _recurrent_roles(own)
+        # Split by outputs: each device has its units, and gathers all of them for the next step.
+        features = (Dim(1, "output features"), Dim(0, "input features"))
+        by_id: dict[int, Role] = {id(v): Wants("column", features) for v in variables if len(v.shape) == 2}
+        if "bias" in own and "kernel" in own:
+            by_id[id(own["bias"])] = Follows("bias", own["kernel"], (1,))
+        return by_id
     return roles_by_shapes(kernels)
 
 
@@ -124,14 +135,12 @@ def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) ->
 
 def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
     """Split an embedding by rows (the vocabulary) if it is tall, by features if it is wide."""
-    by_id: dict[int, Role] = {}
-    embedding = own.get("embeddings")
-    if embedding is None:
-        return by_id
+    if (embedding := own.get("embeddings")) is None:
+        return {}
     rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")
     # An embedding that is wider than tall has too few rows to split (token types, segments).
     tall = embedding.shape[0] >= embedding.shape[1]
-    by_id[id(embedding)] = Wants("vocabulary", (rows, features) if tall else (features, rows))
+    by_id: dict[int, Role] = {id(embedding): Wants("vocabulary", (rows, features) if tall else (features, rows))}
     if (reverse := own.get("reverse_embeddings")) is not None:
         by_id[id(reverse)] = Wants("vocabulary", (Dim(1, rows.what), Dim(0, features.what)))
     for name, leader, spelt, labels in (
@@ -161,9 +170,7 @@ def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, Role]:
     # is the one to split.
     first, second = ("output channels", "input channels") if is_kind(layer, "BaseConv") else ("channels",) * 2
     order = (last, last - 1) if is_kind(layer, "BaseConv") else (last - 1, last)
-    by_id: dict[int, Role] = {
-        id(kernel): Wants("channels", (Dim(order[0], first), Dim(order[1], second))),
-    }
+    by_id: dict[int, Role] = {id(kernel): Wants("channels", (Dim(order[0], first), Dim(order[1], second)))}
     # A depthwise bias has channels x multiplier entries: it follows only if the multiplier is 1.
     if (bias := own.get("bias")) is not None and bias.shape[0] == kernel.shape[order[0]]:
         by_id[id(bias)] = Follows("bias", kernel, (order[0],))
@@ -183,10 +190,233 @@ def _separable_roles(own: dict[str, Any]) -> dict[int, Role]:
     return by_id
 
 
-def _recurrent_roles(own: dict[str, Any]) -> dict[int, Role]:
-    """Split both kernels by their outputs: each device has its units, and gathers all of them for the next step."""
-    features = (Dim(1, "output features"), Dim(0, "input features"))
-    by_id: dict[int, Role] = {id(v): Wants("column", features) for v in own.values() if len(v.shape) == 2}
-    if "bias" in own and "kernel" in own:
-        by_id[id(own["bias"])] = Follows("bias", own["kernel"], (1,))
+# ---- kernels, and pairs by their shapes ---------------------------------------------------------------
+
+_CONVOLUTIONS = ("BaseConv", "BaseConvTranspose", "BaseDepthwiseConv", "BaseSeparableConv", "ConvLSTMCell")
+"""Keras' classes of layers whose kernels slide over a window."""
+BY_FEATURE = """
+Activation ActivityRegularization AlphaDropout BaseGlobalPooling BasePooling BatchNormalization Dropout ELU
+GaussianDropout GaussianNoise Identity LeakyReLU ReLU BaseSpatialDropout UpSampling1D UpSampling2D UpSampling3D
+ZeroPadding1D ZeroPadding2D ZeroPadding3D
+"""
+"""Classes of layers that compute each feature, the last dim, by itself."""
+_OVER_FEATURES = ("softmax", "log_softmax", "sparsemax", "glu")
+"""Activations that need all features."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A variable that maps input features to output features; dims as indices into its shape."""
+
+    variable: Any
+    labels: str
+    """One letter per dim."""
+    inputs: tuple[int, ...]
+    """Contracted dims, in the order of the layer's input."""
+    outputs: tuple[int, ...]
+    """Produced dims, in the order of the layer's output."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has one input dim and one output dim."""
+        return len(self.inputs) == len(self.outputs) == 1
+
+    def size(self, dims: tuple[int, ...]) -> int:
+        """Return the product of the lengths of ``dims``."""
+        return math.prod(int(self.variable.shape[d]) for d in dims)
+
+
+def kernels_of(layer: Any, own: Sequence[Any]) -> list[Kernel]:
+    """Return a layer's own kernels: that of a Dense or EinsumDense, or stacked matrices of experts."""
+    named = {v.name: v for v in own}
+    if equation := equation_of(layer):
+        kernel = named.get("kernel")
+        if kernel is None or len(kernel.shape) != len(equation[1]):
+            return []  # packed to fewer dims (int4, GPTQ): the equation no longer describes it
+        return [_einsum_kernel(kernel, *equation)]
+    if is_kind(layer, *_CONVOLUTIONS):
+        return []  # over one dim, a kernel has three dims as well: window, inputs, outputs
+    # Experts of a mixture, as every KerasHub model stacks them: (expert, input, output).
+    return [Kernel(v, "eio", (1,), (2,)) for v in own if len(v.shape) == 3]
+
+
+def equation_of(layer: Any) -> tuple[str, str, str] | None:
+    """Return the labels of input, kernel and output of a layer that is one einsum, without a leading ellipsis."""
+    if is_kind(layer, "EinsumDense"):
+        left, _, output = re.sub(r"[\s.]", "", layer.equation).partition("->")
+        data, _, kernel = left.partition(",")
+        return data, kernel, output
+    if is_kind(layer, "Dense"):
+        return "i", "io", "o"
+    return None
+
+
+def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel:
+    # Letters in both the input and the output (a stack's own dim) are neither contracted nor produced.
+    contracted = sorted((c for c in kernel if c in data and c not in output), key=data.index)
+    produced = sorted((c for c in kernel if c in output and c not in data), key=output.index)
+    return Kernel(variable, kernel, tuple(map(kernel.index, contracted)), tuple(map(kernel.index, produced)))
+
+
+def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, Role]:
+    """Return the roles of one block's kernels, given in order of creation: which one feeds which decides."""
+    by_id: dict[int, Role] = {}
+    before: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.is_matrix:
+            role = _matrix(kernel, "row" if any(_feeds(earlier, kernel) for earlier in before) else "column")
+        else:
+            role = _projection(kernel)
+        # A row-parallel kernel ends its pair: what comes after it reads the block's width again.
+        if role.rule != "row":
+            before.append(kernel)
+        by_id.setdefault(id(kernel.variable), role)
     return by_id
+
+
+def _feeds(first: Kernel, second: Kernel) -> bool:
+    """Whether ``second`` maps the outputs of ``first`` back to the block's width.
+
+    A gate fused into a first matrix doubles its outputs; key and value fused into heads triple them.
+    For two square matrices this is undecidable.
+    """
+    made, width = first.size(first.outputs), first.size(first.inputs)
+    intermediate = second.size(second.inputs)
+    # Only a kernel that restores the width can close a pair: the residual connection adds its output to the input.
+    if second.size(second.outputs) != width or len(first.inputs) != 1:
+        return False
+    if first.is_matrix:
+        return width != intermediate and made in (intermediate, 2 * intermediate)
+    return made in (intermediate, 3 * intermediate)
+
+
+def _matrix(kernel: Kernel, rule: str) -> Wants:
+    outputs, inputs = Dim(kernel.outputs[0], "output features"), Dim(kernel.inputs[0], "input features")
+    wanted = (outputs, inputs) if rule == "column" else (inputs, outputs)
+    # A stack of experts comes last: an expert axis takes that dim first, other axes only if nothing else divides.
+    rest = tuple(Dim(d, MATRICES) for d in range(len(kernel.labels)) if d not in (outputs.index, inputs.index))
+    return Wants(rule, wanted + rest)
+
+
+def _projection(kernel: Kernel) -> Wants:
+    """Return the role of a kernel with several dims on one side: heads, and dims within a head.
+
+    If the number of heads is not divisible, the model's width is next: it costs one small all-reduce of the
+    kernel's output. A split inside a head would cut through the halves of rotary embeddings, the cache and
+    the logits: XLA turns that into some forty permutes and all-to-alls per two Gemma layers, instead of eight
+    all-reduces.
+    """
+    if len(kernel.outputs) > 1:
+        heads, within, width, rule = kernel.outputs[:-1], kernel.outputs[-1:], kernel.inputs, "heads out"
+    elif len(kernel.inputs) > 1:
+        heads, within, width, rule = kernel.inputs[:-1], kernel.inputs[-1:], kernel.outputs, "heads in"
+    else:
+        return by_shape(kernel.variable)
+    side = "input features" if rule == "heads out" else "output features"
+    shape = kernel.variable.shape
+    by_size = sorted(heads, key=lambda d: -int(shape[d]))
+    dims = [Dim(d, "heads") for d in by_size] + [Dim(d, side) for d in width] + [Dim(d, "head dims") for d in within]
+    return Wants(rule, tuple(dims))
+
+
+# ---- pairs in the graph of a functional model ---------------------------------------------------------
+
+
+def roles_by_graph(
+    model: Any, kernels: dict[int, FeatureKernel], known: dict[int, Role], by_rule: dict[int, Role]
+) -> dict[int, Role]:
+    """Return the roles of kernels that follow each other in a model's graph, and of what is between them."""
+    changed: dict[int, Role] = {}
+    # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
+    ends = {key for key, one in kernels.items() if getattr(known.get(id(one.kernel)), "rule", "") == "row"}
+    for pair in pairs(model, kernels, never_first=ends):
+        first, second = kernels[id(pair.first)], kernels[id(pair.second)]
+        changed[id(first.kernel)] = Wants("column", (first.outputs, first.inputs))
+        changed[id(second.kernel)] = Wants("row", (second.inputs, second.outputs))
+        for layer in pair.between:
+            for v in own_variables(layer):
+                # A depthwise kernel ends in (features, multiplier), a vector in features.
+                features = len(v.shape) - (2 if len(v.shape) > 1 else 1)
+                dims = tuple(first.outputs.index if d == features else None for d in range(len(v.shape)))
+                changed[id(v)] = Follows("features", first.kernel, dims)
+    return {key: role for key, role in changed.items() if key not in by_rule}
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureKernel:
+    """A kernel from the last dim of its layer's input to the last dim of its output."""
+
+    kernel: Any
+    inputs: Dim
+    outputs: Dim
+
+
+def feature_kernel(layer: Any, own: Sequence[Any]) -> FeatureKernel | None:
+    """Return the kernel of a layer that maps the last dim of its input to the last dim of its output, if it has one."""
+    kernel = next((v for v in own if v.name in ("kernel", "pointwise_kernel")), None)
+    if kernel is None:
+        return None
+    rank = len(kernel.shape)
+    if is_kind(layer, "BaseConv", "BaseConvTranspose", "BaseSeparableConv"):
+        # With channels first or groups, a pair's split would not be one of the last dim.
+        if layer.data_format != "channels_last" or getattr(layer, "groups", 1) != 1:
+            return None
+        # Keras stores a transposed convolution's kernel as (…, outputs, inputs).
+        inputs, outputs = (rank - 1, rank - 2) if is_kind(layer, "BaseConvTranspose") else (rank - 2, rank - 1)
+        return FeatureKernel(kernel, Dim(inputs, "input channels"), Dim(outputs, "output channels"))
+    equation = equation_of(layer)
+    if equation is None or rank != len(equation[1]):
+        return None
+    data, labels, output = equation
+    matrix = _einsum_kernel(kernel, data, labels, output)
+    if not matrix.is_matrix or data[-1] != labels[matrix.inputs[0]] or output[-1] != labels[matrix.outputs[0]]:
+        return None
+    return FeatureKernel(kernel, Dim(matrix.inputs[0], "input features"), Dim(matrix.outputs[0], "output features"))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPair:
+    """Two layers with kernels, and the layers between them."""
+
+    first: Any
+    between: tuple[Any, ...]
+    second: Any
+
+
+def pairs(model: Any, kernels: Collection[int], *, never_first: Collection[int] = ()) -> Iterator[KernelPair]:
+    """Yield the pairs in the graph of a functional or sequential model; ``never_first`` already end a pair."""
+    links = list(sole_consumers(model))
+    reader = {id(one): other for one, other in links}
+    # A second's output is whole again after the all-reduce: it begins no pair, or two pairs would share a kernel.
+    seconds: set[int] = set()
+    for first, _ in links:
+        key = id(first)
+        if key not in kernels or key in seconds or key in never_first or not _by_feature(first):
+            continue
+        between: list[Any] = []
+        following = reader[key]
+        while id(following) in reader and id(following) not in kernels and _passes(following):
+            between.append(following)
+            following = reader[id(following)]
+        if id(following) in kernels:
+            seconds.add(id(following))
+            yield KernelPair(first, tuple(between), following)
+
+
+def _passes(layer: Any) -> bool:
+    # By name, and Keras' own classes only: its base classes (BasePooling) are not exported, and a user's class may
+    # share a name.
+    names = {cls.__name__ for cls in type(layer).__mro__ if cls.__module__.startswith("keras.")}
+    last = getattr(layer, "data_format", None) in (None, "channels_last")
+    if "BatchNormalization" in names:
+        # Batch norm says its feature dim by axis; it has no data_format.
+        last = layer.axis in (-1, len(layer.input.shape) - 1)
+    # With a multiplier, outputs of one input channel are neighbours, and vectors behind it have another length.
+    if "BaseDepthwiseConv" in names:
+        return last and layer.depth_multiplier == 1 and _by_feature(layer)
+    return isinstance(layer, keras.Layer) and last and not names.isdisjoint(BY_FEATURE.split()) and _by_feature(layer)
+
+
+def _by_feature(layer: Any) -> bool:
+    """Whether the activation of a layer, if it has one, computes each feature by itself."""
+    return getattr(getattr(layer, "activation", None), "__name__", "") not in _OVER_FEATURES

@@ -11,25 +11,30 @@ Rules come from a TOML file, a mapping, a ``keras.distribution.LayoutMap``, or a
 
 A rule without effect, or two rules for one variable, are errors; a dim that is not divisible is a fallback. Rules of a
 layout map for the outputs of layers (``dense/output``) are for no variable: a bound model applies them to activations.
+
+Layer rules (`layout_rule`) are users' functions for classes of layers instead.
 """
 
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import keras
 from jax.sharding import PartitionSpec
 
-from shardload.errors import LayoutError
+from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge.distributions import variable_axes
+from shardload.layouts import model_variables
 from shardload.layouts.choice import VariableLayout
-from shardload.layouts.role_layouts import Role, next_best
-from shardload.sharding.layout import Layout, Spec
+from shardload.layouts.role_layouts import Dim, Role, Wants, as_far_as_it_divides
+from shardload.sharding.layout import Layout, Spec, spec_of
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural
 
@@ -63,11 +68,7 @@ class RuleSet:
 
 
 def read_rules(path: Path) -> RuleSet:
-    """Read a rules file.
-
-    Raises:
-        LayoutError: When it cannot be read, is not TOML, or a rule is malformed.
-    """
+    """Read a rules file."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -79,17 +80,16 @@ def read_rules(path: Path) -> RuleSet:
             f"The layout rules {path} need [[rule]] tables and may have default = 'auto' or 'replicated'; "
             f"found keys {sorted(content)}, default {default!r}, rule {entries!r:.80}"
         )
-    return RuleSet(str(path), tuple(_read_rule(entry, path) for entry in entries), default)
-
-
-def _read_rule(entry: Any, path: Path) -> Rule:
-    spec = entry["spec"] if isinstance(entry, dict) and set(entry) == {"variable", "spec"} else None
-    if not isinstance(spec, list) or not all(isinstance(axes, str) for axes in spec):
-        raise LayoutError(
-            f"A rule in {path} must be variable = 'regular expression' and spec = ['axis' or '-', one per dim]; "
-            f"found {entry!r}"
-        )
-    return Rule(str(entry["variable"]), tuple(map(_as_axes, spec)))
+    made = []
+    for entry in entries:
+        spec = entry["spec"] if isinstance(entry, dict) and set(entry) == {"variable", "spec"} else None
+        if not isinstance(spec, list) or not all(isinstance(axes, str) for axes in spec):
+            raise LayoutError(
+                f"A rule in {path} must be variable = 'regular expression' and spec = ['axis' or '-', one per dim]; "
+                f"found {entry!r}"
+            )
+        made.append(Rule(str(entry["variable"]), tuple(map(_as_axes, spec))))
+    return RuleSet(str(path), tuple(made), default)
 
 
 def from_mapping(rules: Mapping[str, Any], *, origin: str = "the layout") -> RuleSet:
@@ -124,10 +124,8 @@ def by_distribution(
 ) -> dict[int, VariableLayout]:
     """Return the layouts that a ``keras.distribution.Distribution`` gives to variables, by ``id(variable)``."""
     rule = type(distribution).__name__
-    return {
-        id(v): _placed(v, Layout(mesh, _tensor_spec(variable_axes(distribution, v))), role=roles[id(v)], rule=rule)
-        for v in variables
-    }
+    wanted = {id(v): Layout(mesh, spec_of(variable_axes(distribution, v))) for v in variables}
+    return {id(v): as_far_as_it_divides(v, roles[id(v)], wanted[id(v)], rule=rule) for v in variables}
 
 
 def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
@@ -140,22 +138,13 @@ def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
                 f"Cannot use {origin} on the mesh {mesh}: it was made for {MeshSpec(names, sizes)}. Make it for {mesh}"
             )
     # What no rule of a LayoutMap matches is replicated, as in Keras; other rules leave it to "auto".
-    return RuleSet(origin, tuple(Rule(key, _tensor_spec(layout_map[key].axes)) for key in layout_map))
-
-
-def _tensor_spec(axes: Sequence[Any]) -> Spec:
-    return tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in axes)
+    return RuleSet(origin, tuple(Rule(key, spec_of(layout_map[key].axes)) for key in layout_map))
 
 
 def apply(
     rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, Role]
 ) -> dict[int, VariableLayout]:
-    """Return the layouts of variables with a matching rule, by ``id(variable)``; others are left to the default.
-
-    Raises:
-        LayoutError: When a rule matches nothing, two match one variable, a rule has the wrong number of dims,
-            names an unknown axis, or is not a regular expression.
-    """
+    """Return the layouts of variables with a matching rule, by ``id(variable)``; others are left to the default."""
     variables = list(variables)
     used: set[str] = set()
     placed: dict[int, VariableLayout] = {}
@@ -172,11 +161,11 @@ def apply(
 
 def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
     """Check that each rule for outputs of layers (``model/dense/output``) matches one of ``paths``, if known."""
-    rules = [Rule(key, ()) for key in layout_map]
-    for rule in rules if paths is not None else ():
-        pattern = _compiled(rule, "the LayoutMap")
-        if rule.is_of_outputs and not any(rule.pattern == p or pattern.fullmatch(p) for p in paths or ()):
-            raise LayoutError(_matches_nothing(rule, list(paths or ()), "the LayoutMap", of="outputs"))
+    if paths is None:
+        return
+    for rule in (Rule(key, ()) for key in layout_map):
+        if rule.is_of_outputs and not _matches_any(rule, paths):
+            raise LayoutError(_matches_nothing(rule, paths, "the LayoutMap", of="outputs"))
 
 
 def unmatched(layout_map: Any, paths: Sequence[str]) -> tuple[str, ...]:
@@ -188,16 +177,18 @@ def unmatched(layout_map: Any, paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(
         _matches_nothing(rule, paths, "the distribution's LayoutMap")
         for rule in rules
-        if not rule.is_of_outputs
-        and not any(rule.pattern == p or _compiled(rule, "the LayoutMap").fullmatch(p) for p in paths)
+        if not rule.is_of_outputs and not _matches_any(rule, paths)
     )
+
+
+def _matches_any(rule: Rule, paths: Sequence[str]) -> bool:
+    return any(rule.pattern == path or _compiled(rule, "the LayoutMap").fullmatch(path) for path in paths)
 
 
 def _match(rules: RuleSet, path: str) -> Rule | None:
     """Return the rule for ``path``: the exact path takes precedence over expressions, as in Keras."""
-    for rule in rules.rules:
-        if rule.pattern == path:
-            return rule
+    if exact := [rule for rule in rules.rules if rule.pattern == path]:
+        return exact[0]
     matching = [rule for rule in rules.rules if _compiled(rule, rules.origin).fullmatch(path)]
     if len(matching) > 1:
         raise LayoutError(
@@ -226,23 +217,118 @@ def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str
         wanted = Layout(mesh, spec)
     except LayoutError as error:
         raise LayoutError(f"The rule {rule.pattern!r} of {origin} does not fit the mesh: {error}") from error
-    return _placed(variable, wanted, role=role, rule=rule.pattern)
-
-
-def _placed(variable: Any, wanted: Layout, *, role: Role, rule: str) -> VariableLayout:
-    if wanted.divides(tuple(variable.shape)):
-        return VariableLayout.of(variable, wanted, rule)
-    return next_best(variable, role, wanted, rule=rule)
+    return as_far_as_it_divides(variable, role, wanted, rule=rule.pattern)
 
 
 def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str, *, of: str = "variables") -> str:
     partly = [p for p in paths if re.search(rule.pattern, p)]
     # Rules match whole paths, so most that match nothing match a part of one: show those first.
     close = partly[:3] or difflib.get_close_matches(rule.pattern, paths, n=3, cutoff=0.3)
-    hint = "it matches only a part of" if partly else "the nearest are"
-    near = f"; {hint} {', '.join(close)}" if close else ""
+    near = f"; {'it matches only a part of' if partly else 'the nearest are'} {', '.join(close)}" if close else ""
     return (
         f"The rule {rule.pattern!r} of {origin} matches none of the model's {len(paths)} {of}{near}. "
         f"A rule must match the whole path of {'a variable' if of == 'variables' else 'an output'}. "
         "Correct it or remove it"
     )
+
+
+# ---- rules for classes of layers ---------------------------------------------------------------------
+
+LayerRule = Callable[[Any], Mapping[str, Sequence[int]]]
+"""From a built layer to variable name → dims to split, best first; an empty sequence keeps a variable replicated."""
+R = TypeVar("R", bound=LayerRule)
+
+# By class, for the life of the process: `layout_rule` decorates functions at module level.
+_rules: dict[type, LayerRule] = {}
+
+
+def layout_rule(layer_class: type) -> Callable[[R], R]:
+    """Register a function that says which dims of a layer's own variables ``layout="auto"`` splits.
+
+    The function receives each layer of ``layer_class``, or of a subclass without a rule of its own, built but maybe
+    without values. It returns, by the name of a variable (``variable.name``), the dims to split, best first: the first
+    one that divides by the mesh axis is split, and any choice but the first is a fallback in the report. An empty
+    tuple keeps the variable replicated. Variables that it does not mention get their layout as before. Optimizer slots
+    follow their variables. A later rule for the same class replaces the earlier one. In a run of several processes,
+    register it in each of them.
+
+    Args:
+        layer_class: A subclass of `keras.layers.Layer`.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        UsageError: When ``layer_class`` is not a class of layers.
+    """
+    if not (isinstance(layer_class, type) and issubclass(layer_class, keras.layers.Layer)):
+        raise UsageError(
+            f"Cannot register a layout rule for {layer_class!r:.80}: expected a subclass of keras.layers.Layer. "
+            "Write @shardload.layout_rule(MyLayer)"
+        )
+
+    def register(rule: R) -> R:
+        if not callable(rule) or isinstance(rule, type):
+            raise UsageError(
+                f"Cannot register {rule!r:.80} as a layout rule: expected a function of the layer. "
+                "Write @shardload.layout_rule(MyLayer) above def my_rule(layer)"
+            )
+        _rules[layer_class] = rule
+        return rule
+
+    return register
+
+
+def roles_by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:
+    """Return the roles that users' layer rules give to the variables of layers, by ``id(variable)``."""
+    by_id = {}
+    for layer in layers:
+        rule = f"rule for {type(layer).__name__}"
+        for key, dims in _dims_by_rule(layer).items():
+            by_id[key] = Wants(rule, tuple(Dim(d, f"elements of dim {d}") for d in dims), even_small=True)
+    return by_id
+
+
+def _dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
+    """Return the dims that a user's rule names for a layer's own variables, by ``id(variable)``."""
+    # The most derived class with a rule decides, as method lookup does.
+    rule = next((_rules[c] for c in type(layer).__mro__ if c in _rules), None)
+    own = [] if rule is None else model_variables.own_variables(layer)
+    if rule is None or not own:  # a model may keep layers that it never built
+        return {}
+    named = {v.name: v for v in own}
+    try:
+        answer = {name: _as_dims(dims) for name, dims in rule(layer).items()}
+    except Exception as error:  # of any kind: the rule is the user's code
+        raise LayoutError(
+            f"{_title(layer)} failed: {type(error).__name__}: {error}. A rule returns {{variable name: (dim, …)}}"
+        ) from error
+    for name, dims in answer.items():
+        if name not in named:
+            raise LayoutError(
+                f"{_title(layer)} names the variable {name!r}, but the layer has {', '.join(named)}. "
+                "A rule names a layer's own variables; for those of its sub-layers, use a rules file"
+            )
+        if sum(v.name == name for v in own) > 1:
+            raise LayoutError(
+                f"{_title(layer)} names {name!r}, but several variables of the layer have that name. Rename all but one"
+            )
+        shape = tuple(named[name].shape)
+        rank = len(shape)
+        if any(isinstance(d, bool) or not 0 <= d < rank for d in dims) or len(set(dims)) < len(dims):
+            raise LayoutError(
+                f"{_title(layer)} gives {name!r} the dims {dims}, but its shape is {shape}: expected "
+                f"{f'different integers from 0 to {rank - 1}' if rank else 'no dims'}"
+            )
+    return {id(named[name]): dims for name, dims in answer.items()}
+
+
+def _as_dims(dims: Any) -> tuple[int, ...]:
+    if not isinstance(dims, list | tuple):  # a set has no order, and a dict would hide the axes it names
+        raise TypeError(f"dims are a tuple or a list, not {dims!r:.80}")
+    # `operator.index` takes NumPy's integers and refuses floats. Booleans are integers too, and refused later.
+    return tuple(d if isinstance(d, bool) else operator.index(d) for d in dims)
+
+
+def _title(layer: Any) -> str:
+    return f"The layout rule for {type(layer).__name__} ({getattr(layer, 'path', None) or layer.name})"

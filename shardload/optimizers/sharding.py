@@ -23,9 +23,8 @@ from shardload.keras_bridge.binding import binding_of, forget_compiled
 from shardload.keras_bridge.optimizer_slots import SlotSpread, layout_of, place_slot
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.optimizers.slot_report import SlotLayout, SlotReport
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Layout, why_not_spread
 from shardload.sharding.mesh import MeshSpec
-from shardload.sharding.spread import why_not_spread
 from shardload.units import check_kind
 
 _OWN_SHAPE = "its shape differs from that of its weight"

@@ -2,7 +2,7 @@
 
 The names that users import come from three packages below, and from the modules here that need all of them:
 
-    choosing, memory_fit, distribution, tensor_parallel, checked_search     this package
+    choosing, distribution, tensor_parallel     this package
     layout_checks      is it right? compiled steps, numbers, placement
     layout_search      which layout is fastest? traces, costs, plans
     layouts            what divides? roles, rules, choices, collectives
@@ -13,23 +13,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardload.layouts.collectives import all_gather, all_reduce, reduce_scatter, split_tensor_for_parallelism
-from shardload.layouts.device_ids import devices_of, get_best_devices, list_devices
+from shardload.layouts.collectives import (
+    all_gather,
+    all_reduce,
+    devices_of,
+    get_best_devices,
+    list_devices,
+    reduce_scatter,
+    split_tensor_for_parallelism,
+)
 
 if TYPE_CHECKING:
     from shardload.layout_checks.comparison import ComparedArray
     from shardload.layout_checks.compiled_step import CompiledStep, compile_step
     from shardload.layout_checks.hlo import Collective, collectives_in
     from shardload.layout_checks.numbers import NumbersCheck, check_numbers
-    from shardload.layout_checks.placement import Misplaced, check_placement
-    from shardload.layout_checks.setup import SetupReport
-    from shardload.layout_search.hardware import Hardware
+    from shardload.layout_checks.placement import Misplaced, SetupReport, check_placement
     from shardload.layout_search.layout_plan import LayoutPlan
+    from shardload.layout_search.problem import Hardware
     from shardload.layout_search.searching import search, search_smallest_mesh
     from shardload.layouts.choice import LayoutChoice, VariableLayout
-    from shardload.parallel.checked_search import search_compiled
-    from shardload.parallel.choosing import autoconfig, choose
-    from shardload.parallel.memory_fit import MeshFit, fit, smallest_mesh
+    from shardload.parallel.choosing import MeshFit, autoconfig, choose, fit, search_compiled, smallest_mesh
     from shardload.parallel.tensor_parallel import ParallelismInfo
 
 __all__ = [
@@ -65,29 +69,21 @@ __all__ = [
     "split_tensor_for_parallelism",
 ]
 _HOME = {
-    "Collective": "layout_checks.hlo",
-    "ComparedArray": "layout_checks.comparison",
-    "CompiledStep": "layout_checks.compiled_step",
-    "Hardware": "layout_search.hardware",
-    "LayoutChoice": "layouts.choice",
-    "LayoutPlan": "layout_search.layout_plan",
-    "MeshFit": "parallel.memory_fit",
-    "Misplaced": "layout_checks.placement",
-    "NumbersCheck": "layout_checks.numbers",
-    "ParallelismInfo": "parallel.tensor_parallel",
-    "SetupReport": "layout_checks.setup",
-    "VariableLayout": "layouts.choice",
-    "autoconfig": "parallel.choosing",
-    "check_numbers": "layout_checks.numbers",
-    "check_placement": "layout_checks.placement",
-    "choose": "parallel.choosing",
-    "collectives_in": "layout_checks.hlo",
-    "compile_step": "layout_checks.compiled_step",
-    "fit": "parallel.memory_fit",
-    "search": "layout_search.searching",
-    "search_compiled": "parallel.checked_search",
-    "search_smallest_mesh": "layout_search.searching",
-    "smallest_mesh": "parallel.memory_fit",
+    name: module
+    for module, names in {
+        "layout_checks.comparison": "ComparedArray",
+        "layout_checks.compiled_step": "CompiledStep compile_step",
+        "layout_checks.hlo": "Collective collectives_in",
+        "layout_checks.numbers": "NumbersCheck check_numbers",
+        "layout_checks.placement": "Misplaced SetupReport check_placement",
+        "layout_search.layout_plan": "LayoutPlan",
+        "layout_search.problem": "Hardware",
+        "layout_search.searching": "search search_smallest_mesh",
+        "layouts.choice": "LayoutChoice VariableLayout",
+        "parallel.choosing": "MeshFit autoconfig choose fit search_compiled smallest_mesh",
+        "parallel.tensor_parallel": "ParallelismInfo",
+    }.items()
+    for name in names.split()
 }
 """Modules of names that need Keras, imported on first use."""
 

@@ -1,29 +1,45 @@
-"""`choose`: a layout for every variable of a model, in any of the forms that users give layouts in.
+"""Choose layouts in any of the forms that users give them in, find a mesh that they fit on, and search compiled steps.
 
-"auto", "keras_hub", "replicated", rules, a LayoutMap ─► layouts.choosing
-a distribution of keras.distribution                  ─► its own layout, or each variable's
-"search"                                              ─► layout_search ─► a plan
-a plan, or its file                                   ─► layout_search.given_layouts
+`choose`: a layout for every variable of a model::
+
+    "auto", "keras_hub", "replicated", rules, a LayoutMap ─► layouts.choosing
+    a distribution of keras.distribution                  ─► its own layout, or each variable's
+    "search"                                              ─► layout_search ─► a plan
+    a plan, or its file                                   ─► layout_search.given_layouts
+
+`search_compiled`: a search, checked by compiling the planned step without weights::
+
+    limit ─► search ─► plan ─► compile ─► fits: the plan, with what was compiled
+               ▲                  │ over the limit: a lower limit for the estimate, at most `ATTEMPTS` times
+               └──────────────────┘
+
+An estimate may also be too high: where no layout fits by the estimate, the one that needs least is compiled too, if its
+weights and slots alone fit.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, cast
 
-from shardload.errors import LayoutError, UsageError
+from shardload.errors import DoesNotFitError, LayoutError, UsageError
 from shardload.keras_bridge import distributions
+from shardload.layout_checks.compiled_step import CompiledStep, compile_step
 from shardload.layout_search.given_layouts import choose_by_plan
 from shardload.layout_search.layout_plan import LayoutPlan
-from shardload.layout_search.searching import search
+from shardload.layout_search.plan_parts import Attempt
+from shardload.layout_search.searching import MAX_DEVICES, MeshSearch, SearchOptions, search
 from shardload.layouts import model_variables
 from shardload.layouts.choice import LayoutChoice
 from shardload.layouts.choosing import MODES, choose_by_distribution, choose_by_rules, rules_in_file
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.typing import LayoutLike, MeshLike
-from shardload.units import is_integer, plural
+from shardload.units import format_bytes, format_bytes_down, format_bytes_up, is_integer, plural
 
 
 def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -> LayoutChoice:
@@ -47,21 +63,17 @@ def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -
     model_variables.check_model(model, to="choose layouts for")
     mesh = mesh_spec(mesh)
     if distributions.is_distribution(layout):
-        return _by_distribution(model, mesh, layout)
+        own = mesh_spec(cast("MeshLike", layout))
+        if own != mesh:
+            raise LayoutError(f"Cannot use this {type(layout).__name__} on the mesh {mesh}: its own is {own}")
+        if (shared := distributions.layout_of_models(layout)) is None:
+            return choose_by_distribution(model, mesh, layout)
+        layout = shared
     if isinstance(layout, str) and layout == "search":
         return choose_by_plan(model, mesh, search(model, mesh))
     if (plan := given_plan(layout)) is not None:
         return choose_by_plan(model, mesh, plan)
     return choose_by_rules(model, mesh, layout)
-
-
-def _by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutChoice:
-    own = mesh_spec(distribution.device_mesh)
-    if own != mesh:
-        raise LayoutError(f"Cannot use this {type(distribution).__name__} on the mesh {mesh}: its own is {own}")
-    if (layout := distributions.layout_of_models(distribution)) is not None:
-        return choose(model, mesh, layout)
-    return choose_by_distribution(model, mesh, distribution)
 
 
 def given_plan(layout: Any) -> LayoutPlan | None:
@@ -103,12 +115,7 @@ def autoconfig(model: Any, device_count: int, layout: LayoutLike = "auto") -> La
 
 
 def mesh_for(layout: LayoutLike, device_count: int) -> MeshSpec:
-    """Return the mesh of a layout on ``device_count`` devices: a plan brings its own, with any axis name.
-
-    Raises:
-        UsageError: When ``device_count`` is not a positive integer.
-        LayoutError: When a plan is for another number of devices, or for a mesh of several axes.
-    """
+    """Return the mesh of a layout on ``device_count`` devices: a plan for one axis brings its own, with any name."""
     plan, mesh = given_plan(layout), tensor_parallel_mesh(device_count)
     if plan is None:
         return mesh
@@ -132,3 +139,219 @@ def tensor_parallel_mesh(device_count: int) -> MeshSpec:
     if not (is_integer(device_count) and device_count >= 1):
         raise UsageError(f"Cannot use device_count={device_count!r}: expected a positive integer")
     return MeshSpec(DEFAULT_AXES, (1, int(device_count)))
+
+
+# ---- does it fit? ------------------------------------------------------------------------------------
+
+RESERVED_SHARE = 0.1
+"""Fraction of device memory reserved for activations, the generation cache and the runtime; a lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshFit:
+    """A mesh, and the memory its devices need for weights."""
+
+    mesh: MeshSpec
+    device_bytes: int
+    """Bytes of weights on each device."""
+    usable_bytes: int
+    """Device memory minus the margin."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights fit."""
+        return self.device_bytes <= self.usable_bytes
+
+
+def belongs_to_a_mesh(layout: Any) -> bool:
+    """Whether a layout is for one mesh only: a LayoutMap or a distribution of Keras, a `LayoutPlan` or its file."""
+    if isinstance(layout, str | os.PathLike):
+        return Path(layout).suffix == ".json"
+    return hasattr(layout, "device_mesh") or isinstance(layout, LayoutPlan)
+
+
+def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit:
+    """Compute whether ``model`` fits on the devices of ``mesh``: weights only, `RESERVED_SHARE` stays free."""
+    is_number = isinstance(device_memory_bytes, int | float) and not isinstance(device_memory_bytes, bool)
+    if not is_number or not math.isfinite(device_memory_bytes):
+        raise UsageError(
+            f"Cannot use device_memory_bytes={device_memory_bytes!r:.60}: expected the bytes of one device, such as "
+            "16 << 30"
+        )
+    choice = choose(model, mesh, layout)
+    return MeshFit(choice.mesh, choice.device_bytes, int(device_memory_bytes * (1 - RESERVED_SHARE)))
+
+
+def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit | None:
+    """Return the smallest of the meshes 1x1, 1x2, 1x4, … that ``model`` fits on, or ``None`` if it fits on none.
+
+    Args:
+        model: A built model; its variables may have no values.
+        device_memory_bytes: Memory of one device.
+        layout: As in `choose`; a LayoutMap belongs to one mesh and cannot be used here.
+
+    Raises:
+        LayoutError: As `choose` does.
+    """
+    devices, whole = 1, None
+    while devices <= MAX_DEVICES:
+        found = fit(model, MeshSpec(DEFAULT_AXES, (1, devices)), device_memory_bytes, layout=layout)
+        if found.fits:
+            return found
+        # Stop where nothing divides any more. A doubling that saves nothing is not enough to stop: one variable may be
+        # whole from there on while others still divide.
+        if whole is None:
+            whole = found.device_bytes
+        elif found.device_bytes >= whole:
+            return None
+        devices *= 2
+    return None
+
+
+# ---- compiled searches -------------------------------------------------------------------------------
+
+ATTEMPTS = 4
+"""How many plans are compiled before the search gives up."""
+HEADROOM = 0.99
+"""Factor on a lowered limit, beyond the ratio, so that rounding does not cost one more attempt."""
+ROUNDING = 1.005
+"""Factor on the least memory to find its plan again, which allows for the tolerance of the solver."""
+
+WHOLE_GRADIENTS = (
+    "XLA for CPU adds up whole gradients of weights that are stored split; XLA for accelerators does not. In Python, "
+    "search_compiled(devices=...) compiles for other devices"
+)
+PlanForLimit = Callable[[int | None], LayoutPlan]
+"""Function from the memory limit of a device to the best plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPlan:
+    """A plan, with its compiled step."""
+
+    plan: LayoutPlan
+    step: CompiledStep
+
+
+def search_compiled(
+    model: Any,
+    mesh: MeshLike | MeshSpec,
+    *,
+    target: Any = None,
+    loss: Any = None,
+    devices: Sequence[Any] | None = None,
+    **options: Unpack[SearchOptions],
+) -> LayoutPlan:
+    """Search layouts, and check them by compiling the step; over the limit, take the next plan.
+
+    The estimate of a search decides which layouts are tried, the compiled program decides which one is returned.
+    Nothing is allocated, and the model may have no values.
+
+    Args:
+        model: As for `search`.
+        mesh: As for `search`.
+        target: As for `compile_step`.
+        loss: As for `compile_step`.
+        devices: As for `compile_step`: those of ``jax.experimental.topologies`` compile for another machine.
+
+    Keyword Args:
+        inputs (Any): As for `search`.
+        arguments (Mapping[str, Any] | None): As for `search`.
+        batch (int | None): As for `search`.
+        sequence (int | None): As for `search`.
+        optimizer (Any): As for `search`; ``None`` compiles inference.
+        device_memory_bytes (int | None): The limit that the compiled step must keep; without one, the first plan is
+            returned.
+        pins (LayoutMap | Mapping[str, Any] | LayoutPlan | None): As for `search`.
+        hardware (Hardware | None): As for `search`.
+        batch_axis (str | None): As for `search`.
+
+    Returns:
+        The plan, with its compiled step and the attempts before it in `LayoutPlan.compiled`.
+
+    Raises:
+        DoesNotFitError: When no plan that was tried compiles to a step within the limit.
+        LayoutError: As `search` does.
+        UsageError: As `search` does.
+        MeshError: As `compile_step` does.
+    """
+    limit = options.get("device_memory_bytes")
+    # Traced once, so that the search and the compiled step see the same batch.
+    search = MeshSearch("search_compiled", model, mesh, options)
+
+    def compiled(plan: LayoutPlan) -> CompiledStep:
+        return compile_step(
+            model,
+            plan,
+            search.step.inputs,
+            training=options.get("optimizer"),
+            target=target,
+            loss=loss,
+            kwargs=options.get("arguments"),
+            devices=devices,
+        )
+
+    return first_that_fits(search.within, compiled, None if limit is None else int(limit)).plan
+
+
+def first_that_fits(
+    searched: PlanForLimit, compiled: Callable[[LayoutPlan], CompiledStep], limit: int | None
+) -> CheckedPlan:
+    """Search and compile until a compiled step keeps the limit."""
+    plan, attempts = _first(searched, limit), list[Attempt]()
+    while True:
+        step = compiled(plan)
+        if limit is None or step.fits(limit):
+            check = replace(step.for_plan(), attempts=tuple(attempts))
+            return CheckedPlan(replace(plan, compiled=check, device_memory_bytes=limit), step)
+        attempts.append(Attempt(plan.device.total, step.total_bytes))
+        following = _next(searched, plan, step, limit) if len(attempts) < ATTEMPTS else None
+        if following is None:
+            raise _does_not_fit(plan, step, attempts, limit)
+        plan = following
+
+
+def _first(searched: PlanForLimit, limit: int | None) -> LayoutPlan:
+    """Return the plan for a limit; where the estimate says that none fits, the one that needs least."""
+    try:
+        return searched(limit)
+    except DoesNotFitError as error:
+        plan = _least(searched, error)
+        if limit is None or plan is None:
+            raise
+        # Weights and slots are exact. Only activations and gradients can turn out smaller than estimated.
+        if plan.device.weights + plan.device.slots <= limit:
+            return plan
+        # Without the hint to compile, which is what was about to happen.
+        too_large = f"{error.problem}. Weights and slots alone are too large"
+        raise DoesNotFitError(too_large, least_bytes=error.least_bytes) from None
+
+
+def _next(searched: PlanForLimit, plan: LayoutPlan, step: CompiledStep, limit: int) -> LayoutPlan | None:
+    """Search with the limit lowered by the ratio of what was estimated to what was compiled."""
+    try:
+        found: LayoutPlan | None = searched(int(plan.device.total * limit / step.total_bytes * HEADROOM))
+    except DoesNotFitError as error:
+        found = _least(searched, error)
+    # A plan that is estimated to need as much would compile to as much again.
+    return found if found is not None and found.device.total < plan.device.total else None
+
+
+def _least(searched: PlanForLimit, error: DoesNotFitError) -> LayoutPlan | None:
+    """Return the plan that needs least, of which an error reports the bytes."""
+    try:
+        return searched(int(error.least_bytes * ROUNDING))
+    except DoesNotFitError:
+        return None
+
+
+def _does_not_fit(plan: LayoutPlan, step: CompiledStep, attempts: Sequence[Attempt], limit: int) -> DoesNotFitError:
+    least = min(attempt.compiled_bytes for attempt in attempts)
+    stored = plan.training and any(v.stored for v in plan.variables)
+    return DoesNotFitError(
+        f"No layout on {plan.mesh} was found whose compiled step needs at most {format_bytes_down(limit)} per device. "
+        f"For {step.platform}, {', '.join(map(str, attempts))}: at least {format_bytes(least - limit)} too much. Use a "
+        f"larger mesh, a smaller batch, or a limit of {format_bytes_up(least)}"
+        + (f". {WHOLE_GRADIENTS}" if step.platform == "cpu" and stored else ""),
+        least_bytes=least,
+    )

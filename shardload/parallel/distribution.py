@@ -13,7 +13,7 @@ there with or without an open scope.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -33,8 +33,7 @@ from shardload.layouts.role_layouts import by_shape, lay_out
 from shardload.layouts.rules import check_output_rules
 from shardload.parallel.choosing import check_layout, choose
 from shardload.sharding.devices import has_mesh, resolve_devices
-from shardload.sharding.mesh import MeshSpec
-from shardload.sharding.planned_mesh import planned_mesh
+from shardload.sharding.mesh import MeshSpec, planned_mesh
 from shardload.typing import LayoutLike, MeshLike
 
 
@@ -166,7 +165,19 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         """
         # Bind before values are computed: a model that was just built is then initialised in its layouts.
         new = self._built(model, args, kwargs)
-        choice = choose(model, self.mesh, self._layout_for(model, args, kwargs))
+        layout = self.layout_of_models
+        if isinstance(layout, str) and layout == "search":
+            # A plan for what the model is compiled for, and the inputs it is shown.
+            layout = search(
+                model,
+                self.mesh,
+                inputs=args[0] if args else None,
+                arguments=kwargs,
+                batch=None if args else self.batch,
+                optimizer=getattr(model, "optimizer", None),
+                device_memory_bytes=self.device_memory_bytes,
+            )
+        choice = choose(model, self.mesh, layout)
         # Rules for outputs match paths that only a call shows, so they are checked apart from those for variables.
         if _is_layout_map(self.layout_of_models):
             check_output_rules(self.layout_of_models, output_paths(model, args, kwargs))
@@ -182,20 +193,6 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         abstraction.initialise(new)
         self._choices[model] = choice
         return model
-
-    def _layout_for(self, model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LayoutLike:
-        """Return the layout to choose by: a plan for what the model is compiled for and the inputs it is shown."""
-        if not (isinstance(self.layout_of_models, str) and self.layout_of_models == "search"):
-            return self.layout_of_models
-        return search(
-            model,
-            self.mesh,
-            inputs=args[0] if args else None,
-            arguments=kwargs,
-            batch=None if args else self.batch,
-            optimizer=getattr(model, "optimizer", None),
-            device_memory_bytes=self.device_memory_bytes,
-        )
 
     def build(self, make: Callable[[], Model], *args: Any, **kwargs: Any) -> Model:
         """Build a model without values, choose its layouts, and initialise it there, each shard on its device.

@@ -27,38 +27,22 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.keras_types import Model
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.variables import has_value, value_of
-from shardload.layout_checks.placement import bytes_by_device
-from shardload.layout_checks.setup import SetupReport, check_setup
+from shardload.layout_checks.placement import SetupReport, bytes_by_device, check_setup
 from shardload.layout_search.layout_plan import LayoutPlan
 from shardload.layouts.choice import LayoutChoice
-from shardload.layouts.device_ids import device_id, devices_of, list_devices
+from shardload.layouts.collectives import device_id, devices_of, list_devices
 from shardload.parallel.choosing import given_plan, mesh_for, tensor_parallel_mesh
 from shardload.parallel.distribution import AutoShardDistribution
-from shardload.sharding.planned_mesh import planned_mesh
+from shardload.sharding.mesh import planned_mesh
 from shardload.typing import LayoutLike
 from shardload.units import check_kind, plural
 
 OTHER_BACKENDS = ("torch", "pytorch", "tensorflow", "horovod", "nccl")
 """Values of ``distributed_backend`` in the proposals that do not run on JAX."""
-OF_THE_MODEL = (
-    "compile",
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-    "compute_loss",
-    "compute_metrics",
-    "get_metrics_result",
-    "reset_metrics",
-    "summary",
-    "get_layer",
-    "quantize",
-    "export",
-    "save_weights",
-    "load_weights",
-)
+OF_THE_MODEL = """
+compile fit evaluate predict train_on_batch test_on_batch predict_on_batch compute_loss compute_metrics
+get_metrics_result reset_metrics summary get_layer quantize export save_weights load_weights
+"""
 """Methods that are the wrapped model's own: its ``train_step``, ``compile`` and inputs may differ from Keras'."""
 
 
@@ -68,7 +52,7 @@ class ParallelismInfo(TypedDict):
     world_size: int
     """Number of devices."""
     device_ids: list[str]
-    """Their ids, in the order of the shards."""
+    """Ids of the devices, in the order of the shards."""
     distributed_backend: str
     """``jax``."""
     mesh: str
@@ -139,7 +123,13 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
             MeshError: When there are fewer devices.
             LayoutError: When a plan is for another number of devices, or for a mesh of several axes.
         """
-        _check_backend(distributed_backend)
+        if not isinstance(distributed_backend, str) or distributed_backend not in ("auto", "jax"):
+            if str(distributed_backend).lower() in OTHER_BACKENDS:
+                raise BackendError.of_tensor_parallelism(distributed_backend)
+            raise UsageError(
+                f"Cannot use distributed_backend={distributed_backend!r:.60}: XLA moves data between devices, so there "
+                "is no other backend to choose, also not for simulated devices on CPU. Supported: 'auto', 'jax'"
+            )
         if not isinstance(model, keras.Model):
             raise UsageError(f"Cannot wrap {model!r:.80}: expected a keras.Model")
         count, plan = _one_count(device_count, world_size), given_plan(layout)
@@ -150,11 +140,8 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         self.distributed_backend = "jax"
         """What moves data between devices."""
         # For get_config. A plan itself, not the path of its file, which may be gone where the model is loaded.
-        self._given: dict[str, Any] = {
-            "device_count": count,
-            "device_ids": device_ids,
-            "layout": layout if plan is None else plan,
-        }
+        given = layout if plan is None else plan
+        self._given: dict[str, Any] = {"device_count": count, "device_ids": device_ids, "layout": given}
         self._spread(model, devices)
         self.model = model
         """The plain model, on the same devices."""
@@ -215,14 +202,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         )
 
     def auto_detect_parallelism(self) -> bool:
-        """Spread the model over all devices of the platform that it is on.
-
-        Returns:
-            Whether anything changed.
-
-        Raises:
-            LayoutError: When the layout is a plan for fewer devices.
-        """
+        """Spread the model over all devices of the platform that it is on, and return whether anything changed."""
         devices = tuple(devices_of(list_devices(self.distribution.devices[0].platform)))
         if devices == self.distribution.devices:
             return False
@@ -274,11 +254,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         """Return nothing: the configuration of the model includes how it was built."""
 
     def get_config(self) -> dict[str, Any]:
-        """Return the configuration of the model, and the arguments as given.
-
-        Raises:
-            UnsupportedError: When the layout has no configuration, like a LayoutMap.
-        """
+        """Return the configuration of the model, and the arguments as given; a LayoutMap has none."""
         layout = self._given["layout"]
         saved = layout.to_json() if isinstance(layout, LayoutPlan) else layout
         given = {**self._given, "layout": os.fspath(saved) if isinstance(saved, os.PathLike) else saved}
@@ -297,43 +273,29 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
         With fewer devices than it was saved on, it takes all of them and warns; a plan for more devices is dropped.
         """
-        config = {**config, "layout": _layout_of(config["layout"])}
+        config, saved = dict(config), config["layout"]
+        # Rules are a mapping too, but of lists: `format` marks a plan.
+        if isinstance(saved, dict) and isinstance(saved.get("format"), str):
+            config["layout"] = LayoutPlan.from_json(saved)
         model = keras.saving.deserialize_keras_object(config.pop("model"), custom_objects=custom_objects)
         planned = planned_mesh(config["layout"])
         wanted = max(config["device_count"] or 0, len(config["device_ids"] or ()), planned.size if planned else 0)
         # A saved model must load on a smaller machine: take all devices there, with a warning.
         if wanted > (here := len(jax.devices())):
             lost = ", with layout='auto': its plan is for more" if planned else ""
-            text = f"{config['name']!r} was saved on {plural(wanted, 'device')}, and is loaded on {here}{lost}"
-            warn_caller(text)
+            warn_caller(f"{config['name']!r} was saved on {plural(wanted, 'device')}, and is loaded on {here}{lost}")
             config |= {"device_count": None, "device_ids": None} | ({"layout": "auto"} if planned else {})
         return cls(model, **config)
 
 
 # On the class: `keras.Model` defines these methods, so `__getattr__` would never be asked for them.
-for _name in OF_THE_MODEL:
+for _name in OF_THE_MODEL.split():
     setattr(TensorParallelKeras, _name, _of_model(_name))
 
 
 def _most_bytes(variables: Iterable[Any]) -> int:
     """Return the bytes of variables on the device that has most of them."""
     return max(bytes_by_device(value_of(v) for v in variables if has_value(v)).values(), default=0)
-
-
-def _layout_of(saved: Any) -> Any:
-    """Return the layout in a configuration. Rules are a mapping too, but of lists: ``format`` marks a plan."""
-    return LayoutPlan.from_json(saved) if isinstance(saved, dict) and isinstance(saved.get("format"), str) else saved
-
-
-def _check_backend(name: str) -> None:
-    if isinstance(name, str) and name in ("auto", "jax"):
-        return
-    if str(name).lower() in OTHER_BACKENDS:
-        raise BackendError.of_tensor_parallelism(name)
-    raise UsageError(
-        f"Cannot use distributed_backend={name!r:.60}: XLA moves data between devices, so there is no other backend to "
-        "choose, also not for simulated devices on CPU. Supported: 'auto', 'jax'"
-    )
 
 
 def _one_count(device_count: int | None, world_size: int | None) -> int | None:
@@ -358,15 +320,9 @@ def _devices(count: int | None, ids: Sequence[Any] | None) -> list[Any]:
         return every[:count]
     if not isinstance(ids, Iterable):
         raise UsageError(f"Cannot use device_ids={ids!r:.80}: expected a list of devices, or of ids such as 'cpu:0'")
-    found = [_device(given) for given in ids]
+    platform = jax.devices()[0].platform
+    names = [f"{platform}:{given}" if isinstance(given, int) else given for given in ids]
+    found = [devices_of(name)[0] if isinstance(name, str) else name for name in names]
     if count not in (None, len(found)) or not found:
         raise UsageError(f"Cannot use device_count={count} with device_ids={ids!r:.80}: give as many ids, or no count")
     return found
-
-
-def _device(given: Any) -> Any:
-    if isinstance(given, str):
-        return devices_of(given)[0]
-    if isinstance(given, int):
-        return devices_of(f"{jax.devices()[0].platform}:{given}")[0]
-    return given

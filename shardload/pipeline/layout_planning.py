@@ -25,7 +25,7 @@ from shardload.layout_search.searching import (
 from shardload.layout_search.tracing import check_rows, input_specs, rows_of
 from shardload.manifest import Manifest
 from shardload.parallel import CompiledStep, LayoutPlan, choose, compile_step
-from shardload.parallel.checked_search import CheckedPlan, first_that_fits
+from shardload.parallel.choosing import CheckedPlan, first_that_fits
 from shardload.pipeline.load import build, open_planned
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import PlanRequest

@@ -36,7 +36,7 @@ from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of
 from shardload.keras_bridge.recording import seeded
 from shardload.keras_bridge.tracking import walking_vocabularies_once
-from shardload.layouts.current_layout import current_devices
+from shardload.layouts.choice import current_devices
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping import slots_as_stored

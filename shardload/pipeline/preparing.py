@@ -12,7 +12,7 @@ from typing import Any
 from shardload import mapping as tensor_mapping
 from shardload.errors import MismatchError
 from shardload.hub import quantised
-from shardload.layouts.current_layout import current_layout
+from shardload.layouts.choice import current_layout
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping import Mismatch, OutsideTensor, VariableMap

@@ -20,7 +20,7 @@ from shardload.mapping import Items
 from shardload.pipeline import arguments
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.devices import device_list, has_mesh, mesh_of
-from shardload.sharding.planned_mesh import planned_mesh
+from shardload.sharding.mesh import planned_mesh
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED, check_choice, check_kind, check_names
 

@@ -24,11 +24,7 @@ from shardload.units import plural
 
 @dataclass(frozen=True, slots=True)
 class MeshDevices:
-    """A mesh and its devices.
-
-    Raises:
-        MeshError: When their numbers differ.
-    """
+    """A mesh and its devices."""
 
     mesh: MeshSpec
     devices: tuple[Any, ...]
@@ -43,23 +39,12 @@ class MeshDevices:
 
 
 def mesh_spec(mesh: MeshLike | MeshSpec | None, *, axes: str | None = None) -> MeshSpec:
-    """Return the `MeshSpec` for any form of mesh that a caller may pass.
-
-    Args:
-        mesh: ``"1x8"``, ``"data=2,model=4"``, sizes as a tuple or by name, a `MeshSpec`, a JAX or Keras mesh, or a
-            Keras distribution.
-        axes: Axis names for sizes, joined by commas.
-
-    Raises:
-        MeshError: When it has none of these forms.
-    """
+    """Return the `MeshSpec` for any form of mesh that a caller may pass, a Keras distribution included."""
     mesh = mesh_of(mesh)
     match mesh:
         case MeshSpec():
             return mesh
-        case str():
-            return MeshSpec.parse(mesh, axes=axes)
-        case int():
+        case str() | int():
             return MeshSpec.parse(str(mesh), axes=axes)
         case tuple() | list():
             return MeshSpec.parse("x".join(map(str, mesh)), axes=axes)
@@ -86,16 +71,9 @@ def has_mesh(found: Any) -> bool:
 def resolve_devices(
     mesh: MeshLike | MeshSpec | None = None, *, axes: str | None = None, devices: Sequence[Any] | None = None
 ) -> MeshDevices:
-    """Return a mesh with its devices.
+    """Return a mesh with its devices: those given, else the mesh's own, else JAX's first ones.
 
-    Args:
-        mesh: As in `mesh_spec`; all devices along the last default axis when ``None``.
-        axes: Axis names for sizes, joined by commas.
-        devices: Devices to use, in mesh order; by default the mesh's own, else JAX's first ones.
-
-    Raises:
-        MeshError: When there are fewer devices than positions, or JAX cannot start on the requested platform.
-        UsageError: When ``devices`` are not JAX's devices.
+    Without a mesh, all devices are along the last default axis. Nothing but JAX's devices is a `UsageError`.
     """
     mesh, devices = mesh_of(mesh), device_list(devices)
     if mesh is None:
@@ -109,18 +87,24 @@ def resolve_devices(
     # Keras names devices as text ("cpu:0"); its `backend_mesh` has the `jax.Device`s.
     if hasattr(mesh, "backend_mesh"):
         return MeshDevices(spec, tuple(mesh.backend_mesh.devices.flat))
-    return MeshDevices(spec, _first_devices(spec))
+    found = available()
+    if spec.size > len(found):
+        platform = found[0].platform
+        fix = (
+            f"Before JAX is first used, call jax.config.update('jax_num_cpu_devices', {spec.size}) to simulate them"
+            if platform == "cpu"
+            else "Use a smaller mesh, or simulate one on the CPU with JAX_PLATFORMS=cpu (--platform cpu)"
+        )
+        raise MeshError(
+            f"The mesh {spec} needs {plural(spec.size, 'device')}, but this process has {len(found)} ({platform}). "
+            f"{fix}."
+        )
+    # The first ones: a smaller mesh leaves devices idle.
+    return MeshDevices(spec, found[: spec.size])
 
 
 def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
-    """Return JAX's devices as a tuple; ``None`` stays ``None``.
-
-    Args:
-        devices: A sequence, or an array of any shape in row-major order.
-
-    Raises:
-        UsageError: When it is something else, or empty.
-    """
+    """Return JAX's devices, in a sequence or an array in row-major order, as a tuple; ``None`` stays ``None``."""
     if devices is None:
         return None
     flat = devices.flat if isinstance(devices, np.ndarray) else devices
@@ -130,28 +114,8 @@ def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
     return found
 
 
-def _first_devices(spec: MeshSpec) -> tuple[Any, ...]:
-    found = available()
-    if spec.size <= len(found):
-        # The first ones: a smaller mesh leaves devices idle.
-        return found[: spec.size]
-    platform = found[0].platform
-    fix = (
-        f"Before JAX is first used, call jax.config.update('jax_num_cpu_devices', {spec.size}) to simulate them"
-        if platform == "cpu"
-        else "Use a smaller mesh, or simulate one on the CPU with JAX_PLATFORMS=cpu (--platform cpu)"
-    )
-    raise MeshError(
-        f"The mesh {spec} needs {plural(spec.size, 'device')}, but this process has {len(found)} ({platform}). {fix}."
-    )
-
-
 def available() -> tuple[Any, ...]:
-    """Return JAX's devices; this starts JAX.
-
-    Raises:
-        MeshError: When JAX cannot start on the requested platform.
-    """
+    """Return JAX's devices; this starts JAX."""
     try:
         return tuple(jax.devices())
     except (RuntimeError, AssertionError) as error:
@@ -161,8 +125,7 @@ def available() -> tuple[Any, ...]:
 def not_started(error: Exception) -> MeshError:
     """Build the error for a JAX backend that failed to start.
 
-    Args:
-        error: What JAX raised; an `AssertionError` without message if CUDA was requested and there is no GPU.
+    If CUDA was requested and there is no GPU, JAX raises an `AssertionError` without message.
     """
     if "timed out" in str(error) and jax.distributed.is_initialized():
         return MeshError(
@@ -182,11 +145,7 @@ def not_started(error: Exception) -> MeshError:
 
 
 def local_positions(devices: MeshDevices) -> tuple[int, ...]:
-    """Return the mesh positions that this process loads: all except those of other processes' devices.
-
-    Raises:
-        MeshError: When the mesh has none of this process's devices.
-    """
+    """Return the mesh positions that this process loads: all except those of other processes' devices."""
     # `None` is a device that is only planned for: a plan covers all positions.
     found = tuple(i for i, d in enumerate(devices.devices) if d is None or d.process_index == jax.process_index())
     if not found:
@@ -214,9 +173,6 @@ def check_shares(devices: MeshDevices) -> None:
     """Check that each process has an equal part of a mesh: the same number of rows, columns, … along each axis.
 
     JAX distributes data only over such meshes.
-
-    Raises:
-        MeshError: When the parts differ.
     """
     # The process of each position, in the shape of the mesh; then the coordinates of each process's positions.
     indices = np.array([device.process_index for device in devices.devices]).reshape(devices.mesh.sizes)

@@ -8,33 +8,95 @@ A `Layout` names, for each dim of a variable, the mesh axes that split it (usual
        [ 0 0 0   │ 1 1 1 ]      every dim that is split divides evenly: uneven shards
        [ 0 0 0   │ 1 1 1 ]      do not exist in JAX's NamedSharding, nor here
        [ 0 0 0   │ 1 1 1 ]
+
+`Bounds` is the box of one shard: that of ``model=1`` is ``Bounds(start=(0, 3), stop=(4, 6))``. `spread` splits a layout
+further, as ZeRO-1 does with the state of an optimizer. Each shard of a (6, 8) momentum that follows its kernel has two
+equal copies over ``batch``, so each copy may keep a part::
+
+    mesh batch=2,model=4     follows its kernel    (-, model)         (6, 2) on each device
+                             spread over batch     (batch, model)     (3, 2) on each device
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import lt, sub
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import LayoutError
-from shardload.sharding.bounds import Bounds
 from shardload.sharding.mesh import MeshSpec
+from shardload.units import plural
 
 Spec = tuple[tuple[str, ...], ...]
 """Mesh axes that split each dim, one tuple per dim."""
 
 
+def spec_of(axes: Iterable[Any]) -> Spec:
+    """Return the `Spec` of a `jax.sharding.PartitionSpec`, or of the axes of a Keras layout."""
+    return tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """A half-open box in the index space of a tensor, ``0 <= start <= stop``."""
+
+    start: tuple[int, ...]
+    """First index in each dim."""
+    stop: tuple[int, ...]
+    """One past the last index in each dim."""
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            raise ValueError(f"start {self.start} and stop {self.stop} differ in rank")
+        if min(self.start, default=0) < 0 or any(map(lt, self.stop, self.start)):
+            raise ValueError(f"bounds must satisfy 0 <= start <= stop, got {self.start} and {self.stop}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Bounds:
+        """Return the box that covers a tensor of ``shape`` entirely."""
+        return _whole(tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of the box in each dim."""
+        return tuple(map(sub, self.stop, self.start))
+
+    @property
+    def size(self) -> int:
+        """Number of elements in the box (1 for rank 0)."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into a NumPy array."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def intersect(self, other: Bounds) -> Bounds | None:
+        """Return the overlap, or ``None`` if there is none (rank-0 boxes always overlap)."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        # Boxes that only touch do not overlap. In rank 0 there is no dim that could keep two boxes apart.
+        return None if any(b <= a for a, b in zip(start, stop, strict=True)) else Bounds(start, stop)
+
+    def relative_to(self, origin: tuple[int, ...]) -> Bounds:
+        """Return the same box, relative to ``origin``."""
+        return Bounds(tuple(map(sub, self.start, origin)), tuple(map(sub, self.stop, origin)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Bounds:
+    """Layers repeat, so a few shapes are asked for thousands of times."""
+    return Bounds((0,) * len(shape), shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sharding of one variable over a mesh.
-
-    Raises:
-        LayoutError: When an axis is used twice or is not in the mesh.
-    """
+    """The sharding of one variable over a mesh; an axis splits one dim at most."""
 
     mesh: MeshSpec
     spec: Spec
@@ -63,7 +125,7 @@ class Layout:
     @classmethod
     def of_spec(cls, mesh: MeshSpec, spec: Iterable[Any], rank: int) -> Layout:
         """Return the layout that a `jax.sharding.PartitionSpec` states for a variable of ``rank`` dims."""
-        axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+        axes = spec_of(spec)
         # A PartitionSpec may be shorter than the rank: the dims at the end are not split.
         return cls(mesh, (*axes, *((),) * (rank - len(axes))))
 
@@ -82,19 +144,11 @@ class Layout:
         return len(shape) == len(self.spec) and all(n % p == 0 for n, p in zip(shape, self.parts, strict=True))
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of one device's shard.
-
-        Raises:
-            LayoutError: When a dim is not divisible.
-        """
+        """Return the shape of one device's shard; a dim that is not divisible is a `LayoutError`."""
         return _shard_shape(self, tuple(shape))
 
     def bounds(self, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
-        """Return the box of each mesh position, row-major over the mesh.
-
-        Raises:
-            LayoutError: When a dim is not divisible.
-        """
+        """Return the box of each mesh position, row-major over the mesh; see `shard_shape`."""
         return _bounds(self, tuple(shape))
 
     def __str__(self) -> str:
@@ -110,10 +164,8 @@ def _shard_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _bounds(layout: Layout, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
-    """Cached: requested several times per variable, while a model has few different shapes.
-
-    Positions with the same box share one object, of which a mesh of thousands of devices has few.
-    """
+    # Cached: requested several times per variable, while a model has few different shapes.
+    # Positions with the same box share one object, of which a mesh of thousands of devices has few.
     shard, mesh = layout.shard_shape(shape), layout.mesh
     # Axis → its index at each mesh position, row-major.
     where = dict(zip(mesh.axes, np.indices(mesh.sizes).reshape(len(mesh.axes), mesh.size), strict=True))
@@ -142,3 +194,45 @@ class Fallback:
     """The actual layout, as text."""
     why: str
     """One line for people, such as ``4 heads do not divide by 8``."""
+
+
+def spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> Layout:
+    """Return the layout that also splits over each of ``axes`` that divides a dim evenly, in this order.
+
+    An axis splits the largest dim that no axis splits yet, else it is the last axis of a dim that is split already,
+    the one with the longest shards. An axis that divides none, or splits the variable already, changes nothing.
+    """
+    for axis in axes:
+        layout = _over(layout, shape, axis)
+    return layout
+
+
+def why_not_spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> str:
+    """Return why `spread` leaves out some of ``axes``, for people; empty if it uses all of them."""
+    why = []
+    for axis in axes:
+        before, size = layout, layout.mesh.axis_size(axis)
+        layout = _over(layout, shape, axis)
+        if size == 1:
+            why.append(f"axis {axis!r} has one device")
+        elif before == layout and not _splits(layout, axis):
+            shards = "x".join(map(str, layout.shard_shape(shape))) or "scalar"
+            why.append(f"no dim of its {shards} shard divides by the {plural(size, 'device')} of axis {axis!r}")
+    return "; ".join(why)
+
+
+def _over(layout: Layout, shape: tuple[int, ...], axis: str) -> Layout:
+    size = layout.mesh.axis_size(axis)
+    shard = layout.shard_shape(shape)
+    # Shards must stay even: only a dim whose shards divide can be split again.
+    dims = [dim for dim, length in enumerate(shard) if length % size == 0 and length > 0]
+    if size == 1 or not dims or _splits(layout, axis):
+        return layout
+    # A dim that is not split yet before one that is, then the longest, then the first.
+    chosen = min(dims, key=lambda dim: (bool(layout.spec[dim]), -shard[dim], dim))
+    spec: Spec = tuple((*axes, axis) if dim == chosen else axes for dim, axes in enumerate(layout.spec))
+    return Layout(layout.mesh, spec)
+
+
+def _splits(layout: Layout, axis: str) -> bool:
+    return any(axis in axes for axes in layout.spec)

@@ -20,10 +20,13 @@ between are ``fsdp``.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from shardload.errors import MeshError
 from shardload.units import check_kind
@@ -44,11 +47,7 @@ MAX_POSITIONS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
-    """A mesh: one name and one size per axis.
-
-    Raises:
-        MeshError: When names and sizes do not match, a name repeats, or a size is not positive.
-    """
+    """A mesh: one name and one size per axis, in order; names differ and sizes are positive."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -103,11 +102,7 @@ class MeshSpec:
         return math.prod(self.sizes)
 
     def axis_size(self, axis: str) -> int:
-        """Return the size of one axis.
-
-        Raises:
-            MeshError: When the mesh has no such axis.
-        """
+        """Return the size of one axis."""
         if axis not in self.axes:
             raise MeshError(f"The mesh {self} has no axis {axis!r}; it has {', '.join(self.axes)}")
         return self.sizes[self.axes.index(axis)]
@@ -145,3 +140,23 @@ class MeshSpec:
 
     def __str__(self) -> str:
         return ",".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True))
+
+
+def planned_mesh(layout: Any) -> MeshSpec | None:
+    """Return the mesh of a `shardload.parallel.LayoutPlan`, or of the JSON file of one; ``None`` for other layouts.
+
+    A file that cannot be read has no mesh; the code that reads its layouts raises the error.
+    """
+    if isinstance(layout, str | os.PathLike):
+        # Without JAX: a command simulates the devices of the mesh, and JAX fixes their number when it starts.
+        if (path := Path(layout)).suffix != ".json":
+            return None
+        try:
+            mesh = json.loads(path.read_text())["mesh"]
+            return MeshSpec(tuple(mesh["axes"]), tuple(mesh["sizes"]))
+        # A MeshError is a ValueError.
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    # By attribute: `shardload.parallel`, which defines LayoutPlan, imports JAX and is above this package.
+    found = getattr(layout, "mesh", None)
+    return found if isinstance(found, MeshSpec) else None

@@ -33,7 +33,7 @@ import jax
 
 from shardload.errors import BudgetError
 from shardload.manifest import Manifest
-from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Bounds
 from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.block_copy import BlockCopier, BlockTimes, Task
 from shardload.transfer.byte_source import Verifier, byte_source, source_kind

@@ -34,7 +34,7 @@ import numpy as np
 
 from shardload.errors import LayoutError
 from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor, View, c_strides
-from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Bounds
 from shardload.stores.location import Location
 
 SKIP_BYTES = 128 << 10

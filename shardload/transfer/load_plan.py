@@ -39,8 +39,7 @@ import numpy as np
 
 from shardload.errors import TransferError
 from shardload.manifest import Manifest, Packed, View
-from shardload.sharding.bounds import Bounds
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Bounds, Layout
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
 from shardload.stores.location import Location
 from shardload.transfer.geometry import SKIP_BYTES

@@ -21,8 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from numpy.typing import NDArray
 
 from shardload.errors import MeshError
-from shardload.sharding.bounds import Bounds
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Bounds, Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.host_memory import arena
 from shardload.units import plural

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.manifest import Chunked, Decoded, Manifest, Packed, Tensor, UnreadableRows, View
-from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Bounds
 from shardload.transfer.casts import check_cast
 from shardload.transfer.geometry import (
     SKIP_BYTES,

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.manifest import View
-from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Bounds
 from shardload.transfer.geometry import Ordered, address, run, span
 from shardload.transfer.load_plan import Block
 from shardload.transfer.preadv import Grid

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import TransferError
 from shardload.manifest import View
-from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Bounds
 from shardload.transfer.geometry import largest_stride
 from shardload.transfer.host_memory import arena, stack
 from shardload.transfer.load_plan import Binding, Block, BlockPiece

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardload.layout_search.jaxpr_reader import arguments_of, read_program
 from shardload.layout_search.program import UNSPLIT, Program
+from shardload.layout_search.tracing import arguments_of, read_program
 
 F32 = jnp.float32
 

@@ -15,7 +15,7 @@ from layout_models import LAYOUT_MODELS
 
 import shardload
 from shardload.errors import DoesNotFitError, LayoutError, UsageError, WriteError
-from shardload.layout_search import memory_limits
+from shardload.layout_search import linear_program
 from shardload.parallel import Hardware, LayoutPlan, choose, search, search_compiled, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, parse_bytes
@@ -92,7 +92,7 @@ def test_a_memory_limit_is_kept_by_splitting_what_costs_least(block):
 
 def test_where_only_the_least_memory_fits_times_are_still_seconds(monkeypatch):
     # With one moment, the fastest answer exceeds the limit at another one, and the least memory is the answer.
-    monkeypatch.setattr(memory_limits, "MOMENTS", 1)
+    monkeypatch.setattr(linear_program, "MOMENTS", 1)
     case = LAYOUT_MODELS["resnet"]()
     find = partial(search, case.model, MESH, inputs=case.inputs, optimizer="adamw")
     with pytest.raises(DoesNotFitError) as error:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from shardload.manifest import View
-from shardload.sharding.bounds import Bounds
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Bounds, Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.planning import Binding, BlockPiece, local_bounds
 from shardload.transfer.scratch import BlockMemory, copy

@@ -18,7 +18,7 @@ from shardload.parallel import (
     search_compiled,
     search_smallest_mesh,
 )
-from shardload.parallel.checked_search import first_that_fits
+from shardload.parallel.choosing import first_that_fits
 from shardload.sharding.mesh import MeshSpec
 
 MIB = 2**20

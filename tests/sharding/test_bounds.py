@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.sharding.bounds import Bounds
+from shardload.sharding.layout import Bounds
 
 SHAPE = (4, 5, 6)
 

@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from shardload.sharding.mesh import MeshSpec
-from shardload.sharding.planned_mesh import planned_mesh
+from shardload.sharding.mesh import MeshSpec, planned_mesh
 
 MESH = MeshSpec(("data", "model"), (2, 4))
 
@@ -14,7 +13,7 @@ def test_the_mesh_of_a_saved_plan_is_read_without_jax(tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"mesh": {"axes": MESH.axes, "sizes": MESH.sizes}}))
     assert planned_mesh(file) == planned_mesh(str(file)) == MESH
-    code = f"import sys; from shardload.sharding.planned_mesh import planned_mesh; planned_mesh({str(file)!r}); "
+    code = f"import sys; from shardload.sharding.mesh import planned_mesh; planned_mesh({str(file)!r}); "
     subprocess.run([sys.executable, "-c", code + "assert 'jax' not in sys.modules"], check=True)
 
 

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import MeshError
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Layout, spread, why_not_spread
 from shardload.sharding.mesh import MeshSpec
-from shardload.sharding.spread import spread, why_not_spread
 
 MESH = MeshSpec.parse("batch=2,model=4")
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from shardload.errors import BudgetError, LayoutError, MismatchError
 from shardload.manifest import Extent, Manifest, Tensor, View
-from shardload.sharding.bounds import Bounds
-from shardload.sharding.layout import Layout
+from shardload.sharding.layout import Bounds, Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
 from shardload.transfer.casts import check_cast
