@@ -16,7 +16,7 @@ The second moves fewer bytes for few tokens and many words. XLA does it by itsel
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from shardload.layout_search.problem import Assignment, Problem, WeightKind
@@ -63,9 +63,14 @@ def weight_options(
             spec[weight.embedding.dim] += (moved,)
             if _is_allowed(problem, weight, tuple(spec)):
                 yield WeightOption(weight.pin or tuple(spec), assignment, (), moved)
-        free = [a for a, k in zip(problem.mesh.axes, assignment, strict=True) if k is None and problem.sizes[a] > 1]
-        stores = [a for a in free if weight.pin is not None or _may_store(problem, weight, a, storage_axes, small)]
-        for stored in _storage(problem, weight, stores):
+        # The ways to store a weight split over axes that do not split its use: each with the dim it splits.
+        ways: list[tuple[tuple[str, int], ...]] = [()]
+        for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
+            is_free = dim_group is None and problem.sizes[axis] > 1
+            if is_free and (weight.pin is not None or _may_store(problem, weight, axis, storage_axes, small)):
+                dims = [d for d, n in enumerate(weight.shape) if n % problem.sizes[axis] == 0]
+                ways += [(*before, (axis, d)) for before in ways for d in dims]
+        for stored in ways:
             spec = list(use)
             for axis, dim in stored:
                 spec[dim] += (axis,)
@@ -77,15 +82,6 @@ def _is_allowed(problem: Problem, weight: WeightKind, spec: Spec) -> bool:
     # As sets: a pin may name the axes of a dim in another order, and keeps its own.
     as_pinned = weight.pin is None or [set(axes) for axes in spec] == [set(axes) for axes in weight.pin]
     return as_pinned and weight.allows(Layout(problem.mesh, spec))
-
-
-def _storage(problem: Problem, weight: WeightKind, axes: Iterable[str]) -> list[tuple[tuple[str, int], ...]]:
-    """Return the ways to store a weight split over axes that do not split its use: each with the dim it splits."""
-    ways: list[tuple[tuple[str, int], ...]] = [()]
-    for axis in axes:
-        dims = [d for d, n in enumerate(weight.shape) if n % problem.sizes[axis] == 0]
-        ways += [(*before, (axis, d)) for before in ways for d in dims]
-    return ways
 
 
 def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Collection[str], small: bool) -> bool:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -329,16 +329,28 @@ def roles_by_graph(
     changed: dict[int, Role] = {}
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
     ends = {key for key, one in kernels.items() if getattr(known.get(id(one.kernel)), "rule", "") == "row"}
-    for pair in pairs(model, kernels, never_first=ends):
-        first, second = kernels[id(pair.first)], kernels[id(pair.second)]
+    links = list(sole_consumers(model))
+    reader = {id(one): other for one, other in links}
+    for layer, _ in links:
+        # The output of a pair is whole again after the all-reduce: its second kernel begins no pair, or two pairs would
+        # share a kernel.
+        if id(layer) not in kernels or id(layer) in ends or not _by_feature(layer):
+            continue
+        between, following = list[Any](), reader[id(layer)]
+        while id(following) in reader and id(following) not in kernels and _passes(following):
+            between.append(following)
+            following = reader[id(following)]
+        if id(following) not in kernels:
+            continue
+        ends.add(id(following))
+        first, second = kernels[id(layer)], kernels[id(following)]
         changed[id(first.kernel)] = Wants("column", (first.outputs, first.inputs))
         changed[id(second.kernel)] = Wants("row", (second.inputs, second.outputs))
-        for layer in pair.between:
-            for v in own_variables(layer):
-                # A depthwise kernel ends in (features, multiplier), a vector in features.
-                features = len(v.shape) - (2 if len(v.shape) > 1 else 1)
-                dims = tuple(first.outputs.index if d == features else None for d in range(len(v.shape)))
-                changed[id(v)] = Follows("features", first.kernel, dims)
+        for v in (v for one in between for v in own_variables(one)):
+            # A depthwise kernel ends in (features, multiplier), a vector in features.
+            features = len(v.shape) - (2 if len(v.shape) > 1 else 1)
+            dims = tuple(first.outputs.index if d == features else None for d in range(len(v.shape)))
+            changed[id(v)] = Follows("features", first.kernel, dims)
     return {key: role for key, role in changed.items() if key not in by_rule}
 
 
@@ -372,35 +384,6 @@ def feature_kernel(layer: Any, own: Sequence[Any]) -> FeatureKernel | None:
     if not matrix.is_matrix or data[-1] != labels[matrix.inputs[0]] or output[-1] != labels[matrix.outputs[0]]:
         return None
     return FeatureKernel(kernel, Dim(matrix.inputs[0], "input features"), Dim(matrix.outputs[0], "output features"))
-
-
-@dataclass(frozen=True, slots=True)
-class KernelPair:
-    """Two layers with kernels, and the layers between them."""
-
-    first: Any
-    between: tuple[Any, ...]
-    second: Any
-
-
-def pairs(model: Any, kernels: Collection[int], *, never_first: Collection[int] = ()) -> Iterator[KernelPair]:
-    """Yield the pairs in the graph of a functional or sequential model; ``never_first`` already end a pair."""
-    links = list(sole_consumers(model))
-    reader = {id(one): other for one, other in links}
-    # A second's output is whole again after the all-reduce: it begins no pair, or two pairs would share a kernel.
-    seconds: set[int] = set()
-    for first, _ in links:
-        key = id(first)
-        if key not in kernels or key in seconds or key in never_first or not _by_feature(first):
-            continue
-        between: list[Any] = []
-        following = reader[key]
-        while id(following) in reader and id(following) not in kernels and _passes(following):
-            between.append(following)
-            following = reader[id(following)]
-        if id(following) in kernels:
-            seconds.add(id(following))
-            yield KernelPair(first, tuple(between), following)
 
 
 def _passes(layer: Any) -> bool:
