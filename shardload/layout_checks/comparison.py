@@ -42,7 +42,6 @@ a ReLU, or change which entry a maximum takes: a gradient then jumps, and Adam t
 whole step. Few movements cross a given kink; of fifteen that reach it some do."""
 
 _Doubles: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
-_Mask: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,21 +169,17 @@ def compare(
     # One rounding is at most half a unit in the last place.
     order = math.sqrt(terms) * float(np.finfo("float32").eps) / 2 * largest if terms > 1 else 0.0
     runs = [_doubles(each) for each in moved]
-    unstable = np.any([_overflows(each, values) for each in runs], axis=0)
+    # Elements that are finite with or without a movement only, or infinite otherwise.
+    finite_or_same = [
+        np.isfinite(each) & np.isfinite(values) | (each == values) | np.isnan(each) & np.isnan(values) for each in runs
+    ]
+    unstable = ~np.all(finite_or_same, axis=0)
     movement = max(_difference(each[~unstable], values[~unstable]) for each in runs)
     allowed = max(ROUNDINGS * movement, ROUNDINGS * eps * largest, order)
     # Where nothing is finite, equal infinities would agree without saying anything.
     undefined = int((np.isnan(values) | unstable).sum()) if finite.size else elements
     difference = _difference(_doubles(result)[~unstable], values[~unstable])
     return ComparedArray(name, dtype, elements, largest, difference, allowed, undefined)
-
-
-def _overflows(moved: _Doubles, expected: _Doubles) -> _Mask:
-    """Return which elements are finite in one of the two only, or infinite otherwise."""
-    finite = np.isfinite(moved) & np.isfinite(expected)
-    same = (moved == expected) | (np.isnan(moved) & np.isnan(expected))
-    overflows: _Mask = ~finite & ~same
-    return overflows
 
 
 def _difference(a: _Doubles, b: _Doubles) -> float:

@@ -181,19 +181,13 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
             current = found[header[2]] = []
             entry = header[2] if header[1] else entry
         elif name := _NAME.match(line):
-            current.append(_instruction(line[name.end() :]))
+            # `f32[8]{0} all-reduce(%x), channel_id=1`: the shape of the result is one word, or a tuple in parentheses
+            # with spaces in it.
+            text = line[name.end() :]
+            end = _closing(text) if text.startswith("(") else text.find(" ")
+            if opcode := _OPCODE.match(text, end):
+                current.append(_Instruction(opcode[1], text[:end], text[_closing(text, opcode.end() - 1) :]))
     return entry, found
-
-
-def _instruction(text: str) -> _Instruction:
-    """Read ``f32[8]{0} all-reduce(%x), channel_id=1``."""
-    # The result's shape comes first: one word, or a tuple in parentheses with spaces in it.
-    end = _closing(text) if text.startswith("(") else text.find(" ")
-    opcode = _OPCODE.match(text, end)
-    if opcode is None:
-        return _Instruction("", "", "")
-    operands = _closing(text, opcode.end() - 1)
-    return _Instruction(opcode[1], text[:end], text[operands:])
 
 
 def _closing(text: str, start: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,7 +153,10 @@ def check_setup(
 ) -> SetupReport:
     """Check where the variables of a bound model are, and what it computes; see `TensorParallelKeras`."""
     outputs, difference = _outputs(model, binding, args, kwargs)
-    checks = (_shardings(model, choice, binding), _bytes(model, choice), _split(choice), outputs)
+    text = f"{plural(choice.sharded, 'variable')} split, {choice.replicated} replicated over "
+    # On several devices, a model with no split variable would pass the other checks.
+    split = Check("split", choice.sharded > 0 or choice.mesh.size == 1, text + plural(choice.mesh.size, "device"))
+    checks = (_shardings(model, choice, binding), _bytes(model, choice), split, outputs)
     found = bytes_by_device(value_of(v) for v in state_of(model) if has_value(v))
     return SetupReport(checks, difference, {device_id(device): n for device, n in found.items()})
 
@@ -178,13 +182,6 @@ def _bytes(model: Any, choice: LayoutChoice) -> Check:
     wrong = {device_id(device): n for device, n in found.items() if n != expected}
     held = f"{expected:,} of {plural(sum(choice.by_id[id(v)].nbytes for v in planned), 'byte')} on each device"
     return Check("bytes", not wrong, f"planned {held}, found {wrong}" if wrong else f"{held}, as planned")
-
-
-def _split(choice: LayoutChoice) -> Check:
-    over = plural(choice.mesh.size, "device")
-    text = f"{plural(choice.sharded, 'variable')} split, {choice.replicated} replicated over {over}"
-    # On several devices, a model with no split variable would pass the other checks.
-    return Check("split", choice.sharded > 0 or choice.mesh.size == 1, text)
 
 
 def _outputs(model: Any, binding: ModelBinding, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Check, float]:
@@ -218,21 +215,19 @@ def _outputs(model: Any, binding: ModelBinding, args: Sequence[Any], kwargs: Map
 
 
 def _sample(model: Any) -> Any:
+    def sample(spec: Any) -> Any:
+        shape = [n or (SAMPLE_LENGTH if d else SAMPLE_BATCH) for d, n in enumerate(spec.shape)]
+        if "float" in spec.dtype:
+            return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        # Ones and zeros are valid as token ids, segments and masks alike.
+        return ((np.arange(math.prod(shape)) + 1) % 2).reshape(shape).astype(spec.dtype)
+
     try:
         # A Sequential has its inputs in a functional model inside, which is called in its place.
         inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
-        return keras.tree.map_structure(_sample_of, inputs)
+        return keras.tree.map_structure(sample, inputs)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise UsageError(
             f"Cannot make sample inputs for the model {model.name!r}: it is not functional, so its inputs are unknown. "
             "Pass a batch: validate_tensor_parallelism_setup(x)"
         ) from error
-
-
-def _sample_of(spec: Any) -> Any:
-    shape = [n or (SAMPLE_LENGTH if d else SAMPLE_BATCH) for d, n in enumerate(spec.shape)]
-    if "float" in spec.dtype:
-        return np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    count = int(np.prod(shape))
-    # Ones and zeros are valid as token ids, segments and masks alike.
-    return ((np.arange(count) + 1) % 2).reshape(shape).astype(spec.dtype)

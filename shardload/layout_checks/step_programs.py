@@ -105,15 +105,21 @@ def program_of(
         for key, layout in (choice.uses if on_mesh else {}).items()
     }
     run = _explaining(partial(run_forward, model, uses=uses, **static), f"call {model.name!r} with inputs=")
+
+    def forward(state: State, batch: Mapping[str, Any]) -> Any:
+        return run(state, batch["inputs"], training=False, **batch["kwargs"])[:2]
+
     losses = _explaining(loss_of(model, loss), "compute the loss of outputs and target=")
     # Without layouts by path: each variable has its own.
     batch_axis = choice.batch_axis or choice.mesh.batch_axis
     distribution = MeshParallel(choice.mesh, devices, {}, batch_axis=batch_axis, activations=choice.activations)
     with ExitStack() as stack:
         stack.enter_context(stateless(model, distribution if on_mesh else None))
-        if training is None or (isinstance(training, str) and training == "gradients"):
-            function = _forward(run) if training is None else _differentiated(run, losses)
-            yield _program("gradients" if training else "forward", function, variables, choice)
+        if training is None:
+            yield _program("forward", forward, variables, choice)
+            return
+        if isinstance(training, str) and training == "gradients":
+            yield _program("gradients", _differentiated(run, losses), variables, choice)
             return
         optimizer = stack.enter_context(_built(training, variables["trainable"], choice, devices))
         variables["optimizer"] = list(optimizer.variables)
@@ -175,14 +181,6 @@ def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
 
 def _mean(loss: Any, target: Any, output: Any) -> Any:
     return jnp.mean(keras.losses.get(loss)(target, output))
-
-
-def _forward(run: _Run) -> Callable[[State, Mapping[str, Any]], Any]:
-    def forward(state: State, batch: Mapping[str, Any]) -> Any:
-        found = run(state, batch["inputs"], training=False, **batch["kwargs"])
-        return found[0], found[1]
-
-    return forward
 
 
 def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], optimizer: Any = None) -> Callable[..., Any]:

@@ -182,15 +182,15 @@ class LayoutPlan:
         if not isinstance(other, LayoutPlan):
             other = LayoutPlan.load(other)
         lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} -> {other.mesh}"]
-        mine, theirs = self._layouts_by_name(), other._layouts_by_name()
+        mine, theirs = (
+            {name: layout for name, (_, layout) in zip(plan.names, plan.layouts(), strict=True)}
+            for plan in (self, other)
+        )
         for path in dict.fromkeys((*mine, *theirs)):
             a, b = mine.get(path), theirs.get(path)
             if a is None or b is None or a.spec != b.spec:
                 lines.append(f"{path}: {a or 'absent'} -> {b or 'absent'}")
         return tuple(lines)
-
-    def _layouts_by_name(self) -> dict[str, Layout]:
-        return {name: layout for name, (_, layout) in zip(self.names, self.layouts(), strict=True)}
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible data."""

@@ -116,7 +116,6 @@ class _Model:
     """What is minimised."""
     _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
     _shares: dict[tuple[int, ...], list[tuple[Assignment, int]]] = field(default_factory=dict)
-    _memory: list[dict[int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # The decisions, then the costs that depend on them, then the limits.
@@ -130,15 +129,23 @@ class _Model:
             for assignment, column in self._share(work.dim_groups):
                 self.time[column] += work.count * self.problem.work_s(work, assignment)
         state = self._weights()
-        self._memory = [state]
+        memory = [state]
         for moment in self.demand.buffers:
-            total: dict[int, float] = defaultdict(float, state)
+            at_moment: dict[int, float] = defaultdict(float, state)
             for dim_groups, nbytes in moment:
                 for assignment, column in self._share(dim_groups):
-                    total[column] += nbytes / self.problem.shard_count(dim_groups, assignment)
-            self._memory.append(dict(total))
+                    at_moment[column] += nbytes / self.problem.shard_count(dim_groups, assignment)
+            memory.append(dict(at_moment))
         self._objective = list(self.time)
-        self._limit()
+        if self.demand.minimise == "memory":
+            # Minimise the largest of all moments: one more column, which no moment may exceed, in units of `whole`.
+            whole = max(sum(state.values()), 1.0)
+            worst = sum(self.time) or 1.0
+            peak = self._column()
+            self._objective = [*(TIE_BREAK * t / worst for t in self._objective), 1.0]
+            self._rows += [({**total, peak: -whole}, -np.inf, 0.0) for total in memory]
+        elif self.demand.limit_bytes is not None:
+            self._rows += [(total, 0.0, self.demand.limit_bytes) for total in memory]
 
     def _column(self, *, integral: bool = False) -> int:
         self._integral.append(int(integral))
@@ -207,17 +214,6 @@ class _Model:
         if self.demand.weight_limit_bytes is not None:
             self._rows.append((only, 0.0, self.demand.weight_limit_bytes))
         return memory
-
-    def _limit(self) -> None:
-        if self.demand.minimise == "memory":
-            # Minimise the largest of all moments: one more column, which no moment may exceed, in units of `whole`.
-            whole = max(sum(self._memory[0].values()), 1.0)
-            worst = sum(self.time) or 1.0
-            peak = self._column()
-            self._objective = [*(TIE_BREAK * t / worst for t in self._objective), 1.0]
-            self._rows += [({**memory, peak: -whole}, -np.inf, 0.0) for memory in self._memory]
-        elif self.demand.limit_bytes is not None:
-            self._rows += [(memory, 0.0, self.demand.limit_bytes) for memory in self._memory]
 
     def run(self) -> np.ndarray | None:
         """Solve, and return the value of every column."""

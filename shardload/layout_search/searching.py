@@ -7,7 +7,7 @@ options ─► checked inputs ─► LayoutSearch: traced once ─► .on(mesh, 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Integral
 from typing import Any, TypedDict, Unpack
@@ -160,22 +160,17 @@ class LayoutSearch:
         axis = batch_axis_of(mesh, batch_axis)
         fixed = fixed_specs(self.model, mesh, pins)
         with collector_paused():
-            traced = self._traced(mesh)
-            problem = make_problem(
-                traced, mesh, self.hardware, batch_axis=axis, pins=fixed, optimizer=self.optimizer_memory
-            )
+            key = frozenset(mesh.sizes)  # 2x4 and 4x2 share one program
+            if key not in self._traces:
+                self._traces[key] = trace(self.recorded, divisors=mesh.sizes)
+            traced = self._traces[key]
+            memory = self.optimizer_memory
+            problem = make_problem(traced, mesh, self.hardware, batch_axis=axis, pins=fixed, optimizer=memory)
             limit = None if device_memory_bytes is None else int(device_memory_bytes)  # JSON has no integers of NumPy
             demand, solution = optimum(problem, limit)
             return plan_of_solution(
                 self.model, problem, demand, solution, inputs=self.inputs, batch_axis=axis, limit=limit
             )
-
-    def _traced(self, mesh: MeshSpec) -> Traced:
-        """Return the program for the sizes of a mesh: 2x4 and 4x2 share one."""
-        key = frozenset(mesh.sizes)
-        if key not in self._traces:
-            self._traces[key] = trace(self.recorded, divisors=mesh.sizes)
-        return self._traces[key]
 
 
 # ---- the smallest mesh -------------------------------------------------------------------------------
@@ -237,20 +232,16 @@ def smallest_mesh_plan(search: LayoutSearch, device_memory_bytes: int, max_devic
             continue
         plans = []
         # More devices can need more memory, where a dim does not divide any more, and still more devices less again.
-        for mesh in _meshes(devices, rows=rows, lengths=lengths):
-            with suppress(DoesNotFitError):
-                plans.append(search.on(mesh, device_memory_bytes=device_memory_bytes))
+        for batch in (1 << n for n in range(devices.bit_length())):
+            model = devices // batch
+            # Only meshes whose axes divide the rows, and the length of some dim.
+            if rows % batch == 0 and (model == 1 or any(n % model == 0 for n in lengths)):
+                with suppress(DoesNotFitError):
+                    mesh = MeshSpec(DEFAULT_AXES, (batch, model))
+                    plans.append(search.on(mesh, device_memory_bytes=device_memory_bytes))
         if plans:
             return min(plans, key=lambda plan: plan.step_s)
     return None
-
-
-def _meshes(devices: int, *, rows: int, lengths: Collection[int]) -> Iterator[MeshSpec]:
-    """Yield the meshes of a power of two of devices whose axes divide the rows, and the length of some dim."""
-    for batch in (1 << n for n in range(devices.bit_length())):
-        model = devices // batch
-        if rows % batch == 0 and (model == 1 or any(n % model == 0 for n in lengths)):
-            yield MeshSpec(DEFAULT_AXES, (batch, model))
 
 
 # ---- checks of options -------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.layout_search import primitives
 from shardload.layout_search.primitives import PrimitiveRule, fresh, itemsize
 from shardload.layout_search.program import UNSPLIT, Exchange, Program, Value
+from shardload.layouts.model_variables import nested_layers
 from shardload.units import check_kind, check_no_iterator
 
 DEFAULT_SEQUENCE = 512
@@ -103,22 +104,9 @@ def positions_of(model: Any) -> list[int]:
     Layers call it ``sequence_length``, and some backbones ``max_sequence_length``.
     """
     backbone = backbone_of(model)
-    own = [getattr(backbone, "max_sequence_length", None)]
-    own += [
-        getattr(layer, "sequence_length", None)
-        for layer in _nested_layers(backbone)
-        if hasattr(layer, "position_embeddings")
-    ]
+    tables = [layer for layer, _ in nested_layers(backbone) if hasattr(layer, "position_embeddings")]
+    own = [getattr(backbone, "max_sequence_length", None), *(getattr(t, "sequence_length", None) for t in tables)]
     return [n for n in own if isinstance(n, int) and n > 0]
-
-
-def _nested_layers(model: Any) -> Iterator[Any]:
-    """Yield the layers of a model, and the layers in those."""
-    for layer in getattr(model, "layers", ()) or ():
-        yield layer
-        yield from _nested_layers(layer)
-        # A layer with tokens and positions keeps its table of positions as an attribute, not in `layers`.
-        yield from (found for found in vars(layer).values() if hasattr(found, "position_embeddings"))
 
 
 def _declared(model: Any) -> Any:

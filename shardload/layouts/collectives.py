@@ -60,19 +60,8 @@ def all_reduce(
     """
     if not isinstance(op, str) or op not in _REDUCE:
         raise UsageError(f"Cannot reduce by op={op!r:.60}. Choose {', '.join(_REDUCE)}")
-    axes = _names(axis_name)
-    local = partial(_REDUCE[op], axis_name=axes)
-    if _is_manual(axes):
-        return local(x)
-    return _on_mesh(
-        x,
-        local,
-        lambda split: _without(split, axes),
-        axes=axes,
-        mesh=mesh,
-        spec=spec,
-        derivative=None if op in ("sum", "mean") else f"all_reduce(op={op!r})",
-    )
+    axes, derivative = _names(axis_name), None if op in ("sum", "mean") else f"all_reduce(op={op!r})"
+    return _on_mesh(x, partial(_REDUCE[op], axis_name=axes), axes=axes, mesh=mesh, spec=spec, derivative=derivative)
 
 
 def all_gather(
@@ -95,9 +84,7 @@ def all_gather(
     _check_array("x", x)
     axes, dim = _names(axis_name), _dim(x, axis)
     local = partial(jax.lax.all_gather, axis_name=axes, axis=dim, tiled=True)
-    if _is_manual(axes):
-        return local(x)
-    return _on_mesh(x, local, lambda split: _without(split, axes), axes=axes, mesh=mesh, spec=spec)
+    return _on_mesh(x, local, axes=axes, mesh=mesh, spec=spec)
 
 
 def reduce_scatter(
@@ -143,15 +130,7 @@ def reduce_scatter(
         found = jax.lax.psum_scatter(shard, axes, scatter_dimension=dim, tiled=True)
         return found / parts if op == "mean" else found
 
-    if _is_manual(axes):
-        return local(x)
-
-    def out(split: Spec) -> Spec:
-        rest = _without(split, axes)
-        # Behind the axes that split the dim already: each of their shards is cut further.
-        return (*rest[:dim], rest[dim] + axes, *rest[dim + 1 :])
-
-    return _on_mesh(x, local, out, axes=axes, mesh=mesh, spec=spec)
+    return _on_mesh(x, local, axes=axes, mesh=mesh, spec=spec, scattered=dim)
 
 
 def split_tensor_for_parallelism(tensor: Any, index: int, device_count: int, dim: int) -> Any:
@@ -218,24 +197,22 @@ def _is_manual(axes: tuple[str, ...]) -> bool:
     return set(axes) <= manual
 
 
-def _without(split: Spec, axes: tuple[str, ...]) -> Spec:
-    return tuple(tuple(name for name in names if name not in axes) for names in split)
-
-
 def _on_mesh(
     x: Any,
     local: Callable[[Any], Any],
-    out: Callable[[Spec], Spec],
     *,
     axes: tuple[str, ...],
     mesh: Mesh | None,
     spec: PartitionSpec | None,
+    scattered: int | None = None,
     derivative: str | None = None,
 ) -> Any:
-    """Run ``local`` on every device's shard of ``x``; ``out`` maps the split of ``x`` to that of the result.
+    """Run ``local``, which uses ``axes``, on every device's shard of ``x``; they split one dim of the result, or none.
 
     ``derivative`` names a function that has no derivative, for the error.
     """
+    if _is_manual(axes):
+        return local(x)
     check_kind("mesh", mesh, Mesh | None, "a jax.sharding.Mesh")
     check_kind("spec", spec, PartitionSpec | tuple | None, "a jax.sharding.PartitionSpec")
     _check_array("x", x)
@@ -246,7 +223,10 @@ def _on_mesh(
             raise MeshError(
                 f"Cannot run over {unknown[0]!r}: the mesh has the axes {', '.join(map(str, on.axis_names))}"
             )
-        specs = {"in_specs": _as_spec(split), "out_specs": _as_spec(out(split))}
+        # Behind the axes that split a scattered dim already: each of their shards is cut further.
+        kept = (tuple(name for name in names if name not in axes) for names in split)
+        out = tuple(names + axes if dim == scattered else names for dim, names in enumerate(kept))
+        specs = {"in_specs": _as_spec(split), "out_specs": _as_spec(out)}
         # Without the check of replication, which does not know that all_gather returns the same everywhere.
         return cast("Callable[[Any], Any]", jax.shard_map(local, mesh=on, check_vma=False, **specs))
 

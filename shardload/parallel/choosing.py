@@ -307,7 +307,15 @@ def first_that_fits(
         attempts.append(Attempt(plan.device.total, step.total_bytes))
         following = _next(searched, plan, step, limit) if len(attempts) < ATTEMPTS else None
         if following is None:
-            raise _does_not_fit(plan, step, attempts, limit)
+            least = min(attempt.compiled_bytes for attempt in attempts)
+            stored = plan.training and any(v.stored for v in plan.variables)
+            raise DoesNotFitError(
+                f"No layout on {plan.mesh} was found whose compiled step needs at most {format_bytes_down(limit)} per "
+                f"device. For {step.platform}, {', '.join(map(str, attempts))}: at least {format_bytes(least - limit)} "
+                f"too much. Use a larger mesh, a smaller batch, or a limit of {format_bytes_up(least)}"
+                + (f". {WHOLE_GRADIENTS}" if step.platform == "cpu" and stored else ""),
+                least_bytes=least,
+            )
         plan = following
 
 
@@ -343,15 +351,3 @@ def _least(searched: PlanForLimit, error: DoesNotFitError) -> LayoutPlan | None:
         return searched(int(error.least_bytes * ROUNDING))
     except DoesNotFitError:
         return None
-
-
-def _does_not_fit(plan: LayoutPlan, step: CompiledStep, attempts: Sequence[Attempt], limit: int) -> DoesNotFitError:
-    least = min(attempt.compiled_bytes for attempt in attempts)
-    stored = plan.training and any(v.stored for v in plan.variables)
-    return DoesNotFitError(
-        f"No layout on {plan.mesh} was found whose compiled step needs at most {format_bytes_down(limit)} per device. "
-        f"For {step.platform}, {', '.join(map(str, attempts))}: at least {format_bytes(least - limit)} too much. Use a "
-        f"larger mesh, a smaller batch, or a limit of {format_bytes_up(least)}"
-        + (f". {WHOLE_GRADIENTS}" if step.platform == "cpu" and stored else ""),
-        least_bytes=least,
-    )

@@ -132,7 +132,11 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
             )
         if not isinstance(model, keras.Model):
             raise UsageError(f"Cannot wrap {model!r:.80}: expected a keras.Model")
-        count, plan = _one_count(device_count, world_size), given_plan(layout)
+        for argument, number in (("device_count", device_count), ("world_size", world_size)):
+            check_kind(argument, number, int | np.integer | None, "a number of devices")
+        if None not in (device_count, world_size) and device_count != world_size:
+            raise UsageError(f"Cannot use device_count={device_count} and world_size={world_size}: give one of them")
+        count, plan = world_size if device_count is None else device_count, given_plan(layout)
         wanted = count if plan is None or count is not None or device_ids is not None else plan.mesh.size
         devices = _devices(wanted, device_ids)
         # autocast=False: the wrapped model casts its inputs itself, to its own compute dtype.
@@ -296,14 +300,6 @@ for _name in OF_THE_MODEL.split():
 def _most_bytes(variables: Iterable[Any]) -> int:
     """Return the bytes of variables on the device that has most of them."""
     return max(bytes_by_device(value_of(v) for v in variables if has_value(v)).values(), default=0)
-
-
-def _one_count(device_count: int | None, world_size: int | None) -> int | None:
-    for argument, count in (("device_count", device_count), ("world_size", world_size)):
-        check_kind(argument, count, int | np.integer | None, "a number of devices")
-    if None not in (device_count, world_size) and device_count != world_size:
-        raise UsageError(f"Cannot use device_count={device_count} and world_size={world_size}: give one of them")
-    return world_size if device_count is None else device_count
 
 
 def _devices(count: int | None, ids: Sequence[Any] | None) -> list[Any]:

@@ -75,18 +75,13 @@ def resolve_devices(
 
     Without a mesh, all devices are along the last default axis. Nothing but JAX's devices is a `UsageError`.
     """
-    mesh, devices = mesh_of(mesh), device_list(devices)
+    mesh, named = mesh_of(mesh), named_devices(mesh, devices)
     if mesh is None:
-        found = available() if devices is None else devices
+        found = available() if named is None else named
         return MeshDevices(MeshSpec(DEFAULT_AXES, (1, len(found))), found)
     spec = mesh_spec(mesh, axes=axes)
-    if devices is not None:
-        return MeshDevices(spec, devices)
-    if isinstance(mesh, jax.sharding.Mesh):
-        return MeshDevices(spec, tuple(mesh.devices.flat))
-    # Keras names devices as text ("cpu:0"); its `backend_mesh` has the `jax.Device`s.
-    if hasattr(mesh, "backend_mesh"):
-        return MeshDevices(spec, tuple(mesh.backend_mesh.devices.flat))
+    if named is not None:
+        return MeshDevices(spec, named)
     found = available()
     if spec.size > len(found):
         platform = found[0].platform
@@ -164,9 +159,8 @@ def named_devices(mesh: Any, devices: Sequence[Any] | None) -> tuple[Any, ...] |
     mesh = mesh_of(mesh)
     if isinstance(mesh, jax.sharding.Mesh):
         return tuple(mesh.devices.flat)
-    if hasattr(mesh, "axis_names") and hasattr(mesh, "devices"):
-        return tuple(mesh.backend_mesh.devices.flat)
-    return None
+    # Keras names devices as text ("cpu:0"); its `backend_mesh` has the `jax.Device`s.
+    return tuple(mesh.backend_mesh.devices.flat) if hasattr(mesh, "backend_mesh") else None
 
 
 def check_shares(devices: MeshDevices) -> None:

@@ -74,7 +74,13 @@ class MeshSpec:
         """
         check_kind("axes", axes, str | None, "text such as 'data,model'")
         if "=" in text:
-            return cls._parse_named(text, axes)
+            if axes is not None:
+                raise MeshError(f"The mesh {text!r} names its axes already; give no separate axes ({axes})")
+            pairs = [p.strip() for p in text.split(",")]
+            if not all(re.fullmatch(r"[A-Za-z_]\w*=\d{1,9}", p) for p in pairs):
+                raise MeshError(f"Cannot read the mesh {text!r}. Write a name and a size for each axis: data=2,model=4")
+            names, numbers = zip(*(p.split("=") for p in pairs), strict=True)
+            return cls(names, tuple(map(int, numbers)))
         # At most nine digits, as int() raises for thousands of them.
         if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text.strip(), re.ASCII | re.IGNORECASE):
             raise MeshError(f"Cannot read the mesh {text!r}. Write sizes like 1x8, or names like data=2,model=4")
@@ -85,16 +91,6 @@ class MeshSpec:
             raise MeshError(f"The mesh {text!r} has {len(sizes)} axes; name them, for example data=2,fsdp=2,model=2")
         # A size alone is tensor parallelism over all devices: "8" means 1x8.
         return cls(DEFAULT_AXES, (1,) * (len(DEFAULT_AXES) - len(sizes)) + sizes)
-
-    @classmethod
-    def _parse_named(cls, text: str, axes: str | None) -> MeshSpec:
-        pairs = [p.strip() for p in text.split(",")]
-        if axes is not None:
-            raise MeshError(f"The mesh {text!r} names its axes already; give no separate axes ({axes})")
-        if not all(re.fullmatch(r"[A-Za-z_]\w*=\d{1,9}", p) for p in pairs):
-            raise MeshError(f"Cannot read the mesh {text!r}. Write a name and a size for each axis: data=2,model=4")
-        names, sizes = zip(*(p.split("=") for p in pairs), strict=True)
-        return cls(names, tuple(int(n) for n in sizes))
 
     @property
     def size(self) -> int:
