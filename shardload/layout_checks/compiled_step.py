@@ -29,7 +29,7 @@ from shardload.layout_checks.hlo import Collective, collective_json, collectives
 from shardload.layout_checks.step_programs import StepKind, StepProgram, program_of
 from shardload.layout_search.given_layouts import GivenLayouts, choice_for
 from shardload.layout_search.plan_parts import CompiledCheck
-from shardload.layout_search.tracing import collector_paused
+from shardload.layout_search.tracing import collector_paused, is_array
 from shardload.layouts.choice import LayoutChoice
 from shardload.sharding.devices import device_list
 from shardload.sharding.layout import Layout
@@ -232,7 +232,7 @@ def check_batch(**arguments: Any) -> None:
     for argument, value in arguments.items():
         check_no_iterator(argument, value)
         for leaf in jax.tree.leaves(value):
-            dtype = leaf.dtype if _is_array(leaf) else np.asarray(leaf).dtype if isinstance(leaf, Number) else None
+            dtype = leaf.dtype if is_array(leaf) else np.asarray(leaf).dtype if isinstance(leaf, Number) else None
             if isinstance(leaf, type) or dtype is None or np.dtype(dtype).kind in "OSUMm":
                 raise UsageError(f"Cannot use {argument}={value!r:.60}: expected arrays of numbers, or their shapes")
 
@@ -261,13 +261,9 @@ def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
     found = dict(kwargs or {})
     # A structure with a flag or a string in it is built into the program, where `call` can branch on it.
     arrays = {
-        name for name, value in found.items() if (leaves := jax.tree.leaves(value)) and all(map(_is_array, leaves))
+        name for name, value in found.items() if (leaves := jax.tree.leaves(value)) and all(map(is_array, leaves))
     }
     return {n: v for n, v in found.items() if n in arrays}, {n: v for n, v in found.items() if n not in arrays}
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 # ---- compiling ---------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -90,12 +92,13 @@ def check_numbers(
     arrays, static = split_keywords(kwargs)
     check_batch(inputs=inputs, target=target)
     batch = jax.tree.map(np.asarray, {"inputs": inputs, "kwargs": arrays, "target": target})
-    trial = _Trial(model, choice, devices, batch, {"loss": loss, "static": static, "devices": devices})
+    program = partial(program_of, model, choice, loss=loss, static=static, devices=devices)
+    trial = partial(_outcome, program, choice, devices, batch, coarsest_eps(model))
     # Outputs first: their number of elements is the number of terms that the loss adds up.
-    outcomes = [trial.run(None, steps=1)]
+    outcomes = [trial(training=None, steps=1)]
     if training is not None:
         terms = max(array.elements for array in outcomes[0].compared.arrays)
-        outcomes.append(trial.run(training, steps=steps, terms=terms))
+        outcomes.append(trial(training=training, steps=steps, terms=terms))
     bound = binding_of(model)
     # On another mesh, a difference from this plan is not an error.
     live = misplaced_by_id(model, choice, bound.devices) if bound and bound.mesh == choice.mesh else {}
@@ -252,45 +255,43 @@ class _Results:
     """Names of the arrays that are losses."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """One model, one plan and one batch, to run in several kinds of step."""
+def _outcome(
+    program_for: Callable[..., AbstractContextManager[StepProgram]],
+    choice: LayoutChoice,
+    devices: Sequence[Any],
+    batch: Any,
+    eps: float,
+    *,
+    training: Any,
+    steps: int,
+    terms: int = 1,
+) -> _Outcome:
+    """Run a step on one device and sharded; the loss is a sum of ``terms`` elements."""
+    with program_for(training=training) as program:
+        values = _values(program, choice)
+        step = jax.jit(program.function, out_shardings=program.out_shardings(devices))
+        specs = program.specs(devices), batch_specs(batch, choice, devices)
+        case = jax.tree.map(lambda value, spec: jax.device_put(value, spec.sharding), (values, batch), specs)
+        sharded = _run(program, step, *case, steps=steps)
+        placed = [
+            _Placed(id(variable), variable.path, array, layout)
+            for name, found in program.variables.items()
+            for variable, array, layout in zip(found, sharded.state[name], program.layouts[name], strict=True)
+        ]
+    # Another program: that for one device has no layouts of activations. Each can be traced in its block only.
+    with program_for(training=training, on_mesh=False) as program:
+        step, there = jax.jit(program.function), jax.sharding.SingleDeviceSharding(devices[0])
 
-    model: Any
-    choice: LayoutChoice
-    devices: tuple[Any, ...]
-    batch: Any
-    options: Mapping[str, Any]
+        def on_one_device(state: State, inputs: Any) -> Mapping[str, Any]:
+            return _run(program, step, *jax.device_put((state, {**batch, "inputs": inputs}), there), steps=steps).arrays
 
-    def run(self, training: Any, *, steps: int, terms: int = 1) -> _Outcome:
-        """Run the step on one device and sharded; the loss is a sum of ``terms`` elements."""
-        eps = coarsest_eps(self.model)
-        with program_of(self.model, self.choice, training=training, **self.options) as program:
-            values = _values(program, self.choice)
-            step = jax.jit(program.function, out_shardings=program.out_shardings(self.devices))
-            specs = program.specs(self.devices), batch_specs(self.batch, self.choice, self.devices)
-            case = jax.tree.map(lambda value, spec: jax.device_put(value, spec.sharding), (values, self.batch), specs)
-            sharded = _run(program, step, *case, steps=steps)
-            placed = [
-                _Placed(id(variable), variable.path, array, layout)
-                for name, found in program.variables.items()
-                for variable, array, layout in zip(found, sharded.state[name], program.layouts[name], strict=True)
-            ]
-        # Another program: that for one device has no layouts of activations. Each can be traced in its block only.
-        with program_of(self.model, self.choice, training=training, on_mesh=False, **self.options) as program:
-            step, there = jax.jit(program.function), jax.sharding.SingleDeviceSharding(self.devices[0])
+        def moved(seeds: Sequence[int]) -> list[Mapping[str, Any]]:
+            given = {"state": values, "inputs": batch["inputs"]}
+            return [on_one_device(**nudged(given, eps, seed=seed)) for seed in seeds]
 
-            def on_one_device(state: State, inputs: Any) -> Mapping[str, Any]:
-                case = jax.device_put((state, {**self.batch, "inputs": inputs}), there)
-                return _run(program, step, *case, steps=steps).arrays
-
-            def moved(seeds: Sequence[int]) -> list[Mapping[str, Any]]:
-                given = {"state": values, "inputs": self.batch["inputs"]}
-                return [on_one_device(**nudged(given, eps, seed=seed)) for seed in seeds]
-
-            expected = on_one_device(values, self.batch["inputs"])
-            compared = compare_all(sharded.arrays, expected, moved, eps=eps, terms=dict.fromkeys(sharded.losses, terms))
-        return _Outcome(compared, placed)
+        expected = on_one_device(values, batch["inputs"])
+        compared = compare_all(sharded.arrays, expected, moved, eps=eps, terms=dict.fromkeys(sharded.losses, terms))
+    return _Outcome(compared, placed)
 
 
 def _run(program: StepProgram, step: Callable[..., Any], state: State, batch: Any, *, steps: int) -> _Results:

@@ -270,21 +270,14 @@ def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
 
 def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
     """Return the solution with the least product of step time and weight bytes per device."""
-
-    def weight_bytes(solution: Solution) -> float:
-        return sum(
-            w.nbytes / math.prod(Layout(problem.mesh, o.spec).parts) * len(w.members)
-            for w, o in chosen_options(problem, solution)
-        )
-
     # A product is not linear. So solve for time under rising limits of memory, and take the best product of the curve.
-    least = weight_bytes(_solved(problem, replace(demand, minimise="memory")))
+    least = state_memory(problem, _solved(problem, replace(demand, minimise="memory"))).weights
     best: tuple[float, Demand, Solution] | None = None
     whole = sum(w.nbytes * len(w.members) for w in problem.weights)
     for factor in TRADE_OFFS:
         tried = replace(demand, weight_limit_bytes=least * factor)
         solution = _solved(problem, tried)
-        product = solution.seconds * weight_bytes(solution)
+        product = solution.seconds * state_memory(problem, solution).weights
         # Of equal products, the first, which needs less memory.
         if best is None or product < best[0] * (1 - 1e-6):
             best = product, tried, solution
@@ -318,7 +311,18 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
     )
     if not demand.small and least.total - small_bytes <= limit:
         return _within(problem, replace(demand, small=True, buffers=()), limit)
-    raise _does_not_fit(problem, least, limit)
+    what, way_out = "activations", "Use a larger mesh, a smaller batch, or a limit of that size"
+    # A larger mesh does not help: the update gathers state on every device.
+    if least.activations <= problem.update_bytes:
+        what = "memory for the optimizer's update, on any mesh"
+        way_out = "Use a limit of that size, or let AdamW update more of the weights (REKLS: max_dimension, adamw_for)"
+    raise DoesNotFitError(
+        f"No layout on {problem.mesh} needs at most {format_bytes_down(limit)} per device. The least found is "
+        f"{format_bytes_up(least.total)}: {format_bytes(least.total - least.activations)} of weights, gradients and "
+        f"slots, and {format_bytes(least.activations)} of {what}. {way_out}",
+        least_bytes=least.total,
+        hint="; search_compiled (plan --compile) finds out whether the compiled step needs less",
+    )
 
 
 def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:
@@ -351,22 +355,6 @@ def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
         demand = replace(demand, buffers=(*demand.buffers, moment))
     assert best is not None
     return best
-
-
-def _does_not_fit(problem: Problem, least: DeviceBytes, limit: int) -> DoesNotFitError:
-    state = least.total - least.activations
-    what, way_out = "activations", "Use a larger mesh, a smaller batch, or a limit of that size"
-    # A larger mesh does not help: the update gathers state on every device.
-    if least.activations <= problem.update_bytes:
-        what = "memory for the optimizer's update, on any mesh"
-        way_out = "Use a limit of that size, or let AdamW update more of the weights (REKLS: max_dimension, adamw_for)"
-    return DoesNotFitError(
-        f"No layout on {problem.mesh} needs at most {format_bytes_down(limit)} per device. The least found is "
-        f"{format_bytes_up(least.total)}: {format_bytes(state)} of weights, gradients and slots, and "
-        f"{format_bytes(least.activations)} of {what}. {way_out}",
-        least_bytes=least.total,
-        hint="; search_compiled (plan --compile) finds out whether the compiled step needs less",
-    )
 
 
 # ---- the memory of a solution ------------------------------------------------------------------------

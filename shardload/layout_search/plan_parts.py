@@ -185,13 +185,10 @@ class ComparedNumbers:
     def line(self) -> str:
         """Return the comparison for people."""
         placed = f"{plural(self.variables, 'variable')} where planned, {format_bytes(self.device_bytes)} on each device"
-        if self.ok:
-            return (
-                f"numbers: {plural(self.results, 'result')} equal to one device, within {self.largest_share:.2f} of "
-                f"what rounding explains; {placed}"
-            )
         results = plural(self.results, "result")
         said = f"{results} equal to one device"
+        if self.ok:
+            said += f", within {self.largest_share:.2f} of what rounding explains"
         if self.wrong:
             said = f"{len(self.wrong)} of {results} NOT equal to one device ({_first(self.wrong)})"
         if self.misplaced:

@@ -66,8 +66,12 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
             "batch or jax.ShapeDtypeStruct of the same structure"
         )
 
-    # A longer sequence than the table of positions has rows cannot be traced.
-    length = sequence or min([DEFAULT_SEQUENCE, *positions_of(model)])
+    # A longer sequence than a table of positions has rows, `sequence_length` of layers and `max_sequence_length` of some
+    # backbones, cannot be traced.
+    backbone = backbone_of(model)
+    tables = [layer for layer, _ in nested_layers(backbone) if hasattr(layer, "position_embeddings")]
+    rows = [getattr(backbone, "max_sequence_length", None), *(getattr(t, "sequence_length", None) for t in tables)]
+    length = sequence or min([DEFAULT_SEQUENCE, *(n for n in rows if isinstance(n, int) and n > 0)])
 
     def spec(tensor: Any) -> jax.ShapeDtypeStruct:
         first, *rest = tensor.shape
@@ -98,17 +102,6 @@ def check_rows(model: Any, inputs: Any, batch: int | None) -> None:
         )
 
 
-def positions_of(model: Any) -> list[int]:
-    """Return the number of positions of each position embedding in a model, or in its backbone.
-
-    Layers call it ``sequence_length``, and some backbones ``max_sequence_length``.
-    """
-    backbone = backbone_of(model)
-    tables = [layer for layer, _ in nested_layers(backbone) if hasattr(layer, "position_embeddings")]
-    own = [getattr(backbone, "max_sequence_length", None), *(getattr(t, "sequence_length", None) for t in tables)]
-    return [n for n in own if isinstance(n, int) and n > 0]
-
-
 def _declared(model: Any) -> Any:
     try:
         return model.input
@@ -121,15 +114,13 @@ def _declared(model: Any) -> Any:
 
 
 def as_specs(inputs: Any) -> Any:
-    """Return inputs with shapes and dtypes in the place of arrays."""
+    """Return inputs with shapes and dtypes in the place of arrays; a flag or a number stays, as it is not traced."""
+    return jax.tree.map(lambda leaf: _spec(leaf.shape, leaf.dtype) if is_array(leaf) else leaf, inputs)
 
-    def spec(leaf: Any) -> Any:
-        # A flag or a number is not traced: the call gets it unchanged.
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            return leaf
-        return _spec(leaf.shape, leaf.dtype)
 
-    return jax.tree.map(spec, inputs)
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of inputs is an array or its shape, not a flag or a number."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 @dataclass(frozen=True, slots=True)

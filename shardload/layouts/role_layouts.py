@@ -70,9 +70,6 @@ def by_shape(variable: Any) -> Wants:
     return Wants("shape", tuple(Dim(d, f"elements of dim {d}") for d in order), exact=False)
 
 
-# ---- from roles to layouts -------------------------------------------------------------------------
-
-
 def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
     """Choose the layout of a variable by its own dims."""
     shape = tuple(int(n) for n in variable.shape)
@@ -80,12 +77,17 @@ def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
         # Replicated on purpose, so no fallback is reported.
         return VariableLayout.of(variable, Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
     spec: list[tuple[str, ...]] = [()] * len(shape)
+
+    def split(dims: Sequence[Dim], axis: str) -> Dim | None:
+        size = mesh.axis_size(axis)
+        if (found := _first_that_divides(shape, dims, size)) is not None and size > 1:
+            spec[found.index] = (axis,)
+        return found
+
     for axis in mesh.axes_of("expert"):  # first: no other axis should take the dim that it needs
-        _split(spec, shape, [d for d in role.dims if d.what == MATRICES], mesh=mesh, axis=axis)
-    dim = None
-    if model_axes := mesh.axes_of("model"):
-        free = [d for d in role.dims if not spec[d.index]]
-        dim = _split(spec, shape, free, mesh=mesh, axis=model_axes[0])
+        split([d for d in role.dims if d.what == MATRICES], axis)
+    model_axes = mesh.axes_of("model")
+    dim = split([d for d in role.dims if not spec[d.index]], model_axes[0]) if model_axes else None
     for axis in mesh.axes:
         size = mesh.axis_size(axis)
         if size == 1 or not (axis in model_axes[1:] or mesh.axis_kind(axis) == "fsdp"):
@@ -97,17 +99,6 @@ def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
                 break
     layout = Layout(mesh, tuple(spec))
     return VariableLayout.of(variable, layout, role.rule, _fallback(variable, role, dim, layout=layout))
-
-
-def _split(
-    spec: list[tuple[str, ...]], shape: tuple[int, ...], dims: Sequence[Dim], *, mesh: MeshSpec, axis: str
-) -> Dim | None:
-    """Split the first of ``dims`` that divides, and return it."""
-    size = mesh.axis_size(axis)
-    dim = _first_that_divides(shape, dims, size)
-    if dim is not None and size > 1:
-        spec[dim.index] = (axis,)
-    return dim
 
 
 def lay_out_along(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
