@@ -23,7 +23,7 @@ from scipy.sparse import csr_array
 
 from shardload.errors import DoesNotFitError, LayoutError
 from shardload.layout_search.plan_parts import DeviceBytes
-from shardload.layout_search.problem import Assignment, Problem, WeightKind, buffered_values
+from shardload.layout_search.problem import Assignment, Problem, WeightKind
 from shardload.layout_search.program import UNSPLIT
 from shardload.layout_search.weight_options import (
     LEAST_STORED_BYTES,
@@ -385,7 +385,9 @@ def activation_peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
     """
     update: tuple[int, Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
     program = problem.traced.program
-    values = buffered_values(problem.traced)
+    weights = {id(value) for _, value in problem.traced.weights}
+    # Values that need buffers of their own.
+    values = [v for v in program.values if v.stored and v.view_of is None and id(v) not in weights]
     if not values:
         return update if problem.update_bytes else (0, ())
     relevant = {k for k, _ in problem.candidates} | set(problem.pinned.values())

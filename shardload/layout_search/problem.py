@@ -17,7 +17,7 @@ from typing import Any
 
 from shardload.errors import LayoutError, UsageError
 from shardload.layout_search.optimizer_memory import OptimizerMemory, Slot
-from shardload.layout_search.program import UNSPLIT, CollectiveKind, Exchange, Program, Value
+from shardload.layout_search.program import UNSPLIT, CollectiveKind, Exchange, Program
 from shardload.layout_search.tracing import Traced
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
@@ -153,7 +153,7 @@ class WorkKind:
     nbytes: float
     exchanges: tuple[Exchange, ...]
     """Exchanges whose ``group`` and ``dims`` are dim groups."""
-    count: int
+    count: int = 0
 
 
 @dataclass(slots=True)
@@ -284,22 +284,18 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
     that are alike but meet in one tensor are kept apart.
     """
     program = traced.program
-    operations = Counter(_signature(program, op) for op in program.operations)
-    weights = [(tuple(program.group(n) for n in v.dims), (v.shape, v.itemsize, w.trainable)) for w, v in traced.weights]
-    seen_in = itertools.chain(*(dims for dims, _ in weights), *(dims for dims, _ in operations))
+    uses = Counter(_signature(program, op) for op in program.operations)
+    for variable, value in traced.weights:
+        about = "weight", value.shape, value.itemsize, bool(variable.trainable)
+        uses[tuple(map(program.group, value.dims)), about] += 1
     # Sorted, so that every process numbers the dim groups alike and arrives at the same plan.
-    groups = sorted({*seen_in, *(program.group(n) for n in traced.batch)} - {UNSPLIT})
+    groups = sorted({*itertools.chain(*(dims for dims, _ in uses)), *map(program.group, traced.batch)} - {UNSPLIT})
     colour: dict[int, Any] = {g: (program.length(g), any(program.group(n) == g for n in traced.batch)) for g in groups}
     # Each round adds to a group's colour those of its neighbours: weights and operations that have it as a dim, with
     # the position and all other dims. Colours are hashes, as nested tuples would grow with every round.
     for _ in range(ROUNDS):
         seen: dict[int, Counter[Any]] = {g: Counter() for g in groups}
-        for dims, about in weights:
-            colours = tuple(colour.get(g) for g in dims)
-            for i, g in enumerate(dims):
-                if g != UNSPLIT:
-                    seen[g][hash(("weight", i, about, colours))] += 1
-        for (dims, about), count in operations.items():
+        for (dims, about), count in uses.items():
             colours = tuple(colour.get(g) for g in dims)
             for i, g in enumerate(dims):
                 if g != UNSPLIT:
@@ -308,7 +304,13 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
     # By first occurrence, not by hash: hashes of strings differ between processes.
     numbers: dict[Any, int] = {}
     dim_groups = {g: numbers.setdefault(colour[g], len(numbers)) for g in groups}
-    return _apart(program, dim_groups)
+    # Apart, or one decision would split two dims of a tensor over the same axis.
+    clash: set[int] = set()
+    for dims in program.tensors:
+        meeting = Counter(dim_groups[g] for g in set(map(program.group, dims)) & dim_groups.keys())
+        clash |= {dim_group for dim_group, count in meeting.items() if count > 1}
+    following = itertools.count(len(numbers))
+    return {g: next(following) if k in clash else k for g, k in dim_groups.items()}
 
 
 def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
@@ -321,21 +323,6 @@ def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, .
         # Positions in `dims` instead of groups, which differ from layer to layer.
         exchanges.append((e.kind, e.nbytes, start, len(dims)))
     return tuple(dims), (op.name, op.flops, op.nbytes, tuple(exchanges))
-
-
-def _apart(program: Program, dim_groups: dict[int, int]) -> dict[int, int]:
-    """Give groups that are alike but meet in one tensor dim groups of their own."""
-    members: dict[int, list[int]] = defaultdict(list)
-    for group, dim_group in dim_groups.items():
-        members[dim_group].append(group)
-    clash: set[int] = set()
-    for dims in program.tensors:
-        groups = {program.group(n) for n in dims if n != UNSPLIT} & dim_groups.keys()
-        counted = Counter(dim_groups[g] for g in groups)
-        clash |= {dim_group for dim_group, count in counted.items() if count > 1}
-    # Otherwise, one decision would split two dims of that tensor over the same axis.
-    following = itertools.count(len(members))
-    return {g: next(following) if k in clash else k for g, k in dim_groups.items()}
 
 
 def _weights(
@@ -365,7 +352,7 @@ def _work(program: Program, dim_groups: Mapping[int, int], relevant: set[int]) -
         found = _dim_group(program, dim_groups, node)
         return found if found in relevant else UNSPLIT
 
-    merged: Counter[Any] = Counter()
+    merged: Counter[WorkKind] = Counter()
     for op in program.operations:
         exchanges = tuple(
             Exchange(e.kind, k, e.nbytes, tuple(sorted({dim_group(n) for n in e.dims} - {UNSPLIT})))
@@ -375,14 +362,5 @@ def _work(program: Program, dim_groups: Mapping[int, int], relevant: set[int]) -
         dims = tuple(sorted({dim_group(n) for n in op.dims} - {UNSPLIT}))
         # The rest takes the same time under every plan, so the time of a step does not count it.
         if dims or exchanges:
-            merged[op.name, dims, op.flops, op.nbytes, exchanges] += 1
-    return tuple(
-        WorkKind(name, dims, flops, nbytes, exchanges, count)
-        for (name, dims, flops, nbytes, exchanges), count in merged.items()
-    )
-
-
-def buffered_values(traced: Traced) -> list[Value]:
-    """Return the values that need buffers of their own, without the weights."""
-    weights = {id(value) for _, value in traced.weights}
-    return [v for v in traced.program.values if v.stored and v.view_of is None and id(v) not in weights]
+            merged[WorkKind(op.name, dims, op.flops, op.nbytes, exchanges)] += 1
+    return tuple(replace(kind, count=count) for kind, count in merged.items())

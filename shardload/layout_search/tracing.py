@@ -66,8 +66,8 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
             "batch or jax.ShapeDtypeStruct of the same structure"
         )
 
-    # A longer sequence than a table of positions has rows, `sequence_length` of layers and `max_sequence_length` of some
-    # backbones, cannot be traced.
+    # A sequence cannot be longer than a table of positions, whose rows are `sequence_length` of a layer, and for some
+    # backbones `max_sequence_length`.
     backbone = backbone_of(model)
     tables = [layer for layer, _ in nested_layers(backbone) if hasattr(layer, "position_embeddings")]
     rows = [getattr(backbone, "max_sequence_length", None), *(getattr(t, "sequence_length", None) for t in tables)]

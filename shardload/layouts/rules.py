@@ -283,44 +283,38 @@ def roles_by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:
     """Return the roles that users' layer rules give to the variables of layers, by ``id(variable)``."""
     by_id = {}
     for layer in layers:
-        rule = f"rule for {type(layer).__name__}"
-        for key, dims in _dims_by_rule(layer).items():
-            by_id[key] = Wants(rule, tuple(Dim(d, f"elements of dim {d}") for d in dims), even_small=True)
+        # The most derived class with a rule decides, as method lookup does.
+        rule = next((_rules[c] for c in type(layer).__mro__ if c in _rules), None)
+        own = [] if rule is None else model_variables.own_variables(layer)
+        if rule is None or not own:  # a model may keep layers that it never built
+            continue
+        kind, named = type(layer).__name__, {v.name: v for v in own}
+        title = f"The layout rule for {kind} ({getattr(layer, 'path', None) or layer.name})"
+        try:
+            answer = {name: _as_dims(dims) for name, dims in rule(layer).items()}
+        except Exception as error:  # of any kind: the rule is the user's code
+            raise LayoutError(
+                f"{title} failed: {type(error).__name__}: {error}. A rule returns {{variable name: (dim, …)}}"
+            ) from error
+        for name, dims in answer.items():
+            if name not in named:
+                raise LayoutError(
+                    f"{title} names the variable {name!r}, but the layer has {', '.join(named)}. "
+                    "A rule names a layer's own variables; for those of its sub-layers, use a rules file"
+                )
+            if sum(v.name == name for v in own) > 1:
+                raise LayoutError(
+                    f"{title} names {name!r}, but several variables of the layer have that name. Rename all but one"
+                )
+            rank = len(named[name].shape)
+            if any(isinstance(d, bool) or not 0 <= d < rank for d in dims) or len(set(dims)) < len(dims):
+                raise LayoutError(
+                    f"{title} gives {name!r} the dims {dims}, but its shape is {tuple(named[name].shape)}: expected "
+                    f"{f'different integers from 0 to {rank - 1}' if rank else 'no dims'}"
+                )
+            wanted = tuple(Dim(d, f"elements of dim {d}") for d in dims)
+            by_id[id(named[name])] = Wants(f"rule for {kind}", wanted, even_small=True)
     return by_id
-
-
-def _dims_by_rule(layer: Any) -> dict[int, tuple[int, ...]]:
-    """Return the dims that a user's rule names for a layer's own variables, by ``id(variable)``."""
-    # The most derived class with a rule decides, as method lookup does.
-    rule = next((_rules[c] for c in type(layer).__mro__ if c in _rules), None)
-    own = [] if rule is None else model_variables.own_variables(layer)
-    if rule is None or not own:  # a model may keep layers that it never built
-        return {}
-    named = {v.name: v for v in own}
-    try:
-        answer = {name: _as_dims(dims) for name, dims in rule(layer).items()}
-    except Exception as error:  # of any kind: the rule is the user's code
-        raise LayoutError(
-            f"{_title(layer)} failed: {type(error).__name__}: {error}. A rule returns {{variable name: (dim, …)}}"
-        ) from error
-    for name, dims in answer.items():
-        if name not in named:
-            raise LayoutError(
-                f"{_title(layer)} names the variable {name!r}, but the layer has {', '.join(named)}. "
-                "A rule names a layer's own variables; for those of its sub-layers, use a rules file"
-            )
-        if sum(v.name == name for v in own) > 1:
-            raise LayoutError(
-                f"{_title(layer)} names {name!r}, but several variables of the layer have that name. Rename all but one"
-            )
-        shape = tuple(named[name].shape)
-        rank = len(shape)
-        if any(isinstance(d, bool) or not 0 <= d < rank for d in dims) or len(set(dims)) < len(dims):
-            raise LayoutError(
-                f"{_title(layer)} gives {name!r} the dims {dims}, but its shape is {shape}: expected "
-                f"{f'different integers from 0 to {rank - 1}' if rank else 'no dims'}"
-            )
-    return {id(named[name]): dims for name, dims in answer.items()}
 
 
 def _as_dims(dims: Any) -> tuple[int, ...]:
@@ -328,7 +322,3 @@ def _as_dims(dims: Any) -> tuple[int, ...]:
         raise TypeError(f"dims are a tuple or a list, not {dims!r:.80}")
     # `operator.index` takes NumPy's integers and refuses floats. Booleans are integers too, and refused later.
     return tuple(d if isinstance(d, bool) else operator.index(d) for d in dims)
-
-
-def _title(layer: Any) -> str:
-    return f"The layout rule for {type(layer).__name__} ({getattr(layer, 'path', None) or layer.name})"
