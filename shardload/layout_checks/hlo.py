@@ -234,7 +234,11 @@ def replica_groups(attributes: str) -> DeviceGroups:
     """
     if "source_target_pairs={" in attributes:
         # A permute lists (source, target): devices that exchange, directly or through others, are one group.
-        return _connected(_listed_groups(attributes.partition("source_target_pairs=")[2]))
+        groups: list[set[int]] = []
+        for pair in _listed_groups(attributes.partition("source_target_pairs=")[2]):
+            joined = [group for group in groups if group & set(pair)]
+            groups = [group for group in groups if group not in joined] + [set(pair).union(*joined)]
+        return tuple(tuple(sorted(group)) for group in groups)
     text = attributes.partition("replica_groups=")[2]
     if text.startswith("mesh["):
         return _mesh_groups(text)
@@ -295,12 +299,3 @@ def _mesh_groups(text: str) -> DeviceGroups:
 
 def _as_groups(found: NDArray[Any]) -> DeviceGroups:
     return tuple(tuple(row) for row in found.tolist())
-
-
-def _connected(pairs: DeviceGroups) -> DeviceGroups:
-    """Return the devices that exchange data, directly or through others."""
-    groups: list[set[int]] = []
-    for pair in pairs:
-        joined = [group for group in groups if group & set(pair)]
-        groups = [group for group in groups if group not in joined] + [set(pair).union(*joined)]
-    return tuple(tuple(sorted(group)) for group in groups)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -115,20 +115,18 @@ def program_of(
     distribution = MeshParallel(choice.mesh, devices, {}, batch_axis=batch_axis, activations=choice.activations)
     with ExitStack() as stack:
         stack.enter_context(stateless(model, distribution if on_mesh else None))
-        if training is None:
-            yield _program("forward", forward, variables, choice)
-            return
-        if isinstance(training, str) and training == "gradients":
-            yield _program("gradients", _differentiated(run, losses), variables, choice)
-            return
-        optimizer = stack.enter_context(_built(training, variables["trainable"], choice, devices))
-        variables["optimizer"] = list(optimizer.variables)
-        program = _program("training", _differentiated(run, losses, optimizer), variables, choice)
-        joint = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
-        # The step counter and the learning rate keep their dtype in a 16-bit model.
-        scalars = [v for v in optimizer.variables if not v.shape]
-        fixed = frozenset(id(v) for v in (*scalars, *(v for part in joint for v in part.fixed_dtype_state)))
-        yield replace(program, fixed=fixed, float32_update_bytes=sum(part.update_bytes for part in joint))
+        kind: StepKind = "forward" if training is None else "gradients"
+        optimizer, joint, fixed = None, list[JointOptimizer](), list[Any]()
+        if training is not None and not (isinstance(training, str) and training == "gradients"):
+            optimizer = stack.enter_context(_built(training, variables["trainable"], choice, devices))
+            kind, variables["optimizer"] = "training", list(optimizer.variables)
+            joint = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
+            # The step counter and the learning rate keep their dtype in a 16-bit model.
+            fixed = [v for v in optimizer.variables if not v.shape] + [v for p in joint for v in p.fixed_dtype_state]
+        function = forward if kind == "forward" else _differentiated(run, losses, optimizer)
+        layouts = {n: [_layout(choice, v, is_slot=n == "optimizer") for v in found] for n, found in variables.items()}
+        update_bytes = sum(part.update_bytes for part in joint)
+        yield StepProgram(kind, function, variables, layouts, frozenset(map(id, fixed)), update_bytes)
 
 
 def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
@@ -144,13 +142,6 @@ def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
             raise UsageError(f"Cannot {doing}{shapes}: {type(error).__name__}: {reason_of(error)}") from error
 
     return called
-
-
-def _program(
-    kind: StepKind, function: Callable[..., Any], variables: Mapping[str, Sequence[Any]], choice: LayoutChoice
-) -> StepProgram:
-    layouts = {n: [_layout(choice, v, is_slot=n == "optimizer") for v in found] for n, found in variables.items()}
-    return StepProgram(kind, function, variables, layouts)
 
 
 def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:

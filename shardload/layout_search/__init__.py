@@ -4,6 +4,6 @@
              primitives: one rule each                          weight_options
 
 `searching.search` is the order of a search, on one page. Costs: the formulas are `Hardware.exchange_s` and
-`compute_s`, an operation's cost is `problem.work_s`, a weight's are `weight_options.gather_s` and `batch_move`, and
-the linear program adds them up.
+`compute_s`, an operation's cost is `problem.work_s`, a weight's are `weight_options.weight_exchanges`, and the
+linear program adds them up.
 """

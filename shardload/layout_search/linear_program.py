@@ -28,7 +28,7 @@ from shardload.layout_search.program import UNSPLIT
 from shardload.layout_search.weight_options import (
     LEAST_STORED_BYTES,
     WeightOption,
-    gather_s,
+    weight_exchanges,
     weight_options,
     weight_state_bytes,
 )
@@ -210,7 +210,7 @@ class _Model:
             for option, column in found:
                 memory[column] = count * weight_state_bytes(self.problem, weight, option)
                 only[column] = count * weight.nbytes / np.prod(Layout(self.problem.mesh, option.spec).parts, initial=1)
-                self.time[column] += count * gather_s(self.problem, weight, option)
+                self.time[column] += count * sum(e.seconds for e in weight_exchanges(self.problem, weight, option))
         if self.demand.weight_limit_bytes is not None:
             self._rows.append((only, 0.0, self.demand.weight_limit_bytes))
         return memory

@@ -80,7 +80,15 @@ def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemo
         return OptimizerMemory()
     found: dict[int, list[Slot]] = defaultdict(list)
     with _built(optimizer, weights) as own:
-        spread, factors = spread_of(own), _factors(own)
+        spread, joint = spread_of(own), [part for part in optimizers_in(own) if isinstance(part, JointOptimizer)]
+        # State that an optimizer splits in its own way, by `id`, with whether it must divide. Only which state it is
+        # matters here, so a mesh of one device is enough.
+        one = MeshSpec(("x",), (1,))
+        factors = {
+            key: part.needs_even_state
+            for part in joint
+            for key in part.state_layouts(lambda v: Layout.replicated(one, len(v.shape)))
+        }
         for slot, weight in state_in(own):
             # State of no weight in particular is whole on every device, so any weight can count it.
             shape, size, made = tuple(slot.shape), nbytes(slot), None
@@ -89,20 +97,8 @@ def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemo
             elif weight is not None and slot.shape == weight.shape:
                 made = Slot(shape, size, "weight", spread)
             found[id(weights[0] if weight is None else weight)].append(made or Slot(shape, size, "nothing"))
-        update = sum(part.update_bytes for part in optimizers_in(own) if isinstance(part, JointOptimizer))
+        update = sum(part.update_bytes for part in joint)
     return OptimizerMemory({key: tuple(slots) for key, slots in found.items()}, update)
-
-
-def _factors(optimizer: Any) -> Mapping[int, bool]:
-    """Return which state an optimizer splits in its own way, by ``id``, with whether it must divide."""
-    parts = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
-    # Only which state it is matters here, so a mesh of one device is enough.
-    one = MeshSpec(("x",), (1,))
-    return {
-        key: part.needs_even_state
-        for part in parts
-        for key in part.state_layouts(lambda v: Layout.replicated(one, len(v.shape)))
-    }
 
 
 def checked_optimizer(optimizer: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,7 +26,7 @@ from shardload.layout_search.linear_program import (
 from shardload.layout_search.plan_parts import Decision, PlannedExchange, PlannedVariable
 from shardload.layout_search.problem import Problem, WeightKind
 from shardload.layout_search.tracing import input_summary
-from shardload.layout_search.weight_options import WeightOption, batch_move, gathers
+from shardload.layout_search.weight_options import WeightOption, weight_exchanges
 from shardload.units import format_bytes, plural
 
 
@@ -117,20 +116,12 @@ def _exchanges(problem: Problem, solution: Solution) -> list[PlannedExchange]:
                     entry[1] += work.count * nbytes
                     entry[2] += work.count * seconds
     for weight, option in chosen_options(problem, solution):
-        # Gathered weights are not kept for the backward pass, so they are gathered again.
-        times = len(weight.members) * (2 if problem.traced.training else 1)
-        for axes, nbytes, seconds in gathers(problem, weight, option):
-            entry = found["all-gather", "+".join(axes)]
-            entry[0] += times
-            entry[1] += len(weight.members) * nbytes
-            entry[2] += times * seconds
-        if option.moved:
-            for change in batch_move(problem, weight, option.assignment, option.moved):
-                entry, count = found[change.kind, "+".join(change.axes)], len(weight.members)
-                # An exchange that falls away counts negative, against the one in `problem.work`.
-                entry[0] += math.copysign(count, change.nbytes)
-                entry[1] += count * change.nbytes
-                entry[2] += count * change.seconds
+        for each in weight_exchanges(problem, weight, option):
+            # An exchange that falls away counts negative, against the one in `problem.work`.
+            entry, members = found[each.kind, "+".join(each.axes)], len(weight.members)
+            entry[0] += members * each.count
+            entry[1] += members * each.nbytes
+            entry[2] += members * each.seconds
     return [PlannedExchange(kind, axis, int(n), round(b), s) for (kind, axis), (n, b, s) in sorted(found.items())]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardload.layout_search.problem import Assignment, Problem, WeightKind
 from shardload.layout_search.program import CollectiveKind
@@ -57,12 +57,6 @@ def weight_options(
         for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
             if dim_group is not None and problem.sizes[axis] > 1:
                 use[weight.dim_groups.index(dim_group)] += (axis,)
-        moved = moves_batch(problem, weight, assignment)
-        if moved is not None and weight.embedding is not None:
-            spec = list(use)
-            spec[weight.embedding.dim] += (moved,)
-            if _is_allowed(problem, weight, tuple(spec)):
-                yield WeightOption(weight.pin or tuple(spec), assignment, (), moved)
         # The ways to store a weight split over axes that do not split its use: each with the dim it splits.
         ways: list[tuple[tuple[str, int], ...]] = [()]
         for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
@@ -70,18 +64,19 @@ def weight_options(
             if is_free and (weight.pin is not None or _may_store(problem, weight, axis, storage_axes, small)):
                 dims = [d for d, n in enumerate(weight.shape) if n % problem.sizes[axis] == 0]
                 ways += [(*before, (axis, d)) for before in ways for d in dims]
-        for stored in ways:
+        options = [WeightOption(tuple(use), assignment, stored) for stored in ways]
+        moved = moves_batch(problem, weight, assignment)
+        if moved is not None and weight.embedding is not None:
+            options.insert(0, WeightOption(tuple(use), assignment, ((moved, weight.embedding.dim),), moved))
+        for option in options:
             spec = list(use)
-            for axis, dim in stored:
+            for axis, dim in option.stored:
                 spec[dim] += (axis,)
-            if _is_allowed(problem, weight, tuple(spec)):
-                yield WeightOption(weight.pin or tuple(spec), assignment, stored)
-
-
-def _is_allowed(problem: Problem, weight: WeightKind, spec: Spec) -> bool:
-    # As sets: a pin may name the axes of a dim in another order, and keeps its own.
-    as_pinned = weight.pin is None or [set(axes) for axes in spec] == [set(axes) for axes in weight.pin]
-    return as_pinned and weight.allows(Layout(problem.mesh, spec))
+            # As sets: a pin may name the axes of a dim in another order, and keeps its own.
+            as_pinned = weight.pin is None or list(map(set, spec)) == list(map(set, weight.pin))
+            if as_pinned and weight.allows(Layout(problem.mesh, tuple(spec))):
+                stored = () if option.moved else option.stored
+                yield replace(option, spec=weight.pin or tuple(spec), stored=stored)
 
 
 def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Collection[str], small: bool) -> bool:
@@ -94,42 +89,36 @@ def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Co
     return splits_weights and not any((k, axis) in problem.candidates for k in weight.dim_groups)
 
 
-def gather_s(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
-    """Return the seconds to gather a weight for use, forward and backward; negative if moving the batch saves time."""
+@dataclass(frozen=True, slots=True)
+class WeightExchange:
+    """An exchange for one weight: a gather of what is stored split, or a change that comes with moving the batch."""
+
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    count: int
+    """Number in a step; negative for an exchange that falls away, as are its bytes and seconds."""
+    nbytes: float
+    """Bytes of the result on each device."""
+    seconds: float
+    """Seconds of all of them."""
+
+
+def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption) -> Iterator[WeightExchange]:
+    """Yield the exchanges for one weight; XLA gathers dim by dim, the last one first, each over all axes of the dim."""
     if option.moved:
-        return sum(c.seconds for c in batch_move(problem, weight, option.assignment, option.moved))
-    once = sum(seconds for _, _, seconds in gathers(problem, weight, option))
-    return once * (2 if problem.traced.training else 1)
-
-
-def gathers(
-    problem: Problem, weight: WeightKind, option: WeightOption
-) -> Iterator[tuple[tuple[str, ...], float, float]]:
-    """Yield how a weight that is stored split is gathered once: axes, bytes of the result on each device, and seconds.
-
-    XLA gathers dim by dim, the last one first, each over all axes that split it.
-    """
+        yield from batch_move(problem, weight, option.assignment, option.moved)
     hardware, sizes = problem.hardware, problem.sizes
     local = weight.nbytes / problem.shard_count(weight.dim_groups, option.assignment)
     local /= math.prod(sizes[axis] for axis, _ in option.stored)
+    # Gathered weights are not kept for the backward pass, so they are gathered again.
+    times = 2 if problem.traced.training else 1
     for dim in reversed(range(len(weight.shape))):
         axes = tuple(axis for axis, of_dim in option.stored if of_dim == dim)
         if axes:
             size = math.prod(sizes[axis] for axis in axes)
             local *= size
-            slowest = min(axes, key=hardware.rate_of)
-            yield axes, local, hardware.exchange_s("all-gather", local, axis=slowest, size=size)
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeChange:
-    """What moving the batch adds to the exchanges of a step, or takes from them."""
-
-    kind: CollectiveKind
-    axes: tuple[str, ...]
-    nbytes: float
-    """Bytes of the result on each device; negative for an exchange that falls away."""
-    seconds: float
+            seconds = hardware.exchange_s("all-gather", local, axis=min(axes, key=hardware.rate_of), size=size)
+            yield WeightExchange("all-gather", axes, times, local, times * seconds)
 
 
 def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> str | None:
@@ -147,18 +136,18 @@ def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) ->
     return axis if sum(c.seconds for c in batch_move(problem, weight, assignment, axis)) < 0 else None
 
 
-def batch_move(problem: Problem, weight: WeightKind, assignment: Assignment, axis: str) -> Iterator[ExchangeChange]:
+def batch_move(problem: Problem, weight: WeightKind, assignment: Assignment, axis: str) -> Iterator[WeightExchange]:
     """Yield how the exchanges of an embedding change if the batch, split over ``axis``, is moved to its rows."""
     embedding = weight.embedding
     assert embedding is not None
 
-    def change(kind: CollectiveKind, axes: tuple[str, ...], nbytes: float, sign: int = 1) -> ExchangeChange:
+    def change(kind: CollectiveKind, axes: tuple[str, ...], nbytes: float, sign: int = 1) -> WeightExchange:
         # Within groups of the first axis, then of a share of the result over the next.
         seconds, share = 0.0, nbytes
         for over in axes:
             seconds += problem.hardware.exchange_s(kind, share, axis=over, size=problem.sizes[over])
             share /= problem.sizes[over]
-        return ExchangeChange(kind, axes, sign * nbytes, sign * seconds)
+        return WeightExchange(kind, axes, sign, sign * nbytes, sign * seconds)
 
     splitting = zip(problem.mesh.axes, assignment, strict=True)
     own = [a for a, dim_group in splitting if dim_group is not None and problem.sizes[a] > 1]
