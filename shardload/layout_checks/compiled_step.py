@@ -212,9 +212,6 @@ class CompiledStep:
         }
 
 
-# ---- arguments -------------------------------------------------------------------------------------
-
-
 def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...]:
     """Return one device per mesh position."""
     found = device_list(devices) or tuple(jax.devices()[: mesh.size])
@@ -264,9 +261,6 @@ def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
         name for name, value in found.items() if (leaves := jax.tree.leaves(value)) and all(map(is_array, leaves))
     }
     return {n: v for n, v in found.items() if n in arrays}, {n: v for n, v in found.items() if n not in arrays}
-
-
-# ---- compiling ---------------------------------------------------------------------------------------
 
 
 def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> CompiledStep:

@@ -222,9 +222,6 @@ class NumbersCheck:
         }
 
 
-# ---- runs ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Placed:
     """A variable's array in the sharded run."""

@@ -75,9 +75,6 @@ def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
     )
 
 
-# ---- plans ---------------------------------------------------------------------------------------
-
-
 def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
     """Choose the layouts of a plan for the variables of a model."""
     if plan.mesh != mesh:
@@ -105,17 +102,7 @@ def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVa
         # Not one name in common: a renamed model. With some in common, order could mix up layers of equal shapes.
         if not any(v.path in by_path for v in variables):
             return in_order
-    if problems := _problems(variables, plan):
-        more = f" and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
-        raise LayoutError(
-            f"Cannot use the plan of {plan.model!r} for {model.name!r}: {', '.join(problems[:_MOST_PROBLEMS])}{more}. "
-            "Plan this model with shardload.parallel.search"
-        )
-    return [(v, by_path[v.path]) for v in variables]
-
-
-def _problems(variables: Sequence[Any], plan: LayoutPlan) -> list[str]:
-    by_path, counts = {v.path: v for v in plan.variables}, Counter(v.path for v in plan.variables)
+    counts = Counter(v.path for v in plan.variables)
     problems = []
     for variable in variables:
         planned, shape = by_path.get(variable.path), tuple(variable.shape)
@@ -125,7 +112,13 @@ def _problems(variables: Sequence[Any], plan: LayoutPlan) -> list[str]:
             problems.append(f"{variable.path!r} is the path of {plural(counts[variable.path], 'variable')} of the plan")
         elif planned.shape != shape:
             problems.append(f"{variable.path!r} has shape {shape}, not {planned.shape}")
-    return problems
+    if problems:
+        more = f" and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
+        raise LayoutError(
+            f"Cannot use the plan of {plan.model!r} for {model.name!r}: {', '.join(problems[:_MOST_PROBLEMS])}{more}. "
+            "Plan this model with shardload.parallel.search"
+        )
+    return [(v, by_path[v.path]) for v in variables]
 
 
 def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:

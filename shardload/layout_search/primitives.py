@@ -239,8 +239,8 @@ def same_length(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def windowed(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims that a window of length 1 leaves alone."""
-    window = eqn.params.get("window_dimensions") or (1,) * len(operands[0].shape)
+    """Carry the dims that a window of length 1 leaves alone, or that are not repeated."""
+    window = eqn.params.get("window_dimensions") or eqn.params.get("reps") or (1,) * len(operands[0].shape)
     return _keeping(program, eqn, operands[0], lambda d: window[d] == 1)
 
 
@@ -253,12 +253,6 @@ def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]
         else:
             program.slice_dim(src, d, why="select_and_scatter_add")
     return _keeping(program, eqn, value, lambda d: window[d] == 1)
-
-
-def tile(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims that are not repeated."""
-    reps = eqn.params["reps"]
-    return _keeping(program, eqn, operands[0], lambda d: reps[d] == 1)
 
 
 def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:

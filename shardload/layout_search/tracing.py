@@ -256,19 +256,12 @@ def _step(model: Any, leaves: list[Any], structure: Any, *, training: bool) -> A
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
-def read_program(program: Program, closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
+def read_program(program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
     """Read a program with the given arguments, and return the values of its results."""
-    constants = [program.value(c.shape, getattr(c.dtype, "itemsize", 8)) for c in closed.consts]
-    return _run(program, closed.jaxpr, [*constants, *arguments])
-
-
-def arguments_of(program: Program, closed: ClosedJaxpr) -> list[Value]:
-    """Return a new value for each argument of a program."""
-    return [program.value(v.aval.shape, itemsize(v.aval)) for v in closed.jaxpr.invars]
-
-
-def _run(program: Program, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-    known: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    if isinstance(jaxpr, ClosedJaxpr):
+        arguments = [*(program.value(c.shape, getattr(c.dtype, "itemsize", 8)) for c in jaxpr.consts), *arguments]
+        jaxpr = jaxpr.jaxpr
+    known: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
 
     def value(var: Any) -> Value:
         if isinstance(var, Literal):
@@ -285,6 +278,11 @@ def _run(program: Program, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]
     return [value(v) for v in jaxpr.outvars]
 
 
+def arguments_of(program: Program, closed: ClosedJaxpr) -> list[Value]:
+    """Return a new value for each argument of a program."""
+    return [program.value(v.aval.shape, itemsize(v.aval)) for v in closed.jaxpr.invars]
+
+
 def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     name = eqn.primitive.name
     if (rule := RULES.get(name)) is not None:
@@ -299,11 +297,7 @@ def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Val
         results = [fresh(program, var) for var in eqn.outvars]
         program.store(*results)
         return results
-    return _enter(program, inner, operands)
-
-
-def _enter(program: Program, inner: Any, operands: Sequence[Value]) -> list[Value]:
-    return read_program(program, inner, operands) if isinstance(inner, ClosedJaxpr) else _run(program, inner, operands)
+    return read_program(program, inner, operands)
 
 
 def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
@@ -320,7 +314,7 @@ def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         program.need_whole(x, 0, why="scan")
     with program.repeated(params["length"]):
         steps = [program.value(x.shape[1:], x.itemsize, x.dims[1:]) for x in xs]
-        results = _enter(program, params["jaxpr"], [*consts, *carry, *steps])
+        results = read_program(program, params["jaxpr"], [*consts, *carry, *steps])
     # The carry of one iteration is that of the next: a layout that changed inside would be exchanged each time.
     for before, after in zip(carry, results[:n_carry], strict=True):
         program.unite_dims(before, after)
@@ -337,8 +331,8 @@ def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     carry = operands[n_cond + n_body :]
-    _enter(program, params["cond_jaxpr"], [*operands[:n_cond], *carry])
-    results = _enter(program, params["body_jaxpr"], [*operands[n_cond : n_cond + n_body], *carry])
+    read_program(program, params["cond_jaxpr"], [*operands[:n_cond], *carry])
+    results = read_program(program, params["body_jaxpr"], [*operands[n_cond : n_cond + n_body], *carry])
     for before, after in zip(carry, results, strict=True):
         program.unite_dims(before, after)
     program.unknown["while: counted as one iteration"] += 1
@@ -348,7 +342,7 @@ def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 def _cond(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Enter every branch: the results of all branches are split alike."""
     # The first operand chooses the branch. All branches count, as if they all ran.
-    per_branch = [_enter(program, branch, operands[1:]) for branch in eqn.params["branches"]]
+    per_branch = [read_program(program, branch, operands[1:]) for branch in eqn.params["branches"]]
     for results in per_branch[1:]:
         for a, b in zip(per_branch[0], results, strict=True):
             program.unite_dims(a, b)
@@ -391,7 +385,7 @@ RULES: dict[str, PrimitiveRule] = {
     "select_and_scatter_add": primitives.select_and_scatter_add,
     "squeeze": primitives.squeeze,
     "stack": primitives.stack,
-    "tile": primitives.tile,
+    "tile": primitives.windowed,
     "top_k": primitives.top_k,
     "transpose": primitives.transpose,
     "unstack": primitives.unstack,

@@ -164,7 +164,16 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             LayoutError: When a rule of the layout cannot be applied, or matches nothing.
         """
         # Bind before values are computed: a model that was just built is then initialised in its layouts.
-        new = self._built(model, args, kwargs)
+        if not isinstance(model, keras.Model):
+            raise UsageError(f"Cannot shard {model!r:.80}: expected a keras.Model")
+        new: list[Variable] = []
+        if not (model.built and model.variables):
+            if not args and not kwargs:
+                raise UsageError(
+                    f"Cannot shard the model {model.name!r}: it is not built, so it has no variables yet. Pass sample "
+                    "inputs, shard(model, x), or call model.build(input_shape) first"
+                )
+            new = build_by_calling(model, args, kwargs)
         layout = self.layout_of_models
         if isinstance(layout, str) and layout == "search":
             # A plan for what the model is compiled for, and the inputs it is shown.
@@ -226,19 +235,6 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
                 f"Cannot show the layouts of {model.name!r}: this distribution has not sharded it. Call shard(model)"
             )
         return self._choices[model]
-
-    def _built(self, model: Model, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Variable]:
-        """Build a model that is not built; return the variables created."""
-        if not isinstance(model, keras.Model):
-            raise UsageError(f"Cannot shard {model!r:.80}: expected a keras.Model")
-        if model.built and model.variables:
-            return []
-        if not args and not kwargs:
-            raise UsageError(
-                f"Cannot shard the model {model.name!r}: it is not built, so it has no variables yet. Pass sample "
-                "inputs, shard(model, x), or call model.build(input_shape) first"
-            )
-        return build_by_calling(model, args, kwargs)
 
 
 def _is_layout_map(layout: Any) -> bool:
