@@ -14,7 +14,7 @@ from shardload.errors import MeshError
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.variables import has_value, numbered, sharding_of, value_of
 from shardload.layouts.model_variables import LARGE_BYTES, all_variables, nbytes
-from shardload.sharding.devices import MeshDevices
+from shardload.sharding.devices import MeshDevices, resolve_devices
 from shardload.sharding.layout import Fallback, Layout
 from shardload.sharding.mesh import AXIS_NAMES, DEFAULT_AXES, MeshSpec
 from shardload.units import plural
@@ -190,9 +190,7 @@ def current_devices(model: Any) -> MeshDevices | None:
     if not shardings:
         return record_of(model).devices
     if meshes:
-        mesh = meshes.pop()
-        spec = MeshSpec(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))
-        return MeshDevices(spec, tuple(mesh.devices.flat))
+        return resolve_devices(meshes.pop())
     # Values on several single devices count as on the first: a load moves them all to one.
     first = min((d for s in shardings for d in s.device_set), key=lambda d: d.id)
     return MeshDevices(MeshSpec(DEFAULT_AXES, (1, 1)), (first,))
