@@ -265,7 +265,11 @@ def _outcome(
 ) -> _Outcome:
     """Run a step on one device and sharded; the loss is a sum of ``terms`` elements."""
     with program_for(training=training) as program:
-        values = _values(program, choice)
+        # An optimizer that was built for this check has initial slots.
+        slots = program.variables.get("optimizer", ())
+        initialise([v for v in slots if is_abstract(v) and id(v) not in choice.by_id])
+        check_initialised([v for found in program.variables.values() for v in found])
+        values = {name: [np.asarray(value_of(v)) for v in found] for name, found in program.variables.items()}
         step = jax.jit(program.function, out_shardings=program.out_shardings(devices))
         specs = program.specs(devices), batch_specs(batch, choice, devices)
         case = jax.tree.map(lambda value, spec: jax.device_put(value, spec.sharding), (values, batch), specs)
@@ -314,11 +318,3 @@ def _run(program: StepProgram, step: Callable[..., Any], state: State, batch: An
             f"{path} after {plural(steps, 'step')}": value for path, value in zip(found, state[name], strict=True)
         }
     return _Results(arrays, state, losses)
-
-
-def _values(program: StepProgram, choice: LayoutChoice) -> State:
-    """Return the values of all variables on the host; an optimizer that was built for this check has initial slots."""
-    own = [v for v in program.variables.get("optimizer", ()) if is_abstract(v) and id(v) not in choice.by_id]
-    initialise(own)
-    check_initialised([v for found in program.variables.values() for v in found])
-    return {name: [np.asarray(value_of(v)) for v in found] for name, found in program.variables.items()}

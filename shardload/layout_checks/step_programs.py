@@ -118,7 +118,12 @@ def program_of(
         kind: StepKind = "forward" if training is None else "gradients"
         optimizer, joint, fixed = None, list[JointOptimizer](), list[Any]()
         if training is not None and not (isinstance(training, str) and training == "gradients"):
-            optimizer = stack.enter_context(_built(training, variables["trainable"], choice, devices))
+            with abstract():
+                given = training_optimizer(training)
+            is_own = given.built and all(id(v) in choice.by_id for v in given.variables)
+            # Slots that it creates take the weights' planned layouts, or those that it spreads them to.
+            planned = [named_sharding(_layout(choice, v), devices) for v in variables["trainable"]]
+            optimizer = stack.enter_context(built_on(given, variables["trainable"], planned, is_own=is_own))
             kind, variables["optimizer"] = "training", list(optimizer.variables)
             joint = [part for part in optimizers_in(optimizer) if isinstance(part, JointOptimizer)]
             # The step counter and the learning rate keep their dtype in a 16-bit model.
@@ -204,26 +209,6 @@ def training_optimizer(training: Any) -> Any:
             f"Cannot make a step with training={training!r:.60}: expected None, 'gradients', an optimizer, or the "
             "name of one that Keras has, such as 'adamw'"
         ) from error
-
-
-@contextmanager
-def _built(optimizer: Any, weights: Sequence[Any], choice: LayoutChoice, devices: Sequence[Any]) -> Iterator[Any]:
-    """Give an optimizer that is built for these weights.
-
-    Slots that it creates take the weights' planned layouts, or those that it spreads them to. One that was built
-    without being part of the choice is built again from its configuration.
-    """
-    with abstract():  # also its counters: the devices may be those of another machine, which store nothing
-        optimizer = training_optimizer(optimizer)
-    if optimizer.built and all(id(v) in choice.by_id for v in optimizer.variables):
-        yield optimizer
-        return
-    if optimizer.built:
-        with abstract():
-            optimizer = type(optimizer).from_config(optimizer.get_config())
-    planned = [named_sharding(_layout(choice, v), devices) for v in weights]
-    with built_on(optimizer, weights, planned):
-        yield optimizer
 
 
 def _layout(choice: LayoutChoice, variable: Any, *, is_slot: bool = False) -> Layout:

@@ -129,22 +129,17 @@ class LayoutPlan:
         picture = self._picture()
         milliseconds = float(f"{self.step_s * 1e3:.4g}")  # an estimate: four digits, and no exponent
         rates = ", ".join(f"{name} {rate:g}" for name, rate in self.constants.items() if isinstance(rate, float | int))
-        return "\n".join(
-            [
-                f"{picture.title}, inputs {self.inputs}",
-                *picture.memory_lines("#" if ascii_only else "█"),
-                f"a step: about {milliseconds:g} ms, {format_bytes(self.exchanged_bytes)} of collective results",
-                *(
-                    f"  {plural(e.count, e.kind)} over {e.axis}: {format_bytes(e.nbytes)}, {e.seconds * 1e3:.3f} ms"
-                    for e in self.exchanges
-                ),
-                *picture.layout_lines(),
-                f"cost constants: {rates}",
-                *(f"note: {note}" for note in self.notes),
-                *([] if self.compiled is None else [self.compiled.line(self.device_memory_bytes)]),
-                *([] if self.numbers is None else [self.numbers.line()]),
-            ]
-        )
+        lines = [f"{picture.title}, inputs {self.inputs}", *picture.memory_lines("#" if ascii_only else "█")]
+        lines.append(f"a step: about {milliseconds:g} ms, {format_bytes(self.exchanged_bytes)} of collective results")
+        for e in self.exchanges:
+            done = f"{plural(e.count, e.kind)} over {e.axis}"
+            lines.append(f"  {done}: {format_bytes(e.nbytes)}, {e.seconds * 1e3:.3f} ms")
+        lines += [*picture.layout_lines(), f"cost constants: {rates}", *(f"note: {note}" for note in self.notes)]
+        if self.compiled is not None:
+            lines.append(self.compiled.line(self.device_memory_bytes))
+        if self.numbers is not None:
+            lines.append(self.numbers.line())
+        return "\n".join(lines)
 
     def to_svg(self) -> str:
         """Return a picture of memory per device against the limit, and of what is split where, as SVG.

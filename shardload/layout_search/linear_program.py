@@ -108,7 +108,9 @@ class _Model:
     problem: Problem
     demand: Demand
     binaries: dict[tuple[int, str], int] = field(default_factory=dict)
+    """The column of each decision: dim group and axis."""
     options: list[list[tuple[WeightOption, int]]] = field(default_factory=list)
+    """The layouts of each kind of weights, with their columns."""
     _integral: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
     """Seconds of each column."""

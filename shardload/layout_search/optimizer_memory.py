@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import keras
@@ -79,7 +79,10 @@ def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemo
     if optimizer is None or not weights:
         return OptimizerMemory()
     found: dict[int, list[Slot]] = defaultdict(list)
-    with _built(optimizer, weights) as own:
+    with abstract():
+        made = checked_optimizer(optimizer)
+    is_own = made.built and {id(v) for v in weights_optimized(made)} == {id(v) for v in weights}
+    with built_on(made, weights, [None] * len(weights), is_own=is_own) as own:
         spread, joint = spread_of(own), [part for part in optimizers_in(own) if isinstance(part, JointOptimizer)]
         # State that an optimizer splits in its own way, by `id`, with whether it must divide. Only which state it is
         # matters here, so a mesh of one device is enough.
@@ -91,12 +94,12 @@ def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemo
         }
         for slot, weight in state_in(own):
             # State of no weight in particular is whole on every device, so any weight can count it.
-            shape, size, made = tuple(slot.shape), nbytes(slot), None
+            part = Slot(tuple(slot.shape), nbytes(slot), "nothing")
             if weight is not None and id(slot) in factors:
-                made = Slot(shape, size, "rows", even=factors[id(slot)])
+                part = replace(part, follows="rows", even=factors[id(slot)])
             elif weight is not None and slot.shape == weight.shape:
-                made = Slot(shape, size, "weight", spread)
-            found[id(weights[0] if weight is None else weight)].append(made or Slot(shape, size, "nothing"))
+                part = replace(part, follows="weight", spread=spread)
+            found[id(weights[0] if weight is None else weight)].append(part)
         update = sum(part.update_bytes for part in joint)
     return OptimizerMemory({key: tuple(slots) for key, slots in found.items()}, update)
 
@@ -117,33 +120,25 @@ def checked_optimizer(optimizer: Any) -> Any:
 
 
 @contextmanager
-def _built(optimizer: Any, weights: Sequence[Any]) -> Iterator[Any]:
-    """Give the optimizer, built for these weights without values, on no mesh."""
-    with abstract():
-        made = checked_optimizer(optimizer)
-        # Built for another model: plan with a fresh optimizer of the same configuration.
-        if made.built and {id(v) for v in weights_optimized(made)} != {id(v) for v in weights}:
-            made = type(made).from_config(made.get_config())
-    if made.built:
-        yield made
-        return
-    with built_on(made, weights, [None] * len(weights)):
-        yield made
-
-
-@contextmanager
-def built_on(optimizer: Any, weights: Sequence[Any], shardings: Sequence[Any]) -> Iterator[None]:
+def built_on(optimizer: Any, weights: Sequence[Any], shardings: Sequence[Any], *, is_own: bool) -> Iterator[Any]:
     """Build an optimizer without values, as if its weights had these shardings; undo both after the block.
 
-    Slots that mirror a weight take its sharding, which may be ``None``.
+    Slots that mirror a weight take its sharding, which may be ``None``. An optimizer that is built, but not for
+    these weights (``is_own``), is built again from its configuration.
     """
+    with abstract():  # also its counters: the devices may be those of another machine, which store nothing
+        if optimizer.built and not is_own:
+            optimizer = type(optimizer).from_config(optimizer.get_config())
+    if optimizer.built:
+        yield optimizer
+        return
     unbuilt, before = OptimizerState.of(optimizer), [sharding_of(v) for v in weights]
     try:
         for variable, sharding in zip(weights, shardings, strict=True):
             set_sharding(variable, sharding)
         with abstract():
             optimizer.build(list(weights))
-        yield
+        yield optimizer
     finally:
         unbuilt.restore()
         for variable, sharding in zip(weights, before, strict=True):

@@ -149,10 +149,8 @@ def _decisions(problem: Problem, demand: Demand, solution: Solution, names: Mapp
 def _variables(model: Any, problem: Problem, solution: Solution) -> list[PlannedVariable]:
     made: dict[int, PlannedVariable] = {}
     for weight, option in chosen_options(problem, solution):
-        reason = _reason(problem, weight, option)
-        for i in weight.members:
-            variable = problem.traced.weights[i][0]
-            stored = tuple(axis for axis, _ in option.stored)
+        stored, reason = tuple(axis for axis, _ in option.stored), _reason(problem, weight, option)
+        for variable in (problem.traced.weights[i][0] for i in weight.members):
             made[id(variable)] = PlannedVariable(
                 variable.path, weight.shape, weight.nbytes, option.spec, stored, weight.trainable, reason
             )

@@ -109,9 +109,6 @@ class DeviceBytes:
         return self.weights + self.gradients + self.slots + self.activations
 
 
-# ---- records of checks -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """A plan whose compiled step was over the limit; bytes are those of one device."""

@@ -198,12 +198,8 @@ def _axes(mesh: MeshSpec) -> Iterator[str]:
     yield _text(BYTES_RIGHT, y, "each device", "soft", anchor="end")
     for i, (axis, size) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)):
         x = DIMS_LEFT + 110 * i
-        yield _box(x, y - 11, (12, 12), f'fill="{_colour(i)}"')
+        yield _box(x, y - 11, (12, 12), f'fill="{AXIS_COLOURS[i % len(AXIS_COLOURS)]}"')
         yield _text(x + 18, y, f"{axis} ÷{size}")
-
-
-def _colour(axis: int) -> str:
-    return AXIS_COLOURS[axis % len(AXIS_COLOURS)]
 
 
 def _rows(rows: Sequence[VariableRow], axes: Sequence[str]) -> Iterator[str]:
@@ -231,7 +227,8 @@ def _dim(row: VariableRow, d: int, y: float, axes: Sequence[str]) -> Iterator[st
     for i, axis in enumerate(split):
         band = 22 / len(split)
         dashed = ' stroke-dasharray="3 2"' if axis in row.stored else ""
-        style = f'fill="{_colour(axes.index(axis))}" class="split"{dashed}'
+        colour = AXIS_COLOURS[axes.index(axis) % len(AXIS_COLOURS)]
+        style = f'fill="{colour}" class="split"{dashed}'
         title = f"stored split over {axis}, gathered for use" if axis in row.stored else f"split over {axis}"
         yield _box(x, y + band * i, (DIM_WIDTH, band), style, title)
     marks = min(parts, MOST_MARKS)

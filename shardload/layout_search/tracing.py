@@ -349,7 +349,13 @@ def _cond(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     return per_branch[0]
 
 
+# Primitives whose rule has their name.
+_NAMED = """
+broadcast_in_dim concatenate dot_general dynamic_update_slice expand_dims gather reshape rev select_and_scatter_add
+squeeze stack top_k transpose unstack
+"""
 RULES: dict[str, PrimitiveRule] = {
+    **{name: getattr(primitives, name) for name in _NAMED.split()},
     **dict.fromkeys(primitives.ELEMENTWISE, primitives.elementwise),
     **dict.fromkeys(primitives.SOURCES, primitives.source),
     **dict.fromkeys(("slice", "dynamic_slice", "pad"), primitives.same_length),
@@ -371,24 +377,10 @@ RULES: dict[str, PrimitiveRule] = {
          "scatter_max", "scatter_min", "scatter_mul"),
         primitives.scatter,
     ),
-    "broadcast_in_dim": primitives.broadcast_in_dim,
     "cond": _cond,
-    "concatenate": primitives.concatenate,
     "conv_general_dilated": primitives.convolution,
-    "dot_general": primitives.dot_general,
-    "dynamic_update_slice": primitives.dynamic_update_slice,
-    "expand_dims": primitives.expand_dims,
-    "gather": primitives.gather,
-    "reshape": primitives.reshape,
-    "rev": primitives.rev,
     "scan": _scan,
-    "select_and_scatter_add": primitives.select_and_scatter_add,
-    "squeeze": primitives.squeeze,
-    "stack": primitives.stack,
     "tile": primitives.windowed,
-    "top_k": primitives.top_k,
-    "transpose": primitives.transpose,
-    "unstack": primitives.unstack,
     "while": _while,
 }  # fmt: skip
 """How each primitive of JAX maps the dims of its operands to those of its results, by name.

@@ -149,7 +149,17 @@ def apply(
     used: set[str] = set()
     placed: dict[int, VariableLayout] = {}
     for variable in variables:
-        if (rule := _match(rules, variable.path)) is not None:
+        # The exact path takes precedence over expressions, as in Keras.
+        matching = [rule for rule in rules.rules if rule.pattern == variable.path][:1] or [
+            rule for rule in rules.rules if _compiled(rule, rules.origin).fullmatch(variable.path)
+        ]
+        if len(matching) > 1:
+            raise LayoutError(
+                f"Two rules of {rules.origin} match the variable {variable.path}: {matching[0].pattern!r} and "
+                f"{matching[1].pattern!r}. Narrow one of them, or add a rule with the exact path, which takes "
+                "precedence"
+            )
+        for rule in matching:
             used.add(rule.pattern)
             placed[id(variable)] = _place(rule, variable, mesh=mesh, role=roles[id(variable)], origin=rules.origin)
     for rule in rules.rules:
@@ -183,19 +193,6 @@ def unmatched(layout_map: Any, paths: Sequence[str]) -> tuple[str, ...]:
 
 def _matches_any(rule: Rule, paths: Sequence[str]) -> bool:
     return any(rule.pattern == path or _compiled(rule, "the LayoutMap").fullmatch(path) for path in paths)
-
-
-def _match(rules: RuleSet, path: str) -> Rule | None:
-    """Return the rule for ``path``: the exact path takes precedence over expressions, as in Keras."""
-    if exact := [rule for rule in rules.rules if rule.pattern == path]:
-        return exact[0]
-    matching = [rule for rule in rules.rules if _compiled(rule, rules.origin).fullmatch(path)]
-    if len(matching) > 1:
-        raise LayoutError(
-            f"Two rules of {rules.origin} match the variable {path}: {matching[0].pattern!r} and "
-            f"{matching[1].pattern!r}. Narrow one of them, or add a rule with the exact path, which takes precedence"
-        )
-    return matching[0] if matching else None
 
 
 def _compiled(rule: Rule, origin: str) -> re.Pattern[str]:
