@@ -19,7 +19,7 @@ import numpy as np
 
 from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, is_of_system
-from shardload.families.parts.gguf_tokenizer import GgufTokenizer
+from shardload.families.parts.gguf import GgufTokenizer
 from shardload.families.record import KerasTokenizer
 from shardload.families.registry import exports, families, model_type_of
 from shardload.hub import kerashub

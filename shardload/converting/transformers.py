@@ -76,7 +76,7 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """See `shardload.families.parts.export.LayerSettings`."""
+    """See `shardload.families.parts.conversion.LayerSettings`."""
 
     backbone: Any
 

@@ -1,4 +1,4 @@
-"""Families of models: one module declares all that shardload knows about one.
+"""Families of models: one module declares all that shardload knows about one, or about closely related ones.
 
     BUILT_IN, entry points, register()  ─►  registry  ─►  Family  ─►  ModelType
                                                                         names, defaults, checks, …

@@ -1,4 +1,9 @@
-"""GPT-2, whose ``Conv1D`` stores matrices as (in, out)."""
+"""GPT-2, whose ``Conv1D`` stores matrices as (in, out), and its kin BLOOM, Falcon and GPT-NeoX.
+
+In a checkpoint of BLOOM, query, key and value are one matrix, head by head::
+
+    query_key_value   rows (heads, 3, head_dim)
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,14 @@ from typing import Any
 
 from shardload.families.parts.checks import Checks
 from shardload.families.parts.config import Config
-from shardload.families.parts.export import Export, LayerSettings
-from shardload.families.parts.gguf import GgufArchitecture, Undo
-from shardload.families.parts.gguf_tokenizer import PreTokenizer
+from shardload.families.parts.conversion import Converter, Export, LayerSettings, byte_pair_tokenizer
+from shardload.families.parts.gguf import GgufArchitecture, PreTokenizer, Undo
 from shardload.families.parts.gguf_values import GgufValues, model_entries
 from shardload.families.parts.tensors import Spec, affine, norm
 from shardload.families.record import Family, KerasTokenizer, ModelType
 
 
-def _published(*, hidden: int, layers: int, heads: int) -> dict[str, Any]:
+def _published_gpt_2(*, hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -28,13 +32,13 @@ def _published(*, hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-_GGUF_TOP = {
+_GPT_2_TOP = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
     "output_norm": "transformer.ln_f",
     "output": "lm_head",
 }
-_GGUF_BLOCK = {
+_GPT_2_BLOCK = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
     "attn_output": "attn.c_proj",
@@ -46,7 +50,7 @@ _CONV1D = dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Undo.
 """``Conv1D`` stores (in, out); llama.cpp transposes it to (out, in), as in all other models."""
 
 
-def _gguf(values: GgufValues) -> dict[str, Any]:
+def _gguf_gpt_2(values: GgufValues) -> dict[str, Any]:
     return model_entries(values, "gpt2", "GPT2LMHeadModel") | {
         "n_embd": values.count("embedding_length"),
         "n_inner": values.count("feed_forward_length"),
@@ -59,7 +63,7 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
     }
 
 
-def _tensors(config: Config) -> Iterator[Spec]:
+def _gpt_2_tensors(config: Config) -> Iterator[Spec]:
     hidden, intermediate = config["n_embd"], config.get("n_inner") or 4 * config["n_embd"]
     yield Spec("wte.weight", (config["vocab_size"], hidden))
     yield Spec("wpe.weight", (config["n_positions"], hidden))
@@ -73,7 +77,7 @@ def _tensors(config: Config) -> Iterator[Spec]:
     yield from norm("ln_f", hidden)
 
 
-def _export(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
+def _export_gpt_2(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -97,29 +101,150 @@ GPT_2 = ModelType(
     ),
     only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False, None)},
     heads=r"score\.|classifier\.|qa_outputs\.|multiple_choice_head\.",
-    tensors=_tensors,
+    tensors=_gpt_2_tensors,
     tensor_fields=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
     keras_tokenizer=KerasTokenizer({"vocabulary.json": "vocab.json", "merges.txt": "merges.txt"}),
 )
-FAMILY = Family(
+GPT_2_FAMILY = Family(
     name="gpt2",
     title="GPT-2",
     model_types=(GPT_2,),
     sizes={
-        "gpt2_base": _published(hidden=768, layers=12, heads=12),
-        "gpt2_extra_large": _published(hidden=1600, layers=48, heads=25),
+        "gpt2_base": _published_gpt_2(hidden=768, layers=12, heads=12),
+        "gpt2_extra_large": _published_gpt_2(hidden=1600, layers=48, heads=25),
     },
     aliases={"gpt2": "gpt2_base"},
     gguf=(
         GgufArchitecture(
             name="gpt2",
-            config=_gguf,
-            block_names=_GGUF_BLOCK,
-            top_names=_GGUF_TOP,
+            config=_gguf_gpt_2,
+            block_names=_GPT_2_BLOCK,
+            top_names=_GPT_2_TOP,
             block="transformer.h",
             undone=_CONV1D,
         ),
     ),
-    exports={"GPT2Backbone": Export(_export)},
+    exports={"GPT2Backbone": Export(_export_gpt_2)},
     pre_tokenizers={"gpt-2": PreTokenizer(None), "default": PreTokenizer(None)},
+)
+
+
+_BLOOM_TOP = {
+    "token_embd": "transformer.word_embeddings",
+    "token_embd_norm": "transformer.word_embeddings_layernorm",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+_BLOOM_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+
+
+def _gguf_bloom(values: GgufValues) -> dict[str, Any]:
+    return model_entries(values, "bloom", "BloomForCausalLM") | {
+        "hidden_size": values.count("embedding_length"),
+        "n_layer": values.count("block_count"),
+        "n_head": values.count("attention.head_count"),
+        "layer_norm_epsilon": values.number("attention.layer_norm_epsilon"),
+        "tie_word_embeddings": True,
+    }
+
+
+# ---- the converter, for KerasHub ----------------------------------------------------------------
+
+
+def _bloom_arguments(config: Config) -> dict[str, Any]:
+    return {
+        "vocabulary_size": config["vocab_size"],
+        "num_layers": config["n_layer"],
+        "num_heads": config["n_head"],
+        "hidden_dim": config["hidden_size"],
+        "intermediate_dim": 4 * config["hidden_size"],
+        "layer_norm_epsilon": config["layer_norm_epsilon"],
+    }
+
+
+def _port_bloom(backbone: Any, loader: Any, config: Config) -> None:
+    loader.port_weight(backbone.token_embedding.embeddings, "transformer.word_embeddings.weight")
+    _port_norm(backbone.embeddings_layer_norm, loader, "transformer.word_embeddings_layernorm")
+    _port_norm(backbone.layer_norm, loader, "transformer.ln_f")
+    for i, block in enumerate(backbone.transformer_layers):
+        _port_bloom_block(block, loader, f"transformer.h.{i}")
+
+
+def _port_bloom_block(block: Any, loader: Any, at: str) -> None:
+    attention = block._self_attention_layer
+    _port_norm(block._pre_attention_layernorm, loader, f"{at}.input_layernorm")
+    _port_norm(block._post_attention_layernorm, loader, f"{at}.post_attention_layernorm")
+    for i, layer in enumerate((attention._query_dense, attention._key_dense, attention._value_dense)):
+        _port_third(layer, loader, f"{at}.self_attention.query_key_value", i)
+    for layer, name in (
+        (attention._output_dense, "self_attention.dense"),
+        (block._mlp_intermediate_dense, "mlp.dense_h_to_4h"),
+        (block._mlp_output_dense, "mlp.dense_4h_to_h"),
+    ):
+        loader.port_weight(layer.kernel, f"{at}.{name}.weight", lambda value, _: value.T)
+        loader.port_weight(layer.bias, f"{at}.{name}.bias")
+
+
+def _port_third(layer: Any, loader: Any, name: str, which: int) -> None:
+    """Port the query, the key or the value of all heads; the kernel is (hidden, heads, head_dim)."""
+
+    # Only reshape, index and transpose: the result is a view, from which `mapping` learns this third's bytes.
+    def kernel(value: Any, shape: Any) -> Any:
+        hidden, heads, width = shape
+        return value.reshape(heads, 3, width, hidden)[:, which].transpose(2, 0, 1)
+
+    loader.port_weight(layer.kernel, f"{name}.weight", kernel)
+    loader.port_weight(layer.bias, f"{name}.bias", lambda value, shape: value.reshape(shape[0], 3, shape[1])[:, which])
+
+
+def _port_norm(layer: Any, loader: Any, name: str) -> None:
+    loader.port_weight(layer.gamma, f"{name}.weight")
+    loader.port_weight(layer.beta, f"{name}.bias")
+
+
+BLOOM = ModelType(
+    name="bloom",
+    defaults={"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "layer_norm_epsilon": 1e-5},
+    checks=Checks(("layer_norm_epsilon", 1e-5)),
+    only={"apply_residual_connection_post_layernorm": (False, None)},
+    converter=Converter("BloomBackbone", _bloom_arguments, _port_bloom, byte_pair_tokenizer),
+)
+BLOOM_FAMILY = Family(
+    name="bloom",
+    title="BLOOM",
+    model_types=(BLOOM,),
+    gguf=(
+        GgufArchitecture(
+            name="bloom",
+            config=_gguf_bloom,
+            block_names=_BLOOM_BLOCK,
+            top_names=_BLOOM_TOP,
+            block="transformer.h",
+            undone={"attn_qkv": Undo.UNFUSE},
+        ),
+    ),
+    pre_tokenizers={
+        "bloom": PreTokenizer(r" ?[^(\s|.,!?…。，、।۔،)]+"),  # noqa: RUF001 - sentence ends of several scripts
+    },
+)
+
+
+FALCON_FAMILY = Family(
+    name="falcon",
+    title="Falcon",
+    gguf_refused={"falcon": "KerasHub's Falcon has ALiBi and biases, like Falcon-RW; llama.cpp's has neither"},
+)
+
+
+GPT_NEOX_FAMILY = Family(
+    name="gpt_neox",
+    title="GPT-NeoX",
+    gguf_refused={"gptneox": "KerasHub's GPTNeoX uses the embedding as output layer; these models have a separate one"},
 )

@@ -6,17 +6,17 @@ experts.down_proj      (experts, in, out)
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from shardload.families.parts import rope
 from shardload.families.parts.checks import Checks, by_layer_type, first_slides
 from shardload.families.parts.config import ROTARY, Config, decoder_defaults
-from shardload.families.parts.converter import Converter, byte_pairs
-from shardload.families.parts.gguf import GgufArchitecture
-from shardload.families.parts.gguf_tokenizer import CONTRACTIONS, PreTokenizer
+from shardload.families.parts.conversion import Converter, byte_pair_tokenizer
+from shardload.families.parts.gguf import CONTRACTIONS, GgufArchitecture, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
-from shardload.families.parts.outside import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
+from shardload.families.parts.tensors import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
 from shardload.families.record import Family, ModelType
 
 # GPT-4o's expression also splits before a capital: "camelCase" is two words.
@@ -117,11 +117,6 @@ def _port_experts(mixture: Any, loader: Any, at: str) -> None:
         loader.port_weight(getattr(mixture.experts, name), f"{at}.experts.{name}")
 
 
-def _tokenizer(cls: Any, preset: str, **kwargs: Any) -> Any:
-    vocabulary, merges = byte_pairs(preset, with_added=True)
-    return cls(vocabulary=vocabulary, merges=merges, **kwargs)
-
-
 GPT_OSS = ModelType(
     name="gpt_oss",
     defaults=ROTARY
@@ -140,7 +135,7 @@ GPT_OSS = ModelType(
     heads=DECODER_HEADS,
     optional_part=OPTIONAL_OUTPUT_LAYER,
     converter=Converter(
-        *("GptOssBackbone", _arguments, _port_weights, _tokenizer),
+        *("GptOssBackbone", _arguments, _port_weights, functools.partial(byte_pair_tokenizer, with_added=True)),
         # KerasHub's converter decodes experts that are MXFP4 codes.
         applies=lambda names: any(name.endswith(".experts.gate_up_proj") for name in names),
     ),

@@ -14,12 +14,11 @@ from shardload.errors import SourceError
 from shardload.families.parts import rope
 from shardload.families.parts.checks import SILU, Checks, every_layer
 from shardload.families.parts.config import ROTARY, Config, decoder_defaults
-from shardload.families.parts.converter import Converter
-from shardload.families.parts.gguf import GgufArchitecture
-from shardload.families.parts.gguf_tokenizer import CONTRACTIONS, WORDS, PreTokenizer
+from shardload.families.parts.conversion import Converter
+from shardload.families.parts.gguf import CONTRACTIONS, WORDS, GgufArchitecture, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, shortest
-from shardload.families.parts.outside import OPTIONAL_OUTPUT_LAYER
 from shardload.families.parts.rope import Rotary
+from shardload.families.parts.tensors import OPTIONAL_OUTPUT_LAYER
 from shardload.families.record import Family, ModelType
 
 _ROTARY = Rotary(1e4, is_partial=True)

@@ -14,12 +14,9 @@ from typing import Any
 
 from shardload.families.parts.checks import Checks, FieldDifference
 from shardload.families.parts.config import Config
-from shardload.families.parts.converter import Converter
-from shardload.families.parts.export import Export
-from shardload.families.parts.gguf import GgufArchitecture
-from shardload.families.parts.gguf_tokenizer import PreTokenizer
-from shardload.families.parts.outside import OptionalPart
-from shardload.families.parts.tensors import Spec
+from shardload.families.parts.conversion import Converter, Export
+from shardload.families.parts.gguf import GgufArchitecture, PreTokenizer
+from shardload.families.parts.tensors import OptionalPart, Spec
 
 
 def _nothing(_: Any) -> None:

@@ -1,6 +1,6 @@
 """The known families, and what they say about a configuration.
 
-    built in      a module of this package that `BUILT_IN` names                              ─┐
+    built in      `BUILT_IN`: name → "module:FAMILY" in this package                          ─┐
     installed     an entry point of the group ``shardload.families``: name = "package.module:FAMILY"  ├─► families()
     registered    `register(family)`, in this process                                          ─┘
 
@@ -17,21 +17,44 @@ from typing import Any
 
 from shardload.errors import UnsupportedError, UsageError
 from shardload.families.parts.config import Config
-from shardload.families.parts.export import Export
-from shardload.families.parts.gguf import GgufArchitecture
-from shardload.families.parts.gguf_tokenizer import PreTokenizer
+from shardload.families.parts.conversion import Export
+from shardload.families.parts.gguf import GgufArchitecture, PreTokenizer
 from shardload.families.record import Family, ModelType
 
 GROUP = "shardload.families"
 # The order is that of lists in messages.
-BUILT_IN = (
-    *("gemma", "gemma3", "gemma4", "t5gemma", "paligemma"),
-    *("llama", "mistral", "smollm3", "qwen2", "qwen3", "qwen3_5", "gpt_oss", "gpt2", "phi3", "bloom"),
-    "embedding_gemma",
-    *("bert", "roberta", "albert", "distilbert", "bart", "esm"),
-    *("vit", "swin", "dino", "siglip", "clip", "sam3"),
-    *("falcon", "gpt_neox"),
-)
+BUILT_IN = {
+    "gemma": "gemma:GEMMA_FAMILY",
+    "gemma3": "gemma:GEMMA_3_FAMILY",
+    "gemma4": "gemma4:FAMILY",
+    "t5gemma": "gemma:T5GEMMA_FAMILY",
+    "paligemma": "gemma:PALIGEMMA_FAMILY",
+    "llama": "llama:LLAMA_FAMILY",
+    "mistral": "llama:MISTRAL_FAMILY",
+    "smollm3": "llama:SMOLLM_3_FAMILY",
+    "qwen2": "qwen:QWEN_2_FAMILY",
+    "qwen3": "qwen:QWEN_3_FAMILY",
+    "qwen3_5": "qwen:QWEN_3_5_FAMILY",
+    "gpt_oss": "gpt_oss:FAMILY",
+    "gpt2": "gpt2:GPT_2_FAMILY",
+    "phi3": "phi3:FAMILY",
+    "bloom": "gpt2:BLOOM_FAMILY",
+    "embedding_gemma": "gemma:EMBEDDING_GEMMA_FAMILY",
+    "bert": "bert:BERT_FAMILY",
+    "roberta": "bert:ROBERTA_FAMILY",
+    "albert": "bert:ALBERT_FAMILY",
+    "distilbert": "bert:DISTILBERT_FAMILY",
+    "bart": "bert:BART_FAMILY",
+    "esm": "bert:ESM_FAMILY",
+    "vit": "vision:VIT_FAMILY",
+    "swin": "vision:SWIN_FAMILY",
+    "dino": "vision:DINO_FAMILY",
+    "siglip": "vision:SIGLIP_FAMILY",
+    "clip": "vision:CLIP_FAMILY",
+    "sam3": "vision:SAM_3_FAMILY",
+    "falcon": "gpt2:FALCON_FAMILY",
+    "gpt_neox": "gpt2:GPT_NEOX_FAMILY",
+}
 _registered: dict[str, Family] = {}
 
 
@@ -136,7 +159,7 @@ def announced() -> dict[str, EntryPoint]:
 @cache
 def _declared(name: str) -> Family:
     if name in BUILT_IN:
-        built_in: Family = pkgutil.resolve_name(f"shardload.families.{name}:FAMILY")
+        built_in: Family = pkgutil.resolve_name(f"shardload.families.{BUILT_IN[name]}")
         return built_in
     point = announced()[name]
     try:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from shardload.errors import UsageError
 from shardload.families.parts.config import architecture_of
-from shardload.families.parts.outside import POOLER
+from shardload.families.parts.tensors import POOLER
 from shardload.families.registry import model_type_of
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.loaders import spec_of

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardload.errors import SourceError
-from shardload.families.parts.gguf_tokenizer import GgufTokenizer
-from shardload.loaders.gguf.loader import TokenizerMetadata
+from shardload.families.parts.gguf import GgufTokenizer
+from shardload.loaders.gguf import TokenizerMetadata
 
 _START = "\u2581"
 _CONTROL = 3

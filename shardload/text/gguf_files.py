@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardload.families.parts.gguf_tokenizer import GgufTokenizer
+from shardload.families.parts.gguf import GgufTokenizer
 from shardload.families.registry import model_type_of
 from shardload.loaders.gguf.loader import TokenizerMetadata, tokenizer_metadata
 from shardload.manifest import Manifest

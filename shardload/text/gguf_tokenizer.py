@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardload.errors import UnsupportedError
-from shardload.families.parts.gguf_tokenizer import GgufTokenizer
+from shardload.families.parts.gguf import GgufTokenizer
 from shardload.families.registry import pre_tokenizers
 from shardload.loaders.gguf.loader import TokenizerMetadata, tokenizer_metadata
 from shardload.stores.location import Location

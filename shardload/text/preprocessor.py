@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardload.errors import UnsupportedError
-from shardload.families.parts.gguf_tokenizer import GgufTokenizer
+from shardload.families.parts.gguf import GgufTokenizer
 from shardload.hub import kerashub
 from shardload.hub.preprocessors import defer_preprocessor, reads_tokenizer
 from shardload.hub.preset_path import preset_path

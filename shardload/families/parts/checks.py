@@ -104,9 +104,7 @@ def if_used(config: Config, layers: int) -> list[int | None]:
 def by_layer_type(default: Callable[[Config, int], bool], *, always: bool = True) -> Windows:
     """Return a function for windows by ``layer_types``, or by ``default`` for older configurations without it.
 
-    Args:
-        default: Whether a layer, by its index, slides.
-        always: Whether windows apply without ``use_sliding_window``.
+    ``always`` says that windows apply without ``use_sliding_window``.
     """
 
     def windows(config: Config, layers: int) -> list[int | None]:

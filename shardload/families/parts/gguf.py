@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from shardload.errors import UnsupportedError
@@ -89,11 +89,7 @@ class GgufArchitecture:
     """Hugging Face's tensor of all experts → the GGUF parts of a block whose outputs it interleaves."""
 
     def hf_name(self, name: str, path: str) -> str | None:
-        """Return the Hugging Face name of a tensor; ``None`` for one that is not a weight.
-
-        Raises:
-            UnsupportedError: When the architecture has no such tensor.
-        """
+        """Return the Hugging Face name of a tensor; ``None`` for one that is not a weight."""
         if name in self.rope_factors:
             return None
         stem, _, suffix = name.rpartition(".")
@@ -130,3 +126,34 @@ class GgufArchitecture:
         # Files from before April 2024 have one tensor for each expert.
         stacked = self.block_names.get(f"{part}_exps")
         return stacked and stacked.format(int(expert))
+
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# Expressions differ mostly in how they split numbers: up to three digits at a time, one by one, or not at all.
+WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Words of a text; ``%s`` says how many digits are one."""
+
+
+class GgufTokenizer(StrEnum):
+    """Supported values of ``tokenizer.ggml.model``: algorithms, named after the first model of each in llama.cpp."""
+
+    SENTENCEPIECE = "llama"
+    BYTE_PAIRS = "gpt2"
+    SPACED_PAIRS = "gemma4"
+    """Pieces as in SentencePiece, and merges."""
+    WORD_PIECES = "bert"
+    UNIGRAMS = "t5"
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How text is split into words before byte pairs are merged: a value of ``tokenizer.ggml.pre``."""
+
+    words: str | None
+    """Expression that finds words; ``None``: GPT-2's, which is built into tokenizers."""
+    takes_whole_words: bool = False
+    """Whether a word that is in the vocabulary is taken as it is, even if no merges lead to it."""
+    starts_texts: bool = False
+    """Whether a text begins with the start token, if the header does not say."""
+    surrounds_texts: bool = False
+    """Whether the model has tokens before and after each text, as encoders do, not a start token before a prompt."""

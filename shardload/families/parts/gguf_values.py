@@ -137,31 +137,25 @@ def _rope_scaling(values: GgufValues) -> Config | None:
     kind = values.entries.get(f"{values.architecture}.rope.scaling.type")
     if kind in (None, "none"):
         return None
-    found = {"rope_type": kind, "factor": values.number("rope.scaling.factor", 1.0)}
-    for key, name in _YARN.items():
-        if values.has(f"rope.scaling.{key}"):
-            found[name] = values.number(f"rope.scaling.{key}")
-    return found
-
-
-_YARN = {
-    "original_context_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-"""GGUF's names for the parameters of each kind of rotary scaling."""
+    known = {
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    found = {
+        name: values.number(f"rope.scaling.{key}") for key, name in known.items() if values.has(f"rope.scaling.{key}")
+    }
+    return {"rope_type": kind, "factor": values.number("rope.scaling.factor", 1.0), **found}
 
 
 def with_llama3_scaling(values: GgufValues, base: Config) -> Config:
-    """Add Llama 3's scaling to a configuration; a model whose KerasHub class has none is refused when it is built."""
-    return base | {"rope_scaling": _llama3_scaling(values, base) or base["rope_scaling"]}
+    """Add the scaling rule of Llama 3.1 and later to a configuration: GGUF stores only the factors that it produces.
 
-
-def _llama3_scaling(values: GgufValues, base: Config) -> Config | None:
-    """Find the scaling rule of Llama 3.1 and later: GGUF stores only the factors that it produces."""
+    A model whose KerasHub class has none is refused when it is built.
+    """
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
-        return None
+        return base
     scaling = {
         "rope_type": "llama3",
         # The slowest frequencies get the whole factor. The other three numbers are those of all Llama 3 models;
@@ -180,7 +174,7 @@ def _llama3_scaling(values: GgufValues, base: Config) -> Config | None:
             f"{values.path}: 'rope_freqs.weight' does not follow Llama 3's rule, and its configuration cannot be "
             "recovered from GGUF. Load the safetensors of this model instead"
         )
-    return scaling
+    return base | {"rope_scaling": scaling}
 
 
 def llama3_factors(scaling: Mapping[str, Any], *, theta: float, head_dim: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -64,17 +64,7 @@ class Rotation:
 
 
 def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int | None) -> Rotation:
-    """Return the rotation of one kind of layer.
-
-    Args:
-        config: The text model's configuration.
-        layer_type: `FULL` or `SLIDING`; most models treat both alike.
-        rotary: The model's, from its family.
-        head_dim: Features of a head; ``None`` omits the angles.
-
-    Raises:
-        SourceError: When a parameter is missing or not a number.
-    """
+    """Return the rotation of one kind of layer, `FULL` or `SLIDING`; ``None`` as ``head_dim`` omits the angles."""
     has_kinds = rotary.sliding_theta is not None
     default_theta = rotary.sliding_theta if has_kinds and layer_type == SLIDING else rotary.theta
     parameters = dict(parameters_of(config, layer_type, has_kinds=has_kinds))
@@ -131,14 +121,6 @@ def _number(name: str, value: Any) -> float:
 
 def _of(parameters: Config, name: str) -> float:
     return _number(name, parameters.get(name))
-
-
-def _default(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
-    return plain, 1.0
-
-
-def _linear(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
-    return plain / _of(parameters, "factor"), 1.0
 
 
 def _llama3(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
@@ -203,9 +185,9 @@ def _longrope(plain: Angles, base: float, parameters: Config) -> tuple[Angles, f
 
 
 _RULES: Mapping[str, Callable[[Angles, float, Config], tuple[Angles, float]]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _default,  # up to max_position_embeddings tokens
+    "default": lambda plain, base, parameters: (plain, 1.0),
+    "linear": lambda plain, base, parameters: (plain / _of(parameters, "factor"), 1.0),
+    "dynamic": lambda plain, base, parameters: (plain, 1.0),  # up to max_position_embeddings tokens
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -52,10 +52,6 @@ def gated_mlp(
             yield Spec(f"{at}.{name}.bias", shape[:1])
 
 
-def _one_mlp(config: Config, layer: int, at: str) -> Iterator[Spec]:
-    return gated_mlp(config, f"{at}.mlp")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTensors:
     """Lists the tensors of a decoder with rotary positions and RMS norms."""
@@ -70,7 +66,9 @@ class DecoderTensors:
     """Whether the field ``attention_bias`` applies."""
     qkv_biases: bool = False
     """Whether query, key and value have biases, whatever the configuration says."""
-    feed_forward: Callable[[Config, int, str], Iterator[Spec]] = _one_mlp
+    feed_forward: Callable[[Config, int, str], Iterator[Spec]] = lambda config, layer, at: gated_mlp(
+        config, f"{at}.mlp"
+    )
     """Yields the tensors of a layer's feed-forward part: configuration, index of the layer, prefix of the layer."""
 
     def __call__(self, config: Config) -> Iterator[Spec]:
@@ -107,3 +105,36 @@ class DecoderTensors:
         if self.normed_heads:
             yield Spec(f"{at}.q_norm.weight", (head_dim,), not self.norms_minus_one)
             yield Spec(f"{at}.k_norm.weight", (head_dim,), not self.norms_minus_one)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalPart:
+    """A part that a KerasHub class always has, but a class of `transformers` may lack."""
+
+    title: str
+    names: str
+    """Regular expression for the names of its tensors."""
+    without: tuple[str, ...]
+    """Suffixes of the classes that work without it."""
+    output: str
+    """What depends on its values."""
+
+
+POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
+DECODER_HEADS = r"score\.|qa_outputs\."
+VISION_HEADS = r"classifier\.|decoder\.\d+\."
+VISION_POOLER = {r"(model\.)?vision_tower\.(vision_model\.)?head\..+": "the vision tower's pooling head, never called"}
+MASK_TOKEN = {r"(\w+\.)?embeddings\.mask_token": "replaces masked patches, in masked training only"}
+OPTIONAL_POOLER = OptionalPart(
+    "pooler",
+    POOLER,
+    # A ``BertModel`` may have been created with ``add_pooling_layer=False``.
+    ("Model", "ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForTokenClassification", "ForQuestionAnswering"),
+    "the pooled output",
+)
+OPTIONAL_OUTPUT_LAYER = OptionalPart(
+    "output layer",
+    r"lm_head\.weight",
+    ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
+    "token_embedding(…, reverse=True)",
+)

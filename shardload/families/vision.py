@@ -1,0 +1,151 @@
+"""Models of images: ViT and DeiT, Swin, DINO, and the vision parts SigLIP, CLIP and SAM 3.
+
+Transformers supports patches of images that KerasHub's classes do not. DINOv2, with and without registers, and DINOv3
+cut off the part of an image that fills no patch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardload.families.parts.checks import Checks
+from shardload.families.parts.config import BASE, NO_DROPOUT, SIZES, SQUARES, Config
+from shardload.families.parts.tensors import MASK_TOKEN, VISION_HEADS
+from shardload.families.record import Family, ModelType
+from shardload.units import plural
+
+
+def _no_biases(config: Config) -> str | None:
+    """Refuse a model without biases of query, key and value."""
+    if config.get("qkv_bias") is not False:
+        return None
+    return "config.json sets qkv_bias=False, but KerasHub's converter needs biases of query, key and value"
+
+
+def _oblong(config: Config) -> str | None:
+    """Refuse images or patches that are not squares."""
+    if key := next((key for key in ("image_size", "patch_size") if isinstance(config.get(key), list)), None):
+        return f"config.json sets {key}={config[key]}, but KerasHub's converter takes one number"
+    return None
+
+
+def _part_of_a_patch(config: Config, name: str) -> str | None:
+    """Refuse images that are not a whole number of patches, for classes that do not cut off the rest."""
+    if (sizes := _patch_sizes(config)) is None or sizes[0] % sizes[1] == 0:
+        return None
+    return f"config.json sets image_size={sizes[0]}, but {name} needs a multiple of patch_size={sizes[1]}"
+
+
+def _patch_sizes(config: Config) -> tuple[int, int] | None:
+    """Return the sides of an image and of a patch; ``None`` if they are not numbers."""
+    image, patch = config.get("image_size"), config.get("patch_size")
+    return (image, patch) if isinstance(image, int) and isinstance(patch, int) and patch > 0 else None
+
+
+def _lacking_in_vit(config: Config, name: str) -> str | None:
+    return _no_biases(config) or _oblong(config) or _part_of_a_patch(config, name)
+
+
+VIT = ModelType(
+    name="vit",
+    defaults=BASE | NO_DROPOUT | SQUARES | {"qkv_bias": True, "layer_norm_eps": 1e-12},
+    lacking=_lacking_in_vit,
+    checks=Checks(("layer_norm_eps", 1e-12), ("hidden_act", "gelu")),
+    is_image_model=True,
+    attends_both_ways=True,
+    prefix="vit",
+    heads=VISION_HEADS,
+    outside=MASK_TOKEN,
+    has_pooler_outside=True,
+)
+DEIT = replace(VIT, name="deit", prefix="deit", heads=VISION_HEADS + r"|(cls|distillation)_classifier\.")
+VIT_FAMILY = Family(name="vit", title="ViT", model_types=(VIT, DEIT))
+
+
+def _lacking_in_swin(config: Config, name: str) -> str | None:
+    return _oblong(config) or _part_of_a_patch(config, name) or _padded_windows(config, name)
+
+
+def _padded_windows(config: Config, name: str) -> str | None:
+    """Refuse stages that need padding, which KerasHub's masks and patch counts ignore."""
+    squares, window, depths = _patch_sizes(config), config.get("window_size"), config.get("depths")
+    if squares is None or not isinstance(window, int) or window < 1 or not isinstance(depths, list):
+        return None
+    side = squares[0] // squares[1]
+    sizes = f"config.json sets image_size={config['image_size']} and patch_size={config['patch_size']}"
+    for stage, depth in enumerate(depths):
+        if side % window and (depth != 1 or side < window):  # the first block of a stage has no mask
+            needs = f"a multiple of window_size={window}"
+            return f"{sizes}: {side} x {plural(side, 'patch')} in stage {stage}, but {name} needs {needs}"
+        if side % 2 and stage + 1 < len(depths):
+            return f"{sizes}: {side} x {plural(side, 'patch')} in stage {stage}, but {name} needs an even number"
+        side //= 2
+    return None
+
+
+SWIN = ModelType(
+    name="swin",
+    defaults={"image_size": 224, "patch_size": 4, "window_size": 7, "embed_dim": 96, "mlp_ratio": 4.0, "qkv_bias": True}
+    | {"depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24], "drop_path_rate": 0.1}
+    | NO_DROPOUT,
+    lacking=_lacking_in_swin,
+    checks=Checks(("layer_norm_eps", 1e-5), ("hidden_act", "gelu")),
+    is_image_model=True,
+    attends_both_ways=True,
+    prefix="swin",
+    heads=VISION_HEADS,
+    outside=MASK_TOKEN,
+    has_pooler_outside=True,
+)
+SWIN_FAMILY = Family(name="swin", title="Swin Transformer", model_types=(SWIN,))
+
+
+_DINO_DEFAULTS = BASE | NO_DROPOUT | SQUARES | {"mlp_ratio": 4, "layerscale_value": 1.0, "drop_path_rate": 0.0}
+_DINO_DEFAULTS |= {"use_swiglu_ffn": False}
+
+
+def _lacking_in_dino(config: Config, name: str) -> str | None:
+    return _no_biases(config) or _oblong(config)
+
+
+DINO_2 = ModelType(
+    name="dinov2",
+    defaults=_DINO_DEFAULTS | {"patch_size": 14},
+    lacking=_lacking_in_dino,
+    checks=Checks(("layer_norm_eps", 1e-6), ("hidden_act", "gelu")),
+    is_image_model=True,
+    attends_both_ways=True,
+    heads=VISION_HEADS,
+    outside=MASK_TOKEN,
+    has_pooler_outside=True,
+)
+WITH_REGISTERS = replace(DINO_2, name="dinov2_with_registers", defaults=_DINO_DEFAULTS | {"num_register_tokens": 4})
+DINO_3 = ModelType(
+    name="dinov3_vit",
+    defaults=dict(zip(SIZES[1:], (384, 1536, 12, 6), strict=True))
+    | SQUARES
+    | {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "layerscale_value": 1.0, "rope_theta": 100.0}
+    | {"num_register_tokens": 0, "use_gated_mlp": False, "attention_dropout": 0.0, "drop_path_rate": 0.0}
+    | {f"{part}_bias": part != "key" for part in ("query", "key", "value", "proj", "mlp")},
+    lacking=lambda config, name: _oblong(config),
+    is_image_model=True,
+    attends_both_ways=True,
+    outside=MASK_TOKEN,
+    has_pooler_outside=True,
+)
+DINO_FAMILY = Family(name="dino", title="DINO", model_types=(DINO_2, WITH_REGISTERS, DINO_3))
+
+
+VISION = ModelType(name="siglip_vision_model", defaults=BASE | SQUARES)
+SIGLIP_FAMILY = Family(name="siglip", title="SigLIP", model_types=(VISION,))
+
+
+CLIP_FAMILY = Family(
+    name="clip",
+    title="CLIP",
+    model_types=(ModelType(name="metaclip_2", attends_both_ways=True),),
+    gguf_refused={"clip": "it is the vision part of another file: load the model itself, without mmproj"},
+)
+
+
+SAM_3_FAMILY = Family(name="sam3", title="SAM 3", model_types=(ModelType(name="sam3_video", attends_both_ways=True),))
