@@ -42,7 +42,7 @@ import numpy as np  # noqa: E402
 import shardload  # noqa: E402
 from benchmarks.measure import memory_status, reset_peak_memory, warm_memory  # noqa: E402
 from shardload import loaders  # noqa: E402
-from shardload.hub import kerashub  # noqa: E402
+from shardload.hub import building  # noqa: E402
 from shardload.parallel import choose  # noqa: E402
 from shardload.sharding.mesh import MeshSpec  # noqa: E402
 
@@ -57,7 +57,7 @@ def peer(source: str, dtype: str) -> Callable[[], object]:
 
     manifest = loaders.open_manifest(source)
     with shardload.abstract():
-        model = kerashub.build_model(manifest, dtype=dtype, task=False)
+        model = building.build_model(manifest, dtype=dtype, task=False)
     chosen = choose(model, MESH)
     mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], [f"cpu:{i}" for i in range(8)])
     layout_map = keras.distribution.LayoutMap(mesh)

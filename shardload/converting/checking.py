@@ -15,7 +15,7 @@ from shardload.converting.plans import ConversionPlan
 from shardload.converting.publishing import ConversionFolder
 from shardload.converting.source import Source
 from shardload.errors import ShardloadError, SourceError
-from shardload.hub import kerashub
+from shardload.hub import building
 from shardload.hub.described import placed
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.hub_imports import backbone_of
@@ -50,7 +50,7 @@ def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder
         check_for_keras(index, listed_by_keras(source.model), omitted=plan.omitted, is_index=bool(plan.shards))
         return
     with abstraction.abstract():
-        model = kerashub.build_model(manifest)
+        model = building.build_model(manifest)
     if spec.described_by == "keras-hub":
         _check_preset(index, model)
     mapping = map_weights(model, manifest)
@@ -100,7 +100,7 @@ def description_fault(name: str, described: Mapping[str, Any], tensors: list[Wan
     manifest = Manifest(where, KERAS_ARCHIVE.name, placed(specs, where), {}, described)
     try:
         with abstraction.abstract(), seeded(0), keeping_names():
-            again = kerashub.build_model(manifest, compile=False)
+            again = building.build_model(manifest, compile=False)
     except ShardloadError as error:
         return f"{error.__cause__ or error}".partition("\n")[0]
     mapping = map_weights(again, manifest)

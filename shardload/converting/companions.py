@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from shardload.errors import UnsafeSourceError, UnsupportedError, WriteError, is_of_system
-from shardload.hub import kerashub, preset_files
-from shardload.hub.preprocessors import text_classes
-from shardload.hub.sidecar import config_beside
+from shardload.hub import kerashub
+from shardload.hub.config_forms import config_beside
+from shardload.hub.described import save_description
+from shardload.hub.kerashub import text_classes
 from shardload.loaders import spec_of
 from shardload.loaders.contents import member
 from shardload.manifest import Manifest
@@ -212,7 +213,7 @@ def write_description(model: Any, found: Preprocessing, folder: Path) -> None:
     """
     layer = found.layer
     named = layer if hasattr(layer, "tokenizer") and hasattr(type(model), "preprocessor_cls") else None
-    preset_files.save_description(model, folder, extra={}, preprocessor=named)
+    save_description(model, folder, extra={}, preprocessor=named)
     if layer is None or _save(layer, folder) or not (description := folder / "task.json").is_file():
         return
     written = json.loads(description.read_text(encoding="utf-8"))

@@ -40,8 +40,8 @@ from shardload.converting.computing import StoredValue
 from shardload.converting.source import SHOWN, Source
 from shardload.converting.strided_copy import Read, bits
 from shardload.errors import ShardloadError, UninitialisedError
-from shardload.hub import kerashub
-from shardload.hub.preprocessors import text_classes
+from shardload.hub import building
+from shardload.hub.kerashub import text_classes
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.lora import LoraKernel
 from shardload.keras_bridge.model_records import record_of
@@ -132,7 +132,7 @@ def _with_files(source: Source, folder: Path) -> Source:
     others = {name: found for name, found in kept.transformers.items() if origin is not None or name != CONFIG}
     keras = {name: path for name, path in kept.keras.items() if name not in _DESCRIPTIONS}
     with abstraction.abstract():
-        fresh = kerashub.build_model(describe_folder(located(folder))) if TASK in made else None
+        fresh = building.build_model(describe_folder(located(folder))) if TASK in made else None
     return replace(
         source,
         companions=Companions({**keras, **made}, others),
@@ -157,7 +157,7 @@ def _describes(loaded: Manifest, backbone: Any) -> bool:
         return False
     try:
         with abstraction.abstract():
-            again = kerashub.build_model(loaded, task=False)
+            again = building.build_model(loaded, task=False)
     except ShardloadError:  # loaded with ignore_config, or into a model of the user's
         return False
     return type(again) is type(backbone) and transformers.differing(backbone, again) is None

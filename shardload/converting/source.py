@@ -21,7 +21,7 @@ from shardload.converting.companions import KERAS, STATE, Companions, Preprocess
 from shardload.converting.computing import StoredValue, compute, computed_by
 from shardload.converting.strided_copy import bits, copy_view, reader_of
 from shardload.errors import MismatchError, SourceError
-from shardload.hub import config_forms, fidelity, kerashub, quantised
+from shardload.hub import building, config_forms, fidelity, quantised
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import variables_of
@@ -154,7 +154,7 @@ def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore
         metadata = {"task": task} if task else {}
         described = replace(manifest, format=PRESET.name, config=config, metadata=metadata)
     with abstraction.abstract():
-        return kerashub.build_model(described, dtype=dtype, ignore_config=ignore_config)
+        return building.build_model(described, dtype=dtype, ignore_config=ignore_config)
 
 
 def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 from shardload.converting.plans import NoPlaceError
 from shardload.errors import UnsupportedError
 from shardload.families.registry import exports
-from shardload.hub import described, fields, kerashub
+from shardload.hub import building, described, fields
 from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.variables import stored_dtype
@@ -59,7 +59,7 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
     # The functions below write few of a backbone's settings, so KerasHub must read the same backbone from the result.
     try:
         with abstraction.abstract():
-            again = kerashub.build_model(stand_in(config), task=False)
+            again = building.build_model(stand_in(config), task=False)
     except UnsupportedError as error:
         raise NoPlaceError(f"Cannot describe {kind} in a Hugging Face configuration: {error}") from error
     if (key := differing(backbone, again)) is not None:

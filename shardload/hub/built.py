@@ -124,10 +124,9 @@ def _is_obeyed(layer: Any, name: str) -> bool:
 
 
 def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float] | None:
-    """Measure how a block's rotary layer turns a unit vector: angles per token, their scale, and the precision.
+    """Measure how a block's rotary layer turns a unit vector; ``None`` without rotary positions.
 
-    Returns:
-        Radians and scale of each pair of features, and the expected relative error; ``None`` without rotary positions.
+    Returns radians per token and scale of each pair of features, and the expected relative error.
     """
     layer = _rotary_of(block)
     if layer is None:

@@ -2,7 +2,8 @@
 
 A converter knows the keys that one version of `transformers` wrote. Other versions omit values that equal a default, or
 rename keys; `read_config` fills them in, without changing a value. `check_representable` refuses features for which
-KerasHub's class has no argument, and names the field. What differs by ``model_type`` is in `shardload.families`.
+KerasHub's class has no argument, and names the field; `transformers_tensors` lists a checkpoint's tensors without its
+weights. What differs by ``model_type`` is in `shardload.families`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from shardload.errors import UnsupportedError
-from shardload.families.parts.config import GENERATORS, architecture_of
-from shardload.families.registry import families, model_type_of
+from shardload.errors import SourceError, UnsupportedError
+from shardload.families.parts.config import GENERATORS, Config, architecture_of
+from shardload.families.parts.tensors import Spec
+from shardload.families.registry import families, model_type_of, model_types
+from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor
+from shardload.stores.json_files import read_object
 from shardload.transfer.read_tensor import read_rows
+from shardload.units import plural
 
 _ROWS = 16
 """Rows of the output layer and the embedding that are compared before the model is built."""
@@ -38,7 +44,11 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
     if "ForImageClassification" in architecture_of(config):
         config.setdefault("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # the default, which transformers omits
     if known.is_image_model:
-        config |= {key: _side(config[key]) for key in ("image_size", "patch_size") if key in config}
+        for key in ("image_size", "patch_size"):
+            # The side of a square, which transformers also writes as two equal numbers.
+            size = config.get(key)
+            if isinstance(size, list) and len(size) == 2 and size[0] == size[1]:
+                config[key] = size[0]
     known.adapt(config)
     return config
 
@@ -68,9 +78,6 @@ def ties_embeddings(manifest: Manifest) -> bool | None:
 
     True if the configuration ties them and no different output layer is stored, as in transformers 5, or if the
     checkpoint's class has no output layer at all. ``None`` for classes without the option.
-
-    Raises:
-        TransferError: When a file no longer matches its headers.
     """
     if not model_type_of(manifest.config).has_tie_argument:
         return None
@@ -86,7 +93,9 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
 
     Some of KerasHub's classes (Llama's) do not serialise ``tie_word_embeddings``, so files of Keras do not state it.
     """
-    embedding, head = (any(re.search(pattern, name) for name in manifest.tensors) for pattern in _STORED)
+    # Names of the embedding and of an output layer, in files of Keras and in steps.
+    patterns = (r"reversible_embedding/vars/0$|token_embedding/embeddings$", r"embedding/(vars/1|reverse_embeddings)$")
+    embedding, head = (any(re.search(pattern, name) for name in manifest.tensors) for pattern in patterns)
     if embedding and not head:
         _tie(described)
 
@@ -95,10 +104,6 @@ def tie_as_described(described: Any, manifest: Manifest) -> None:
     """Tie the embeddings in a Keras configuration, in place, if the Hugging Face folder that contains it is tied."""
     if ties_embeddings(manifest):
         _tie(described)
-
-
-_STORED = (r"reversible_embedding/vars/0$|token_embedding/embeddings$", r"embedding/(vars/1|reverse_embeddings)$")
-"""Names of the embedding and of an output layer, in files of Keras and in steps."""
 
 
 def _tie(described: Any) -> None:
@@ -125,42 +130,84 @@ def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
 
 
 def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mapping[str, Any]) -> None:
-    """Check that KerasHub's class can represent the model that the configuration describes.
-
-    Args:
-        manifest: The checkpoint.
-        backbone_cls: KerasHub's class.
-        arguments: Parameters of its constructor.
-
-    Raises:
-        UnsupportedError: When the class has no argument for a field, which the message names.
-    """
-    if (why := _lacking(manifest, f"KerasHub's {backbone_cls.__name__}", arguments)) is not None:
+    """Check that KerasHub's class, whose constructor has these parameters, can represent the configured model."""
+    config, name = read_config(manifest), f"KerasHub's {backbone_cls.__name__}"
+    why = model_type_of(config).lacking(config, name)
+    head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if "head_dim" not in arguments and all(isinstance(n, int) and n > 0 for n in (head_dim, hidden, heads)):
+        assert isinstance(hidden, int) and isinstance(heads, int)
+        if head_dim != hidden / heads:
+            why = (
+                f"config.json sets head_dim={head_dim}, but {name} computes it as hidden_size / num_attention_heads = "
+                f"{hidden} / {heads} = {hidden / heads:g}"
+            )
+    if why is not None:
         raise UnsupportedError(
             f"Cannot build the model of {manifest.source}: {why}. Build your own model, then call "
             "shardload.load_weights(model, source)"
         )
 
 
-def _lacking(manifest: Manifest, name: str, arguments: Mapping[str, Any]) -> str | None:
-    """Return the first feature that KerasHub's class or converter cannot represent, or ``None``."""
-    config = read_config(manifest)
-    if "head_dim" not in arguments and (width := _head_dims(config)) is not None:
-        return (
-            f"config.json sets head_dim={width[0]}, but {name} computes it as hidden_size / num_attention_heads = "
-            f"{width[1]}"
+def config_beside(manifest: Manifest) -> dict[str, Any] | None:
+    """Return ``NAME.json`` next to ``NAME.weights.h5``, or the folder's ``config.json``, if it describes a model."""
+    path = Path(manifest.source)
+    # The first ending of a format is that of its weights; a format without one keeps the whole name.
+    stem = path.name.removesuffix((*spec_of(manifest).endings, "")[0])
+    for candidate in (path.with_name(f"{stem}.json"), path.with_name("config.json")):
+        if candidate != path and candidate.is_file():
+            config = read_object(candidate)
+            if "class_name" in config:
+                return config
+    return None
+
+
+# ---- tensors, listed from a configuration --------------------------------------------------------
+
+
+MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 1000, 1 << 24, 1 << 15
+"""More than any model has, with the experts of all layers together.
+
+Without a limit, the list for a damaged configuration would fill the memory."""
+_LAYERS = ("num_hidden_layers", "n_layer")
+
+
+def transformers_tensors(config: Config) -> list[Spec]:
+    """Return all tensors of a Hugging Face checkpoint with this configuration, in the order of the file.
+
+    A field that the configuration omits has transformers' default. Messages of errors are clauses.
+    """
+    kind, known = config.get("model_type"), model_type_of(config)
+    if known.tensors is None:
+        listed = (name for name, one in model_types().items() if one.tensors is not None)
+        raise UnsupportedError(
+            f"the tensors of model_type {kind!r:.60} cannot be listed from a configuration, only those of "
+            f"{', '.join(sorted(listed))}"
         )
-    return model_type_of(config).lacking(config, name)
+    config = completed(renamed(config))
+    _check(config, known.tensor_fields)
+    return list(known.tensors(config))
 
 
-def _side(size: Any) -> Any:
-    """Return the side of a square, which transformers also writes as two equal numbers."""
-    return size[0] if isinstance(size, list) and len(size) == 2 and size[0] == size[1] else size
-
-
-def _head_dims(config: Mapping[str, Any]) -> tuple[Any, str] | None:
-    head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
-    if not all(isinstance(n, int) and n > 0 for n in (head_dim, hidden, heads)):
-        return None
-    assert isinstance(hidden, int) and isinstance(heads, int)
-    return None if head_dim == hidden / heads else (head_dim, f"{hidden} / {heads} = {hidden / heads:g}")
+def _check(config: Config, sizes: tuple[str, ...]) -> None:
+    optional = [key for key in ("head_dim", "n_inner") if config.get(key) is not None]
+    for key in (*sizes, *optional):
+        # type(), not isinstance(): True is an int, but no size.
+        size, most = config.get(key), MAX_LAYERS if key in _LAYERS else MAX_SIZE
+        if type(size) is not int or not 0 < size <= most:
+            raise SourceError(
+                f"its configuration sets {key}={size!r:.60}, expected a whole number from 1 to {most}. Correct it"
+            )
+    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    if experts * config.get("num_hidden_layers", 0) > MAX_EXPERTS:
+        raise SourceError(
+            f"its configuration sets {plural(experts, 'expert')} in {plural(config['num_hidden_layers'], 'layer')}, "
+            f"expected at most {MAX_EXPERTS} in all layers. Correct it"
+        )
+    # Each key-value head serves as many query heads as any other.
+    if "num_key_value_heads" in sizes and config["num_attention_heads"] % config["num_key_value_heads"]:
+        raise SourceError(
+            f"its configuration sets num_attention_heads={config['num_attention_heads']}, expected a multiple of "
+            f"num_key_value_heads={config['num_key_value_heads']}. Correct them"
+        )
+    if config.get("add_cross_attention"):
+        raise UnsupportedError("its configuration sets add_cross_attention, expected a model without cross-attention")

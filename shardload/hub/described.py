@@ -9,6 +9,7 @@ No file contains them, so ``Manifest.files`` is empty: such a checkpoint can be 
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import SourceError, UnsupportedError
-from shardload.hub import kerashub
-from shardload.hub.build_errors import describe_failure
-from shardload.hub.preset_files import save_description
-from shardload.hub.tensors import are_listed, transformers_tensors
+from shardload.families.registry import model_type_of
+from shardload.hub import building, kerashub
+from shardload.hub.building import describe_failure
+from shardload.hub.config_forms import transformers_tensors
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
@@ -29,9 +30,9 @@ from shardload.keras_bridge.saving import saved_layout
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.loaders import spec_of
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
-from shardload.loaders.hub_preset import TASK_PREFIX, describe_folder
+from shardload.loaders.hub_preset import CONFIG, TASK, TASK_PREFIX, describe_folder
 from shardload.manifest import Extent, Manifest, Tensor
-from shardload.stores.local import located
+from shardload.stores.local import located, temporary_folder
 from shardload.stores.location import Location
 
 MAX_BYTES = 16 << 40
@@ -39,17 +40,7 @@ MAX_BYTES = 16 << 40
 
 
 def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> Manifest:
-    """Return the manifest that a Hugging Face folder with this configuration has.
-
-    Args:
-        config: ``config.json``.
-        where: The folder, which need not exist.
-        stored: Dtype of the tensors.
-
-    Raises:
-        UnsupportedError: When the tensors of its ``model_type`` are not known.
-        SourceError: When a size is not a positive number.
-    """
+    """Return the manifest of a Hugging Face folder, which need not exist, with this configuration and dtype."""
     # A name is enough, also bfloat16: ml_dtypes, which JAX imports, registers its types with NumPy.
     dtype = np.dtype(stored)
     specs = [(spec.name, spec.shape, dtype) for spec in transformers_tensors(config)]
@@ -57,19 +48,9 @@ def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> 
 
 
 def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> Manifest:
-    """Return the manifest of a description with the tensors that the checkpoint has.
-
-    Args:
-        described: A manifest without tensors, from ``FormatSpec.describe_folder``.
-        ignore_config: As for `shardload.plan`.
-
-    Raises:
-        UnsupportedError: When KerasHub has no such model, or one whose layers compute what they save.
-        SourceError: When it contradicts itself.
-        MissingExtraError: When it needs KerasHub, which is not installed.
-    """
+    """Return the manifest of a description, from ``FormatSpec.describe_folder``, with the checkpoint's tensors."""
     with describe_failure(described):
-        if spec_of(described).is_hugging_face and are_listed(described.config):
+        if spec_of(described).is_hugging_face and model_type_of(described.config).tensors is not None:
             found = _of_hugging_face(described)
         else:
             preset = _as_preset(described, ignore_config) if spec_of(described).is_hugging_face else described
@@ -83,7 +64,7 @@ def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> M
 
 
 def _of_hugging_face(described: Manifest) -> Manifest:
-    name = kerashub.checkpoint_dtype(described)
+    name = building.checkpoint_dtype(described)
     try:
         return hugging_face(described.config, described.location, stored=name)
     except UnsupportedError as error:
@@ -97,7 +78,7 @@ def _of_hugging_face(described: Manifest) -> Manifest:
 def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:
     """Describe the model of a Hugging Face configuration as the preset that KerasHub would save of it."""
     with abstract(), tempfile.TemporaryDirectory() as folder:
-        save_description(kerashub.build_model(described, ignore_config=ignore_config), Path(folder), extra={})
+        save_description(building.build_model(described, ignore_config=ignore_config), Path(folder), extra={})
         found = describe_folder(located(folder))
     note = (
         f"planned as a KerasHub preset of the same model: the tensors of model_type "
@@ -109,7 +90,7 @@ def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:
 def _saved(described: Manifest) -> Iterator[tuple[str, tuple[int, ...], np.dtype[Any]]]:
     """Yield the tensors that KerasHub saves for a preset: the backbone's, and the task's outside its backbone."""
     with abstract():
-        model = kerashub.build_model(described)
+        model = building.build_model(described)
         backbone = backbone_of(model)
         layout = saved_layout(backbone)
         if layout.computing:  # of DINOv2, the position embeddings
@@ -134,4 +115,41 @@ def placed(specs: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]], where: L
     for name, shape, dtype in specs:
         found[name] = Tensor(name, shape, dtype, Extent(where, offset))
         offset += found[name].nbytes
+    return found
+
+
+def save_description(
+    model: Any, folder: Path, *, extra: Mapping[str, Any], task: bool = True, preprocessor: Any = None
+) -> None:
+    """Write KerasHub's files other than weights: ``config.json``, ``metadata.json``, and ``task.json`` for a task.
+
+    KerasHub keeps and ignores ``extra`` entries of ``config.json``. Without ``task.json``, the checkpoint is a
+    backbone's; it names ``preprocessor`` if the task has none.
+    """
+    from shardload.keras_bridge.set_attributes import ENTRY, add_arguments, attributes_of  # imports Keras
+
+    saver = kerashub.preset_saver(folder)
+    backbone = backbone_of(model)
+    attributes = attributes_of(backbone)
+    saver._save_metadata(backbone)
+    for name, described in ((CONFIG, backbone), (TASK, model)):
+        if name == TASK and (described is backbone or not task):
+            continue
+        saver._save_serialized_object(described, config_file=name)
+        # KerasHub writes the file, and what its classes do not serialise is added.
+        written = json.loads((folder / name).read_text(encoding="utf-8"))
+        inner = written["config"] if described is backbone else written["config"]["backbone"]["config"]
+        add_arguments(inner, backbone)
+        if described is not backbone and preprocessor is not None:
+            written["config"]["preprocessor"] = _serialised(saver, preprocessor)
+        entries = {**extra, **({ENTRY: attributes} if attributes else {})} if described is backbone else {}
+        (folder / name).write_text(json.dumps({**written, **entries}, indent=4), encoding="utf-8")
+
+
+def _serialised(saver: Any, layer: Any) -> dict[str, Any]:
+    with temporary_folder() as folder:
+        # The saver joins this path to its own folder, which an absolute path overrides.
+        path = folder / "layer.json"
+        saver._save_serialized_object(layer, config_file=str(path))
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found

@@ -3,10 +3,10 @@
 A Hugging Face configuration contains more than KerasHub's converters read. A dropped field changes the numbers that a
 model computes, and nothing else shows it: every tensor fits. These modules check it::
 
-    before the build     quantised   are the tensors weights, or quantisation codes and adapters?
-    during the build     arguments   what does the constructor take that KerasHub's converter does not pass?
-                         pooling     what follows the last layer of a model for embeddings?
-    after the build      fields      what does the model lack?    set on layers, else refused, else ignored
+    before the build     quantised    are the tensors weights, or quantisation codes and adapters?
+    during the build     `arguments`  what does the constructor take that KerasHub's converter does not pass?
+                                      what follows the last layer of a model for embeddings?
+    after the build      fields       what does the model lack?    set on layers, else refused, else ignored
 
 ``families`` and ``rope`` interpret the configuration, ``built`` inspects the model's layers.
 """
@@ -14,26 +14,27 @@ model computes, and nothing else shows it: every tensor fits. These modules chec
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from shardload.errors import UnsupportedError, UsageError
-from shardload.families.parts.checks import FieldDifference
-from shardload.hub import arguments as constructing
-from shardload.hub import built, fields, pooling, quantised
-from shardload.hub.sidecar import config_beside
+from shardload.families.parts import rope
+from shardload.families.parts.checks import Checks, FieldDifference
+from shardload.families.parts.config import Config
+from shardload.families.registry import model_type_of
+from shardload.hub import built, fields, quantised
+from shardload.hub.config_forms import config_beside
+from shardload.hub.fields import text_of
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
+from shardload.stores.json_files import read_optional
+from shardload.stores.location import Location
 
 
 def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
-    """Check the names of fields to ignore.
-
-    Raises:
-        UsageError: When a field is never checked: a misspelt name must not count as consent.
-    """
+    """Check the names of fields to ignore: a misspelt name, of a field that is never checked, is not consent."""
     is_list = isinstance(ignore, Iterable) and not isinstance(ignore, str)
     names: tuple[Any, ...] = tuple(ignore) if is_list else (ignore,)  # first, because a generator can be read only once
     if not all(isinstance(name, str) for name in names):
@@ -45,32 +46,23 @@ def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
 
 
 def arguments(manifest: Manifest, backbone_cls: type) -> dict[str, Any]:
-    """Return constructor arguments for a KerasHub backbone beyond those that KerasHub's converter passes.
-
-    Raises:
-        SourceError: When the configuration contradicts itself.
-    """
-    found = constructing.arguments(manifest.config, inspect.signature(backbone_cls).parameters)
-    return found | pooling.arguments(manifest)
+    """Return constructor arguments for a KerasHub backbone beyond those that KerasHub's converter passes."""
+    found = _configured_arguments(manifest.config, inspect.signature(backbone_cls).parameters)
+    return found | _pooling_arguments(manifest)
 
 
 def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> None:
     """Make a newly built model compute what its source describes, or refuse it; `notes_of` lists the changes.
 
-    Args:
-        model: A KerasHub task or backbone, abstract or not.
-        manifest: The checkpoint it was built from.
-        ignore: Fields in which it may differ.
-
-    Raises:
-        UnsupportedError: When it differs in a field that is not in ``ignore``; the message says how to ignore it.
-        SourceError: When the configuration contradicts itself.
+    It may differ in the fields of ``ignore``; the message of a refusal says how to ignore others.
     """
+    from shardload.keras_bridge.set_attributes import apply_attributes, lost_arguments  # imports Keras
+
     backbone = backbone_of(model)
     record = record_of(backbone)
     if not spec_of(manifest).is_hugging_face:
         record.built_from, record.build_notes = manifest.source, _normalise_queries_as_configured(backbone)
-        _apply_attributes(model, manifest)
+        apply_attributes(_described_part(model, manifest), _saved_attributes(manifest))
         return
     notes = []
     rest = list(fields.differences(manifest.config, backbone))
@@ -87,18 +79,12 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
     if refused := [d for d in rest if not set(d.names) & set(ignore)]:
         raise UnsupportedError(_refusal(manifest, backbone, refused))
     notes += [f"{d.field} ignored: {d}" for d in rest]
-    notes += [*fields.untied(manifest.config, backbone), *fields.limits(manifest.config), *pooling.notes(manifest)]
-    notes += _lost_arguments(backbone)
-    record.built_from, record.build_notes = manifest.source, tuple(notes)
-
-
-def _lost_arguments(backbone: Any) -> list[str]:
-    from shardload.keras_bridge.set_attributes import lost_arguments  # imports Keras
-
-    return [
+    notes += [*fields.untied(manifest.config, backbone), *fields.limits(manifest.config), *_pooling_notes(manifest)]
+    notes += [
         f"{name}: {value}, which {type(backbone).__name__} does not serialise. {_kept_by_ours(default)}"
         for name, (value, default) in lost_arguments(backbone).items()
     ]
+    record.built_from, record.build_notes = manifest.source, tuple(notes)
 
 
 def _kept_by_ours(usual: Any) -> str:
@@ -120,13 +106,6 @@ def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
     if not type(backbone).__module__.startswith("keras_hub."):
         return ()
     return tuple(f"{d.field}: {d}" for d in fields.differences(manifest.config, backbone))
-
-
-def _apply_attributes(model: Any, manifest: Manifest) -> None:
-    """Set on layers what was set on those of the saved model."""
-    from shardload.keras_bridge.set_attributes import apply_attributes  # imports Keras
-
-    apply_attributes(_described_part(model, manifest), _saved_attributes(manifest))
 
 
 def _saved_attributes(manifest: Manifest) -> Any:
@@ -174,6 +153,127 @@ def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
     for layer in wrong:
         layer.query_head_dim_normalize = False
     return ("query_head_dim_normalize: set on the layers, because KerasHub does not pass it on",) if wrong else ()
+
+
+def _configured_arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
+    """Return arguments, of those that a constructor takes, that make a backbone match the configuration."""
+    # Passed when the model is built, a setting is part of what Keras saves; set on layers later, it would be lost.
+    checks, text = model_type_of(config).checks, text_of(config)
+    if checks is None:
+        return {}
+    found: dict[str, Any] = {}
+    if checks.epsilon is not None and (epsilon := text.get(checks.epsilon[0])) is not None:
+        found |= dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps"), epsilon)
+    if checks.rotary is not None:
+        rotation = rope.rotation(text, rope.FULL, checks.rotary, head_dim=None)
+        found |= _rotary_arguments(rotation, stretched=checks.rotary.stretched)
+    if checks.windows is not None:
+        found |= _window_arguments(text, checks)
+    if checks.caps is not None and not checks.caps.has_scores:
+        found["attention_logit_soft_cap"] = None  # the class applies it, transformers does not
+    found |= {name: text[field] for field, name in checks.arguments.items() if text.get(field) is not None}
+    # Classes name the same setting differently, so each spelling is offered.
+    return {name: value for name, value in found.items() if name in parameters}
+
+
+def _rotary_arguments(rotation: rope.Rotation, *, stretched: str) -> dict[str, Any]:
+    found: dict[str, Any] = dict.fromkeys(("rope_max_wavelength", "rope_theta"), rotation.theta)
+    if rotation.kind == "llama3":
+        found |= {
+            "rope_frequency_adjustment_factor": rotation.parameters["factor"],
+            "rope_low_freq_factor": rotation.parameters["low_freq_factor"],
+            "rope_high_freq_factor": rotation.parameters["high_freq_factor"],
+            "rope_pretraining_sequence_length": rotation.parameters["original_max_position_embeddings"],
+        }
+    if rotation.kind == stretched:
+        names = ("rope_scaling_factor", "rope_position_scaling_factor", "global_rope_scaling_factor")
+        found |= dict.fromkeys(names, rotation.parameters["factor"])
+    return found
+
+
+def _window_arguments(config: Config, checks: Checks) -> dict[str, Any]:
+    """Return the window shared by all windowed layers; `fields` checks later which layers have it."""
+    assert checks.windows is not None
+    windows = checks.windows(config, int(config["num_hidden_layers"]))
+    sizes = {size for size in windows if size}
+    if len(sizes) > 1:  # the constructors take one size; `fields` refuses the model
+        return {}
+    size = next(iter(sizes), None)
+    if size is None:
+        no_size = {"sliding_window_size": None} if checks.has_unsized_windows else {}
+        return {"use_sliding_window_attention": False, "sliding_window": None, **no_size}
+    return {"use_sliding_window_attention": True, "sliding_window_size": size, "sliding_window": size}
+
+
+_POOLING_FORM = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
+# KerasHub's converter reads these folders, whatever modules.json says.
+_POOLING_PATHS = ["", "1_Pooling", "2_Dense", "3_Dense"]
+_DENSE = _POOLING_PATHS[2:]
+_WITHOUT_POOLING = {"is_embedding_model": False, "pooling_intermediate_dim": None, "embedding_dim": None}
+
+
+def _pooling_arguments(manifest: Manifest) -> dict[str, Any]:
+    """Return the arguments of KerasHub's class for a folder's pooling; empty for a model without pooling."""
+    if not _is_embedder(manifest):
+        return {}
+    if _other_form(manifest.location) is not None:
+        return _WITHOUT_POOLING
+    widths = [_module_config(manifest.location / part).get("out_features") for part in _DENSE]
+    names = ("pooling_intermediate_dim", "embedding_dim")
+    return {name: width for name, width in zip(names, widths, strict=True) if width is not None}
+
+
+def _pooling_notes(manifest: Manifest) -> tuple[str, ...]:
+    """Explain why an embedding model was built without its pooling layers."""
+    why = _other_form(manifest.location) if _is_embedder(manifest) else None
+    if why is None:
+        return ()
+    return (f"Built without pooled_output, because {why}; sequence_output equals the source's",)
+
+
+def _is_embedder(manifest: Manifest) -> bool:
+    field = model_type_of(manifest.config).pools_if
+    return field is not None and bool(manifest.config.get(field))
+
+
+def _other_form(folder: Location) -> str | None:
+    """Describe what in the folder KerasHub's class does not support; ``None`` if it supports everything."""
+    listed = read_optional(folder / "modules.json")
+    listed = listed if isinstance(listed, list) else []
+    if not listed and not any((folder / part).is_folder() for part in _DENSE):
+        return "the folder has neither modules.json nor 2_Dense and 3_Dense"
+    modules = [str(one.get("type")).rpartition(".")[2] for one in listed if isinstance(one, Mapping)]
+    if modules and modules != _POOLING_FORM:
+        return f"modules.json lists {' → '.join(modules)}, and KerasHub supports only {' → '.join(_POOLING_FORM)}"
+    paths = [str(one.get("path")) for one in listed if isinstance(one, Mapping)][: len(_POOLING_PATHS)]
+    if paths and paths != _POOLING_PATHS:
+        read = ", ".join(_POOLING_PATHS[1:])
+        return f"modules.json lists {', '.join(paths[1:])}, and KerasHub's converter reads {read} in this order"
+    if (pooled := _pooling_modes(_module_config(folder / "1_Pooling"))) != ["mean"]:
+        return f"1_Pooling/config.json sets {', '.join(pooled)}, and KerasHub supports only mean"
+    return next((why for part in _DENSE if (why := _active(part, _module_config(folder / part)))), None)
+
+
+def _pooling_modes(config: Mapping[str, Any]) -> list[str]:
+    """Return how a text's tokens are pooled, from the form of sentence-transformers 6 or older versions."""
+    if modes := config.get("pooling_mode"):
+        return [str(one) for one in (modes if isinstance(modes, list) else [modes])]
+    found = [key.removeprefix("pooling_mode_") for key, value in config.items() if "pooling_mode_" in key and value]
+    return [key.removesuffix("_tokens") for key in found] or ["mean"]
+
+
+def _active(part: str, config: Mapping[str, Any]) -> str | None:
+    activation = str(config.get("activation_function", "Identity"))
+    if config.get("bias"):
+        return f"{part}/config.json sets bias, and KerasHub has none"
+    if not activation.endswith("Identity"):
+        return f"{part}/config.json sets {activation}, and KerasHub has no activation"
+    return None
+
+
+def _module_config(folder: Location) -> Mapping[str, Any]:
+    found = read_optional(folder / "config.json")
+    return found if isinstance(found, dict) else {}
 
 
 __all__ = ["arguments", "check_names", "notes_of", "reconcile"]

@@ -22,7 +22,6 @@ from shardload.families.registry import model_type_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
-from shardload.stores.location import Location
 from shardload.units import plural
 
 FIELD = "quantization_config"
@@ -54,19 +53,19 @@ _ALTERNATIVES = "Load the unquantised checkpoint of this model, or a GGUF file o
 def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
     """Refuse quantised checkpoints and adapters; the message names the method, or the adapter's base model.
 
-    Args:
-        manifest: An opened checkpoint; only Hugging Face's formats are checked.
-        ignore: With `FIELD`, accept quantisation in the configuration only, and float8 tensors without scales.
-
-    Raises:
-        UnsupportedError: When its tensors are codes or belong to an adapter.
+    `FIELD` in ``ignore`` accepts quantisation in the configuration only, and float8 tensors without scales.
     """
     if not spec_of(manifest).may_be_codes:
         return
     # The tensors first: a name that only a quantiser writes is a sure sign, which no option waives.
     _check_tensors(manifest, manifest.tensors, ignore=ignore)
     if ADAPTER not in ignore and _has_adapter_beside(manifest):
-        raise UnsupportedError(_about_adapter_beside(manifest))
+        raise UnsupportedError(
+            f"Cannot load {manifest.source}: results would differ from transformers, which applies the PEFT adapter "
+            "next to the weights (adapter_config.json). Merge the adapter with PEFT (merge_and_unload) and save the "
+            "result in another folder. To load the weights without it, pass "
+            f"ignore_config=({ADAPTER!r},) (--ignore-config {ADAPTER})"
+        )
     decoded = model_type_of(manifest.config).decodes
     for method, where in _described(manifest):
         if FIELD not in ignore and method != decoded:
@@ -77,11 +76,7 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 
 
 def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
-    """Like `check`, for a load into an existing model; bare files are left to `check_mapped`.
-
-    Raises:
-        UnsupportedError: As `check`.
-    """
+    """Like `check`, for a load into an existing model; bare files are left to `check_mapped`."""
     if _is_folder(manifest):
         check(manifest, ignore=ignore)
 
@@ -91,14 +86,7 @@ def check_mapped(
 ) -> None:
     """Refuse codes and adapters among the unused tensors of a bare file, and float8 tensors used as weights.
 
-    Args:
-        manifest: An opened checkpoint; only bare safetensors are checked.
-        bindings: The tensors that the model uses, as `shardload.mapping.Binding`.
-        unused: Names of the tensors that it does not use.
-        ignore: As for `check`.
-
-    Raises:
-        UnsupportedError: As `check`.
+    ``bindings`` are the tensors that the model uses, as `shardload.mapping.Binding`.
     """
     # A layer of the model may decode codes itself, so only tensors that the model does not use are a sign.
     if not spec_of(manifest).may_be_codes or _is_folder(manifest):
@@ -107,13 +95,7 @@ def check_mapped(
 
 
 def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[str] = ()) -> tuple[str, ...]:
-    """Describe the tensors that were accepted as plain weights because of ``ignore``.
-
-    Args:
-        manifest: An opened checkpoint that passed `check`.
-        bindings: The tensors that the model uses, as `shardload.mapping.Binding`.
-        ignore: As for `check`.
-    """
+    """Describe the tensors of a checkpoint that passed `check` because of ``ignore``."""
     notes = []
     if ADAPTER in ignore and _has_adapter_beside(manifest):
         notes.append(f"{ADAPTER} ignored: the model has the weights without the PEFT adapter")
@@ -166,15 +148,11 @@ def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
             if isinstance(found := config.get(key), Mapping) and found:
                 # Each library has its own key for the method's name.
                 method = found.get("quant_method") or found.get("quantization_method") or found.get("quant_algo")
-                if not _is_unused(method, found):
+                # transformers ignores bitsandbytes without one of its two flags.
+                if method != "bitsandbytes" or found.get("load_in_4bit") or found.get("load_in_8bit"):
                     yield str(method or "an unnamed method"), f"{key} in config.json"
     if method := _algorithm_beside(manifest):
         yield method, "hf_quant_config.json"
-
-
-def _is_unused(method: Any, config: Mapping[str, Any]) -> bool:
-    """Whether transformers ignores this configuration: bitsandbytes without load_in_4bit or load_in_8bit."""
-    return method == "bitsandbytes" and not (config.get("load_in_4bit") or config.get("load_in_8bit"))
 
 
 def _algorithm_beside(manifest: Manifest) -> str | None:
@@ -214,8 +192,9 @@ def _is_float8(dtype: Any) -> bool:
 
 def _about_adapter(manifest: Manifest) -> str:
     source = manifest.location
-    adapter = (source if source.is_folder() else source.parent) / "adapter_config.json"
-    base = _base_model(adapter)
+    config = read_optional((source if source.is_folder() else source.parent) / "adapter_config.json")
+    named = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    base = repr(named[:200]) if isinstance(named, str) and named else None
     whose = f" of {base}" if base else ""
     return (
         f"Cannot load {manifest.source}: it contains a PEFT adapter{whose}, expected a model's own weights. Load "
@@ -232,17 +211,3 @@ def _has_adapter_beside(manifest: Manifest) -> bool:
         and (folder / "adapter_config.json").is_file()
         and any((folder / name).is_file() for name in _ADAPTER_FILES)
     )
-
-
-def _about_adapter_beside(manifest: Manifest) -> str:
-    return (
-        f"Cannot load {manifest.source}: results would differ from transformers, which applies the PEFT adapter next "
-        "to the weights (adapter_config.json). Merge the adapter with PEFT (merge_and_unload) and save the result in "
-        f"another folder. To load the weights without it, pass ignore_config=({ADAPTER!r},) (--ignore-config {ADAPTER})"
-    )
-
-
-def _base_model(path: Location) -> str | None:
-    config = read_optional(path)
-    found = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    return repr(found[:200]) if isinstance(found, str) and found else None

@@ -17,7 +17,7 @@ from shardload.errors import (
     import_failure,
 )
 from shardload.hub.config_forms import read_config
-from shardload.hub.preset_path import preset_path
+from shardload.hub.kerashub import preset_path
 from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.recording import is_tracing_error, without_computing
 from shardload.keras_bridge.saving import assignments_to

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardload import processes
-from shardload.hub import kerashub
+from shardload.hub import building
 from shardload.keras_bridge import abstraction, distributions
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
@@ -315,7 +315,7 @@ def _unused_distribution(placement: Placement) -> tuple[str, ...]:
 def build(manifest: Manifest, construction: Construction, *, note: Callable[[str], None] | None = None) -> Any:
     """Build the model that a checkpoint describes, without allocating buffers; ``note`` as in `kerashub`."""
     with abstraction.abstract():
-        return kerashub.build_model(
+        return building.build_model(
             manifest,
             dtype=construction.dtype,
             task=construction.task,

@@ -335,8 +335,8 @@ def _architecture(name: str, *, preset: str | None) -> Resolved | None:
 
 
 def _difference(preset: str, config: dict[str, Any]) -> str | None:
+    from shardload.hub.config_forms import transformers_tensors
     from shardload.hub.kerashub import preset_parameters
-    from shardload.hub.tensors import transformers_tensors
 
     own = sum(math.prod(spec.shape) for spec in transformers_tensors(config))
     if (stated := preset_parameters(preset)) == own:

@@ -1,7 +1,7 @@
 """The published sizes of families, which `shardload synth` can write, as Hugging Face configurations.
 
 One configuration is the only source of an architecture: KerasHub's converter makes the Keras model of it, and
-`shardload.hub.tensors` the Hugging Face tensor names and shapes. Values are those of the published
+`shardload.hub.config_forms` the Hugging Face tensor names and shapes. Values are those of the published
 ``config.json`` files; a test compares parameter counts with KerasHub's presets.
 """
 

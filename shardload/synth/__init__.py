@@ -32,9 +32,7 @@ import numpy as np
 from shardload.errors import WAYS_OUT, UnsupportedError, UsageError, WriteError
 from shardload.families.parts.tensors import Spec
 from shardload.families.registry import model_type_of
-from shardload.hub.tensors import transformers_tensors
-from shardload.loaders import safetensors_writer
-from shardload.loaders.file_pieces import Wanted
+from shardload.hub.config_forms import transformers_tensors
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import root
 from shardload.resolve.architectures import Config, aliases, architectures, lookup, scaled
@@ -43,6 +41,7 @@ from shardload.stores.local import local_target
 from shardload.stores.nowhere import nowhere
 from shardload.synth import noise
 from shardload.units import check_kind, format_bytes, is_integer, plain_dtype_name, spare_bytes
+from shardload.writers import Wanted, safetensors
 
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
@@ -106,7 +105,7 @@ def synth(
     seed: int = 0,
     dtype: str = "bfloat16",
     directory: str | os.PathLike[str] | None = None,
-    shard_bytes: int = safetensors_writer.SHARD_BYTES,
+    shard_bytes: int = safetensors.SHARD_BYTES,
     progress: ProgressLike = None,
     overwrite: bool = False,
 ) -> Path:
@@ -194,7 +193,7 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
 
     specs = transformers_tensors(job.config)
     tensors = [Wanted(spec.name, spec.shape, np.dtype(job.dtype)) for spec in specs]
-    places = safetensors_writer.write_skeleton(work, tensors, shard_bytes=shard_bytes)
+    places = safetensors.write_skeleton(work, tensors, shard_bytes=shard_bytes)
     for number, (spec, place) in enumerate(zip(specs, places, strict=True)):
         with (work / place.pieces[0].path).open("r+b", buffering=0) as file:
             file.seek(place.pieces[0].offset)
@@ -218,18 +217,18 @@ def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress
 
 def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) -> None:
     """Write configuration and weights as KerasHub and Keras do."""
-    from shardload.hub import described, kerashub, preset_files
+    from shardload.hub import building, described
     from shardload.keras_bridge.abstraction import abstract
     from shardload.keras_bridge.hub_imports import backbone_of
     from shardload.keras_bridge.saving import saved_layout
     from shardload.keras_bridge.weights_files import check_for_keras, listed_by_keras
-    from shardload.loaders.hdf5 import writer as h5
+    from shardload.writers import h5
 
     with abstract():
         config = {**job.config, "torch_dtype": job.dtype}
-        model = kerashub.build_model(described.hugging_face(config, nowhere(job.name), stored=job.dtype))
+        model = building.build_model(described.hugging_face(config, nowhere(job.name), stored=job.dtype))
     # Without task.json, an .h5's configuration describes the backbone, whose weights are all that the file has.
-    preset_files.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
+    described.save_description(model, work, extra={"shardload": job.label}, task=job.format == "preset")
     backbone = backbone_of(model)
     layout = saved_layout(backbone)
     tensors = [Wanted(name, tuple(v.shape), np.dtype(v.dtype)) for name, v in layout.variables.items()]

@@ -3,14 +3,19 @@
     folder      files ─► KerasHub, in a thread while the model is built and its weights are read ─► attach
     GGUF file   attach: looks at names and types only ─► first use ─► header ─► Hugging Face's files ─► KerasHub
 
-On first use (`shardload.hub.preprocessors`), the tokens of a text are compared with those of the file's own tokenizer,
-because KerasHub splits some texts differently (byte pairs of models other than Llama 3).
+On first use, the tokens of a text are compared with those of the file's own tokenizer, because KerasHub splits some
+texts differently (byte pairs of models other than Llama 3).
+
+Keras tracks every string of a vocabulary: Gemma's 262,144 take a second, which a load should not spend if nobody
+generates text. KerasHub returns a task's preprocessor as ``getattr(task, "_preprocessor", None)``. If the task has no
+such attribute, Python looks it up on the class, where `_Deferred` makes it. Tasks that have one are not affected.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +25,8 @@ import numpy as np
 from shardload.errors import UnsupportedError
 from shardload.families.parts.gguf import GgufTokenizer
 from shardload.hub import kerashub
-from shardload.hub.preprocessors import defer_preprocessor, reads_tokenizer
-from shardload.hub.preset_path import preset_path
-from shardload.hub.tensorflow import lacks_tensorflow
 from shardload.keras_bridge.caller import warn_caller
+from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
 from shardload.loaders.gguf.loader import tokenizer_metadata
 from shardload.manifest import Manifest
@@ -92,7 +95,7 @@ class TextInput:
         # The file is read again on first use: a rewritten one must not give another model's tokens.
         if in_header:
             files = Fingerprint.of(manifest.files)
-            defer_preprocessor(model, lambda: _made(cls, manifest, files))
+            _defer_preprocessor(model, lambda: _made(cls, manifest, files))
         return None
 
     def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
@@ -107,9 +110,9 @@ class TextInput:
         # Of any kind: files may be damaged, or missing. The weights are fine, so the load goes on.
         except Exception as error:
             _log.info("No preprocessor for %s: %s", manifest.source, error)
-            if has_vocabulary and not lacks_tensorflow(cls):
+            if has_vocabulary and not kerashub.lacks_tensorflow(cls):
                 return f"KerasHub's {cls.__name__} cannot read the tokenizer: {str(error).rstrip('.')}. {INSTEAD}"
-        return _lacks_tensorflow(cls) if (has_vocabulary or was_saved) and lacks_tensorflow(cls) else None
+        return _lacks_tensorflow(cls) if (has_vocabulary or was_saved) and kerashub.lacks_tensorflow(cls) else None
 
 
 def _wanted(model: Any) -> Any:
@@ -122,7 +125,7 @@ def _is_folder(manifest: Manifest) -> bool:
     spec = spec_of(manifest)
     if spec.tokenizer == "header" or spec.described_by not in ("keras-hub", "hugging-face"):
         return False
-    return Path(preset_path(manifest)).is_dir()
+    return Path(kerashub.preset_path(manifest)).is_dir()
 
 
 def _lacks_tensorflow(cls: Any) -> str:
@@ -149,11 +152,11 @@ def _why_none(cls: Any, manifest: Manifest) -> str | None:
     except UnsupportedError as error:
         return str(error)
     is_pieces = kind == GgufTokenizer.SENTENCEPIECE
-    is_read = (is_pieces or kind == GgufTokenizer.BYTE_PAIRS) and reads_tokenizer(cls, sentencepiece=is_pieces)
+    is_read = (is_pieces or kind == GgufTokenizer.BYTE_PAIRS) and kerashub.reads_tokenizer(cls, sentencepiece=is_pieces)
     if not is_read:
         form = _FORMS.get(kind, kind)
         return f"the tokenizer in {source} is {form}, which KerasHub's {cls.__name__} cannot read. {INSTEAD}"
-    if lacks_tensorflow(cls):
+    if kerashub.lacks_tensorflow(cls):
         return _lacks_tensorflow(cls)
     return None
 
@@ -190,3 +193,46 @@ def _ids(preprocessor: Any) -> list[int]:
     # No tokenizer makes more tokens than bytes, but for the start token.
     prompt = preprocessor.generate_preprocess([PROBE], sequence_length=len(PROBE.encode()) + 1)
     return [int(i) for i in np.asarray(prompt["token_ids"])[0][np.asarray(prompt["padding_mask"])[0]]]
+
+
+# ---- a preprocessor that is made when a task first uses it -----------------------------------------
+
+
+_ATTRIBUTE = "_preprocessor"
+
+
+def _defer_preprocessor(task: Any, make: Callable[[], Any]) -> None:
+    """Let ``make`` return the preprocessor of a task when it is first used; setting one discards ``make``."""
+    cls = kerashub.keras_hub().models.Task
+    if vars(cls).get(_ATTRIBUTE) is None:
+        setattr(cls, _ATTRIBUTE, _Deferred())
+    # The task's constructor set its own attribute to None: without it, lookups reach the class.
+    record_of(task).make_preprocessor = make
+    vars(task).pop(_ATTRIBUTE, None)
+
+
+class _Deferred:
+    """The attribute of a class that makes what an instance lacks."""
+
+    def __init__(self) -> None:
+        # Reentrant: what makes a preprocessor may ask the task for it, and must not wait for itself.
+        self._lock = threading.RLock()
+
+    def __get__(self, task: Any, owner: type) -> Any:
+        if task is None:  # looked up on the class itself, which has none
+            raise AttributeError(_ATTRIBUTE)
+        with self._lock:
+            if vars(task).get(_ATTRIBUTE) is None:  # another thread may have made it meanwhile
+                task.preprocessor = self._made(task)
+        return vars(task)[_ATTRIBUTE]
+
+    def _made(self, task: Any) -> Any:
+        record = record_of(task)
+        make, record.make_preprocessor = record.make_preprocessor, None
+        if make is None:
+            raise AttributeError(_ATTRIBUTE)
+        try:
+            return make()
+        except BaseException:  # Ctrl-C, mostly: the next use tries again
+            record.make_preprocessor = make
+            raise

@@ -20,8 +20,8 @@ from shardload.errors import MismatchError, SourceError, UnsupportedError, Usage
 from shardload.families.parts import rope
 from shardload.families.parts.gguf_values import llama3_factors
 from shardload.families.registry import model_types
+from shardload.hub import building, described, fidelity, fields, kerashub
 from shardload.hub import built as built_layers
-from shardload.hub import fidelity, fields, kerashub, preset_files
 from shardload.hub.config_forms import completed, read_config
 from shardload.loaders import open_manifest
 from shardload.manifest import Extent, Manifest, Tensor
@@ -47,7 +47,7 @@ def built(model_type, **entries):
     shapes = dict.fromkeys(small_folders.tensors_of(small_folders.config_of(model_type)))
     manifest = Manifest(located("/m"), "hf-safetensors", {}, {}, config)
     with shardload.abstract():
-        return shapes and kerashub.build_model(with_layers(manifest), task=False)
+        return shapes and building.build_model(with_layers(manifest), task=False)
 
 
 def with_layers(manifest):
@@ -137,11 +137,11 @@ def test_what_an_argument_takes_needs_no_note(tmp_path):
 def test_a_gemma_of_kerashubs_own_scales_as_it_says(tmp_path):
     model = built("gemma2", **PER_HEAD)
     model.query_head_dim_normalize = False
-    preset_files.save_description(model, tmp_path, extra={})
+    described.save_description(model, tmp_path, extra={})
     config = json.loads((tmp_path / "config.json").read_text())
     manifest = with_layers(Manifest(located(tmp_path), "keras-hub-preset", {}, {}, config))
     with shardload.abstract():
-        preset = kerashub.build_model(manifest, task=False)
+        preset = building.build_model(manifest, task=False)
     assert not preset.transformer_layers[0].attention.query_head_dim_normalize
 
 
@@ -528,13 +528,13 @@ def test_gguf_says_yarn_too(tmp_path):
     config = said_by_gguf(tmp_path / "m.gguf", **entries)
     assert config["rope_scaling"] == {**YARN, "beta_fast": 8.0}
     with pytest.raises(UnsupportedError, match=r"rope_scaling is .* yarn"), shardload.abstract():
-        kerashub.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
+        building.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
 
 
 def test_gguf_with_linear_positions_gets_them(tmp_path):
     config = said_by_gguf(tmp_path / "m.gguf", type="linear", factor=4.0)
     with shardload.abstract():
-        model = kerashub.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
+        model = building.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
     assert model.rope_scaling_factor == 4.0
     assert not fidelity.notes_of(model, Manifest(located("m.gguf"), "gguf", {}, {}, config))
 
@@ -549,7 +549,7 @@ def test_gguf_with_llama_3_s_positions_in_another_model_is_refused(tmp_path):
     manifest = with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, found.config))
     ways_out = r"rope_scaling is .* llama3 with factor 8\.0.*ignore_config=\('rope_scaling',\)"
     with pytest.raises(UnsupportedError, match=ways_out), shardload.abstract():
-        kerashub.build_model(manifest, task=False)
+        building.build_model(manifest, task=False)
     with shardload.abstract():
-        model = kerashub.build_model(manifest, task=False, ignore_config=("rope_scaling",))
+        model = building.build_model(manifest, task=False, ignore_config=("rope_scaling",))
     assert "rope_scaling ignored" in " ".join(fidelity.notes_of(model, manifest))

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import shardload
 from shardload.errors import UnsupportedError
-from shardload.hub.tensors import transformers_tensors
+from shardload.hub.config_forms import transformers_tensors
 from shardload.stores.local import located
 
 LAYER = "model.layers.0.self_attn.q_proj"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardload.errors import MissingExtraError, SourceError, UnsupportedError
-from shardload.hub import kerashub
+from shardload.hub import building, kerashub
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located
 
@@ -51,7 +51,7 @@ def preset(folder, **kwargs):
 def test_preset_task_equals_the_saved_one(family, tmp_path):
     saved = models.causal_lm(family, "bfloat16")
     saved.save_to_preset(str(tmp_path))
-    built = kerashub.build_model(preset(tmp_path))
+    built = building.build_model(preset(tmp_path))
     assert type(built) is type(saved)
     # Keras numbers the names of sub-layers as they are made, so paths differ: compare their order and shapes.
     assert [(v.shape, v.dtype) for v in built.weights] == [(v.shape, v.dtype) for v in saved.weights]
@@ -60,17 +60,17 @@ def test_preset_task_equals_the_saved_one(family, tmp_path):
 
 def test_preset_without_task_is_a_backbone(tmp_path):
     models.build("bert").save_to_preset(str(tmp_path))
-    assert type(kerashub.build_model(preset(tmp_path))) is keras_hub.models.BertBackbone
+    assert type(building.build_model(preset(tmp_path))) is keras_hub.models.BertBackbone
 
 
 def test_preset_task_can_be_declined(tmp_path):
     models.causal_lm("gpt2").save_to_preset(str(tmp_path))
-    assert type(kerashub.build_model(preset(tmp_path), task=False)) is keras_hub.models.GPT2Backbone
+    assert type(building.build_model(preset(tmp_path), task=False)) is keras_hub.models.GPT2Backbone
 
 
 def test_preset_dtype_is_overridden_throughout(tmp_path):
     models.causal_lm("gemma3", "float32").save_to_preset(str(tmp_path))
-    built = kerashub.build_model(preset(tmp_path), dtype="bfloat16")
+    built = building.build_model(preset(tmp_path), dtype="bfloat16")
     assert {v.dtype for v in built.weights} == {"bfloat16"}
 
 
@@ -80,19 +80,19 @@ def test_quantised_preset_keeps_its_scheme(tmp_path):
     saved.quantize("int8")
     saved.save_to_preset(str(tmp_path))
     for dtype in (None, "float32"):
-        built = kerashub.build_model(preset(tmp_path), dtype=dtype)
+        built = building.build_model(preset(tmp_path), dtype=dtype)
         assert sum(v.dtype == "int8" for v in built.weights) == sum(v.dtype == "int8" for v in saved.weights) > 0
 
 
 def test_classifier_keeps_its_head(tmp_path):
     saved = keras_hub.models.BertTextClassifier(backbone=models.build("bert"), num_classes=3, preprocessor=None)
     saved.save_to_preset(str(tmp_path))
-    assert kerashub.build_model(preset(tmp_path)).output_shape == (None, 3)
+    assert building.build_model(preset(tmp_path)).output_shape == (None, 3)
 
 
 @pytest.mark.slow
 def test_transformers_causal_lm_takes_its_own_dtype():
-    built = kerashub.build_model(described("/m", "hf-safetensors", {**LLAMA, "torch_dtype": "bfloat16"}))
+    built = building.build_model(described("/m", "hf-safetensors", {**LLAMA, "torch_dtype": "bfloat16"}))
     assert type(built) is keras_hub.models.Llama3CausalLM
     assert {v.dtype for v in built.weights if "seed" not in v.path} == {"bfloat16"}
 
@@ -104,7 +104,7 @@ def test_transformers_causal_lm_takes_its_own_dtype():
 )
 def test_transformers_architecture_decides_the_class(architecture, expected):
     config = {**LLAMA, "architectures": [architecture] if architecture else []}
-    assert type(kerashub.build_model(described("/m", "hf-safetensors", config))).__name__ == expected
+    assert type(building.build_model(described("/m", "hf-safetensors", config))).__name__ == expected
 
 
 def test_image_classifier_has_its_labels():
@@ -123,7 +123,7 @@ def test_image_classifier_has_its_labels():
         "layer_norm_eps": 1e-6,
         "id2label": {"0": "cat", "1": "dog", "2": "fox"},
     }
-    built = kerashub.build_model(described("/m", "hf-safetensors", config))
+    built = building.build_model(described("/m", "hf-safetensors", config))
     assert isinstance(built, keras_hub.models.ViTImageClassifier)
     assert built.output_shape == (None, 3)
 
@@ -141,7 +141,7 @@ def test_image_classifier_has_its_labels():
     ],
 )
 def test_dtype_is_the_checkpoints_own(format, config, stored, expected):
-    assert kerashub.checkpoint_dtype(described("/m", format, config, dtype=stored)) == expected
+    assert building.checkpoint_dtype(described("/m", format, config, dtype=stored)) == expected
 
 
 def archive(model, tmp_path):
@@ -155,13 +155,13 @@ def archive(model, tmp_path):
 def test_archive_comes_back_compiled(tmp_path):
     saved = models.build("conv")
     saved.compile("adam", "mse")
-    built = kerashub.build_model(archive(saved, tmp_path))
+    built = building.build_model(archive(saved, tmp_path))
     assert [w.path for w in built.weights] == [w.path for w in saved.weights]
     assert type(built.optimizer) is keras.optimizers.Adam
 
 
 def test_archive_dtype_reaches_every_layer(tmp_path):
-    built = kerashub.build_model(archive(models.build("conv"), tmp_path), dtype="bfloat16")
+    built = building.build_model(archive(models.build("conv"), tmp_path), dtype="bfloat16")
     assert {w.dtype for w in built.weights} == {"bfloat16"}
 
 
@@ -169,7 +169,7 @@ def test_archive_with_code_is_refused(tmp_path):
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Lambda(lambda x: x + 1)(inputs))
     with pytest.raises(UnsupportedError, match=r"m\.keras.*lambda.*shardload\.load\(source, safe_mode=False\)"):
-        kerashub.build_model(archive(model, tmp_path))
+        building.build_model(archive(model, tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`:UserWarning")
@@ -178,10 +178,10 @@ def test_a_lambda_as_loss_is_refused_naming_the_way_out(tmp_path):
     saved.compile("sgd", loss=lambda wanted, found: keras.ops.mean(wanted - found))
     manifest = archive(saved, tmp_path)
     with pytest.raises(UnsupportedError, match=r"lambda.*safe_mode=False\).*compile=False") as refused:
-        kerashub.build_model(manifest)
+        building.build_model(manifest)
     assert "custom_objects" not in str(refused.value)
-    assert kerashub.build_model(manifest, safe_mode=False).loss.__name__ == "<lambda>"
-    assert not kerashub.build_model(manifest, compile=False).compiled
+    assert building.build_model(manifest, safe_mode=False).loss.__name__ == "<lambda>"
+    assert not building.build_model(manifest, compile=False).compiled
 
 
 def test_unknown_class_asks_for_custom_objects(tmp_path):
@@ -192,35 +192,35 @@ def test_unknown_class_asks_for_custom_objects(tmp_path):
     inputs = keras.Input((2,))
     manifest = archive(keras.Model(inputs, Mine()(inputs)), tmp_path)
     with pytest.raises(UnsupportedError, match="custom_objects"):
-        kerashub.build_model(manifest)
-    assert isinstance(kerashub.build_model(manifest, custom_objects={"Mine": Mine}).layers[1], Mine)
+        building.build_model(manifest)
+    assert isinstance(building.build_model(manifest, custom_objects={"Mine": Mine}).layers[1], Mine)
 
 
 def test_unknown_model_type_lists_the_known_ones():
     with pytest.raises(UnsupportedError, match=r"'rwkv'.*gemma3_text.*qwen2"):
-        kerashub.build_model(described("/m", "hf-safetensors", {"model_type": "rwkv"}))
+        building.build_model(described("/m", "hf-safetensors", {"model_type": "rwkv"}))
 
 
 def test_configuration_without_a_field_names_it():
     config = {"model_type": "esm", "position_embedding_type": "rotary"}  # for vocab_size transformers has no default
     with pytest.raises(SourceError, match="has no 'vocab_size'"):
-        kerashub.build_model(described("/m", "hf-safetensors", config))
+        building.build_model(described("/m", "hf-safetensors", config))
 
 
 def test_more_layers_than_tensors_is_refused_before_building():
     with pytest.raises(SourceError, match="num_hidden_layers=1000000000"):
-        kerashub.build_model(described("/m", "hf-safetensors", {**LLAMA, "num_hidden_layers": 10**9}))
+        building.build_model(described("/m", "hf-safetensors", {**LLAMA, "num_hidden_layers": 10**9}))
 
 
 def test_weights_alone_say_how_to_fill_a_model(tmp_path):
     with pytest.raises(UnsupportedError, match="load_weights"):
-        kerashub.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
+        building.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
 
 
 def test_weights_with_a_configuration_beside_them(tmp_path):
     config = keras.saving.serialize_keras_object(models.build("gpt2"))
     (tmp_path / "x.json").write_text(json.dumps(config))
-    built = kerashub.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
+    built = building.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
     assert type(built) is keras_hub.models.GPT2Backbone
 
 
@@ -230,7 +230,7 @@ def test_weights_with_a_configuration_beside_them(tmp_path):
 def test_the_configuration_beside_weights_is_not_trusted(text, message, tmp_path):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(SourceError, match=message):
-        kerashub.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
+        building.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
 
 
 def test_converter_is_kerashubs_module():
@@ -241,7 +241,7 @@ def test_converter_is_kerashubs_module():
 def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras_hub", None)
     with pytest.raises(MissingExtraError, match=r"shardload\[hub\]"):
-        kerashub.build_model(described("/m", "hf-safetensors", LLAMA))
+        building.build_model(described("/m", "hf-safetensors", LLAMA))
 
 
 class NeedsAnother(keras.layers.Layer):
@@ -271,7 +271,7 @@ def test_a_missing_module_is_named_instead_of_custom_objects(layer, message):
     config = keras.saving.serialize_keras_object(keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]))
     config["config"]["layers"][1] = layer
     with pytest.raises(MissingExtraError, match=message) as caught:
-        kerashub.build_model(
+        building.build_model(
             described("/m.keras", "keras-archive", config), custom_objects={"NeedsAnother": NeedsAnother}
         )
     assert "custom_objects" not in str(caught.value)

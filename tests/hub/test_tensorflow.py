@@ -7,7 +7,7 @@ import pytest
 from gguf_tokenizers import sentence_pieces
 
 import shardload
-from shardload.hub.tensorflow import as_with_tensorflow
+from shardload.hub.kerashub import as_with_tensorflow
 
 pytestmark = [
     # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import shardload
 from shardload.errors import ShardloadError
-from shardload.hub import kerashub
+from shardload.hub import building
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a configuration of nonsense earns Keras' and NumPy's warnings
 
@@ -53,7 +53,7 @@ def configs(draw):
 @functools.cache
 def weights(architecture, root):
     """The weights that go with the good configuration, made once."""
-    model = kerashub.build_model(hub_folders.described(root / architecture, architecture), dtype="float32")
+    model = building.build_model(hub_folders.described(root / architecture, architecture), dtype="float32")
     return hub_folders.write(root / architecture, architecture, model, unwanted=False) / "model.safetensors"
 
 

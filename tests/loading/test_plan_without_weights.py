@@ -15,7 +15,7 @@ from transformers_cross.cases import CASES
 import shardload
 from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsupportedError
 from shardload.hub import kerashub
-from shardload.hub.tensors import transformers_tensors
+from shardload.hub.config_forms import transformers_tensors
 from shardload.loaders import open_manifest
 from shardload.resolve import hubs
 from shardload.resolve.architectures import lookup, scaled

@@ -14,7 +14,6 @@ import shardload
 from shardload.console import failures
 from shardload.converting import companions
 from shardload.errors import LimitError, SourceError, TransferError, WriteError
-from shardload.hub import preset_files
 from shardload.loaders import open_manifest
 from shardload.runs.listing import list_steps
 from shardload.verifying import verify
@@ -114,7 +113,7 @@ def test_a_full_disk_is_not_taken_for_a_tokenizer_that_cannot_be_written(monkeyp
         def save_to_preset(self, folder):
             raise RuntimeError("Cannot write: No space left on device")
 
-    monkeypatch.setattr(preset_files, "save_description", lambda *_, **__: None)
+    monkeypatch.setattr(companions, "save_description", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match="No space left"):
         companions.write_description(object(), companions.Preprocessing(Tokenizer()), tmp_path)
     assert not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import shardload.keras_bridge.abstraction
-from shardload.hub import kerashub
+from shardload.hub import building, kerashub
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located
 
@@ -246,6 +246,6 @@ def reference(folder, model, model_type):
 def build(folder, model_type, dtype="float32", *, abstract=False):
     manifest = hub_folders.described(folder, model_type)
     if not abstract:
-        return kerashub.build_model(manifest, dtype=dtype)
+        return building.build_model(manifest, dtype=dtype)
     with shardload.keras_bridge.abstraction.abstract():
-        return kerashub.build_model(manifest, dtype=dtype)
+        return building.build_model(manifest, dtype=dtype)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-from shardload.hub.tensors import transformers_tensors
+from shardload.hub.config_forms import transformers_tensors
 
 DECODER = {
     "vocab_size": 48,

@@ -20,7 +20,7 @@ from progress_calls import Counted
 from safetensors import safe_open
 
 from shardload.errors import SourceNotFoundError, UnsupportedError, UsageError, WriteError
-from shardload.hub.tensors import transformers_tensors
+from shardload.hub.config_forms import transformers_tensors
 from shardload.keras_bridge.abstraction import abstract
 from shardload.resolve.architectures import architectures, scaled
 from shardload.synth import names, noise, synth

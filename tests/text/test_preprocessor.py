@@ -12,7 +12,7 @@ from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_to
 
 import shardload
 from shardload.errors import UsageError
-from shardload.hub import kerashub
+from shardload.hub import building, kerashub
 from shardload.synth import synth
 
 pytestmark = [
@@ -205,7 +205,7 @@ def test_it_is_begun_before_the_model_is_built(tmp_path, monkeypatch):
         assert begun.wait(60)
         raise UsageError("enough")
 
-    monkeypatch.setattr(kerashub, "build_model", build)
+    monkeypatch.setattr(building, "build_model", build)
     with pytest.raises(UsageError, match="enough"):
         shardload.load(source)
 
