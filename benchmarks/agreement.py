@@ -230,7 +230,7 @@ def real_prompts(source: str) -> list[list[int]]:
     """`TEXTS` as token ids of the checkpoint's own tokenizer."""
     from shardload.loaders import open_manifest
     from shardload.resolve import resolve
-    from shardload.text.tokenizer import tokenizer_of
+    from shardload.text.sources import tokenizer_of
 
     tokenizer = tokenizer_of(open_manifest(resolve(source).path))
     return [tokenizer.encode(text) for text in TEXTS]

@@ -64,7 +64,7 @@ def gemma3_with_text(folder: Path) -> Path:
         "from shardload.loaders import open_manifest\n"
         "from shardload.loaders.gguf.loader import tokenizer_metadata\n"
         "from shardload.resolve import resolve\n"
-        "from shardload.text.gguf_files import files_of\n"
+        "from shardload.text.gguf_tokenizer import files_of\n"
         "found = open_manifest(resolve('gemma3_270m').path)\n"
         "made = files_of(tokenizer_metadata(found.location), found.source, found.config['model_type'])\n"
         "for name, content in made.items():\n"

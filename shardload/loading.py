@@ -18,7 +18,7 @@ from shardload.pipeline.load import Loaded, joint_load
 from shardload.pipeline.request import LoadRequest, LoadWeightsRequest, PlanRequest
 from shardload.progress import ProgressLike
 from shardload.text.preprocessor import TextInput
-from shardload.text.sources import remember
+from shardload.text.sources import record_text_source
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
         else:
             loaded = pipeline.run_load(request, call, opener=opener, on_opened=text.begin, on_built=text.prepare)
     # For `shardload.generate` and `tokenizer`, which are given the model only.
-    remember(loaded.model, loaded.manifest)
+    record_text_source(loaded.model, loaded.manifest)
     if text is None or (note := text.attach(loaded.model, loaded.manifest)) is None:
         return loaded
     report = replace(loaded.report, notes=(*loaded.report.notes, note))
@@ -230,7 +230,7 @@ def run_load_weights(request: LoadWeightsRequest) -> Loaded:
     """Like `load_weights`, but also return the model and the manifest."""
     with joint_load(request) as call:
         loaded = pipeline.run_load(request, call, opener=partial(pipeline.open_requested, request))
-    remember(loaded.model, loaded.manifest)
+    record_text_source(loaded.model, loaded.manifest)
     return loaded
 
 

@@ -43,7 +43,7 @@ from shardload.resolve import hubs
 from shardload.resolve.opening import open_source
 from shardload.sharding.devices import MeshDevices
 from shardload.sharding.mesh import DEFAULT_AXES, MeshSpec
-from shardload.text.sources import remember
+from shardload.text.sources import record_text_source
 
 
 class NotSupported(Exception):  # noqa: N818 - not an error: Keras makes the call
@@ -102,7 +102,7 @@ def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed
     if any(released):
         refresh_derived(model)
     record_of(model).report = loaded.report
-    remember(model, loaded.manifest)
+    record_text_source(model, loaded.manifest)
 
 
 def _default_device() -> Any:

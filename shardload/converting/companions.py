@@ -34,7 +34,7 @@ from shardload.loaders.contents import member
 from shardload.manifest import Manifest
 from shardload.stores.json_files import parse_object, read_object
 from shardload.stores.local import located, temporary_folder
-from shardload.text.gguf_files import tokenizer_files
+from shardload.text.gguf_tokenizer import tokenizer_files
 
 KERAS, TRANSFORMERS = "keras", "transformers"
 CONFIG_ENTRY = "shardload_transformers"

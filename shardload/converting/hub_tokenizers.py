@@ -27,8 +27,7 @@ from shardload.loaders.gguf.loader import TokenizerMetadata
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.stores import json_files
 from shardload.stores.local import located
-from shardload.text.gguf_files import files_of
-from shardload.text.gguf_tokenizer import CONTROL, NORMAL
+from shardload.text.gguf_tokenizer import CONTROL, NORMAL, files_of
 
 _log = logging.getLogger(__name__)
 _TOKENIZER = "assets/tokenizer"

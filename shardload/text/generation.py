@@ -9,6 +9,7 @@ here, needs only token ids. One prompt on a 2x4 mesh is padded to two rows, and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,7 +93,9 @@ def generate(
     encoded = [found.encode(text) for text in texts]
     # Before anything is compiled: a prompt that is too long would fail only after that, or exhaust the memory.
     _check_context(model, max(map(len, encoded), default=0), max_new_tokens)
-    _say_compiling(model)
+    # Tell people at a terminal why the first call takes so long.
+    if _CACHE not in vars(model) and sys.stderr is not None and sys.stderr.isatty():
+        print("Compiling for the first prompt; on a CPU, this can take a minute.", file=sys.stderr)  # noqa: T201
     added = generate_ids(model, encoded, max_new_tokens=max_new_tokens, stop_ids=found.stop_ids)
     continued = [_continuation(found, ids, new) for ids, new in zip(encoded, added, strict=True)]
     return continued[0] if isinstance(prompts, str) else continued
@@ -101,11 +104,7 @@ def generate(
 def generate_ids(
     model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 32, stop_ids: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    """Continue prompts of token ids greedily; return the ids added to each, without the stop id.
-
-    Raises:
-        UnsupportedError: When the model does not generate, a prompt is empty, or the text exceeds the context.
-    """
+    """Continue prompts of token ids greedily; return the ids added to each, without the stop id."""
     _require_causal_lm(model)
     if not all(len(ids) for ids in prompts):
         raise UnsupportedError("Cannot continue an empty prompt. Give it some text")
@@ -117,13 +116,9 @@ def generate_ids(
         outputs = generate(placed, stop_token_ids=stop_ids or None)
         rows = np.asarray(outputs["token_ids"])
     # Not strict: the rows that fill up the batch are dropped.
-    return [_new_ids(row, len(ids), max_new_tokens, stop_ids) for row, ids in zip(rows, prompts, strict=False)]
-
-
-def _say_compiling(model: Any) -> None:
-    """Tell people at a terminal why the first call takes so long."""
-    if _CACHE not in vars(model) and sys.stderr is not None and sys.stderr.isatty():
-        print("Compiling for the first prompt; on a CPU, this can take a minute.", file=sys.stderr)  # noqa: T201
+    # The loop ends when all rows have a stop id, or at the padded length: a row may have more than it should.
+    added = (row[len(ids) : len(ids) + max_new_tokens].tolist() for row, ids in zip(rows, prompts, strict=False))
+    return [list(itertools.takewhile(lambda token: token not in stop_ids, new)) for new in added]
 
 
 def _check_characters(text: str) -> None:
@@ -180,7 +175,9 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
     # Rounded up, as -(-a // b) is.
     length = -(-longest // LENGTH_STEP) * LENGTH_STEP
     length = min(length, limit) if limit is not None else length
-    rows = -(-len(prompts) // _batch_parts(model)) * _batch_parts(model)
+    binding = binding_of(model)
+    parts = 1 if binding is None else binding.mesh.axis_size(binding.mesh.batch_axis)
+    rows = -(-len(prompts) // parts) * parts
     tokens = np.zeros((rows, length), np.int32)
     mask = np.zeros((rows, length), np.bool_)
     for row in range(rows):
@@ -188,11 +185,6 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
         tokens[row, : len(ids)] = ids
         mask[row, : len(ids)] = True
     return {"token_ids": tokens, "padding_mask": mask}
-
-
-def _batch_parts(model: Any) -> int:
-    binding = binding_of(model)
-    return 1 if binding is None else binding.mesh.axis_size(binding.mesh.batch_axis)
 
 
 @contextlib.contextmanager
@@ -243,16 +235,6 @@ def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
         yield function
     finally:
         model.sampler, model.generate_function = before
-
-
-def _new_ids(row: NDArray[Any], prompt_length: int, max_new_tokens: int, stop_ids: tuple[int, ...]) -> list[int]:
-    # The loop ends when all rows have a stop id, or at the padded length: a row may have more than it should.
-    added: list[int] = []
-    for token in row[prompt_length : prompt_length + max_new_tokens].tolist():
-        if token in stop_ids:
-            break
-        added.append(token)
-    return added
 
 
 def _continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:

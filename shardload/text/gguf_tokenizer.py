@@ -1,4 +1,4 @@
-"""Rebuild the tokenizer in a GGUF file's header exactly.
+"""Rebuild the tokenizer in a GGUF file's header exactly, or write it as the files of a Hugging Face folder.
 
 Five kinds are supported. ``llama`` is SentencePiece: the header has pieces, scores and types, but not the settings,
 which decide everything beyond plain words. All models stored this way use the same settings: byte-pair merging by
@@ -10,19 +10,24 @@ text into words (``tokenizer.ggml.pre``); families define these expressions.
 
 ``gemma4`` is both: pieces as in SentencePiece, and merges.
 
-``bert`` (WordPiece) and ``t5`` (XLM-RoBERTa's unigrams) are in `encoder_tokenizers`.
+``bert`` (WordPiece) and ``t5`` (XLM-RoBERTa's unigrams) are those of encoders. GGUF marks the beginning of a word with
+▁ in every vocabulary, so BERT's mark for the inside of a word is gone::
+
+    vocab.txt   [CLS]   hello    ##ing
+    GGUF        [CLS]   ▁hello   ing
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from shardload.errors import UnsupportedError
+from shardload.errors import SourceError, UnsupportedError
 from shardload.families.parts.gguf import GgufTokenizer
-from shardload.families.registry import pre_tokenizers
+from shardload.families.registry import model_type_of, pre_tokenizers
 from shardload.loaders.gguf.loader import TokenizerMetadata, tokenizer_metadata
+from shardload.manifest import Manifest
 from shardload.stores.location import Location
-from shardload.text.encoder_tokenizers import encoder_tokenizer, surround
 from shardload.text.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -30,45 +35,31 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
 def rebuild(path: Location) -> Tokenizer:
-    """Rebuild the tokenizer of a ``.gguf`` file.
-
-    Raises:
-        UnsupportedError: When the file has no tokenizer, or one whose type is not supported.
-        SourceError: When its parts contradict each other.
-    """
+    """Rebuild the tokenizer of a ``.gguf`` file."""
     return of_metadata(tokenizer_metadata(path), str(path))
 
 
-def of_metadata(found: TokenizerMetadata, path: str) -> Tokenizer:
-    """Rebuild a tokenizer from GGUF metadata; ``path`` is its origin, for messages.
-
-    Raises:
-        UnsupportedError: When its type is not supported.
-        SourceError: When its parts contradict each other.
-    """
-    check_supported(found.model, found.pre, path)
-    match found.model:
+def of_metadata(metadata: TokenizerMetadata, path: str) -> Tokenizer:
+    """Rebuild a tokenizer from GGUF metadata; ``path`` is its origin, for messages."""
+    check_supported(metadata.model, metadata.pre, path)
+    match metadata.model:
         case GgufTokenizer.SENTENCEPIECE:
-            return _sentencepiece(found)
+            import sentencepiece
+
+            processor = sentencepiece.SentencePieceProcessor(model_proto=_sentencepiece_proto(metadata))
+            # The rebuilt model calls them user-defined, and so would print them.
+            control = frozenset(i for i, kind in enumerate(metadata.token_types.tolist()) if kind == CONTROL)
+            return SentencePiece(processor, _stop_ids(metadata), _prefix(metadata), control)
         case GgufTokenizer.BYTE_PAIRS:
-            return byte_level(found)
+            return _byte_level(metadata)
         case GgufTokenizer.SPACED_PAIRS:
-            return spaced_pairs(found)
+            return _spaced_pairs(metadata)
     # Encoders generate nothing, so nothing stops them.
-    return HuggingFace(encoder_tokenizer(found), ())
+    return HuggingFace(_encoder_tokenizer(metadata), ())
 
 
 def check_supported(model: str, pre: str, path: str) -> None:
-    """Raise if a tokenizer of this type cannot be rebuilt.
-
-    Args:
-        model: As in `TokenizerMetadata`.
-        pre: As in `TokenizerMetadata`.
-        path: Its origin, for messages.
-
-    Raises:
-        UnsupportedError: When the type is not supported.
-    """
+    """Raise if a tokenizer of this type cannot be rebuilt; ``path`` is its origin, for messages."""
     # Takes names, not the metadata: a load asks this without reading the vocabulary.
     if model not in tuple(GgufTokenizer):
         raise UnsupportedError(
@@ -82,114 +73,254 @@ def check_supported(model: str, pre: str, path: str) -> None:
         )
 
 
-def sentencepiece_proto(found: TokenizerMetadata) -> bytes:
+def _sentencepiece_proto(metadata: TokenizerMetadata) -> bytes:
     """Return a serialised SentencePiece model that tokenises like the original one."""
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
     # The settings that a header lacks.
     proto = pb2.ModelProto()
     proto.trainer_spec.model_type = pb2.TrainerSpec.BPE
-    proto.trainer_spec.vocab_size = len(found.tokens)
+    proto.trainer_spec.vocab_size = len(metadata.tokens)
     proto.trainer_spec.byte_fallback = True
     proto.normalizer_spec.name = "identity"
-    proto.normalizer_spec.add_dummy_prefix = found.flags.get("add_space_prefix", True)
+    proto.normalizer_spec.add_dummy_prefix = metadata.flags.get("add_space_prefix", True)
     proto.normalizer_spec.remove_extra_whitespaces = False
     proto.normalizer_spec.escape_whitespaces = True
-    unknown = found.special_ids.get("unknown", 0)
+    unknown = metadata.special_ids.get("unknown", 0)
     # The pieces. SentencePiece accepts exactly one of type UNKNOWN.
-    scores = found.scores.tolist() or [0.0] * len(found.tokens)
-    kinds = found.token_types.tolist() or [NORMAL] * len(found.tokens)
-    taken = set(found.tokens)
-    for number, (token, score, stored) in enumerate(zip(found.tokens, scores, kinds, strict=True)):
+    scores = metadata.scores.tolist() or [0.0] * len(metadata.tokens)
+    kinds = metadata.token_types.tolist() or [NORMAL] * len(metadata.tokens)
+    taken = set(metadata.tokens)
+    for number, (token, score, stored) in enumerate(zip(metadata.tokens, scores, kinds, strict=True)):
         # Control pieces become user-defined ones: "<start_of_turn>" in a prompt means that token, not its letters.
         kind = UNKNOWN if number == unknown else {CONTROL: USER_DEFINED, UNKNOWN: UNUSED}.get(stored, stored)
         # SentencePiece refuses empty pieces.
         piece = token or f"<empty {number}>"
-        if kind == USER_DEFINED:
-            piece = _respaced(piece, taken)
+        # Writers of GGUF files replace ▁ in user-defined pieces with spaces; SentencePiece has no spaces. It refuses a
+        # piece that occurs twice, so one whose other form is in the vocabulary stays.
+        if kind == USER_DEFINED and (escaped := piece.replace(" ", "\u2581")) not in taken:
+            piece = escaped
         proto.pieces.add(piece=piece, score=score, type=kind)
     return bytes(proto.SerializeToString())
 
 
-def _respaced(piece: str, taken: set[str]) -> str:
-    """Return a user-defined piece in SentencePiece's form: writers of GGUF files replace its ``▁`` with spaces."""
-    # Unless both forms are in the vocabulary: SentencePiece refuses a piece that occurs twice.
-    escaped = piece.replace(" ", "\u2581")
-    return piece if escaped in taken else escaped
-
-
-def _sentencepiece(found: TokenizerMetadata) -> SentencePiece:
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_proto(found))
-    # The rebuilt model calls them user-defined, and so would print them.
-    control = frozenset(i for i, kind in enumerate(found.token_types.tolist()) if kind == CONTROL)
-    return SentencePiece(processor, _stop_ids(found), _prefix(found), control)
-
-
-def byte_level(found: TokenizerMetadata) -> HuggingFace:
+def _byte_level(metadata: TokenizerMetadata) -> HuggingFace:
     """Rebuild a byte-level BPE tokenizer of a supported type."""
     import tokenizers
     from tokenizers import decoders, models
     from tokenizers import pre_tokenizers as splitters
 
-    pre = pre_tokenizers()[found.pre]
-    model = models.BPE(**_vocabulary(found), ignore_merges=pre.takes_whole_words)
+    pre = pre_tokenizers()[metadata.pre]
+    model = models.BPE(**_vocabulary(metadata), ignore_merges=pre.takes_whole_words)
     inner: Any = tokenizers.Tokenizer(model)
     split = [] if pre.words is None else [splitters.Split(tokenizers.Regex(pre.words), "isolated")]
     inner.pre_tokenizer = splitters.Sequence(
         [*split, splitters.ByteLevel(add_prefix_space=False, use_regex=pre.words is None)]
     )
     inner.decoder = decoders.ByteLevel()
-    _add_tokens(inner, found)
+    _add_tokens(inner, metadata)
     if pre.surrounds_texts:
-        surround(inner, found)
-        return HuggingFace(inner, _stop_ids(found))
+        _surround(inner, metadata)
+        return HuggingFace(inner, _stop_ids(metadata))
     # Llama 3 needs its start token; GPT-2 and Qwen define one that they never use.
-    return HuggingFace(inner, _stop_ids(found), _prefix(found, default=pre.starts_texts))
+    return HuggingFace(inner, _stop_ids(metadata), _prefix(metadata, default=pre.starts_texts))
 
 
-def spaced_pairs(found: TokenizerMetadata) -> HuggingFace:
+def _spaced_pairs(metadata: TokenizerMetadata) -> HuggingFace:
     """Rebuild Gemma 4's tokenizer: byte pairs over text whose spaces are ``▁``, and bytes for what no piece covers."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-    unknown = found.tokens[found.special_ids.get("unknown", 0)]
+    unknown = metadata.tokens[metadata.special_ids.get("unknown", 0)]
     inner: Any = tokenizers.Tokenizer(
-        models.BPE(**_vocabulary(found), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(**_vocabulary(metadata), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     inner.normalizer = normalizers.Replace(" ", "\u2581")
     inner.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    _add_tokens(inner, found)
-    return HuggingFace(inner, _stop_ids(found), _prefix(found))
+    _add_tokens(inner, metadata)
+    return HuggingFace(inner, _stop_ids(metadata), _prefix(metadata))
 
 
-def _vocabulary(found: TokenizerMetadata) -> dict[str, Any]:
+def _vocabulary(metadata: TokenizerMetadata) -> dict[str, Any]:
     """Return the ids and the merges of byte pairs, as arguments of ``models.BPE``."""
     # The first space ends the left half: in these vocabularies, a token has Ġ or ▁ for a space.
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found.merges)]
-    return {"vocab": {token: i for i, token in enumerate(found.tokens)}, "merges": merges}
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata.merges)]
+    return {"vocab": {token: i for i, token in enumerate(metadata.tokens)}, "merges": merges}
 
 
-def _prefix(found: TokenizerMetadata, *, default: bool = True) -> tuple[int, ...]:
+def _prefix(metadata: TokenizerMetadata, *, default: bool = True) -> tuple[int, ...]:
     """Return the start token, if there is one and the header, or else ``default``, says that texts begin with it."""
-    bos = found.special_ids.get("bos")
-    return (bos,) if bos is not None and found.flags.get("add_bos_token", default) else ()
+    bos = metadata.special_ids.get("bos")
+    return (bos,) if bos is not None and metadata.flags.get("add_bos_token", default) else ()
 
 
-def _add_tokens(inner: Any, found: TokenizerMetadata) -> None:
+def _add_tokens(inner: Any, metadata: TokenizerMetadata) -> None:
     """Mark tokens that are matched as a whole: control tokens, which decode to nothing, and user-defined ones."""
     from tokenizers import AddedToken
 
     # Not strict: a header may have no types.
-    kinds = list(zip(found.tokens, found.token_types.tolist(), strict=False))
+    kinds = list(zip(metadata.tokens, metadata.token_types.tolist(), strict=False))
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == CONTROL])
     inner.add_tokens([AddedToken(t, normalized=False) for t, k in kinds if k == USER_DEFINED])
 
 
-def _stop_ids(found: TokenizerMetadata) -> tuple[int, ...]:
+def _stop_ids(metadata: TokenizerMetadata) -> tuple[int, ...]:
     # A header may name the end of a text only; ends of turns are found by their text.
-    named = {found.special_ids[key] for key in ("eos", "eot", "eom") if key in found.special_ids}
-    listed = {i for i, token in enumerate(found.tokens) if token in TURN_ENDS}
+    named = {metadata.special_ids[key] for key in ("eos", "eot", "eom") if key in metadata.special_ids}
+    listed = {i for i, token in enumerate(metadata.tokens) if token in TURN_ENDS}
     return tuple(sorted(named | listed))
+
+
+_START = "\u2581"
+
+
+# ---- encoders ------------------------------------------------------------------------------------
+
+
+def _encoder_tokenizer(metadata: TokenizerMetadata) -> Any:
+    """Return a ``tokenizers.Tokenizer`` for metadata of the model ``bert`` or ``t5``."""
+    inner = _word_pieces(metadata) if metadata.model == GgufTokenizer.WORD_PIECES else _unigrams(metadata)
+    _surround(inner, metadata)
+    return inner
+
+
+def _word_piece_vocabulary(metadata: TokenizerMetadata) -> list[str]:
+    """Return BERT's vocabulary as in ``vocab.txt``."""
+    kinds = metadata.token_types.tolist() or [1] * len(metadata.tokens)
+    pieces = []
+    for token, kind in zip(metadata.tokens, kinds, strict=True):
+        # "[unused7]" is not the inside of a word either, whatever its type.
+        is_whole = token.startswith(_START) or kind == CONTROL or (token[:1], token[-1:]) == ("[", "]")
+        pieces.append(token.removeprefix(_START) if is_whole else f"##{token}")
+    return pieces
+
+
+def _is_lower_case(metadata: TokenizerMetadata) -> bool:
+    """Whether the tokenizer lower-cases text. GGUF does not say, but a cased vocabulary has words with upper case."""
+    return not any(token.startswith(_START) and token != token.lower() for token in metadata.tokens)
+
+
+def _word_pieces(metadata: TokenizerMetadata) -> Any:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    words = _word_piece_vocabulary(metadata)
+    unknown = words[metadata.special_ids["unknown"]] if "unknown" in metadata.special_ids else "[UNK]"
+    # The limit of Hugging Face's BERT: a longer word becomes one unknown token.
+    pieces = models.WordPiece(
+        {word: i for i, word in enumerate(words)}, unk_token=unknown, max_input_chars_per_word=100
+    )
+    inner = tokenizers.Tokenizer(pieces)
+    inner.normalizer = normalizers.BertNormalizer(lowercase=_is_lower_case(metadata))
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.decoder = decoders.WordPiece()
+    return inner
+
+
+def _unigrams(metadata: TokenizerMetadata) -> Any:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    scores = metadata.scores.tolist() or [0.0] * len(metadata.tokens)
+    pairs = list(zip(metadata.tokens, scores, strict=True))
+    # XLM-RoBERTa's ids start with <s>, <pad>, </s>, <unk>.
+    inner = tokenizers.Tokenizer(models.Unigram(pairs, unk_id=metadata.special_ids.get("unknown", 3)))
+    if metadata.charsmap:
+        inner.normalizer = normalizers.Precompiled(metadata.charsmap)
+    # Whitespace is split off first: several spaces count as one, as in Hugging Face's own file.
+    words = pre_tokenizers.Metaspace(
+        prepend_scheme="always" if metadata.flags.get("add_space_prefix", True) else "never"
+    )
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), words])
+    inner.decoder = decoders.Metaspace()
+    return inner
+
+
+def _surround(inner: Any, metadata: TokenizerMetadata) -> None:
+    """Mark control tokens, and add the model's tokens before and after each text; changes ``inner`` in place."""
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+
+    ids = metadata.special_ids
+    # "seperator" is GGUF's spelling.
+    first, last = ids.get("cls", ids.get("bos")), ids.get("seperator", ids.get("eos"))
+    if first is None or last is None:
+        raise SourceError(
+            "Cannot rebuild the tokenizer: it names no tokens for the beginning and the end of a text, expected cls "
+            "and 'seperator' (as GGUF spells it), or bos and eos. Load without a prompt"
+        )
+    kinds = enumerate(metadata.token_types.tolist())
+    control = {i for i, kind in kinds if kind == CONTROL} | {first, last}
+    inner.add_special_tokens([AddedToken(metadata.tokens[i], special=True, normalized=False) for i in sorted(control)])
+    around = [metadata.tokens[first], metadata.tokens[last]]
+    inner.post_processor = TemplateProcessing(
+        single=f"{around[0]} $A {around[1]}", special_tokens=list(zip(around, (first, last), strict=True))
+    )
+
+
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+# ---- files of a Hugging Face folder, which KerasHub reads too ------------------------------------
+
+
+def tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
+    """Return the tokenizer of a GGUF file as Hugging Face's files."""
+    metadata = tokenizer_metadata(manifest.location)
+    return files_of(metadata, manifest.source, str(manifest.config.get("model_type")))
+
+
+def files_of(metadata: TokenizerMetadata, source: str, model_type: str) -> dict[str, bytes]:
+    """Return a tokenizer as Hugging Face's files, which differ from the original ones but give the same tokens.
+
+    llama   SentencePiece      tokenizer.model
+    gpt2    byte-level BPE     tokenizer.json
+    bert    WordPiece          tokenizer.json, vocab.txt
+    t5      unigrams           tokenizer.json
+            all                tokenizer_config.json: special tokens, chat template
+    """
+    ids = metadata.special_ids
+    described: dict[str, Any] = {name: metadata.tokens[ids[key]] for key, name in _SPECIAL.items() if key in ids}
+    if metadata.chat_template is not None:
+        described["chat_template"] = metadata.chat_template
+    if "add_bos_token" in metadata.flags:
+        described["add_bos_token"] = metadata.flags["add_bos_token"]
+    check_supported(metadata.model, metadata.pre, source)
+    if metadata.model in (GgufTokenizer.WORD_PIECES, GgufTokenizer.UNIGRAMS):
+        # KerasHub reads BERT's vocabulary from vocab.txt only.
+        files = {"tokenizer.json": _encoder_tokenizer(metadata).to_str(pretty=True).encode()}
+        described["tokenizer_class"] = "XLMRobertaTokenizer"
+        if metadata.model == GgufTokenizer.WORD_PIECES:
+            files["vocab.txt"] = "".join(f"{word}\n" for word in _word_piece_vocabulary(metadata)).encode()
+            described |= {"tokenizer_class": "BertTokenizer", "do_lower_case": _is_lower_case(metadata)}
+    elif metadata.model in (GgufTokenizer.BYTE_PAIRS, GgufTokenizer.SPACED_PAIRS):
+        described["tokenizer_class"] = "PreTrainedTokenizerFast"
+        rebuilt = _byte_level(metadata) if metadata.model == GgufTokenizer.BYTE_PAIRS else _spaced_pairs(metadata)
+        files = {"tokenizer.json": rebuilt.inner.to_str(pretty=True).encode()}
+    else:
+        described["tokenizer_class"] = model_type_of({"model_type": model_type}).tokenizer_class
+        files = {"tokenizer.model": _with_special(metadata)}
+    return {**files, "tokenizer_config.json": json.dumps(described, indent=2, ensure_ascii=False).encode()}
+
+
+def _with_special(metadata: TokenizerMetadata) -> bytes:
+    """Return a SentencePiece model that marks special pieces as such, which other readers rely on."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2 as pb2
+
+    # The rebuilt model calls them user-defined, to find them in a prompt; other readers expect their type and ids.
+    proto = pb2.ModelProto.FromString(_sentencepiece_proto(metadata))
+    spec = proto.trainer_spec
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
+        # SentencePiece refuses a model without an unknown piece; -1 means that it has none of the others.
+        number = metadata.special_ids.get(key, 0 if key == "unknown" else -1)
+        setattr(spec, f"{name}_id", number)
+        if number >= 0:
+            setattr(spec, f"{name}_piece", proto.pieces[number].piece)
+            if key != "unknown":
+                proto.pieces[number].type = pb2.ModelProto.SentencePiece.CONTROL
+    made = bytes(proto.SerializeToString())
+    # Raises for pieces that it cannot read: better now than in the program that gets the file.
+    sentencepiece.SentencePieceProcessor(model_proto=made)
+    return made

@@ -32,8 +32,7 @@ from shardload.loaders.gguf.loader import tokenizer_metadata
 from shardload.manifest import Manifest
 from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.local import located, temporary_folder
-from shardload.text.gguf_files import files_of
-from shardload.text.gguf_tokenizer import check_supported, of_metadata
+from shardload.text.gguf_tokenizer import check_supported, files_of, of_metadata
 
 if TYPE_CHECKING:
     from shardload.keras_bridge.threads import InThread
@@ -165,9 +164,16 @@ def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
     """Make the preprocessor; return ``None``, with a warning, if KerasHub cannot."""
     try:
         files.check()
-        found = tokenizer_metadata(manifest.location)
-        made = _of_files(cls, manifest, files_of(found, manifest.source, str(manifest.config.get("model_type"))))
-        same = _ids(made) == of_metadata(found, manifest.source).encode(PROBE)
+        metadata = tokenizer_metadata(manifest.location)
+        contents = files_of(metadata, manifest.source, str(manifest.config.get("model_type")))
+        with temporary_folder() as folder:  # KerasHub reads files only
+            for name, content in contents.items():
+                (folder / name).write_bytes(content)
+            made = kerashub.make_preprocessor(cls, replace(manifest, location=located(folder)))
+        # No tokenizer makes more tokens than bytes, but for the start token.
+        prompt = made.generate_preprocess([PROBE], sequence_length=len(PROBE.encode()) + 1)
+        ids = np.asarray(prompt["token_ids"])[0][np.asarray(prompt["padding_mask"])[0]].tolist()
+        same = ids == of_metadata(metadata, manifest.source).encode(PROBE)
     # Of any kind, as above. Only a warning, because token ids and `shardload.generate` work without it.
     except Exception as error:
         warn_caller(f"Cannot make the preprocessor of {manifest.source}: {error}. {INSTEAD}")
@@ -178,21 +184,6 @@ def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
             f"For the file's own tokens: {INSTEAD}"
         )
     return made
-
-
-def _of_files(cls: Any, manifest: Manifest, files: Mapping[str, bytes]) -> Any:
-    # KerasHub reads files only.
-    with temporary_folder() as folder:
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-        return kerashub.make_preprocessor(cls, replace(manifest, location=located(folder)))
-
-
-def _ids(preprocessor: Any) -> list[int]:
-    """Return the token ids of `PROBE` as a prompt."""
-    # No tokenizer makes more tokens than bytes, but for the start token.
-    prompt = preprocessor.generate_preprocess([PROBE], sequence_length=len(PROBE.encode()) + 1)
-    return [int(i) for i in np.asarray(prompt["token_ids"])[0][np.asarray(prompt["padding_mask"])[0]]]
 
 
 # ---- a preprocessor that is made when a task first uses it -----------------------------------------

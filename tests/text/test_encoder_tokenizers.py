@@ -12,7 +12,7 @@ from sentencepiece import sentencepiece_model_pb2
 import shardload
 from shardload.errors import SourceError
 from shardload.loaders import open_manifest
-from shardload.text.gguf_files import tokenizer_files
+from shardload.text.gguf_tokenizer import tokenizer_files
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "hello world", "naïve façade, don't stop: 3.14!"] * 9
 HARD = ["hello world", "Don't  STOP the naïve fox!", "  two\n\nlines\t日本語 3.14", "unjumped foxes", "", "ﬁ ½ Å"]

@@ -349,7 +349,7 @@ def test_empty_prompts_and_too_long_ones_are_refused(gemma3):
 def test_a_prompt_beyond_the_context_is_refused_before_attention_takes_memory(config, tmp_path):
     with abstract():
         model = models.causal_lm("gemma3")
-    sources.remember(model, manifest(tmp_path, vocab_size=64, shardload={"synthetic": True}, **config))
+    sources.record_text_source(model, manifest(tmp_path, vocab_size=64, shardload={"synthetic": True}, **config))
     with pytest.raises(UnsupportedError, match=r"has 16\. Shorten"):
         shardload.generate(model, "x" * 9, max_new_tokens=8)
 
