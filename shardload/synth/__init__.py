@@ -28,20 +28,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardload.errors import WAYS_OUT, UnsupportedError, UsageError, WriteError
 from shardload.families.parts.tensors import Spec
 from shardload.families.registry import model_type_of
 from shardload.hub.config_forms import transformers_tensors
+from shardload.loaders import safetensors_writer
+from shardload.loaders.file_pieces import Wanted
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import root
 from shardload.resolve.architectures import Config, aliases, architectures, lookup, scaled
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import local_target
 from shardload.stores.nowhere import nowhere
-from shardload.synth import noise
 from shardload.units import check_kind, format_bytes, is_integer, plain_dtype_name, spare_bytes
-from shardload.writers import Wanted, safetensors
 
 Format = Literal["preset", "h5", "safetensors"]
 FORMATS: tuple[Format, ...] = ("preset", "h5", "safetensors")
@@ -84,7 +85,7 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        return noise.item_bytes(self.dtype) * sum(math.prod(s.shape) for s in transformers_tensors(self.config))
+        return _item_bytes(self.dtype) * sum(math.prod(s.shape) for s in transformers_tensors(self.config))
 
 
 def names() -> list[ArchitectureSummary]:
@@ -105,7 +106,7 @@ def synth(
     seed: int = 0,
     dtype: str = "bfloat16",
     directory: str | os.PathLike[str] | None = None,
-    shard_bytes: int = safetensors.SHARD_BYTES,
+    shard_bytes: int = safetensors_writer.SHARD_BYTES,
     progress: ProgressLike = None,
     overwrite: bool = False,
 ) -> Path:
@@ -151,7 +152,9 @@ def synth(
     with _as_write_errors(folder):
         _recover(target)
     if target.exists():
-        if _label_of(target) == job.label:
+        about = target / "config.json" if target.is_dir() else Path(f"{str(target).removesuffix('.weights.h5')}.json")
+        described = read_optional(about)
+        if isinstance(described, dict) and described.get("shardload") == job.label:
             return target
         if not overwrite:
             raise WriteError(
@@ -170,13 +173,6 @@ def synth(
     return target
 
 
-def _label_of(target: Path) -> Any:
-    """Return the entry that marks a checkpoint as synthetic (`_Job.label`); ``None`` for anything else."""
-    described = target / "config.json" if target.is_dir() else Path(f"{str(target).removesuffix('.weights.h5')}.json")
-    found = read_optional(described)
-    return found.get("shardload") if isinstance(found, dict) else None
-
-
 def _write(job: _Job, work: Path, *, stem: str, shard_bytes: int, progress: Progress) -> None:
     if job.format == "safetensors":
         _write_safetensors(job, work, shard_bytes=shard_bytes, progress=progress)
@@ -193,7 +189,7 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
 
     specs = transformers_tensors(job.config)
     tensors = [Wanted(spec.name, spec.shape, np.dtype(job.dtype)) for spec in specs]
-    places = safetensors.write_skeleton(work, tensors, shard_bytes=shard_bytes)
+    places = safetensors_writer.write_skeleton(work, tensors, shard_bytes=shard_bytes)
     for number, (spec, place) in enumerate(zip(specs, places, strict=True)):
         with (work / place.pieces[0].path).open("r+b", buffering=0) as file:
             file.seek(place.pieces[0].offset)
@@ -208,7 +204,7 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
 def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress) -> None:
     """Write one tensor's random values at the file's current position."""
     size = math.prod(spec.shape)
-    for chunk in noise.chunks(size, dtype=job.dtype, near_one=spec.near_one, seed=(job.seed, number)):
+    for chunk in random_values(size, dtype=job.dtype, near_one=spec.near_one, seed=(job.seed, number)):
         view = chunk.data.cast("B")
         while view:  # a raw write may be partial
             view = view[file.write(view) :]
@@ -222,7 +218,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     from shardload.keras_bridge.hub_imports import backbone_of
     from shardload.keras_bridge.saving import saved_layout
     from shardload.keras_bridge.weights_files import check_for_keras, listed_by_keras
-    from shardload.writers import h5
+    from shardload.loaders.hdf5 import writer as h5
 
     with abstract():
         config = {**job.config, "torch_dtype": job.dtype}
@@ -245,11 +241,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
 
 @contextlib.contextmanager
 def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> Iterator[Path]:
-    """Yield a temporary folder next to the target; always remove it afterwards.
-
-    Raises:
-        WriteError: When the disk has no space for ``nbytes``.
-    """
+    """Yield a temporary folder next to the target; always remove it afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     spare = spare_bytes(nbytes)
@@ -260,25 +252,25 @@ def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> It
             "smaller scale"
         )
     with _locked(folder, wait=True):
-        _remove_stale(folder, stem)
+        # What killed runs left; a run that lives has locked its folder.
+        for left in folder.glob(f".{glob.escape(stem)}.*.partial"):
+            with _locked(left) as is_free:
+                if is_free:
+                    shutil.rmtree(left, ignore_errors=True)
         # On the target's file system, where publishing is a rename.
         work = Path(tempfile.mkdtemp(prefix=f".{stem}.", suffix=".partial", dir=folder))
         in_use = contextlib.ExitStack()
         in_use.enter_context(_locked(work))
     try:
         with in_use:
-            _try_size(work / "size", largest_file)
+            # libhdf5 crashes if it reaches the limit of file sizes while writing. Growing a sparse file takes no space,
+            # but fails beyond the limit of the process or the file system.
+            with (work / "size").open("wb") as file:
+                file.truncate(largest_file)
+            (work / "size").unlink()
             yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _remove_stale(folder: Path, stem: str) -> None:
-    """Remove what killed runs left; a run that lives has locked its folder."""
-    for left in folder.glob(f".{glob.escape(stem)}.*.partial"):
-        with _locked(left) as is_free:
-            if is_free:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -298,14 +290,6 @@ def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool]:
         yield locked
     finally:
         os.close(fd)
-
-
-def _try_size(path: Path, nbytes: int) -> None:
-    """Raise if files may not be this large: libhdf5 crashes if it reaches the limit while writing."""
-    # Growing a sparse file takes no space, but fails beyond the limit of the process or the file system.
-    with path.open("wb") as file:
-        file.truncate(nbytes)
-    path.unlink()
 
 
 def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
@@ -351,6 +335,55 @@ def _as_write_errors(folder: Path, what: str = "") -> Iterator[None]:
         )
         made.errno = error.errno
         raise made from error
+
+
+# ---- random weights at the speed of memory -------------------------------------------------------
+
+CHUNK_BYTES = 8 << 20
+"""Small enough to stay in the CPU cache until it is written, large enough to amortise each call."""
+# Seeded bits, shaped into floating-point numbers by two masks: bits that stay random, and bits that are set. A weight
+# keeps a random sign, a random mantissa and the last bit of a fixed exponent:
+#
+#     bfloat16    s eeeeeee r mmmmmmm      |x| in [2**-7, 2**-5), mean 0, root mean square 0.019
+#     near one    0 0111111 1 0000mmm      x in [1, 1.06)
+#
+# This is the usual initial spread of transformers (0.02), with every mantissa bit in use, so that a misplaced byte
+# never goes unnoticed; drawing normals would take ten times as long.
+_Masks = tuple[type[np.unsignedinteger[Any]], tuple[int, int], tuple[int, int]]
+_MASKS: dict[str, _Masks] = {
+    "bfloat16": (np.uint16, (0x80FF, 0x3C00), (0x0007, 0x3F80)),
+    "float16": (np.uint16, (0x87FF, 0x2000), (0x003F, 0x3C00)),
+    "float32": (np.uint32, (0x80FFFFFF, 0x3C000000), (0x0007FFFF, 0x3F800000)),
+}
+"""Dtype → unsigned integers of its width, and the masks for values around zero and around one."""
+DTYPES = tuple(_MASKS)
+"""Dtypes that can be written."""
+
+
+def _item_bytes(dtype: str) -> int:
+    if dtype not in _MASKS:
+        raise UnsupportedError(f"Cannot write random weights as {dtype!r}, expected one of {', '.join(DTYPES)}")
+    return np.dtype(_MASKS[dtype][0]).itemsize
+
+
+def random_values(size: int, *, dtype: str, near_one: bool, seed: tuple[int, int]) -> Iterator[NDArray[Any]]:
+    """Yield ``size`` values, `CHUNK_BYTES` at a time, as unsigned integers.
+
+    The seed is that of the checkpoint, with the number of the tensor in it.
+    """
+    width, around_zero, around_one = _MASKS[dtype]
+    keep, base = map(width, around_one if near_one else around_zero)
+    per_chunk = CHUNK_BYTES // _item_bytes(dtype)
+    # The fastest of NumPy's generators, used raw: no conversion to floats, only two masks.
+    bits = np.random.SFC64(np.random.SeedSequence(seed))
+    for start in range(0, size, per_chunk):
+        count = min(per_chunk, size - start)
+        # One word of the generator has eight bytes: four values of bfloat16, two of float32.
+        words = -(-count * _item_bytes(dtype) // 8)
+        values = bits.random_raw(words).view(width)[:count]
+        np.bitwise_and(values, keep, out=values)
+        np.bitwise_or(values, base, out=values)
+        yield values
 
 
 __all__ = ["FORMATS", "MAX_SEED", "ArchitectureSummary", "Format", "names", "synth"]

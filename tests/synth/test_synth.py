@@ -23,7 +23,7 @@ from shardload.errors import SourceNotFoundError, UnsupportedError, UsageError, 
 from shardload.hub.config_forms import transformers_tensors
 from shardload.keras_bridge.abstraction import abstract
 from shardload.resolve.architectures import architectures, scaled
-from shardload.synth import names, noise, synth
+from shardload.synth import DTYPES, names, random_values, synth
 
 # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -51,7 +51,7 @@ def home(tmp_path, monkeypatch):
 
 def drawn(size, *, number, near_one, dtype="bfloat16", seed=0):
     """All values of one tensor, as unsigned integers."""
-    return np.concatenate(list(noise.chunks(size, dtype=dtype, near_one=near_one, seed=(seed, number))))
+    return np.concatenate(list(random_values(size, dtype=dtype, near_one=near_one, seed=(seed, number))))
 
 
 PUBLISHED = {
@@ -140,7 +140,7 @@ def test_sharded_safetensors_have_an_index_and_the_same_values(tmp_path):
         assert set(one.keys()) == set(weight_map)
 
 
-@pytest.mark.parametrize("dtype", noise.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_file_loads_with_keras(dtype):
     path = synth("gpt2", format="h5", scale=0.02, dtype=dtype)
     config = json.loads(path.with_name("gpt2_base-x0.02.json").read_text())
