@@ -32,7 +32,8 @@ from typing import Any
 
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.registry import built_in_specs, specs
-from shardload.resolve.hub_cache import snapshot_of
+from shardload.resolve import hubs
+from shardload.resolve.architectures import alias_note, aliases, architectures, lookup
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import expanded, home, local_target, without_file_scheme
 from shardload.stores.remote import REMOTE_SCHEMES, SCHEMES
@@ -108,7 +109,7 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
     # An existing path wins over a name: a folder called gemma2_9b is loaded, not the preset of that name.
     path = expanded(text)
     if text and _exists(path):
-        path, note = snapshot_of(path.absolute())
+        path, note = hubs.snapshot_of(path.absolute())
         return Resolved(str(path), _joined(note, _synthetic_note(path)))
     # TensorFlow names a checkpoint by the prefix of its files; opening one of them says how to convert it.
     if text and _exists(index := Path(f"{path}.index")):
@@ -127,9 +128,7 @@ def endings() -> tuple[str, ...]:
 def stem_of(name: str, *, announced: bool = True) -> str:
     """Return a file's name without its ending, if that is one of `endings`; for a part of a model, the first part's.
 
-    Args:
-        name: A file's name.
-        announced: Also know the endings of formats that installed packages announce, which imports those packages.
+    With ``announced``, also know the endings of formats that installed packages announce, which imports those packages.
     """
     for spec in specs() if announced else built_in_specs():
         if spec.endings and name.endswith(spec.endings[0]):
@@ -139,14 +138,10 @@ def stem_of(name: str, *, announced: bool = True) -> str:
 
 def candidates() -> list[str]:
     """Return names for shell completion of a source; fast, without network access."""
-    from shardload.resolve.architectures import aliases
-
     return sorted({*_root_names(), *aliases(), PIP_NAME})
 
 
 def _name(asked: str, *, weights: bool) -> Resolved:
-    from shardload.resolve.architectures import alias_note, aliases
-
     name = _spelling(asked)
     tried = [f"a path (no {asked!r} in this folder)"]
     if name == PIP_NAME and (found := _installed(weights=weights)):
@@ -155,7 +150,7 @@ def _name(asked: str, *, weights: bool) -> Resolved:
     for candidate in dict.fromkeys((name, aliases().get(name, name))):
         if path := _in_root(candidate):
             return Resolved(str(path), _joined(alias_note(name, candidate), _synthetic_note(path)))
-    tried.append(f"the checkpoint root {_root_content()}")
+    tried.append(f"the checkpoint root {_shown_root()}")
     if name == PIP_NAME:
         tried.append(f"the package {PIP_PACKAGE} (not installed)")
     if found := _preset(name, aliases().get(name, name), tried, weights=weights):
@@ -165,8 +160,6 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
 def _spelling(name: str) -> str:
     """Return the canonical spelling of a name: case does not matter, nor ``-`` for ``_`` in a known architecture."""
-    from shardload.resolve.architectures import aliases, architectures
-
     if _in_root(name):
         return name
     lower = name.lower()
@@ -202,7 +195,7 @@ def _root_names() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _root_content() -> str:
+def _shown_root() -> str:
     if (folder := root_if_any()) is None:
         return "(there is none: neither SHARDLOAD_HOME nor HOME is set)"
     names = _root_names()
@@ -271,8 +264,6 @@ def _assemble(target: Path) -> None:
 
 def _handle(text: str, *, weights: bool) -> Resolved:
     scheme = text.split("://", 1)[0]
-    from shardload.resolve import hubs
-
     if scheme in SCHEMES and scheme not in REMOTE_SCHEMES:
         raise UnsupportedError(
             f"Cannot read {text} here: only load, load_weights, plan and inspect read {scheme}://. Copy the files to a "
@@ -288,9 +279,6 @@ def _handle(text: str, *, weights: bool) -> Resolved:
 
 def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolved | None:
     """Resolve a KerasHub preset by name, with or without ``_en``; add the reason to ``tried`` if there is none."""
-    from shardload.resolve import hubs
-    from shardload.resolve.architectures import alias_note
-
     preset, handle = _handle_of(found, tried)
     # A plan prefers the architecture to a download, but not to weights that are here already.
     cached = hubs.cached(handle) if handle else None
@@ -324,8 +312,6 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
 
 def _architecture(name: str, *, preset: str | None) -> Resolved | None:
     """Return the architecture of this name, if known; with a note if KerasHub's preset is a different model."""
-    from shardload.resolve.architectures import alias_note, lookup
-
     try:
         found, config = lookup(name)
     except SourceNotFoundError:
@@ -379,8 +365,6 @@ def _on_hub(text: str) -> str:
 
 
 def _nothing(name: str, asked: str, tried: list[str]) -> str:
-    from shardload.resolve.architectures import aliases, architectures
-
     known = [*_root_names(), *architectures(), *aliases(), PIP_NAME]
     close = [c for c in dict.fromkeys(difflib.get_close_matches(name, known, n=4)) if c != name]
     hint = f" Did you mean {', '.join(close)}?" if close else ""

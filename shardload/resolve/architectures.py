@@ -35,11 +35,7 @@ def alias_note(asked: str, found: str) -> str | None:
 
 
 def lookup(name: str) -> tuple[str, Config]:
-    """Return an architecture's canonical name and configuration; KerasHub's ``_en`` ending is optional.
-
-    Raises:
-        SourceNotFoundError: When the name is unknown; the message lists the known names.
-    """
+    """Return an architecture's canonical name and configuration; KerasHub's ``_en`` ending is optional."""
     known = architectures()
     for candidate in (name, name.removesuffix("_en")):
         found = aliases().get(candidate, candidate)

@@ -1,4 +1,4 @@
-"""Model hubs: turn a handle into a local folder, from the hub's own cache or by download.
+"""Model hubs: turn a handle into a local folder, from the hub's own cache or by download; folders in their caches.
 
 ``kaggle://ORG/MODEL/keras/VARIANT[/VERSION]`` goes through kagglehub, ``hf://ORG/MODEL[@REVISION][/FILE]`` through
 huggingface_hub; both come with KerasHub, and both store downloads in caches that they share with other programs.
@@ -11,13 +11,14 @@ import glob
 import os
 import re
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from shardload.errors import MissingExtraError, SourceNotFoundError
 from shardload.loaders.parts import part_number, pattern_of
-from shardload.resolve.hub_cache import HubName
 from shardload.stores.local import any_home, home
+from shardload.units import plural
 
 CONNECT_S = 4.0
 """Long enough for a satellite link, short enough not to look like a hang."""
@@ -35,17 +36,7 @@ _HF_CONFIGURATION = [CONFIG, *_OPTIONAL_FILES]
 
 
 def fetch(handle: str, *, weights: bool = True) -> Path:
-    """Return the local folder of a handle, downloading it if it is not in the hub's cache.
-
-    Args:
-        handle: ``kaggle://…`` or ``hf://…``.
-        weights: Whether its weights are needed. Otherwise only its configuration is downloaded.
-
-    Raises:
-        SourceNotFoundError: When the handle is malformed or unknown, access is refused, or there is no network, or no
-            folder for downloads.
-        MissingExtraError: When the hub's package is not installed.
-    """
+    """Return the local folder of a handle, downloading it, or only its configuration, if the hub's cache lacks it."""
     scheme, name = handle.split("://", 1)
     return _from_kaggle(name, weights=weights) if scheme == "kaggle" else _from_hugging_face(name, weights=weights)
 
@@ -186,3 +177,82 @@ def _refused(handle: str, error: Exception) -> str:
     # Errors of the hubs go on for several lines, with advice for their own tools; the first line has the status.
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return f"Cannot download {handle}: {first}. For a gated model, accept its terms and log in with a token"
+
+
+_REPOSITORY = "models--"
+_HF_FORM = "hf://ORG/MODEL[@REVISION][/FILE]"
+_OTHER_TYPES = ("datasets", "spaces", "kernels", "buckets")
+_HANDLE = re.compile(
+    r"(?:models/)?(?P<repository>(?!models/)[\w.\-]+/[\w.\-]+)"
+    r"(?:@(?P<revision>refs/convert/[\w.\-]+(?=/|$)|refs/pr/\d+(?=/|$)|[^/]+))?(?:/(?P<path>.*))?"
+)
+"""As huggingface_hub reads it: another slash in a revision is written ``%2F``."""
+_SHOWN_SNAPSHOTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """What an ``hf://`` handle names."""
+
+    repository: str
+    revision: str | None
+    """A branch, tag or commit; ``None`` for the main branch."""
+    path: str
+    """A file or folder; empty for all."""
+
+    @classmethod
+    def parse(cls, name: str) -> HubName:
+        """Parse a handle without its scheme."""
+        found = _HANDLE.fullmatch(name)
+        path = (found["path"] or "").removesuffix("/") if found else ""
+        # The name becomes a path in the cache, which it must not leave.
+        if found is None or ".." in found["repository"] or not _is_inside(path) or ".." in (found["revision"] or ""):
+            raise SourceNotFoundError(f"Cannot read hf://{name}, expected {_HF_FORM}")
+        if (kind := name.partition("/")[0]) in _OTHER_TYPES:
+            raise SourceNotFoundError(f"Cannot read hf://{name}, expected a model, {_HF_FORM}, not one of the {kind}")
+        return cls(found["repository"], found["revision"] and unquote(found["revision"]), path)
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"hf://{self.repository}{revision}{f'/{self.path}' if self.path else ''}"
+
+
+def _is_inside(path: str) -> bool:
+    return not path or all(part not in ("", ".", "..") and "\\" not in part for part in path.split("/"))
+
+
+def snapshot_of(path: Path) -> tuple[Path, str | None]:
+    """Return the snapshot to open for a repository's folder in the cache, with a note; any other path unchanged.
+
+    models--org--name/refs/main            the commit of a branch or tag
+    models--org--name/snapshots/<commit>/  its files, as links to ../../blobs: the folder to open
+    """
+    folder = path.parent if path.name == "snapshots" else path
+    snapshots = folder / "snapshots"
+    if not folder.name.startswith(_REPOSITORY) or not snapshots.is_dir():
+        return path, None
+    refs = _refs(folder / "refs")
+    there = sorted(entry.name for entry in snapshots.iterdir() if entry.is_dir())
+    if (main := refs.get("main")) in there:
+        return snapshots / str(main), f"revision main of the cached repository, {main}"
+    if len(there) == 1:
+        return snapshots / there[0], f"the only cached revision of the repository, {there[0]}"
+    if not there:
+        raise SourceNotFoundError(
+            f"Cannot open {path}: this folder of Hugging Face's cache has no snapshot. Download the model again"
+        )
+    names = {commit: name for name, commit in refs.items()}
+    shown = [f"{commit} ({names[commit]})" if commit in names else commit for commit in there[:_SHOWN_SNAPSHOTS]]
+    more = f" and {len(there) - _SHOWN_SNAPSHOTS} more" if len(there) > _SHOWN_SNAPSHOTS else ""
+    raise SourceNotFoundError(
+        f"Cannot choose a revision of {path}: it has {plural(len(there), 'snapshot')}, none of them of the branch "
+        f"main. Open one of the folders in {snapshots}: {', '.join(shown)}{more}"
+    )
+
+
+def _refs(folder: Path) -> dict[str, str]:
+    """Return the commits of branches and tags, whose names may have slashes."""
+    if not folder.is_dir():
+        return {}
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 1000)
+    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace").strip() for path in files}

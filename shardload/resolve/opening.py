@@ -58,22 +58,26 @@ def open_source(
         weights: Whether its weights are needed; otherwise an architecture or a configuration is enough.
         step: Of a folder of training steps, the step: a number, ``"latest"`` or ``"best"``.
         ignore_config: As for `shardload.plan`, for a source without weights.
-
-    Raises:
-        UsageError: When the format is unknown, or ``step`` is of the wrong kind.
-        SourceNotFoundError: When the name resolves to nothing.
-        SourceError: When the checkpoint contradicts itself.
     """
     known = format_names()
     if format is not None and not (isinstance(format, str) and format in known):
         raise UsageError(f"Unknown format {format!r}; supported formats: {', '.join(known)}")
     # A folder of steps opens as its latest one; other steps have to be found first.
     if not (isinstance(step, str) and step == "latest"):
-        source = _step_in(source, step)
+        if not isinstance(source, Location) and location_of(source) is None:
+            source = resolve(source).path
+        number: Any = step  # `find_step` checks it
+        source = find_step(str(source), number).where
     # 1. A URL of an object store, where only training steps are read.
     located = location_of(source)
     if located is not None and isinstance(located.store, RemoteStore):
-        found, manifest = _remote_step(str(source), format)
+        if format not in (None, SPEC.name):
+            raise UnsupportedError(
+                f"Cannot read {source} as {format}: only training steps ({SPEC.name}) can be read from remote stores. "
+                "Copy the checkpoint to this machine and load it from there"
+            )
+        info = prepared(find_step(str(source), "latest"))
+        found, manifest = Resolved(info.where, f"step {info.step}, verified"), open_orbax(info.location)
         return _noted(found, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
     # 2. A location: a store that the caller, or another URL scheme, provides.
     if isinstance(source := located or source, Location):
@@ -104,24 +108,6 @@ def open_source(
     checker = Checker.of_step(manifest.location)
     # Open again, because the first manifest contains values from small files that were not verified yet.
     return _noted(found, open_manifest(manifest.location, format=format), checker, verify=verify)
-
-
-def _remote_step(url: str, format: str | None) -> tuple[Resolved, Manifest]:
-    """Open the step at a URL, or the latest step below it."""
-    if format not in (None, SPEC.name):
-        raise UnsupportedError(
-            f"Cannot read {url} as {format}: only training steps ({SPEC.name}) can be read from remote stores. "
-            "Copy the checkpoint to this machine and load it from there"
-        )
-    info = prepared(find_step(url, "latest"))
-    return Resolved(info.where, f"step {info.step}, verified"), open_orbax(info.location)
-
-
-def _step_in(source: str | os.PathLike[str] | Location, step: Any) -> str:
-    """Return the path or URL of a step in a folder of steps."""
-    if isinstance(source, Location) or location_of(source) is not None:
-        return find_step(str(source), step).where
-    return find_step(resolve(source).path, step).where
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:

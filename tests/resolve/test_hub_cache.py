@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 import shardload
 from shardload.errors import SourceNotFoundError
 from shardload.resolve import hubs, resolve
-from shardload.resolve.hub_cache import HubName
+from shardload.resolve.hubs import HubName
 
 COMMITS = {name: letter * 40 for name, letter in (("main", "a"), ("v1", "b"), ("refs/pr/3", "c"), ("dev/x", "d"))}
 HANDLES = [
