@@ -27,7 +27,7 @@ from shardload.mapping import Items, map_state
 from shardload.pipeline import load as pipeline
 from shardload.pipeline.load import joint_load
 from shardload.pipeline.request import RestoreRequest
-from shardload.processes.calls import Call
+from shardload.processes.joint_call import Call
 from shardload.progress import ProgressLike
 from shardload.reports import LoadReport
 from shardload.resolve.opening import OpenedSource

@@ -105,7 +105,7 @@ def provide_devices(
     simulated = _simulate(jax, min(own or needed, MAX_SIMULATED))
     if processes is not None:
         # Imported after meet(), which must be the first use of JAX.
-        from shardload.processes.calls import start_jax
+        from shardload.processes.joint_call import start_jax
 
         start_jax()
     devices = _start(jax)

@@ -46,7 +46,7 @@ from shardload.loaders.file_pieces import TensorPlace
 from shardload.manifest import View, c_strides
 from shardload.pipeline import arguments
 from shardload.processes.agreement import Topic
-from shardload.processes.calls import Alone, Call, joint
+from shardload.processes.joint_call import Alone, Call, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.layout import Bounds
 from shardload.stores.local import local_target, temporary_folder, working_folder

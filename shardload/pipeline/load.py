@@ -54,7 +54,7 @@ from shardload.pipeline.request import (
     PlanRequest,
     RestoreRequest,
 )
-from shardload.processes.calls import Alone, Call, joint
+from shardload.processes.joint_call import Alone, Call, joint
 from shardload.reports import ByteCounts, HostBytes
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import (

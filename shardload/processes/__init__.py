@@ -88,9 +88,8 @@ def heartbeat() -> Heartbeat:
 def begin(*, by_all: bool = False) -> None:
     """Start the heartbeat, if there are several processes: from now on the others notice if this one dies.
 
-    Args:
-        by_all: Whether all processes do so at this point, and make a joint call next: then one that never does is
-            missed as well, and losses are not logged, because that call raises them.
+    With ``by_all``, all processes do so at this point, and make a joint call next: then one that never does is missed
+    as well, and losses are not logged, because that call raises them.
     """
     if are_several() and not by_all:
         heartbeat()
@@ -155,12 +154,9 @@ call = _Call()
 
 
 class Channel:
-    """A sequence of exchanges, in the same order on every process.
+    """A sequence of exchanges, in the same order on every process, between ``members``, which are all by default.
 
-    Args:
-        name: The name of the channel, the same on all processes; by default its number, which matches if all processes
-            open their channels in the same order.
-        members: The processes that use the channel; all by default.
+    The name is the same on all processes; by default its number, which matches if they open channels in the same order.
     """
 
     _numbers = itertools.count()
@@ -171,17 +167,9 @@ class Channel:
         self._number = 0
 
     def together(self, do: Callable[[], T]) -> list[T]:
-        """Run ``do`` on every process, and wait until all are done.
+        """Run ``do`` on every process, and wait until all are done; return the results, which must be JSON, in order.
 
-        Args:
-            do: The part of this process; its result must be JSON.
-
-        Returns:
-            The results in the order of the processes.
-
-        Raises:
-            ProcessLostError: If a process has exited or went silent.
-            ShardloadError: The first failure, in its own class; on the process that failed, the original error.
+        The first failure is raised on all, in its own class; on the process that failed, the original error.
         """
         if len(self._all()) == 1:
             return [do()]
@@ -208,18 +196,10 @@ class Channel:
         hurried: Callable[[], bool] = lambda: False,
         check: Callable[[], None] = lambda: None,
     ) -> dict[int, Word]:
-        """Send a message and receive the messages of all members.
+        """Send a message and receive those of all members; for one that was lost or sent none, a word about that.
 
-        Args:
-            word: The message of this process.
-            hurried: Called each second: whether a process failed; then the wait is limited to `JOIN_S`.
-            check: Called each second; the exchange ends if it raises.
-
-        Returns:
-            The messages by process; for a process that was lost or sent no message, a message with this fact.
-
-        Raises:
-            ProcessLostError: If the first member, which collects the messages, was lost.
+        Each second, ``hurried`` says whether a process failed, which limits the wait to `JOIN_S`, and ``check`` may
+        raise.
         """
         beat, client = heartbeat(), run_client()
         base, wait = f"{self.name}/{self._number}", _Wait(beat, hurried, check)
@@ -280,25 +260,39 @@ class _Wait:
                 return None
 
 
-def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
-    """Make a request that a running process 0 answers at once and a stopped one never answers."""
+def run_watched(
+    do: Callable[[], Any], *, name: str, every_s: float, look: Callable[[bool], None]
+) -> BaseException | None:
+    """Run ``do`` in another thread and return its error; meanwhile call ``look`` with whether it still runs.
+
+    The wait ends if ``look`` raises. A daemon thread, because what waits for other processes cannot be cancelled, and
+    must not keep the program from ending.
+    """
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            request()
+            do()
         except BaseException as error:
             raised.append(error)
 
-    # A daemon thread, because a request that is never answered cannot be cancelled.
-    made = threading.Thread(target=run, name="shardload-word", daemon=True)
-    made.start()
-    while made.is_alive():
-        made.join(WAIT_MS / 1000)
-        if made.is_alive():
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(every_s)
+        look(thread.is_alive())
+    return raised[0] if raised else None
+
+
+def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
+    """Make a request that a running process 0 answers at once and a stopped one never answers."""
+
+    def look(is_waiting: bool) -> None:
+        if is_waiting:
             beat.check(0)
-    if raised:
-        raise raised[0]
+
+    if (error := run_watched(request, name="shardload-word", every_s=WAIT_MS / 1000, look=look)) is not None:
+        raise error
 
 
 def post(key: str, word: Word) -> None:

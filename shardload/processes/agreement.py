@@ -59,11 +59,7 @@ def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
 
 
 def require(joint: Meetings, found: Sequence[Topic]) -> None:
-    """Check that these topics are the same on all processes.
-
-    Raises:
-        DisagreementError: On all processes, naming the first difference and each side's value.
-    """
+    """Check that these topics are the same on all processes; all raise the first difference, with each side's value."""
     facts = [topic.facts() for topic in found]
     # One meeting for all topics, with digests: the facts, a line per tensor, follow only where digests differ.
     of_each = joint.together(lambda: [digest(one) for one in facts], f"the comparison of {found[0].what}")
@@ -86,7 +82,7 @@ def _disagreement(joint: Meetings, topic: Topic, mine: Facts) -> DisagreementErr
 
 def _difference(first: Facts, mine: Facts) -> tuple[str, str, str] | None:
     """Return the first fact that differs: its name, its value on process 0, and its value here."""
-    for key in [*first, *(key for key in mine if key not in first)]:
+    for key in first | mine:
         if first.get(key) != mine.get(key):
             return key, first.get(key, "none"), mine.get(key, "none")
     return None
@@ -128,16 +124,8 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
 
     JAX's ``device_put`` compares too, but on the devices: a process that raises could then never exit, because its
     devices wait for the devices of the other processes, and a killed process would block the others. So digests are
-    compared through the key-value store.
-
-    Args:
-        values: The initial value, or the inputs it is computed from.
-        path: The path of the variable, for the message.
-        sharding: The sharding of the variable, over devices of all processes that call this.
-
-    Raises:
-        UninitialisedError: If the values differ.
-        ProcessLostError: If one of the processes has exited.
+    compared through the key-value store: of the initial value, or of the inputs it is computed from. Devices of all
+    processes that call this are in the variable's sharding.
     """
     members = tuple(sorted({d.process_index for d in sharding.device_set}))
     digest = hashlib.sha256()

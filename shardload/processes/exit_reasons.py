@@ -22,10 +22,9 @@ from shardload.processes import watchdog
 
 
 class ExitRecorder:
-    """A recorder for failures of this process, in one folder; inactive in a run of one process.
+    """A recorder for failures of this process, in the folder of the steps; inactive in a run of one process.
 
-    Args:
-        folder: The folder of the steps; without it, failures are only written to stderr.
+    Without a folder, failures are only written to stderr.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -36,9 +35,8 @@ class ExitRecorder:
     def begin(self, *, holds_back: bool = False) -> None:
         """Start the helper process that watches this process, and record lost processes.
 
-        Args:
-            holds_back: Keep the stack trace out of stderr with which JAX aborts this process when process 0 has ended:
-                for commands, as it replaces file descriptor 2 and ``sys.stderr``.
+        ``holds_back`` keeps the stack trace out of stderr with which JAX aborts this process when process 0 has ended:
+        for commands, as it replaces file descriptor 2 and ``sys.stderr``.
         """
         if processes.count() == 1 or self._beside is not None:
             return

@@ -46,12 +46,7 @@ _LEFT = "left"
 class Heartbeat:
     """The heartbeat of this process; it also watches the other processes.
 
-    Args:
-        client: The client of the coordination service.
-        index: The index of this process.
-        beat_s: The time between two beats, in seconds.
-        silent_s: The time without a beat after which a process counts as lost.
-        let_go: Called at interpreter exit if the other processes will not exit, too, so that JAX stops waiting.
+    ``let_go`` is called at interpreter exit if the other processes will not exit, too, so that JAX stops waiting.
     """
 
     logs_loss: ClassVar[bool] = True
@@ -114,14 +109,7 @@ class Heartbeat:
         return self._lost
 
     def check(self, process: int | None = None) -> None:
-        """Raise if a process was lost, or if ``process`` has exited.
-
-        Args:
-            process: The process whose message is awaited; without it, orderly exits are not checked.
-
-        Raises:
-            ProcessLostError: If a process was lost, or ``process`` has exited.
-        """
+        """Raise if a process was lost, or if ``process``, whose message is awaited, has exited."""
         if self._lost is not None:
             raise ProcessLostError(f"{self._lost}. Start all processes again; saved steps are untouched")
         if process in self._left:
@@ -173,7 +161,12 @@ class Heartbeat:
 
     def _listen(self) -> None:
         now = time.monotonic()
-        for process, word in self._words().items():
+        # If all processes read all beats, the requests would grow with the square of their number.
+        if not self._index:
+            words = {process: word for process, word in self._all_words().items() if process}
+        else:
+            words = {} if (word := self._read(f"{_ALIVE}0")) is None else {0: word}
+        for process, word in words.items():
             if word.startswith(_LEFT):
                 self._left.add(process)
             # Compare words and this machine's clock: the clocks of other machines may differ.
@@ -192,14 +185,6 @@ class Heartbeat:
             # Another thread may have called `forget` during the request.
             if prefix in self._found:
                 self._found[prefix] = found
-
-    def _words(self) -> dict[int, str]:
-        """Return the last beats of the processes that this process watches."""
-        if self._index:
-            # If all processes read all beats, the requests would grow with the square of their number.
-            word = self._read(f"{_ALIVE}0")
-            return {} if word is None else {0: word}
-        return {process: word for process, word in self._all_words().items() if process}
 
     def _all_words(self) -> dict[int, str]:
         return {int(key.removeprefix(_ALIVE)): word for key, word in self._client.key_value_dir_get(_ALIVE)}

@@ -15,15 +15,15 @@ import json
 import os
 import random
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from shardload import processes
 from shardload.errors import DisagreementError, LoadInterruptedError, ProcessFailedError, ProcessLostError
 from shardload.processes import Channel, Word, agreement
+from shardload.processes.exit_reasons import exit_recorder
 from shardload.progress import Progress
 from shardload.sharding.devices import available
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 LOST_S = 8.0
 """How long this process may wait inside JAX, where it cannot raise, after another process was lost."""
 FAILED_S = 20.0
-"""The same after another process failed; longer, because this process may notice late while it computes."""
+"""How long after another process failed; longer, because this process may notice late while it computes."""
 LOOK_S = 0.2
 """Interval at which a process that waits for JAX to start checks that all others are still running."""
 
@@ -40,8 +40,7 @@ LOOK_S = 0.2
 class JointCall:
     """One process' part in a call that all processes make; the n-th calls of all processes belong together.
 
-    Args:
-        on_end: Called before this process is terminated.
+    ``on_end`` is called before this process is terminated.
     """
 
     is_alone: ClassVar[bool] = False
@@ -99,28 +98,23 @@ class JointCall:
             raise self._from_elsewhere
 
     def together(self, do: Callable[[], T], what: str) -> list[T]:
-        """Meet the other processes: run ``do`` on every process and return all results.
+        """Meet the other processes: run ``do`` on every process and return all results, which must be JSON.
 
-        Args:
-            do: The part of this process; its result must be JSON.
-            what: The name of the meeting, the same on every process.
-
-        Raises:
-            DisagreementError: On all processes, if they are at different meetings.
-            ShardloadError: On all processes, if ``do`` failed on one.
+        ``what`` names the meeting, and is the same on every process: all raise if they are at different ones.
         """
-        try:
+        with self.attempt():
             # The message names its meeting, so that an answer to another question is not taken for one to this.
             word: Word = {"value": do(), "at": what}
-        except BaseException as error:
-            if (cause := self.failure(error)) is error:
-                raise
-            raise cause from None
-        said = self._exchange(word, hurried=self._is_hurried)
+        said = self._exchange(word, hurried=lambda: bool(self._failed()))
         if not all("value" in heard for heard in said.values()) or not said:
             raise self._remember(self._cause(said))
         if len({heard.get("at") for heard in said.values()}) > 1:
-            raise self._remember(_apart(said))
+            where = ", ".join(f"process {i} at {heard.get('at')!r}" for i, heard in said.items())
+            apart = DisagreementError(
+                f"Cannot continue this call of several processes: they are at different points of it, {where:.400}. "
+                "Run the same versions of shardload and of your code on every process"
+            )
+            raise self._remember(apart)
         return [heard["value"] for heard in said.values()]
 
     def first(self, do: Callable[[], T], what: str) -> T:
@@ -132,11 +126,7 @@ class JointCall:
         self.together(lambda: None, what)
 
     def require(self, found: Sequence[agreement.Topic]) -> None:
-        """Check that the processes agree about these topics.
-
-        Raises:
-            DisagreementError: On all processes, when they do not.
-        """
+        """Check that the processes agree about these topics."""
         agreement.require(self, found)
 
     def watched(self, progress: Progress) -> Progress:
@@ -144,11 +134,7 @@ class JointCall:
         return Watched(progress, self.check)
 
     def start_jax(self) -> None:
-        """Start JAX on all processes; this waits for the others.
-
-        Raises:
-            MeshError: On all processes, when JAX did not start on one.
-        """
+        """Start JAX on all processes; this waits for the others."""
         # Two meetings: none starts JAX before all can, and none goes on before all have.
         self.meet("the start of JAX")
         self.together(self._start, "JAX has started")
@@ -165,11 +151,7 @@ class JointCall:
         return self.first(draw, "the seed")
 
     def failure(self, error: BaseException) -> BaseException:
-        """Report a failure of this process to the others, and find the common cause.
-
-        Returns:
-            The error to raise: ``error`` itself, or the error of another process that caused it.
-        """
+        """Report a failure of this process to the others; return what to raise: ``error``, or what caused it."""
         if error is self._heard:
             return error
         root = error
@@ -202,28 +184,19 @@ class JointCall:
 
     def _start(self) -> None:
         """Start JAX's backends in another thread: if another process fails to start, JAX takes minutes to notice."""
-        raised: list[BaseException] = []
 
-        def start() -> None:
-            try:
-                available()
-            except BaseException as error:
-                raised.append(error)
-
-        # A daemon: a start that hangs must not keep the program from ending.
-        starting = threading.Thread(target=start, name="shardload-start", daemon=True)
-        starting.start()
-        while starting.is_alive():
-            starting.join(LOOK_S)
+        def look(is_starting: bool) -> None:
             try:
                 self.check()
             except BaseException:
-                if starting.is_alive():
+                if is_starting:
                     self._beat.abandon()  # JAX would wait for processes that do not come
                 raise
-        if raised:
+
+        error = processes.run_watched(available, name="shardload-start", every_s=LOOK_S, look=look)
+        if error is not None:
             self._beat.abandon()
-            raise raised[0]
+            raise error
 
     def _flags_of_attempt(self) -> str:
         # All processes count the same attempts, as each ends in a meeting.
@@ -243,9 +216,6 @@ class JointCall:
     def _failed(self) -> dict[int, Word]:
         found = {int(process): json.loads(word) for process, word in self._beat.found(self._flags).items()}
         return {process: word for process, word in sorted(found.items()) if process != processes.index()}
-
-    def _is_hurried(self) -> bool:
-        return bool(self._failed())
 
     def _cause(self, said: dict[int, Word]) -> BaseException:
         """Build the exception for the common cause."""
@@ -319,14 +289,6 @@ class Watched:
         self._shown.stop()
 
 
-def _apart(said: dict[int, Word]) -> DisagreementError:
-    where = ", ".join(f"process {i} at {heard.get('at')!r}" for i, heard in said.items())
-    return DisagreementError(
-        f"Cannot continue this call of several processes: they are at different points of it, {where:.400}. Run the "
-        "same versions of shardload and of your code on every process"
-    )
-
-
 def _primary(said: dict[int, Word]) -> int | None:
     """Return the process whose failure caused the others: real failures before damage, secondary errors last."""
     failed = [process for process, heard in said.items() if "error" in heard]
@@ -342,3 +304,79 @@ def _with_note(error: Any, own: BaseException) -> Any:
     if str(own) not in str(error):
         error.add_note(f"On this process: {type(own).__name__}: {own}")
     return error
+
+
+OUTSIDE_S = 3.0
+"""JAX starts if others have not made the call after this time: one of them may be starting JAX outside of any call,
+which waits for this process."""
+
+
+@contextmanager
+def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str = "loading") -> Iterator[JointCall]:
+    """Make a call of a public function together with all other processes of this run.
+
+    ``what`` is loaded or saved, for reports of an unexpected exit; ``arguments`` must be equal on all processes.
+    """
+    # Before the first meeting: if this process is killed from now on, its helper process can say so.
+    recorder = exit_recorder()
+    recorder.begin()
+    recorder.note(f"shardload.{function} was {doing} {str(what)!r}")
+    call = JointCall(on_end=recorder.rest)
+    try:
+        with call.attempt():
+            with processes.starting_meanwhile(available, OUTSIDE_S):
+                call.require(agreement.call_topics(function, arguments))
+            yield call
+    finally:
+        call.close()
+        recorder.rest()
+
+
+def start_jax() -> None:
+    """Start JAX on all processes, before they know what to load."""
+    if processes.are_several():
+        with joint("load", "its devices", {}) as call:
+            call.start_jax()
+
+
+class Alone:
+    """A call of this process only: it has the methods of a `JointCall`, and neither waits for nor notifies others."""
+
+    is_alone: ClassVar[bool] = True
+
+    def together(self, do: Callable[[], T], what: str) -> list[T]:
+        """Return the result of this process."""
+        return [do()]
+
+    def first(self, do: Callable[[], T], what: str) -> T:
+        """Return the result of this process."""
+        return do()
+
+    def meet(self, what: str) -> None:
+        """Do nothing: this process is alone."""
+
+    def require(self, found: Sequence[agreement.Topic]) -> None:
+        """Agree."""
+
+    def watched(self, progress: Progress) -> Progress:
+        """Return the same progress."""
+        return progress
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Let errors inside the block pass."""
+        yield
+
+    def try_again(self) -> None:
+        """Begin an alternative after an `attempt` that failed."""
+
+    def start_jax(self) -> None:
+        """Leave the start of JAX to its first use."""
+
+    def draw_seed(self) -> int | None:
+        """Return ``None``: models draw from the user's generators."""
+        return None
+
+
+Call: TypeAlias = JointCall | Alone
+"""A call of all processes, or of this one."""

@@ -79,13 +79,8 @@ def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
 def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "", *, output: int | None = None) -> None:
     """Follow the status lines of a process on stdin until it ends; record why, if it ended unexpectedly.
 
-    Args:
-        folder: The folder of the steps, or nothing.
-        process: The index of the process.
-        pid: Its number.
-        host: The name of its machine.
-        coordinator: ``host:port`` of the coordination service.
-        output: A pipe with what the process writes to its file descriptor 2.
+    The folder is that of the steps, or empty; ``coordinator`` is the ``host:port`` of the coordination service, and
+    ``output`` a pipe with what the process writes to its file descriptor 2.
     """
     held: list[bytes] = []
     passing_on = threading.Thread(target=_pass_on, args=(output, held), daemon=True)
@@ -102,7 +97,8 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
         if not is_first_gone:
             os.write(2, b"".join(held))
         sys.stderr.write(f"shardload: Process {process} ({host} pid {pid}) ended unexpectedly while {said}: ")
-        sys.stderr.write(f"{_why(coordinator, is_first_gone=is_first_gone)}. Start all processes again\n")
+        gone = f"process 0 has ended, and JAX, whose coordination service it ran at {coordinator}, ended the others"
+        sys.stderr.write(f"{gone if is_first_gone else 'most likely it was killed'}. Start all processes again\n")
     elif said != END:
         doing = said or "training"
         since = max(began, time.time() - RECENT_S)
@@ -127,13 +123,6 @@ def _pass_on(output: int, held: list[bytes]) -> None:
                 held.append(line)
             else:
                 os.write(2, line)
-
-
-def _why(coordinator: str, *, is_first_gone: bool) -> str:
-    """Return the likely cause of the exit of a process that was loading."""
-    if not is_first_gone:
-        return "most likely it was killed"
-    return f"process 0 has ended, and JAX, whose coordination service it ran at {coordinator}, ended the others"
 
 
 def _answers(coordinator: str) -> bool:

@@ -32,7 +32,7 @@ from shardload.keras_bridge.recording import seeded
 from shardload.loaders import open_manifest
 from shardload.pipeline import consistency, preparing
 from shardload.pipeline.request import LoadWeightsRequest
-from shardload.processes import agreement, calls, described, from_elsewhere, joint_call
+from shardload.processes import agreement, described, from_elsewhere, joint_call
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding import devices
 from shardload.sharding.mesh import MeshSpec
@@ -248,7 +248,7 @@ def service(monkeypatch):
     monkeypatch.setattr(job_processes, "count", lambda: 2)
     monkeypatch.setattr(job_processes, "index", lambda: made.me.index)
     monkeypatch.setattr(joint_call.JointCall, "numbers", NumbersOf(made))
-    monkeypatch.setattr(calls, "exit_recorder", lambda: SimpleNamespace(begin=int, note=str, rest=int))
+    monkeypatch.setattr(joint_call, "exit_recorder", lambda: SimpleNamespace(begin=int, note=str, rest=int))
     return made
 
 
@@ -438,5 +438,5 @@ def test_progress_says_which_process_counts(monkeypatch):
     monkeypatch.setattr(job_processes, "count", lambda: 4)
     counted = Counted()
     joint_call.Watched(counted, lambda: None).start(8, "Loading x")
-    calls.Alone().watched(counted).start(8, "Loading x")
+    joint_call.Alone().watched(counted).start(8, "Loading x")
     assert [stage for stage, _, _ in counted.stages] == ["Loading x on process 2 of 4", "Loading x"]
