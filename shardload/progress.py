@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from shardload.errors import UsageError, without_secrets
-from shardload.reports.names import printable
+from shardload.reports import printable
 from shardload.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from shardload.keras_bridge.model_state import learning_rates_of, plain_model
 from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
 from shardload.pipeline.reporting import changed_rates
 from shardload.pipeline.request import RestoreRequest
-from shardload.reports.notes import NoteKind, of_kind
+from shardload.reports.facts import NoteKind, of_kind
 from shardload.restoring import Restored, metric_values, run_restore
 from shardload.runs.contents import trained_batches
 from shardload.runs.data_records import data_records, of_this_process, set_position

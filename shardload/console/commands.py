@@ -25,7 +25,7 @@ from shardload.console import (
 from shardload.console.launch import alone_among_several
 from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
-from shardload.reports.names import printable
+from shardload.reports import printable
 from shardload.synth import MAX_SEED
 from shardload.synth import synth as write_checkpoint
 

@@ -23,7 +23,7 @@ from typer.exceptions import TyperException
 from shardload.console import streams
 from shardload.errors import WAYS_OUT, LimitError, MissingExtraError, ShardloadError, UsageError, errno_of
 from shardload.interrupts import message_of, number_of
-from shardload.reports.names import printable
+from shardload.reports import printable
 
 TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
 MAX_WIDTH = 100

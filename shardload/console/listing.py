@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor, UnreadableRows
-from shardload.reports.names import printable
+from shardload.reports import printable
 from shardload.stores.location import Location
 from shardload.units import format_bytes, format_count, plural
 

@@ -10,7 +10,7 @@ import typer
 
 from shardload.console import jax_setup, listing, options, streams
 from shardload.progress import on_stderr
-from shardload.reports.names import printable
+from shardload.reports import printable
 from shardload.units import format_bytes, plural
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from shardload.interrupts import Terminated, message_of
-from shardload.reports.names import printable
+from shardload.reports import printable
 from shardload.stores import private_copies
 
 _wrote_object = [False]

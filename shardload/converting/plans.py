@@ -12,7 +12,7 @@ from shardload.converting.computing import StoredValue
 from shardload.errors import UnsupportedError
 from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.manifest import View, c_strides
-from shardload.reports.names import printable
+from shardload.reports import printable
 from shardload.units import format_bytes, plural
 
 

@@ -25,7 +25,7 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping.state_tree import Stored
 from shardload.mapping.variable_map import Runtime, Step, VariableMap
-from shardload.reports.notes import Note, NoteKind
+from shardload.reports.facts import Note, NoteKind
 from shardload.transfer.read_tensor import read_tensor
 from shardload.units import plural
 

@@ -26,7 +26,7 @@ from shardload.loaders.orbax.loader import open_orbax
 from shardload.manifest import Manifest
 from shardload.mapping.state_tree import renamed
 from shardload.mapping.stored_values import stored_values, unstored_hook
-from shardload.reports.notes import Note, NoteKind
+from shardload.reports.facts import Note, NoteKind
 from shardload.stores.local import located, temporary_folder
 from shardload.transfer.byte_source import Verifier, check_tensor
 from shardload.transfer.read_tensor import read_rows, row_ranges

@@ -38,7 +38,7 @@ from shardload.mapping.variable_map import (
     split_missing,
     variable_names,
 )
-from shardload.reports.notes import Note, NoteKind
+from shardload.reports.facts import Note, NoteKind
 from shardload.transfer.planning import Binding
 from shardload.units import plural
 

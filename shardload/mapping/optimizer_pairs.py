@@ -22,7 +22,7 @@ from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, attribut
 from shardload.mapping.state_keys import owner_in
 from shardload.mapping.state_tree import Pairing, StateLeaf, Stored, describe
 from shardload.mapping.variable_map import Begun
-from shardload.reports.notes import Note, NoteKind
+from shardload.reports.facts import Note, NoteKind
 from shardload.transfer.read_tensor import read_tensor
 from shardload.units import plural
 

@@ -31,7 +31,7 @@ from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor
 from shardload.mapping.variable_map import VariableMap
-from shardload.reports.notes import NoteKind, of_kind
+from shardload.reports.facts import NoteKind, of_kind
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 READ_BYTES = 8 << 20

@@ -50,7 +50,7 @@ from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
 from shardload.mapping.suggestions import suggestion, unknown_tensor
 from shardload.mapping.variable_map import DirectStep, Mismatch, VariableMap, bind, variable_names
-from shardload.reports.notes import Note, NoteKind
+from shardload.reports.facts import Note, NoteKind
 from shardload.units import plural
 
 Items = Literal["all", "weights", "optimizer", "metrics"]

@@ -29,9 +29,9 @@ from shardload.reports import (
     Outside,
     PlanReport,
     Stages,
+    fold,
 )
-from shardload.reports.names import fold
-from shardload.reports.notes import Note, NoteKind
+from shardload.reports.facts import Note, NoteKind
 from shardload.transfer.casts import overflow_notes
 from shardload.units import format_bytes, format_count, plural
 

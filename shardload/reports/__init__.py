@@ -1,4 +1,43 @@
-"""Reports of loads, of planned loads, and of calls inside `shardload.fast`."""
+"""Reports of loads and of planned loads.
+
+A `LoadReport` describes a load that ran, a `PlanReport` a load that was only planned; both have the
+same fields. ``str(report)`` is a table for people, ``report.to_json()`` an object for programs with these keys::
+
+    source, format, mesh, devices[{id, platform, bytes}], variables, parameters, weight_bytes, bytes{needed, read},
+    seconds{imports, build, plan, transfer, other, total}, throughput_gb_s, host_bytes{budget, peak_staging},
+    layout{sharded, replicated, fallbacks[{variable, wanted, got, why}]}, missing, unused,
+    cast[{variable, stored, loaded}], mismatched[{variable, tensor, expected, found}], computed, initialised,
+    outside[{tensor, reason}], dtypes, notes
+    fits{device_memory, per_device_max, fits, smallest_mesh}                                            plans only
+
+Missing measurements are ``null``, never ``NaN``, so that every JSON parser reads them. The table::
+
+    Source     /models/gemma3_270m.gguf (gguf)
+    Mesh       batch=1,model=2 (2 cpu devices)
+    Weights    268.1 M parameters in 236 variables, 511.4 MiB, bfloat16
+    Devices    cpu 0  255.7 MiB  ████████████████████████
+               cpu 1  255.7 MiB  ████████████████████████
+    Time       build   120 ms  ███████
+               …
+
+It has one function per line of the left column, which returns the content on the right, or nothing. Names are folded
+(`shardload.reports`), and a truncated list always ends with the number of omitted names.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from shardload.reports.facts import (
     ByteCounts,
@@ -11,8 +50,339 @@ from shardload.reports.facts import (
     Outside,
     Stages,
 )
-from shardload.reports.report import LoadReport, PlanReport, Report
 from shardload.sharding.layout import Fallback
+from shardload.units import format_bytes, format_count, format_rate, format_seconds, plural
+
+TEXT_WIDTH = 100
+"""Columns of ``str(report)``, which does not know the width of the reader's window."""
+MAX_DEVICE_LINES = 16
+"""More devices than this are shown as least, median and most: 256 bars are unreadable."""
+MAX_NAME_LINES = 12
+"""Folded names shown per list; ``to_json`` has them all."""
+BAR_WIDTH = 24
+LEAST_SHOWN = 0.01
+"""The part of the total from which imports and other times are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report:
+    """The fields that a load and a plan have in common; never instantiated, see `LoadReport` and `PlanReport`."""
+
+    source: str
+    """Absolute path of the resolved source."""
+    format: str
+    """The checkpoint's format, as in `shardload.manifest.Manifest`."""
+    mesh: str
+    """``batch=1,model=8``."""
+    devices: tuple[DeviceUse, ...]
+    """In mesh order."""
+    variables: int
+    """Variables filled from the checkpoint."""
+    parameters: int
+    """Elements in them."""
+    weight_bytes: int
+    """Bytes of one unsharded copy of them, in the model's dtypes."""
+    bytes: ByteCounts
+    seconds: Stages
+    host_bytes: HostBytes
+    layout: LayoutSummary
+    missing: tuple[str, ...] = ()
+    """Variables the checkpoint has no tensor for."""
+    unused: tuple[str, ...] = ()
+    """Tensors the model has no variable for."""
+    cast: tuple[Cast, ...] = ()
+    mismatched: tuple[Mismatched, ...] = ()
+    """Variables stored in another shape; in a plan, a strict load will refuse them."""
+    computed: tuple[str, ...] = ()
+    """Variables whose value a layer or converter computed from stored tensors instead of copying it."""
+    initialised: tuple[str, ...] = ()
+    """Variables that got their initial value because the checkpoint lacks them (seeds, metrics, heads)."""
+    outside: tuple[Outside, ...] = ()
+    """Tensors that do not belong to the model that was built: buffers, heads, poolers, copies of the embedding."""
+    dtypes: tuple[str, ...] = ()
+    """Dtypes of the variables, the one of most bytes first."""
+    notes: tuple[str, ...] = ()
+    """Anything else a person should know, one line each: ``gemma2_7b is not a released size; loaded gemma2_9b``."""
+
+    @property
+    def throughput_gb_s(self) -> float | None:
+        """Needed bytes per second of transfer, in 1e9 bytes; over-read bytes do not count. ``None`` if not measured."""
+        if not self.seconds.transfer or not math.isfinite(self.seconds.transfer):
+            return None
+        return self.bytes.needed / self.seconds.transfer / 1e9
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object for `json.dumps`, in the key order of the module docstring."""
+        # A property is no field, so the throughput is put where a reader looks for it: after the seconds.
+        facts: dict[str, Any] = {}
+        for key, value in asdict(self).items():
+            facts[key] = _finite(value)
+            if key == "seconds":
+                facts[key] = _finite(self.seconds.named())
+                facts["throughput_gb_s"] = _finite(self.throughput_gb_s)
+        return facts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table, for `rich.print` and notebooks."""
+        yield from sections(self, ascii_only=options.ascii_only)
+
+    def __repr__(self) -> str:
+        counts = {"missing": self.missing, "unused": self.unused, "mismatched": self.mismatched}
+        more = "".join(f", {len(found):,} {name}" for name, found in counts.items() if found)
+        more += f", {plural(len(self.notes), 'note')}" if self.notes else ""
+        return (
+            f"<{type(self).__name__} {self.source} ({self.format}) on {self.mesh}: "
+            f"{plural(self.variables, 'variable')}, {plural(self.weight_bytes, 'byte')}{more}; print it for the table>"
+        )
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        # Without force_jupyter=False, rich shows the table itself, and the notebook shows it again.
+        console = Console(file=io.StringIO(), width=TEXT_WIDTH, record=True, force_jupyter=False)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def __str__(self) -> str:
+        # The same text under any FORCE_COLOR and COLUMNS. rich pads each line with spaces, hence rstrip.
+        text = io.StringIO()
+        # In a notebook, rich would display the report there and write nothing to the file.
+        plain = Console(
+            file=text, width=TEXT_WIDTH, no_color=True, highlight=False, force_terminal=False, force_jupyter=False
+        )
+        plain.print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LoadReport(Report):
+    """The report of a load that ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanReport(Report):
+    """The report of a load that was only planned: sizes are exact, ``seconds.transfer`` is ``None``."""
+
+    fits: Fit | None = field(default=None)
+    """Whether the weights fit devices of the given memory; ``None`` if no device memory was given."""
+
+
+def _finite(value: Any) -> Any:
+    """Return ``value`` with tuples as lists, floats rounded to microseconds and non-finite ones as ``None``."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value
+
+
+def sections(report: Report, *, ascii_only: bool = False) -> Iterator[RenderableType]:
+    """Yield the parts of the table, top to bottom; ``ascii_only`` for outputs that cannot encode block characters."""
+    grid = Table.grid(padding=(0, 3))
+    grid.add_column(style="bold cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, content in _rows(report, "#" if ascii_only else "█"):
+        grid.add_row(label, content)
+    yield grid
+
+
+def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
+    yield "Source", Text(f"{printable(report.source)} ({report.format})")
+    counts = Counter(device.platform for device in report.devices)
+    kinds = ", ".join(plural(n, f"{platform} device") for platform, n in counts.items()) or "no device"
+    yield "Mesh", Text(f"{report.mesh} ({kinds})")
+    parameters = f"{format_count(report.parameters)} parameters in {plural(report.variables, 'variable')}"
+    yield "Weights", Text(", ".join((parameters, format_bytes(report.weight_bytes), *report.dtypes)))
+    if report.devices:
+        yield "Devices", _devices(report.devices, block)
+    yield (
+        "Layout",
+        Text(f"{plural(report.layout.sharded, 'variable')} sharded, {report.layout.replicated:,} replicated"),
+    )
+    if fallbacks := report.layout.fallbacks:
+        reasons = ((f.variable, f"{f.wanted} → {f.got}  {printable(f.why)}") for f in fallbacks)
+        head = f"{plural(len(fallbacks), 'variable')} did not get the layout wanted"
+        yield "Fallbacks", _by_reason(head, reasons, style="yellow")
+    yield "Disk", Text(_disk(report))
+    staged, budget = format_bytes(report.host_bytes.peak_staging), format_bytes(report.host_bytes.budget)
+    yield "Host memory", Text(f"{staged} peak staging of {budget}")
+    yield "Time", _stages(report, block)
+    yield from _lists(report)
+    if (fits := getattr(report, "fits", None)) is not None:
+        yield "Fits", _fit(fits)
+    if report.notes:
+        yield "Notes", Text("\n".join(printable(note) for note in report.notes))
+
+
+def _devices(devices: Sequence[DeviceUse], block: str) -> RenderableType:
+    most = max(device.bytes for device in devices)
+    table = _columns("left", "right", "left")
+    if len(devices) <= MAX_DEVICE_LINES:
+        shown = [(f"{d.platform} {d.id}", d.bytes) for d in devices]
+    else:
+        ranked = sorted(devices, key=lambda d: d.bytes)
+        picked = (("least", ranked[0]), ("median", ranked[len(ranked) // 2]), ("most", ranked[-1]))
+        shown = [(f"{word} ({d.platform} {d.id})", d.bytes) for word, d in picked]
+    for label, n in shown:
+        table.add_row(label, format_bytes(n), _bar(n, most, block))
+    return table
+
+
+def _bar(value: float, most: float, block: str) -> Text:
+    # At least one cell, so that a short stage does not look as if it had not run.
+    cells = round(BAR_WIDTH * value / most) if most > 0 else 0
+    return Text(block * max(cells, 1 if value > 0 else 0), style="green")
+
+
+def _disk(report: Report) -> str:
+    needed, read = report.bytes.needed, report.bytes.read
+    if read == needed:
+        return f"{format_bytes(read)} read, each needed byte once"
+    more = f" ({100 * (read - needed) / needed:+.1f} %)" if needed else ""
+    return f"{format_bytes(read)} read for {format_bytes(needed)} needed{more}"
+
+
+def _stages(report: Report, block: str) -> RenderableType:
+    seconds = report.seconds
+    table = _columns("left", "right", "left")
+    for label, value in seconds.named().items():
+        # Each row's time is rounded: what would not be seen is left out.
+        if label == "total" or (label in ("imports", "other") and (value or 0.0) < LEAST_SHOWN * seconds.total):
+            continue
+        bar = _bar(value or 0.0, seconds.total, block)
+        if label == "transfer" and report.throughput_gb_s is not None:
+            bar.append(f" {format_rate(report.throughput_gb_s)}", style="default")
+        table.add_row(label, format_seconds(value), bar)
+    table.add_row("total", format_seconds(seconds.total), "")
+    return table
+
+
+def _by_reason(head: str, named: Iterable[tuple[str, str]], *, style: str) -> RenderableType:
+    """Return names, folded, each group of them with its reason below."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in named:
+        groups.setdefault(reason, []).append(name)
+    parts: list[RenderableType] = [Text(head, style="dim")]
+    for reason, names in list(groups.items())[:MAX_NAME_LINES]:
+        parts += [_names(fold(names)), Text(f"    {reason}", style=style)]
+    return _with_rest(Group(*parts), [Folded("", len(names)) for names in list(groups.values())[MAX_NAME_LINES:]])
+
+
+def _lists(report: Report) -> Iterator[tuple[str, RenderableType]]:
+    for label, names, meaning in (
+        ("Missing", report.missing, "the checkpoint has no tensor for"),
+        ("Unused", report.unused, "the model has no variable for"),
+        ("Computed", report.computed, "computed from stored tensors, not copied"),
+        ("Initialised", report.initialised, "not in the checkpoint, given their initial value"),
+    ):
+        if names:
+            yield label, Group(Text(f"{len(names):,}, {meaning}", style="dim"), _names(fold(names)))
+    if report.outside:
+        outside = ((one.tensor, printable(one.reason)) for one in report.outside)
+        yield "Outside", _by_reason(f"{len(report.outside):,}, no part of the model", outside, style="dim")
+    if report.cast:
+        yield "Cast", _casts(report.cast)
+    if report.mismatched:
+        yield "Mismatched", _mismatched(report.mismatched)
+
+
+def _names(folded: Sequence[Folded]) -> RenderableType:
+    shown = folded[:MAX_NAME_LINES]
+    times = ((f" {TIMES}{name.count}" if name.count > 1 else "", "dim") for name in shown)
+    lines = (Text.assemble(name.pattern, count) for name, count in zip(shown, times, strict=True))
+    return _with_rest(Group(*lines), folded[MAX_NAME_LINES:])
+
+
+def _casts(casts: Sequence[Cast]) -> RenderableType:
+    groups: dict[tuple[str, str], list[str]] = {}
+    for cast in casts:
+        groups.setdefault((cast.stored, cast.loaded), []).append(cast.variable)
+    lines = []
+    for (stored, loaded), names in groups.items():
+        # That all of 236 variables were cast says more than their names: list names only for a few.
+        folded = fold(names)
+        which = ", ".join(map(str, folded[:3])) + (f", … ({len(folded) - 3:,} more)" if len(folded) > 3 else "")
+        lines.append(Text(f"{stored} → {loaded}  {plural(len(names), 'variable')}: {which}"))
+    return Group(*lines)
+
+
+def _mismatched(found: Sequence[Mismatched]) -> RenderableType:
+    head = Text(f"{len(found):,}, left alone: the checkpoint has another shape", style="dim")
+    lines = (Text(f"{printable(m.variable)}  {_shape(m.expected)}, not {_shape(m.found)}") for m in found)
+    shown = Group(head, *itertools.islice(lines, MAX_NAME_LINES))
+    return _with_rest(shown, [Folded("", 1)] * (len(found) - MAX_NAME_LINES))
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+def _fit(fits: Fit) -> RenderableType:
+    share = 100 * fits.per_device_max / fits.device_memory if fits.device_memory > 0 else 0.0
+    verdict = ("yes", "bold green") if fits.fits else ("no", "bold red")
+    sizes = f"{format_bytes(fits.per_device_max)} of {format_bytes(fits.device_memory)}"
+    text = Text.assemble(verdict, f", weights take {sizes} on the fullest device ({share:.1f} %)")
+    if fits.smallest_mesh:
+        return Group(text, Text(f"Smallest mesh that fits: {fits.smallest_mesh}"))
+    return text if fits.fits else Group(text, Text("No mesh was found that fits"))
+
+
+def _with_rest(shown: RenderableType, rest: Sequence[Folded]) -> RenderableType:
+    if not rest:
+        return shown
+    return Group(shown, Text(f"… and {sum(name.count for name in rest):,} more (--json lists all)", style="dim"))
+
+
+def _columns(*justify: str) -> Table:
+    table = Table.grid(padding=(0, 2))
+    # rich types ``justify`` as a Literal, which a plain str is not.
+    add: Callable[..., None] = table.add_column
+    for side in justify:
+        add(justify=side, overflow="fold")
+    return table
+
+
+TIMES = "×"  # noqa: RUF001 - the multiplication sign is meant
+_NUMBERS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Names that differ only in their numbers."""
+
+    pattern: str
+    """The name, with ``*`` where the names differ."""
+    count: int
+
+    def __str__(self) -> str:
+        return self.pattern if self.count == 1 else f"{self.pattern} {TIMES}{self.count}"
+
+
+def fold(names: Iterable[str]) -> tuple[Folded, ...]:
+    """Group names that differ only in numbers, in order of first appearance; numbers that all of them share stay.
+
+    decoder_block_0/attention/key/kernel
+    decoder_block_1/attention/key/kernel      ─ fold ─►   decoder_block_*/attention/key/kernel  ×18
+    …
+    decoder_block_17/attention/key/kernel
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_NUMBERS.sub("0", name), []).append(name)
+    folded = []
+    for group in groups.values():
+        # The group in `_NUMBERS` keeps the numbers in the split, so all names have as many parts.
+        columns = zip(*(_NUMBERS.split(name) for name in group), strict=True)
+        pattern = "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
+        folded.append(Folded(printable(pattern), len(group)))
+    return tuple(folded)
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Return ``text``, such as untrusted names, with control characters as escapes (``\x1b``), except ``keep``."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
 
 __all__ = [
     "ByteCounts",

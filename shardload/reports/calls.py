@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardload.reports.names import printable
+from shardload.reports import printable
 from shardload.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
-    from shardload.reports.report import LoadReport
+    from shardload.reports import LoadReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import DoesNotFitError, MismatchError, ShardloadError
 from shardload.parallel import search_compiled
-from shardload.reports.notes import Note, NoteKind, of_kind
+from shardload.reports.facts import Note, NoteKind, of_kind
 from shardload.sharding.mesh import MeshSpec
 
 PACKAGE = Path(__file__).parents[2] / "shardload"

@@ -8,6 +8,7 @@ import pytest
 from report_facts import load_report, plan_report
 
 from shardload.reports import (
+    TIMES,
     ByteCounts,
     Cast,
     DeviceUse,
@@ -17,8 +18,9 @@ from shardload.reports import (
     LayoutSummary,
     Outside,
     Stages,
+    fold,
+    printable,
 )
-from shardload.reports.names import TIMES, fold, printable
 
 ISSUE_KEYS = [
     "source",

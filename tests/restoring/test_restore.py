@@ -20,7 +20,7 @@ from shardload.errors import (
     UsageError,
 )
 from shardload.mapping.optimizer_pairs import UNTRAINED
-from shardload.reports.notes import NoteKind, of_kind
+from shardload.reports.facts import NoteKind, of_kind
 from shardload.verifying import verify
 
 MESHES = ["1x8", "2x4", "8x1", "1x3", "1x1"]
