@@ -53,14 +53,7 @@ _GGUF_BLOCK = {
 
 
 def _gguf_entries(values: GgufValues, model_type: str, class_name: str, *, padding: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a GGUF file of the architecture ``bert``.
-
-    Args:
-        values: The header.
-        model_type: The model's.
-        class_name: The model's in transformers.
-        padding: Positions at the beginning that GGUF leaves out.
-    """
+    """Return the ``config.json`` of a file of the architecture ``bert``; GGUF leaves out positions for padding."""
     positions = values.rows("position_embd.weight") or values.count("context_length")
     return model_entries(values, model_type, class_name) | {
         "hidden_size": values.count("embedding_length"),

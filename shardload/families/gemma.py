@@ -30,6 +30,12 @@ from shardload.families.parts.tensors import DECODER_FIELDS, DECODER_HEADS, VISI
 from shardload.families.record import Family, ModelType
 
 _ONE_WAY = {"use_bidirectional_attention": (False, None)}
+_DECODER: dict[str, Any] = {
+    "heads": DECODER_HEADS,
+    "tensor_fields": DECODER_FIELDS,
+    "norms_minus_one": True,
+    "tokenizer_class": "GemmaTokenizer",
+}
 
 
 def _published_gemma(dims: Dims) -> dict[str, Any]:
@@ -104,11 +110,8 @@ GEMMA = ModelType(
         activation_names={"gelu": TANH},
     ),
     only=_ONE_WAY,
-    heads=DECODER_HEADS,
     tensors=DecoderTensors(norms_minus_one=True),
-    tensor_fields=DECODER_FIELDS,
-    norms_minus_one=True,
-    tokenizer_class="GemmaTokenizer",
+    **_DECODER,
 )
 GEMMA_2 = ModelType(
     name="gemma2",
@@ -124,11 +127,8 @@ GEMMA_2 = ModelType(
         caps=Caps(scores=50.0, logits=30.0),
     ),
     only=_ONE_WAY,
-    heads=DECODER_HEADS,
     tensors=DecoderTensors(norms_minus_one=True, sandwich=True),
-    tensor_fields=DECODER_FIELDS,
-    norms_minus_one=True,
-    tokenizer_class="GemmaTokenizer",
+    **_DECODER,
 )
 GEMMA_FAMILY = Family(
     name="gemma",
@@ -248,11 +248,8 @@ GEMMA_3_TEXT = ModelType(
     | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
     checks=replace(_GEMMA_3_CHECKS, attention_flags=("use_bidirectional_attention",)),
     pools_if="use_bidirectional_attention",
-    heads=DECODER_HEADS,
     tensors=DecoderTensors(norms_minus_one=True, sandwich=True, normed_heads=True),
-    tensor_fields=DECODER_FIELDS,
-    norms_minus_one=True,
-    tokenizer_class="GemmaTokenizer",
+    **_DECODER,
 )
 GEMMA_3 = ModelType(
     name="gemma3",
@@ -281,16 +278,16 @@ GEMMA_3_FAMILY = Family(
 )
 
 
-def _gguf_embedding_gemma(values: GgufValues) -> dict[str, Any]:
-    return _gguf_gemma_3(values) | {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
-
-
+_EMBEDDER = {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
 EMBEDDING_GEMMA_FAMILY = Family(
     name="embedding_gemma",
     title="EmbeddingGemma",
     gguf=(
         GgufArchitecture(
-            name="gemma-embedding", config=_gguf_embedding_gemma, block_names=SANDWICH, norms_plus_one=True
+            name="gemma-embedding",
+            config=lambda values: _gguf_gemma_3(values) | _EMBEDDER,
+            block_names=SANDWICH,
+            norms_plus_one=True,
         ),
     ),
 )

@@ -158,13 +158,7 @@ def _complete_qwen_3_moe(config: dict[str, Any]) -> None:
         config["head_dim"] = int(config["hidden_size"]) // heads
 
 
-def _gguf_qwen_3(values: GgufValues) -> dict[str, Any]:
-    return decoder_entries(values, "qwen3", "Qwen3ForCausalLM") | {"use_sliding_window": False, "sliding_window": None}
-
-
-def _gguf_qwen_3_moe(values: GgufValues) -> dict[str, Any]:
-    base = decoder_entries(values, "qwen3_moe", "Qwen3MoeForCausalLM") | expert_entries(values)
-    return base | {"norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None}
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 
 
 def _export_qwen_3(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
@@ -213,8 +207,20 @@ QWEN_3_FAMILY = Family(
         "qwen3_32b": _published_qwen_3(Dims(5120, 64, 64, 8, 25600), tied=False),
     },
     gguf=(
-        GgufArchitecture(name="qwen3", config=_gguf_qwen_3, block_names=BLOCK),
-        GgufArchitecture(name="qwen3moe", config=_gguf_qwen_3_moe, block_names=BLOCK | EXPERTS),
+        GgufArchitecture(
+            name="qwen3",
+            config=lambda values: decoder_entries(values, "qwen3", "Qwen3ForCausalLM") | _NO_WINDOW,
+            block_names=BLOCK,
+        ),
+        GgufArchitecture(
+            name="qwen3moe",
+            config=lambda values: (
+                decoder_entries(values, "qwen3_moe", "Qwen3MoeForCausalLM")
+                | expert_entries(values)
+                | {"norm_topk_prob": True, **_NO_WINDOW}
+            ),
+            block_names=BLOCK | EXPERTS,
+        ),
     ),
     exports={"Qwen3Backbone": Export(_export_qwen_3, "qwen2")},
 )

@@ -7,6 +7,7 @@ cut off the part of an image that fills no patch.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shardload.families.parts.checks import Checks
 from shardload.families.parts.config import BASE, NO_DROPOUT, SIZES, SQUARES, Config
@@ -42,28 +43,23 @@ def _patch_sizes(config: Config) -> tuple[int, int] | None:
     return (image, patch) if isinstance(image, int) and isinstance(patch, int) and patch > 0 else None
 
 
-def _lacking_in_vit(config: Config, name: str) -> str | None:
-    return _no_biases(config) or _oblong(config) or _part_of_a_patch(config, name)
-
-
+_IMAGE_MODEL: dict[str, Any] = {
+    "is_image_model": True,
+    "attends_both_ways": True,
+    "outside": MASK_TOKEN,
+    "has_pooler_outside": True,
+}
 VIT = ModelType(
     name="vit",
     defaults=BASE | NO_DROPOUT | SQUARES | {"qkv_bias": True, "layer_norm_eps": 1e-12},
-    lacking=_lacking_in_vit,
+    lacking=lambda config, name: _no_biases(config) or _oblong(config) or _part_of_a_patch(config, name),
     checks=Checks(("layer_norm_eps", 1e-12), ("hidden_act", "gelu")),
-    is_image_model=True,
-    attends_both_ways=True,
     prefix="vit",
     heads=VISION_HEADS,
-    outside=MASK_TOKEN,
-    has_pooler_outside=True,
+    **_IMAGE_MODEL,
 )
 DEIT = replace(VIT, name="deit", prefix="deit", heads=VISION_HEADS + r"|(cls|distillation)_classifier\.")
 VIT_FAMILY = Family(name="vit", title="ViT", model_types=(VIT, DEIT))
-
-
-def _lacking_in_swin(config: Config, name: str) -> str | None:
-    return _oblong(config) or _part_of_a_patch(config, name) or _padded_windows(config, name)
 
 
 def _padded_windows(config: Config, name: str) -> str | None:
@@ -88,14 +84,11 @@ SWIN = ModelType(
     defaults={"image_size": 224, "patch_size": 4, "window_size": 7, "embed_dim": 96, "mlp_ratio": 4.0, "qkv_bias": True}
     | {"depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24], "drop_path_rate": 0.1}
     | NO_DROPOUT,
-    lacking=_lacking_in_swin,
+    lacking=lambda config, name: _oblong(config) or _part_of_a_patch(config, name) or _padded_windows(config, name),
     checks=Checks(("layer_norm_eps", 1e-5), ("hidden_act", "gelu")),
-    is_image_model=True,
-    attends_both_ways=True,
     prefix="swin",
     heads=VISION_HEADS,
-    outside=MASK_TOKEN,
-    has_pooler_outside=True,
+    **_IMAGE_MODEL,
 )
 SWIN_FAMILY = Family(name="swin", title="Swin Transformer", model_types=(SWIN,))
 
@@ -104,20 +97,13 @@ _DINO_DEFAULTS = BASE | NO_DROPOUT | SQUARES | {"mlp_ratio": 4, "layerscale_valu
 _DINO_DEFAULTS |= {"use_swiglu_ffn": False}
 
 
-def _lacking_in_dino(config: Config, name: str) -> str | None:
-    return _no_biases(config) or _oblong(config)
-
-
 DINO_2 = ModelType(
     name="dinov2",
     defaults=_DINO_DEFAULTS | {"patch_size": 14},
-    lacking=_lacking_in_dino,
+    lacking=lambda config, name: _no_biases(config) or _oblong(config),
     checks=Checks(("layer_norm_eps", 1e-6), ("hidden_act", "gelu")),
-    is_image_model=True,
-    attends_both_ways=True,
     heads=VISION_HEADS,
-    outside=MASK_TOKEN,
-    has_pooler_outside=True,
+    **_IMAGE_MODEL,
 )
 WITH_REGISTERS = replace(DINO_2, name="dinov2_with_registers", defaults=_DINO_DEFAULTS | {"num_register_tokens": 4})
 DINO_3 = ModelType(
@@ -128,10 +114,7 @@ DINO_3 = ModelType(
     | {"num_register_tokens": 0, "use_gated_mlp": False, "attention_dropout": 0.0, "drop_path_rate": 0.0}
     | {f"{part}_bias": part != "key" for part in ("query", "key", "value", "proj", "mlp")},
     lacking=lambda config, name: _oblong(config),
-    is_image_model=True,
-    attends_both_ways=True,
-    outside=MASK_TOKEN,
-    has_pooler_outside=True,
+    **_IMAGE_MODEL,
 )
 DINO_FAMILY = Family(name="dino", title="DINO", model_types=(DINO_2, WITH_REGISTERS, DINO_3))
 

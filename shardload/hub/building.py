@@ -26,6 +26,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
+
 from shardload.errors import (
     LimitError,
     MissingExtraError,
@@ -36,6 +38,10 @@ from shardload.errors import (
 )
 from shardload.hub import config_forms, fidelity, kerashub, quantised
 from shardload.hub.config_forms import MAX_LAYERS
+from shardload.keras_bridge import legacy as legacy_models
+from shardload.keras_bridge.layer_settings import apply_settings, with_dtype, with_saved_policy
+from shardload.keras_bridge.saving import model_of
+from shardload.keras_bridge.training import compile_as_described
 from shardload.loaders import spec_of
 from shardload.loaders.keras_legacy import TRAINING, UNREADABLE
 from shardload.manifest import Manifest
@@ -89,7 +95,7 @@ def build_model(
                 return _from_keras_2(manifest, dtype, scope, compiling)
             case "keras" | "keras-sidecar" as where:
                 if config := manifest.config if where == "keras" else config_forms.config_beside(manifest):
-                    return _deserialize(_with_dtype(config, dtype), manifest, scope, dtype=dtype, compiling=compiling)
+                    return _deserialize(with_dtype(config, dtype), manifest, scope, dtype=dtype, compiling=compiling)
     raise UnsupportedError(
         f"Cannot build the model of {manifest.source}: it contains weights ({manifest.format}), but no description of "
         "their model. Build the model yourself, then call shardload.load_weights(model, source)"
@@ -117,7 +123,7 @@ def checkpoint_dtype(manifest: Manifest) -> str:
 
 
 def _from_preset(manifest: Manifest, dtype: Any, task: bool, scope: Mapping[str, Any]) -> Any:
-    config = _with_dtype(manifest.config, dtype)
+    config = with_dtype(manifest.config, dtype)
     if config.get("config", {}).get("dtype") is None:  # neither named nor the backbone's own: the stored one
         config["config"] = {**config.get("config", {}), "dtype": dtype or checkpoint_dtype(manifest)}
     backbone = _deserialize(config, manifest, scope)
@@ -133,14 +139,8 @@ def _from_preset(manifest: Manifest, dtype: Any, task: bool, scope: Mapping[str,
     # The backbone is built already; the preprocessor may need TensorFlow, and is attached later.
     config = {k: v for k, v in described["config"].items() if k not in ("backbone", "preprocessor")}
     if dtype is not None:
-        config = _with_dtype(config, dtype)
+        config = with_dtype(config, dtype)
     return cls.from_config({**config, "backbone": backbone, "preprocessor": None})
-
-
-def _with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    from shardload.keras_bridge.layer_settings import with_dtype  # imports Keras
-
-    return with_dtype(config, dtype)
 
 
 def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Sequence[str]) -> Any:
@@ -174,8 +174,6 @@ def _has_config(manifest: Manifest) -> bool:
 def _from_keras_2(
     manifest: Manifest, dtype: Any, scope: Mapping[str, Any], compiling: Callable[[str], None] | None
 ) -> Any:
-    from shardload.keras_bridge import legacy as legacy_models
-
     model = legacy_models.build(manifest.config, dtype=dtype, **scope)
     if compiling is None or not (described := manifest.metadata.get(TRAINING)):
         return model
@@ -197,9 +195,6 @@ def _deserialize(
     compiling: Callable[[str], None] | None = None,
 ) -> Any:
     """Build a Keras configuration's model; with ``compiling``, compile it, or call ``compiling`` with the reason."""
-    from shardload.keras_bridge import layer_settings
-    from shardload.keras_bridge.training import compile_as_described
-
     if "keras_hub" in json.dumps(config):
         kerashub.keras_hub()  # registers its classes
     settings = (manifest.metadata.get("structure") or {}).get("form")
@@ -208,7 +203,7 @@ def _deserialize(
     def build() -> Any:
         model = _uncompiled(config, manifest, scope)
         if settings is not None:
-            layer_settings.apply_settings(model, settings, any_policy=dtype is not None)
+            apply_settings(model, settings, any_policy=dtype is not None)
         return model
 
     def build_compiled() -> Any:
@@ -228,14 +223,10 @@ def _deserialize(
     if settings is None:
         return build_compiled()
     has_dtype = isinstance(config.get("config"), Mapping) and "dtype" in config["config"]
-    return layer_settings.with_saved_policy(build_compiled, settings, dtype, has_dtype=has_dtype)
+    return with_saved_policy(build_compiled, settings, dtype, has_dtype=has_dtype)
 
 
 def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[str, Any]) -> Any:
-    import keras
-
-    from shardload.keras_bridge.saving import model_of
-
     # Keras modifies the configuration while it reads it.
     rest = copy.deepcopy({key: value for key, value in config.items() if key != "compile_config"})
     _omit_preprocessor(rest)

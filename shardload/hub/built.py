@@ -11,21 +11,19 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import keras
 import numpy as np
 from numpy.typing import NDArray
 
 from shardload.families.registry import families
+from shardload.keras_bridge.model_state import own_layers
+from shardload.keras_bridge.set_attributes import set_attribute
 
 _ROTARY = ("rotary_embedding_layer", "rope_layer", "rotary_embedding")
 _ACTIVATIONS = ("activation", "act_layer")
 POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
 """Inputs at which activations are compared."""
-
-
-def _own_layers(layer: Any) -> list[Any]:
-    from shardload.keras_bridge.model_state import own_layers  # imports Keras
-
-    return own_layers(layer)
 
 
 def blocks(backbone: Any) -> list[Any]:
@@ -38,8 +36,8 @@ def layers(backbone: Any) -> list[Any]:
     """Return every layer of the text model, or of the whole model if it has no parts."""
     # The configuration's fields describe the text model; encoders of images and sound have their own.
     others = [getattr(backbone, name, None) for name in ("vision_encoder", "audio_encoder")]
-    apart = {id(layer) for other in others if other is not None for layer in _own_layers(other)}
-    return [layer for layer in _own_layers(backbone) if id(layer) not in apart]
+    apart = {id(layer) for other in others if other is not None for layer in own_layers(other)}
+    return [layer for layer in own_layers(backbone) if id(layer) not in apart]
 
 
 def attention_of(block: Any, attribute: str) -> Any:
@@ -49,7 +47,7 @@ def attention_of(block: Any, attribute: str) -> Any:
 
 def _inner_first(block: Any) -> list[Any]:
     """Return a block's layers, then the block itself, whose attributes its layers may not get."""
-    return [*(layer for layer in _own_layers(block) if layer is not block), block]
+    return [*(layer for layer in own_layers(block) if layer is not block), block]
 
 
 def windows_of(blocks: Sequence[Any]) -> list[int | None]:
@@ -81,14 +79,7 @@ def set_window(block: Any, window: int | None) -> None:
     """
     for layer in _inner_first(block):
         if hasattr(layer, "sliding_window"):
-            set_on(layer, "sliding_window", None if window is None else window - _beyond(layer))
-
-
-def set_on(layer: Any, name: str, value: Any) -> None:
-    """Set an attribute on a layer, so that files of shardload store it."""
-    from shardload.keras_bridge.set_attributes import set_attribute  # imports Keras
-
-    set_attribute(layer, name, value)
+            set_attribute(layer, "sliding_window", None if window is None else window - _beyond(layer))
 
 
 def _beyond(layer: Any) -> int:
@@ -187,8 +178,6 @@ def normalisations(backbone: Any) -> list[Any]:
 
 def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield each feed-forward activation: its layer, the attribute that stores it, and the function."""
-    import keras
-
     for layer in layers(backbone):
         for name in _ACTIVATIONS:
             value = getattr(layer, name, None)
@@ -207,6 +196,4 @@ def at_points(function: Any) -> NDArray[np.float64]:
 
 def _compiled(function: Any, *arrays: Any) -> Any:
     """Run ``function`` under jit, to avoid one compilation per operation."""
-    import jax
-
     return jax.jit(function)(*arrays)

@@ -27,6 +27,7 @@ from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import saved_layout
+from shardload.keras_bridge.set_attributes import ENTRY, add_arguments, attributes_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.loaders import spec_of
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
@@ -126,8 +127,6 @@ def save_description(
     KerasHub keeps and ignores ``extra`` entries of ``config.json``. Without ``task.json``, the checkpoint is a
     backbone's; it names ``preprocessor`` if the task has none.
     """
-    from shardload.keras_bridge.set_attributes import ENTRY, add_arguments, attributes_of  # imports Keras
-
     saver = kerashub.preset_saver(folder)
     backbone = backbone_of(model)
     attributes = attributes_of(backbone)

@@ -27,6 +27,7 @@ from shardload.hub.config_forms import config_beside
 from shardload.hub.fields import text_of
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_records import record_of
+from shardload.keras_bridge.set_attributes import ENTRY, apply_attributes, differing_attributes, lost_arguments
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional
@@ -56,8 +57,6 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
 
     It may differ in the fields of ``ignore``; the message of a refusal says how to ignore others.
     """
-    from shardload.keras_bridge.set_attributes import apply_attributes, lost_arguments  # imports Keras
-
     backbone = backbone_of(model)
     record = record_of(backbone)
     if not spec_of(manifest).is_hugging_face:
@@ -109,8 +108,6 @@ def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
 
 
 def _saved_attributes(manifest: Manifest) -> Any:
-    from shardload.keras_bridge.set_attributes import ENTRY  # imports Keras
-
     is_beside = spec_of(manifest).described_by == "keras-sidecar"
     return ((config_beside(manifest) if is_beside else manifest.config) or {}).get(ENTRY, {})
 
@@ -122,8 +119,6 @@ def _described_part(model: Any, manifest: Manifest) -> Any:
 
 def _attribute_notes(model: Any, manifest: Manifest) -> tuple[str, ...]:
     """Say which attributes of a model's layers differ from what the source stores for them."""
-    from shardload.keras_bridge.set_attributes import differing_attributes  # imports Keras
-
     if not (names := differing_attributes(_described_part(model, manifest), _saved_attributes(manifest))):
         return ()
     return (

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 
 from shardload.families.parts import rope
@@ -19,6 +20,7 @@ from shardload.families.parts.config import Config
 from shardload.families.registry import family_of, model_type_of, model_types
 from shardload.hub import built
 from shardload.hub.config_forms import completed
+from shardload.keras_bridge.set_attributes import gelu_tanh, set_attribute
 from shardload.units import plural
 
 SMALL_EPSILON = 1e-4
@@ -138,7 +140,7 @@ def _epsilon(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDif
 
     def fix() -> None:
         for layer in wrong:
-            built.set_on(layer, "epsilon", wanted)
+            set_attribute(layer, "epsilon", wanted)
 
     # Only a small change may be set on layers: files that Keras writes lack it, and a large one would be lost.
     actual = wrong[0].epsilon
@@ -167,7 +169,7 @@ def _activation(config: Config, checks: Checks, backbone: Any) -> Iterator[Field
 
     def fix() -> None:
         for layer, name, _ in wrong:
-            built.set_on(layer, name, wanted)
+            set_attribute(layer, name, wanted)
 
     actual = wrong[0][2]
     close = wanted is not None and float(np.abs(built.at_points(wanted) - built.at_points(actual)).max()) < _CLOSE
@@ -184,10 +186,6 @@ _NAMED = ("gelu", "gelu_new", "silu", "relu", "tanh", "sigmoid")
 @functools.cache
 def _function(name: str) -> Any:
     """Return Keras' function for an activation's name in transformers; ``None`` if Keras has none."""
-    import keras
-
-    from shardload.keras_bridge.set_attributes import gelu_tanh
-
     # transformers has several names for two functions: the exact GELU and its tanh form.
     known = {"gelu": keras.activations.gelu, "silu": keras.activations.silu, "swish": keras.activations.silu}
     known |= dict.fromkeys(("gelu_new", TANH, "gelu_fast"), gelu_tanh)
@@ -296,7 +294,7 @@ def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
 
     def fix() -> None:
         for layer in found:
-            built.set_on(layer, "query_head_dim_normalize", wanted == head_dim)
+            set_attribute(layer, "query_head_dim_normalize", wanted == head_dim)
 
     text = ", ".join(map(str, sorted(actual)))
     yield FieldDifference(field, str(wanted), text, (field,), fix if wanted in (head_dim, per_head) else None)

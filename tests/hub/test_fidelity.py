@@ -12,13 +12,13 @@ import small_folders
 from checkpoints import write_gguf
 from gguf import GGUFWriter
 from keras_hub.src.models.llama.llama_rotary_embedding import LlamaRotaryEmbedding
+from llama3_rule import llama3_factors
 from safetensors.numpy import load_file, save_file
 
 import shardload
 from shardload.converting import transformers as written
 from shardload.errors import MismatchError, SourceError, UnsupportedError, UsageError
 from shardload.families.parts import rope
-from shardload.families.parts.gguf_values import llama3_factors
 from shardload.families.registry import model_types
 from shardload.hub import building, described, fidelity, fields, kerashub
 from shardload.hub import built as built_layers

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import read_tensor, write_gguf
 from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
 from jax.sharding import PartitionSpec
+from llama3_rule import llama3_factors
 
 import shardload
 from shardload.cli import main
@@ -26,7 +27,6 @@ from shardload.errors import (
     UnsafeSourceError,
     UnsupportedError,
 )
-from shardload.families.parts.gguf_values import llama3_factors
 from shardload.families.registry import gguf_architectures
 from shardload.loaders import open_manifest
 from shardload.loaders.gguf.header import INLINE_ITEMS, TYPES, read_array, read_header

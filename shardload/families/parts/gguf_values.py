@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import SourceError, UnsupportedError
+from shardload.families.parts import rope
 from shardload.units import plural
 
 Config = dict[str, Any]
@@ -165,27 +166,18 @@ def with_llama3_scaling(values: GgufValues, base: Config) -> Config:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    if 2 * len(factors) == base["head_dim"]:
-        expected = llama3_factors(scaling, theta=base["rope_theta"], head_dim=base["head_dim"])
-    else:
-        expected = np.empty(0)
+    theta, head_dim = base["rope_theta"], base["head_dim"]
+    configs = ({"rope_theta": theta}, {"rope_theta": theta, "rope_scaling": scaling})
+    plain, slowed = (rope.rotation(one, rope.FULL, rope.Rotary(theta), head_dim=head_dim).angles for one in configs)
+    assert plain is not None and slowed is not None
+    with np.errstate(all="ignore"):  # a hostile theta gives NaN, which equals nothing
+        expected = plain / slowed
     if len(expected) != len(factors) or not np.allclose(expected, factors, rtol=1e-4):
         raise UnsupportedError(
             f"{values.path}: 'rope_freqs.weight' does not follow Llama 3's rule, and its configuration cannot be "
             "recovered from GGUF. Load the safetensors of this model instead"
         )
     return base | {"rope_scaling": scaling}
-
-
-def llama3_factors(scaling: Mapping[str, Any], *, theta: float, head_dim: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the factors by which Llama 3's rule slows each of ``head_dim // 2`` rotary frequencies."""
-    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
-    # A hostile theta gives NaN, which equals nothing.
-    with np.errstate(all="ignore"):
-        wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(0, head_dim, 2) / head_dim)
-        smooth = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
-        factors: np.ndarray[Any, np.dtype[np.float64]] = 1 / ((1 - smooth) / factor + smooth)
-    return factors
 
 
 def expert_entries(values: GgufValues) -> Config:
