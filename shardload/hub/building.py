@@ -91,7 +91,12 @@ def build_model(
                 return _from_preset(manifest, dtype, task, scope)
             case "hugging-face":
                 return _from_transformers(manifest, dtype, task, ignore)
-            case "keras-legacy" if _has_config(manifest):
+            case "keras-legacy" if (why := manifest.metadata.get(UNREADABLE)) is not None:
+                raise UnsupportedError(
+                    f"Cannot build the model of {manifest.source}: its configuration cannot be read ({why}). Build the "
+                    "model yourself, then call shardload.load_weights(model, source)"
+                )
+            case "keras-legacy" if manifest.config:
                 return _from_keras_2(manifest, dtype, scope, compiling)
             case "keras" | "keras-sidecar" as where:
                 if config := manifest.config if where == "keras" else config_forms.config_beside(manifest):
@@ -161,16 +166,6 @@ def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Seque
     return loader.load_task(cls, False, False, backbone=backbone, preprocessor=None, **labels)
 
 
-def _has_config(manifest: Manifest) -> bool:
-    """Whether a file of Keras 2 describes its model."""
-    if (why := manifest.metadata.get(UNREADABLE)) is not None:
-        raise UnsupportedError(
-            f"Cannot build the model of {manifest.source}: its configuration cannot be read ({why}). Build the model "
-            "yourself, then call shardload.load_weights(model, source)"
-        )
-    return bool(manifest.config)
-
-
 def _from_keras_2(
     manifest: Manifest, dtype: Any, scope: Mapping[str, Any], compiling: Callable[[str], None] | None
 ) -> Any:
@@ -229,7 +224,12 @@ def _deserialize(
 def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[str, Any]) -> Any:
     # Keras modifies the configuration while it reads it.
     rest = copy.deepcopy({key: value for key, value in config.items() if key != "compile_config"})
-    _omit_preprocessor(rest)
+    # A task's preprocessor that cannot be made here is left out.
+    inner = rest.get("config")
+    if isinstance(inner, dict) and isinstance(described := inner.get("preprocessor"), dict):
+        cls = kerashub.registered(described, None)
+        if cls is not None and kerashub.lacks_tensorflow(cls):
+            inner["preprocessor"] = None
     config_forms.tie_as_stored(rest, manifest)
     model = model_of(rest, **scope)
     if not isinstance(model, keras.Model):
@@ -239,15 +239,6 @@ def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[st
         )
     fidelity.reconcile(model, manifest)
     return model
-
-
-def _omit_preprocessor(config: dict[str, Any]) -> None:
-    """Remove a task's preprocessor from its serialised configuration, in place, if it cannot be made here."""
-    inner = config.get("config")
-    if isinstance(inner, dict) and isinstance(described := inner.get("preprocessor"), dict):
-        cls = kerashub.registered(described, None)
-        if cls is not None and kerashub.lacks_tensorflow(cls):
-            inner["preprocessor"] = None
 
 
 # ---- errors for configurations that no model can be built from ------------------------------------

@@ -128,16 +128,12 @@ def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable
     for name in names:
         method = _method_of(name, manifest)
         if method is not None and method != decoded and not (method == BARE_FLOAT8 and FIELD in ignore):
-            raise UnsupportedError(_about_tensor(manifest, name, method))
-
-
-def _about_tensor(manifest: Manifest, name: str, method: str) -> str:
-    named = next((found for found, _ in _described(manifest)), method)
-    option = f". If its values need no scales, pass {_OPTION}" if method == BARE_FLOAT8 else ""
-    return (
-        f"Cannot load {manifest.source}: tensor {name!r} ({manifest.tensors[name].dtype}) belongs to weights quantised "
-        f"with {named}, expected plain weights. {_ALTERNATIVES}{option}"
-    )
+            named = next((found for found, _ in _described(manifest)), method)
+            option = f". If its values need no scales, pass {_OPTION}" if method == BARE_FLOAT8 else ""
+            raise UnsupportedError(
+                f"Cannot load {manifest.source}: tensor {name!r} ({manifest.tensors[name].dtype}) belongs to weights "
+                f"quantised with {named}, expected plain weights. {_ALTERNATIVES}{option}"
+            )
 
 
 def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:

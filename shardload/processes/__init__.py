@@ -300,14 +300,11 @@ def post(key: str, word: Word) -> None:
     patiently(lambda: run_client().key_value_set(key, json.dumps(word), allow_overwrite=True), heartbeat())
 
 
-_FIELDS = ("problem", "other_arguments")
-"""Fields of an error that other processes need besides its class."""
-
-
 def described(error: BaseException) -> Word:
     """Describe an error in a message to the other processes."""
     word = {"error": str(error), "kind": type(error).__name__, "errno": getattr(error, "errno", None)}
-    fields = {name: getattr(error, name) for name in _FIELDS if hasattr(error, name)}
+    # Fields of an error that other processes need besides its class.
+    fields = {name: getattr(error, name) for name in ("problem", "other_arguments") if hasattr(error, name)}
     return word | {"in_order": getattr(error, "in_order", False), **fields}
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from jax.sharding import Sharding
@@ -65,27 +65,21 @@ def require(joint: Meetings, found: Sequence[Topic]) -> None:
     of_each = joint.together(lambda: [digest(one) for one in facts], f"the comparison of {found[0].what}")
     for topic, mine, digests in zip(found, facts, zip(*of_each, strict=True), strict=True):
         if len(set(digests)) > 1:
-            raise _disagreement(joint, topic, mine)
+            _raise_difference(joint, topic, mine)
 
 
-def _disagreement(joint: Meetings, topic: Topic, mine: Facts) -> DisagreementError:
+def _raise_difference(joint: Meetings, topic: Topic, mine: Facts) -> NoReturn:
     # All processes come here together, as all compared the same digests.
     first, titles = joint.first(lambda: (mine, topic.titles()), f"what process 0 has of {topic.what}")
-    differences = joint.together(lambda: _difference(first, mine), f"what differs of {topic.what}")
+    differing = next((key for key in first | mine if first.get(key) != mine.get(key)), None)
+    found = None if differing is None else (differing, first.get(differing, "none"), mine.get(differing, "none"))
+    differences = joint.together(lambda: found, f"what differs of {topic.what}")
     key, wanted, _ = next(one for one in differences if one is not None)
     others = [f"process {i} has {one[2]}" for i, one in enumerate(differences) if one is not None and one[0] == key]
-    return DisagreementError(
+    raise DisagreementError(
         f"Cannot make this call together: the processes disagree about {topic.what}. {titles.get(key, key)}: process "
         f"0 has {wanted}, {', '.join(others[:8])}{' …' if len(others) > 8 else ''}. {topic.fix}"
     )
-
-
-def _difference(first: Facts, mine: Facts) -> tuple[str, str, str] | None:
-    """Return the first fact that differs: its name, its value on process 0, and its value here."""
-    for key in first | mine:
-        if first.get(key) != mine.get(key):
-            return key, first.get(key, "none"), mine.get(key, "none")
-    return None
 
 
 def digest(facts: Facts) -> str:

@@ -71,7 +71,8 @@ class Heartbeat:
         self._beat_s, self._silent_s = beat_s, silent_s
         self._let_go = let_go
         self._title = f"{platform.node()} pid {os.getpid()}"
-        self._lost: str | None = None
+        self.lost: str | None = None
+        """The message about the lost process; ``None`` while no process is lost."""
         self._heard: dict[int, tuple[str, float]] = {}
         """The last beat of each process and its time. A process without a beat is not missed: it may be compiling."""
         self._left: set[int] = set()
@@ -103,15 +104,10 @@ class Heartbeat:
             if process != self._index and not (self._index and process):  # those that this one watches
                 self._heard.setdefault(process, ("0 never heard from", now))
 
-    @property
-    def lost(self) -> str | None:
-        """The message about the lost process; ``None`` while no process is lost."""
-        return self._lost
-
     def check(self, process: int | None = None) -> None:
         """Raise if a process was lost, or if ``process``, whose message is awaited, has exited."""
-        if self._lost is not None:
-            raise ProcessLostError(f"{self._lost}. Start all processes again; saved steps are untouched")
+        if self.lost is not None:
+            raise ProcessLostError(f"{self.lost}. Start all processes again; saved steps are untouched")
         if process in self._left:
             error = ProcessLostError(f"Process {process} has ended while others waited for it to take part")
             error.in_order = True
@@ -121,7 +117,7 @@ class Heartbeat:
         """Call ``call`` once when a process is lost, in a heartbeat thread; at once if one is lost already."""
         with self._telling:
             self._told.append(call)
-            late = self._lost
+            late = self.lost
         if late is not None:
             call(late)
 
@@ -145,7 +141,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         number = 0
-        while self._lost is None and not self._leaving.is_set():
+        while self.lost is None and not self._leaving.is_set():
             try:
                 self._say(str(number))
                 self._listen()
@@ -202,7 +198,7 @@ class Heartbeat:
         while not self._leaving.wait(self._beat_s):
             still = 0 if self._rounds != seen else still + 1
             seen = self._rounds
-            if self._lost is None and still * self._beat_s > self._silent_s:
+            if self.lost is None and still * self._beat_s > self._silent_s:
                 self._lose(
                     f"Process 0, which runs the coordination service, has not answered for {self._silent_s:.0f} s"
                 )
@@ -212,9 +208,9 @@ class Heartbeat:
 
     def _lose(self, what: str) -> None:
         with self._telling:
-            if self._lost is not None:
+            if self.lost is not None:
                 return
-            self._lost = what
+            self.lost = what
             told = list(self._told)
         # Outside the lock, which `when_lost` takes as well: a callback may call it.
         if self.logs_loss and not self.each_beat:  # a joint call, which looks at each beat, raises this
@@ -235,7 +231,7 @@ class Heartbeat:
         whose request a lost process 0 never answers does not return before the exit, so waiting for it is useless.
         """
         self._leaving.set()
-        alone = self._lost is not None or self._abandoned
+        alone = self.lost is not None or self._abandoned
         self._thread.join(RETURN_S if alone else LEAVE_S)
         if not self._thread.is_alive():
             with suppress(Exception):

@@ -87,7 +87,13 @@ def generate(
     if not all(isinstance(text, str) for text in texts):
         raise UsageError(f"Cannot continue {prompts!r:.60}: expected text, or a list of texts")
     for text in texts:
-        _check_characters(text)
+        try:  # half of a surrogate pair is a valid str, but tokenizers written in Rust and C++ take UTF-8
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"Cannot continue a prompt with {text[error.start]!a} at position {error.start}, which is half of a "
+                "character. Decode the text from its original bytes as UTF-8"
+            ) from error
     if not (is_integer(max_new_tokens) and max_new_tokens >= 1):
         raise UsageError(f"Cannot use max_new_tokens={max_new_tokens!r:.60}: expected a positive integer")
     encoded = [found.encode(text) for text in texts]
@@ -97,7 +103,12 @@ def generate(
     if _CACHE not in vars(model) and sys.stderr is not None and sys.stderr.isatty():
         print("Compiling for the first prompt; on a CPU, this can take a minute.", file=sys.stderr)  # noqa: T201
     added = generate_ids(model, encoded, max_new_tokens=max_new_tokens, stop_ids=found.stop_ids)
-    continued = [_continuation(found, ids, new) for ids, new in zip(encoded, added, strict=True)]
+    continued = []
+    for ids, new in zip(encoded, added, strict=True):
+        # Decoded with the prompt, as the first piece of a text loses its leading space; but only if the prompt's own
+        # text does not change: its last bytes may form one character with the first new ones.
+        before, whole = found.decode(ids), found.decode([*ids, *new])
+        continued.append(whole[len(before) :] if whole.startswith(before) else found.decode(new))
     return continued[0] if isinstance(prompts, str) else continued
 
 
@@ -119,17 +130,6 @@ def generate_ids(
     # The loop ends when all rows have a stop id, or at the padded length: a row may have more than it should.
     added = (row[len(ids) : len(ids) + max_new_tokens].tolist() for row, ids in zip(rows, prompts, strict=False))
     return [list(itertools.takewhile(lambda token: token not in stop_ids, new)) for new in added]
-
-
-def _check_characters(text: str) -> None:
-    # Half of a surrogate pair is a valid str, but tokenizers written in Rust and C++ take UTF-8.
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"Cannot continue a prompt with {text[error.start]!a} at position {error.start}, which is half of a "
-            "character. Decode the text from its original bytes as UTF-8"
-        ) from error
 
 
 def _opened(tokenizer: Tokenizer | PathLike) -> Tokenizer:
@@ -235,10 +235,3 @@ def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
         yield function
     finally:
         model.sampler, model.generate_function = before
-
-
-def _continuation(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
-    """Return the text of the new ids, decoded with the prompt: the first piece of a text loses its leading space."""
-    # Only if the prompt's own text does not change: its last bytes may form one character with the first new ones.
-    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)

@@ -155,20 +155,17 @@ def _yarn(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float
         low, high = float(np.floor(low)), float(np.ceil(high))
     low, high = max(low, 0.0), min(high, dims - 1.0)
     ramp = np.clip((np.arange(len(plain)) - low) / (high - low if high != low else 0.001), 0, 1)
-    return ramp * plain / factor + (1 - ramp) * plain, _yarn_scale(parameters, factor)
-
-
-def _yarn_scale(parameters: Config, factor: float) -> float:
+    angles = ramp * plain / factor + (1 - ramp) * plain
     if parameters.get("attention_factor") is not None:
-        return _of(parameters, "attention_factor")
+        return angles, _of(parameters, "attention_factor")
 
     # The temperature that the YaRN paper recommends; models with two strengths divide one by the other.
     def scale(strength: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return scale(_of(parameters, "mscale")) / scale(_of(parameters, "mscale_all_dim"))
-    return scale(1.0)
+        return angles, scale(_of(parameters, "mscale")) / scale(_of(parameters, "mscale_all_dim"))
+    return angles, scale(1.0)
 
 
 def _longrope(plain: Angles, base: float, parameters: Config) -> tuple[Angles, float]:
