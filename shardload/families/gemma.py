@@ -166,14 +166,10 @@ def _published_gemma_3(
     return published_decoder("gemma3_text", "Gemma3ForCausalLM", dims, vocab=262144, **rest)
 
 
-# All layers slide but, by default, every sixth.
-def _slides_in_gemma_3(config: Config, i: int) -> bool:
-    return bool((i + 1) % int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6))
-
-
 def _windows_of_gemma_3(config: Config, layers: int) -> list[int | None]:
     """Return the windows; a bidirectional one extends by half its size to each side, and KerasHub counts all tokens."""
-    windows = by_layer_type(_slides_in_gemma_3)(config, layers)
+    every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+    windows = by_layer_type(lambda config, i: (i + 1) % every != 0)(config, layers)
     if not config.get("use_bidirectional_attention"):
         return windows
     return [None if window is None else 2 * (int(window) // 2) + 1 for window in windows]

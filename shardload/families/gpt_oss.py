@@ -12,8 +12,8 @@ from typing import Any
 from shardload.families.parts import rope
 from shardload.families.parts.checks import Checks, by_layer_type, first_slides
 from shardload.families.parts.config import ROTARY, Config, decoder_defaults
-from shardload.families.parts.conversion import Converter, byte_pair_tokenizer
-from shardload.families.parts.gguf import CONTRACTIONS, GgufArchitecture, PreTokenizer
+from shardload.families.parts.conversion import Converter, byte_pair_tokenizer, decoder_arguments, port_ends
+from shardload.families.parts.gguf import BLOCK, CONTRACTIONS, GgufArchitecture, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries
 from shardload.families.parts.rope import Rotary
 from shardload.families.parts.tensors import DECODER_HEADS, OPTIONAL_OUTPUT_LAYER
@@ -41,12 +41,7 @@ def _complete(config: dict[str, Any]) -> None:
         config["rope_scaling"] = _YARN  # transformers 4 reads null as no scaling, 5 as this
 
 
-_GGUF_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
+_GGUF_BLOCK = {name: BLOCK[name] for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")} | {
     "attn_sinks": "self_attn.sinks",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
@@ -71,16 +66,10 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 def _arguments(config: Config) -> dict[str, Any]:
     rotation = rope.rotation(config, rope.FULL, _ROTARY, head_dim=None)
     return {
-        "vocabulary_size": config["vocab_size"],
-        "num_layers": config["num_hidden_layers"],
-        "hidden_dim": config["hidden_size"],
-        "intermediate_dim": config["intermediate_size"],
-        "num_query_heads": config["num_attention_heads"],
-        "num_key_value_heads": config["num_key_value_heads"],
+        **decoder_arguments(config),
         "head_dim": config["head_dim"],
         "num_experts": config["num_local_experts"],
         "top_k": config["num_experts_per_tok"],
-        "layer_norm_epsilon": config["rms_norm_eps"],
         "sliding_window": config["sliding_window"],
         "rope_max_wavelength": rotation.theta,
         "rope_scaling_factor": rotation.parameters.get("factor", 1.0),
@@ -88,10 +77,7 @@ def _arguments(config: Config) -> dict[str, Any]:
 
 
 def _port_weights(backbone: Any, loader: Any, config: Config) -> None:
-    embedding = backbone.token_embedding
-    loader.port_weight(embedding.embeddings, "model.embed_tokens.weight")
-    loader.port_weight(embedding.reverse_embeddings, "lm_head.weight", lambda value, _: value.T)
-    loader.port_weight(backbone.layer_norm.scale, "model.norm.weight")
+    port_ends(backbone, loader)
     for i, block in enumerate(backbone.transformer_layers):
         at = f"model.layers.{i}"
         loader.port_weight(block.input_layernorm.scale, f"{at}.input_layernorm.weight")
@@ -124,13 +110,7 @@ GPT_OSS = ModelType(
     | {"rope_theta": 1.5e5, "rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128}
     | {"num_local_experts": 128, "num_experts_per_tok": 4},
     complete=_complete,
-    checks=Checks(
-        ("rms_norm_eps", 1e-5),
-        None,
-        _ROTARY,
-        by_layer_type(first_slides),
-        sets_windows=True,
-    ),
+    checks=Checks(("rms_norm_eps", 1e-5), None, _ROTARY, by_layer_type(first_slides), sets_windows=True),
     only={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     heads=DECODER_HEADS,
     optional_part=OPTIONAL_OUTPUT_LAYER,

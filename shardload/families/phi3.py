@@ -14,7 +14,7 @@ from shardload.errors import SourceError
 from shardload.families.parts import rope
 from shardload.families.parts.checks import SILU, Checks, every_layer
 from shardload.families.parts.config import ROTARY, Config, decoder_defaults
-from shardload.families.parts.conversion import Converter
+from shardload.families.parts.conversion import Converter, decoder_arguments, port_ends
 from shardload.families.parts.gguf import CONTRACTIONS, WORDS, GgufArchitecture, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, shortest
 from shardload.families.parts.rope import Rotary
@@ -62,17 +62,8 @@ def _longrope(values: GgufValues) -> dict[str, Any]:
 
 def _arguments(config: Config) -> dict[str, Any]:
     scaling = rope.rotation(config, rope.FULL, _ROTARY, head_dim=None)
-    found = {
-        "vocabulary_size": config["vocab_size"],
-        "num_layers": config["num_hidden_layers"],
-        "hidden_dim": config["hidden_size"],
-        "intermediate_dim": config["intermediate_size"],
-        "num_query_heads": config["num_attention_heads"],
-        "num_key_value_heads": config["num_key_value_heads"],
-        "layer_norm_epsilon": config["rms_norm_eps"],
-        "max_sequence_length": config["max_position_embeddings"],
-        "rope_max_wavelength": scaling.theta,
-    }
+    found = decoder_arguments(config)
+    found |= {"max_sequence_length": config["max_position_embeddings"], "rope_max_wavelength": scaling.theta}
     if scaling.kind != "longrope":
         return found
     return found | {
@@ -84,10 +75,7 @@ def _arguments(config: Config) -> dict[str, Any]:
 
 
 def _port_weights(backbone: Any, loader: Any, config: Config) -> None:
-    embedding = backbone.token_embedding
-    loader.port_weight(embedding.embeddings, "model.embed_tokens.weight")
-    loader.port_weight(embedding.reverse_embeddings, "lm_head.weight", lambda value, _: value.T)
-    loader.port_weight(backbone.layer_norm.scale, "model.norm.weight")
+    port_ends(backbone, loader)
     for i, block in enumerate(backbone.transformer_layers):
         _port_block(block, loader, f"model.layers.{i}")
 
@@ -113,10 +101,6 @@ def _port_block(block: Any, loader: Any, at: str) -> None:
     loader.port_weight(block.feedforward_output_dense.kernel, f"{at}.mlp.down_proj.weight", lambda value, _: value.T)
 
 
-def _tokenizer(cls: Any, preset: str, **kwargs: Any) -> Any:
-    return cls(str(Path(preset) / "tokenizer.model"), **kwargs)
-
-
 PHI_3 = ModelType(
     name="phi3",
     defaults=ROTARY
@@ -124,7 +108,10 @@ PHI_3 = ModelType(
     | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "sliding_window": None},
     checks=Checks(("rms_norm_eps", 1e-5), SILU, _ROTARY, every_layer),
     optional_part=OPTIONAL_OUTPUT_LAYER,
-    converter=Converter("Phi3Backbone", _arguments, _port_weights, _tokenizer),
+    converter=Converter(
+        *("Phi3Backbone", _arguments, _port_weights),
+        lambda cls, folder, **kwargs: cls(str(Path(folder) / "tokenizer.model"), **kwargs),
+    ),
 )
 FAMILY = Family(
     name="phi3",

@@ -78,7 +78,9 @@ def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> 
     if refused := [d for d in rest if not set(d.names) & set(ignore)]:
         raise UnsupportedError(_refusal(manifest, backbone, refused))
     notes += [f"{d.field} ignored: {d}" for d in rest]
-    notes += [*fields.untied(manifest.config, backbone), *fields.limits(manifest.config), *_pooling_notes(manifest)]
+    notes += [*fields.untied(manifest.config, backbone), *fields.limits(manifest.config)]
+    if _is_embedder(manifest) and (why := _other_form(manifest.location)) is not None:
+        notes.append(f"Built without pooled_output, because {why}; sequence_output equals the source's")
     notes += [
         f"{name}: {value}, which {type(backbone).__name__} does not serialise. {_kept_by_ours(default)}"
         for name, (value, default) in lost_arguments(backbone).items()
@@ -200,6 +202,15 @@ def _window_arguments(config: Config, checks: Checks) -> dict[str, Any]:
     return {"use_sliding_window_attention": True, "sliding_window_size": size, "sliding_window": size}
 
 
+# ---- the layers after EmbeddingGemma's last one ---------------------------------------------------
+#
+# sentence-transformers stores them in separate folders. KerasHub's class supports one form of pooling, projection and
+# normalisation. A folder in another form, or with none, is built without these layers, and the report says so; its
+# hidden states still equal those of the source.
+#
+#     modules.json   Transformer ─► Pooling (mean) ─► Dense ─► Dense (no bias, no activation) ─► Normalize
+#                                   1_Pooling         2_Dense  3_Dense
+
 _POOLING_FORM = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
 # KerasHub's converter reads these folders, whatever modules.json says.
 _POOLING_PATHS = ["", "1_Pooling", "2_Dense", "3_Dense"]
@@ -216,14 +227,6 @@ def _pooling_arguments(manifest: Manifest) -> dict[str, Any]:
     widths = [_module_config(manifest.location / part).get("out_features") for part in _DENSE]
     names = ("pooling_intermediate_dim", "embedding_dim")
     return {name: width for name, width in zip(names, widths, strict=True) if width is not None}
-
-
-def _pooling_notes(manifest: Manifest) -> tuple[str, ...]:
-    """Explain why an embedding model was built without its pooling layers."""
-    why = _other_form(manifest.location) if _is_embedder(manifest) else None
-    if why is None:
-        return ()
-    return (f"Built without pooled_output, because {why}; sequence_output equals the source's",)
 
 
 def _is_embedder(manifest: Manifest) -> bool:
@@ -244,17 +247,17 @@ def _other_form(folder: Location) -> str | None:
     if paths and paths != _POOLING_PATHS:
         read = ", ".join(_POOLING_PATHS[1:])
         return f"modules.json lists {', '.join(paths[1:])}, and KerasHub's converter reads {read} in this order"
-    if (pooled := _pooling_modes(_module_config(folder / "1_Pooling"))) != ["mean"]:
+    # How a text's tokens are pooled, in the form of sentence-transformers 6 or of older versions.
+    config = _module_config(folder / "1_Pooling")
+    modes = config.get("pooling_mode") or [
+        key.removeprefix("pooling_mode_").removesuffix("_tokens")
+        for key, value in config.items()
+        if "pooling_mode_" in key and value
+    ]
+    pooled = [str(one) for one in (modes if isinstance(modes, list) else [modes])] or ["mean"]
+    if pooled != ["mean"]:
         return f"1_Pooling/config.json sets {', '.join(pooled)}, and KerasHub supports only mean"
     return next((why for part in _DENSE if (why := _active(part, _module_config(folder / part)))), None)
-
-
-def _pooling_modes(config: Mapping[str, Any]) -> list[str]:
-    """Return how a text's tokens are pooled, from the form of sentence-transformers 6 or older versions."""
-    if modes := config.get("pooling_mode"):
-        return [str(one) for one in (modes if isinstance(modes, list) else [modes])]
-    found = [key.removeprefix("pooling_mode_") for key, value in config.items() if "pooling_mode_" in key and value]
-    return [key.removesuffix("_tokens") for key in found] or ["mean"]
 
 
 def _active(part: str, config: Mapping[str, Any]) -> str | None:

@@ -283,8 +283,11 @@ def _lists(report: Report) -> Iterator[tuple[str, RenderableType]]:
         yield "Outside", _by_reason(f"{len(report.outside):,}, no part of the model", outside, style="dim")
     if report.cast:
         yield "Cast", _casts(report.cast)
-    if report.mismatched:
-        yield "Mismatched", _mismatched(report.mismatched)
+    if found := report.mismatched:
+        head = Text(f"{len(found):,}, left alone: the checkpoint has another shape", style="dim")
+        lines = (Text(f"{printable(m.variable)}  {_shape(m.expected)}, not {_shape(m.found)}") for m in found)
+        shown = Group(head, *itertools.islice(lines, MAX_NAME_LINES))
+        yield "Mismatched", _with_rest(shown, [Folded("", 1)] * (len(found) - MAX_NAME_LINES))
 
 
 def _names(folded: Sequence[Folded]) -> RenderableType:
@@ -305,13 +308,6 @@ def _casts(casts: Sequence[Cast]) -> RenderableType:
         which = ", ".join(map(str, folded[:3])) + (f", … ({len(folded) - 3:,} more)" if len(folded) > 3 else "")
         lines.append(Text(f"{stored} → {loaded}  {plural(len(names), 'variable')}: {which}"))
     return Group(*lines)
-
-
-def _mismatched(found: Sequence[Mismatched]) -> RenderableType:
-    head = Text(f"{len(found):,}, left alone: the checkpoint has another shape", style="dim")
-    lines = (Text(f"{printable(m.variable)}  {_shape(m.expected)}, not {_shape(m.found)}") for m in found)
-    shown = Group(head, *itertools.islice(lines, MAX_NAME_LINES))
-    return _with_rest(shown, [Folded("", 1)] * (len(found) - MAX_NAME_LINES))
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -231,7 +231,10 @@ def snapshot_of(path: Path) -> tuple[Path, str | None]:
     snapshots = folder / "snapshots"
     if not folder.name.startswith(_REPOSITORY) or not snapshots.is_dir():
         return path, None
-    refs = _refs(folder / "refs")
+    refs = {}
+    for file in sorted((folder / "refs").rglob("*")):  # names of branches and tags may have slashes
+        if file.is_file() and file.stat().st_size < 1000:
+            refs[str(file.relative_to(folder / "refs"))] = file.read_text(encoding="utf-8", errors="replace").strip()
     there = sorted(entry.name for entry in snapshots.iterdir() if entry.is_dir())
     if (main := refs.get("main")) in there:
         return snapshots / str(main), f"revision main of the cached repository, {main}"
@@ -248,11 +251,3 @@ def snapshot_of(path: Path) -> tuple[Path, str | None]:
         f"Cannot choose a revision of {path}: it has {plural(len(there), 'snapshot')}, none of them of the branch "
         f"main. Open one of the folders in {snapshots}: {', '.join(shown)}{more}"
     )
-
-
-def _refs(folder: Path) -> dict[str, str]:
-    """Return the commits of branches and tags, whose names may have slashes."""
-    if not folder.is_dir():
-        return {}
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 1000)
-    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace").strip() for path in files}

@@ -135,14 +135,20 @@ def _without_weights(
         manifest = Manifest(nowhere(found.architecture), HUGGING_FACE, {}, {}, config)
         note = f"planned from the architecture: no weights of {found.architecture} are on this machine"
     else:
-        of_file = _described_file(found.path)
+        # A Hugging Face ``config.json`` may have another name, ``my8b.json``.
+        read = read_optional(found.path) if found.path.endswith(".json") and Path(found.path).is_file() else None
+        is_config = isinstance(read, dict) and isinstance(read.get("model_type"), str) and "weight_map" not in read
+        of_file = Manifest(nowhere(found.path), HUGGING_FACE, {}, {}, read or {}) if is_config else None
         described = of_file or describe_folder(found.path, with_weights=with_weights)
         if described is None:
             return None
         manifest = described
         where = f"{'its weights are not' if with_weights else 'no weights are'} in {found.path}"
         note = f"planned from its configuration: {where if of_file is None else f'{found.path} alone'}"
-        if not _states_dtype(manifest.config):
+        # Keras nests the configuration of a layer in "config", multimodal models that of the language model.
+        nested = (manifest.config.get(key) for key in ("config", "text_config"))
+        parts = (manifest.config, *(part for part in nested if isinstance(part, Mapping)))
+        if all(part.get(key) is None for part in parts for key in ("dtype", "torch_dtype")):
             note += ". It states no dtype: sizes are for float32; pass dtype (--dtype) for another"
     if format not in (None, manifest.format):
         raise SourceError(
@@ -151,20 +157,6 @@ def _without_weights(
         )
     manifest = with_tensors(manifest, ignore_config=ignore_config)
     return OpenedSource(manifest, None, tuple(filter(None, (found.note, note, *manifest.notes))))
-
-
-def _described_file(path: str) -> Manifest | None:
-    """Describe the model of a Hugging Face ``config.json`` under another name, ``my8b.json``."""
-    config = read_optional(path) if path.endswith(".json") and Path(path).is_file() else None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str) or "weight_map" in config:
-        return None
-    return Manifest(nowhere(path), HUGGING_FACE, {}, {}, config)
-
-
-def _states_dtype(config: Mapping[str, Any]) -> bool:
-    # Keras nests the configuration of a layer in "config", multimodal models that of the language model.
-    parts = (config, *(inner for key in ("config", "text_config") if isinstance(inner := config.get(key), Mapping)))
-    return any(part.get(key) is not None for part in parts for key in ("dtype", "torch_dtype"))
 
 
 def _noted(found: Resolved, manifest: Manifest, checker: Checker | None, *, verify: bool) -> OpenedSource:

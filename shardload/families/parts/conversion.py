@@ -32,6 +32,26 @@ class Converter:
     """Whether it is for a checkpoint with tensors of these names; KerasHub's converter is for the others."""
 
 
+def decoder_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments that KerasHub's classes of decoders with rotary positions and RMS norms have in common."""
+    return {
+        "vocabulary_size": config["vocab_size"],
+        "num_layers": config["num_hidden_layers"],
+        "hidden_dim": config["hidden_size"],
+        "intermediate_dim": config["intermediate_size"],
+        "num_query_heads": config["num_attention_heads"],
+        "num_key_value_heads": config["num_key_value_heads"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+    }
+
+
+def port_ends(backbone: Any, loader: Any) -> None:
+    """Port what a decoder has outside of its blocks: embedding, output layer and last norm."""
+    loader.port_weight(backbone.token_embedding.embeddings, "model.embed_tokens.weight")
+    loader.port_weight(backbone.token_embedding.reverse_embeddings, "lm_head.weight", lambda value, _: value.T)
+    loader.port_weight(backbone.layer_norm.scale, "model.norm.weight")
+
+
 def byte_pair_tokenizer(cls: Any, folder: str, *, with_added: bool = False, **kwargs: Any) -> Any:
     """Make KerasHub's tokenizer from a ``tokenizer.json``; ``with_added`` adds the tokens that it lists separately."""
     described = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
