@@ -64,7 +64,7 @@ def _window_of(block: Any, checked: dict[str, bool]) -> int | None:
         for name in ("sliding_window_size", "sliding_window"):
             if hasattr(layer, name):
                 size = getattr(layer, name)
-                key = f"{type(layer)} {name} {_settings(layer)}"
+                key = f"{type(layer)} {name} {settings_of(layer)}"
                 # Asking a layer compiles a program, so layers of equal settings are asked once.
                 if size and key not in checked:
                     checked[key] = _is_obeyed(layer, name)
@@ -119,7 +119,7 @@ def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np
 
     Returns radians per token and scale of each pair of features, and the expected relative error.
     """
-    layer = _rotary_of(block)
+    layer = rotary_of(block)
     if layer is None:
         return None
     if hasattr(layer, "rope_theta") and hasattr(layer, "inv_freq"):  # SmolLM3: a variable, which has no value yet
@@ -151,23 +151,14 @@ def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
     return float(layer.max_wavelength) ** -turns / float(layer.scaling_factor)
 
 
-def long_factors_of(block: Any) -> Any:
-    """Return the divisors of the angles in long texts, if the block's rotary layer has any (Phi-3)."""
-    return getattr(_rotary_of(block), "inverese_freq_long_factor", None)
-
-
-def rotary_key(block: Any) -> str:
-    """Return a key that is equal for blocks whose rotary layers have equal settings."""
-    layer = _rotary_of(block)
-    return _settings(layer) if layer is not None else ""
-
-
-def _settings(layer: Any) -> str:
+def settings_of(layer: Any) -> str:
+    """Return a key that is equal for layers with equal settings."""
     public = ((k, v) for k, v in vars(layer).items() if not k.startswith("_") and k != "name")
     return repr(sorted((k, v) for k, v in public if isinstance(v, int | float | str | None)))
 
 
-def _rotary_of(block: Any) -> Any:
+def rotary_of(block: Any) -> Any:
+    """Return the layer that turns a block's queries and keys, or ``None``."""
     return next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
 
 

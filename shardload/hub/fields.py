@@ -205,13 +205,16 @@ def _rotations(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldD
     seen: set[tuple[str, str]] = set()  # most blocks are alike, and measuring one takes a compilation
     for i, block in enumerate(blocks):
         kind = rope.SLIDING if windows[i] and checks.rotary.sliding_theta is not None else rope.FULL
-        key = (kind, built.rotary_key(block))
+        layer = built.rotary_of(block)
+        key = (kind, built.settings_of(layer) if layer is not None else "")
         if key in seen:
             continue
         seen.add(key)
         wanted = rope.rotation(config, kind, checks.rotary, head_dim=head_dim)
         measured = built.turns_of(block, head_dim)
-        if measured is None or _turns_alike(wanted, *measured, long_factors=built.long_factors_of(block)):
+        # Divisors of the angles in long texts, which Phi-3 has.
+        long_factors = getattr(layer, "inverese_freq_long_factor", None)
+        if measured is None or _turns_alike(wanted, *measured, long_factors=long_factors):
             continue
         angles, scales, _ = measured
         slowest = f"{angles[-1]:.3g} radians per token at the slowest, scaled by {scales[0]:.3g}"

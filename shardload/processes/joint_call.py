@@ -272,21 +272,21 @@ class JointCall:
 class Watched:
     """Progress of one process of a joint call: forwarded, and a chance to notice that another process failed."""
 
-    def __init__(self, shown: Progress, check: Callable[[], None]) -> None:
-        self._shown, self._check = shown, check
+    def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
+        self._progress, self._check = progress, check
 
     def start(self, total_bytes: int, description: str) -> None:
         """Begin a stage; each process counts its own bytes."""
-        self._shown.start(total_bytes, f"{description} on process {processes.index()} of {processes.count()}")
+        self._progress.start(total_bytes, f"{description} on process {processes.index()} of {processes.count()}")
 
     def advance(self, n_bytes: int) -> None:
         """Check between two blocks, and count."""
         self._check()
-        self._shown.advance(n_bytes)
+        self._progress.advance(n_bytes)
 
     def stop(self) -> None:
         """End the stage."""
-        self._shown.stop()
+        self._progress.stop()
 
 
 def _primary(said: dict[int, Word]) -> int | None:

@@ -77,8 +77,8 @@ def open_source(
                 "Copy the checkpoint to this machine and load it from there"
             )
         info = prepared(find_step(str(source), "latest"))
-        found, manifest = Resolved(info.where, f"step {info.step}, verified"), open_orbax(info.location)
-        return _noted(found, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
+        resolved, manifest = Resolved(info.where, f"step {info.step}, verified"), open_orbax(info.location)
+        return _noted(resolved, manifest, Checker.of_step(manifest.location) if verify else None, verify=verify)
     # 2. A location: a store that the caller, or another URL scheme, provides.
     if isinstance(source := located or source, Location):
         folder = folder_of(source, format=format) if described else None
@@ -86,65 +86,67 @@ def open_source(
         manifest = variant or open_manifest(folder or source, format=format)
         return OpenedSource(manifest, None, manifest.notes)
     # 3. A checkpoint on this machine, or in a hub; for a plan, a description of one is enough.
-    found = _resolve(source, format, described=described, weights=weights)
-    if not weights and (without := _without_weights(found, format, ignore_config)) is not None:
+    resolved = _resolve(source, format, described=described, weights=weights)
+    if not weights and (without := _without_weights(resolved, format, ignore_config)) is not None:
         return without
     try:
-        variant = open_variant(found.path, format=format) if described and found.architecture is None else None
-        manifest = variant or open_manifest(found.path, format=format)
+        variant = open_variant(resolved.path, format=format) if described and resolved.architecture is None else None
+        manifest = variant or open_manifest(resolved.path, format=format)
     except SourceNotFoundError:
         named = not weights and Path(source).name == CONFIG  # other files in its folder do not matter
-        without = _without_weights(found, format, ignore_config, with_weights=True) if named else None
+        without = _without_weights(resolved, format, ignore_config, with_weights=True) if named else None
         if without is None:
             raise
         return without
     except SourceError:
         # Headers of a damaged step contradict themselves in many ways: digests tell damage from a bad checkpoint.
-        if verify and (damaged := latest_of_ours(found.path)) is not None:
+        if verify and (damaged := latest_of_ours(resolved.path)) is not None:
             Checker.of_step(damaged)  # raises a clearer error if damage is the cause
         raise
     if not verify or not spec_of(manifest).is_step or not is_ours(manifest.source):
-        return _noted(found, manifest, None, verify=verify)
+        return _noted(resolved, manifest, None, verify=verify)
     checker = Checker.of_step(manifest.location)
     # Open again, because the first manifest contains values from small files that were not verified yet.
-    return _noted(found, open_manifest(manifest.location, format=format), checker, verify=verify)
+    return _noted(resolved, open_manifest(manifest.location, format=format), checker, verify=verify)
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:
     """Resolve the source; if ``described``, to the folder that also describes its model."""
-    found = resolve(source, weights=weights)
-    if found.architecture is not None:
-        return found
-    path = Path(found.path)
+    resolved = resolve(source, weights=weights)
+    if resolved.architecture is not None:
+        return resolved
+    path = Path(resolved.path)
     if not weights and path.name == CONFIG and path.is_file():
-        return replace(found, path=str(path.parent))
+        return replace(resolved, path=str(path.parent))
     if not described or (folder := folder_of(path, format=format)) is None:
-        return found
+        return resolved
     note = f"config.json in {folder} describes the model of {path.name}: loaded the folder"
-    return replace(found, path=str(folder), note="; ".join(filter(None, (found.note, note))))
+    return replace(resolved, path=str(folder), note="; ".join(filter(None, (resolved.note, note))))
 
 
 def _without_weights(
-    found: Resolved, format: str | None, ignore_config: Sequence[str], *, with_weights: bool = False
+    resolved: Resolved, format: str | None, ignore_config: Sequence[str], *, with_weights: bool = False
 ) -> OpenedSource | None:
     """Describe a source without weights; ``None`` if it has no configuration, or weights and not ``with_weights``."""
     from shardload.hub.described import with_tensors
 
-    if found.architecture is not None:
-        config = {**lookup(found.architecture)[1], "torch_dtype": "bfloat16"}
-        manifest = Manifest(nowhere(found.architecture), HUGGING_FACE, {}, {}, config)
-        note = f"planned from the architecture: no weights of {found.architecture} are on this machine"
+    if resolved.architecture is not None:
+        config = {**lookup(resolved.architecture)[1], "torch_dtype": "bfloat16"}
+        manifest = Manifest(nowhere(resolved.architecture), HUGGING_FACE, {}, {}, config)
+        note = f"planned from the architecture: no weights of {resolved.architecture} are on this machine"
     else:
         # A Hugging Face ``config.json`` may have another name, ``my8b.json``.
-        read = read_optional(found.path) if found.path.endswith(".json") and Path(found.path).is_file() else None
+        read = (
+            read_optional(resolved.path) if resolved.path.endswith(".json") and Path(resolved.path).is_file() else None
+        )
         is_config = isinstance(read, dict) and isinstance(read.get("model_type"), str) and "weight_map" not in read
-        of_file = Manifest(nowhere(found.path), HUGGING_FACE, {}, {}, read or {}) if is_config else None
-        described = of_file or describe_folder(found.path, with_weights=with_weights)
+        of_file = Manifest(nowhere(resolved.path), HUGGING_FACE, {}, {}, read or {}) if is_config else None
+        described = of_file or describe_folder(resolved.path, with_weights=with_weights)
         if described is None:
             return None
         manifest = described
-        where = f"{'its weights are not' if with_weights else 'no weights are'} in {found.path}"
-        note = f"planned from its configuration: {where if of_file is None else f'{found.path} alone'}"
+        where = f"{'its weights are not' if with_weights else 'no weights are'} in {resolved.path}"
+        note = f"planned from its configuration: {where if of_file is None else f'{resolved.path} alone'}"
         # Keras nests the configuration of a layer in "config", multimodal models that of the language model.
         nested = (manifest.config.get(key) for key in ("config", "text_config"))
         parts = (manifest.config, *(part for part in nested if isinstance(part, Mapping)))
@@ -156,12 +158,12 @@ def _without_weights(
             f"{spec_of(manifest).description}. Leave out format (--format)"
         )
     manifest = with_tensors(manifest, ignore_config=ignore_config)
-    return OpenedSource(manifest, None, tuple(filter(None, (found.note, note, *manifest.notes))))
+    return OpenedSource(manifest, None, tuple(filter(None, (resolved.note, note, *manifest.notes))))
 
 
-def _noted(found: Resolved, manifest: Manifest, checker: Checker | None, *, verify: bool) -> OpenedSource:
+def _noted(resolved: Resolved, manifest: Manifest, checker: Checker | None, *, verify: bool) -> OpenedSource:
     unverified = verify and spec_of(manifest).is_step and checker is None
-    notes = (found.note, _UNVERIFIED if unverified else "", *manifest.notes)
+    notes = (resolved.note, _UNVERIFIED if unverified else "", *manifest.notes)
     return OpenedSource(manifest, checker, tuple(note for note in notes if note))
 
 
