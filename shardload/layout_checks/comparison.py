@@ -33,11 +33,11 @@ from shardload.keras_bridge.model_state import own_layers
 from shardload.units import plural
 
 ROUNDINGS = 8
-"""Independent roundings add like a random walk: this many times one of them after 64 operations."""
+"""Sum of 64 independent roundings, in units of one of them: they add up like a random walk."""
 SAMPLES = 3
-"""How often weights are moved: one movement of a single number, such as a loss, may happen to be small."""
+"""Movements of the weights: a single one of a single number, such as a loss, may happen to be small."""
 MOST_SAMPLES = 15
-"""How often where the first movements do not explain a difference. Rounding can move an activation across the kink of
+"""Movements where the first ones do not explain a difference. Rounding can move an activation across the kink of
 a ReLU, or change which entry a maximum takes: a gradient then jumps, and Adam turns a gradient that was zero into a
 whole step. Few movements cross a given kink; of fifteen that reach it some do."""
 
@@ -122,7 +122,7 @@ class Compared:
 
     arrays: tuple[ComparedArray, ...]
     movements: int
-    """How often rounding was measured."""
+    """Number of measurements of rounding."""
 
 
 def compare_all(

@@ -38,7 +38,7 @@ from shardload.transfer.placement import named_sharding
 from shardload.units import check_no_iterator, format_bytes, plural
 
 CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""The machine code is never run. Partitioning and buffers are decided before it is generated."""
+"""Options of XLA for CPU: the machine code is never run, and partitioning and buffers are decided before it."""
 _WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
 
 
@@ -116,7 +116,7 @@ class CompiledStep:
     float32_update_bytes: int = 0
     """Temporaries that an optimizer needs in float32 even if the model is 16-bit."""
     notes: tuple[str, ...] = ()
-    """What to know when reading these numbers."""
+    """Remarks on how to read these numbers."""
 
     @property
     def total_bytes(self) -> int:

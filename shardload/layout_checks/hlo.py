@@ -105,7 +105,7 @@ class Collective:
 class _Instruction:
     opcode: str
     result: str
-    """Its shape, as text."""
+    """Shape of the result, as text."""
     attributes: str
 
 

@@ -130,7 +130,7 @@ class NumbersCheck:
     found_device_bytes: Mapping[int, int]
     """Bytes that their shards take, by the id of the device."""
     movements: int = 3
-    """How often rounding was measured: 3 times, or 15 where the first three did not explain a difference."""
+    """Number of measurements of rounding: 3, or 15 where the first three did not explain a difference."""
 
     @property
     def wrong(self) -> tuple[ComparedArray, ...]:

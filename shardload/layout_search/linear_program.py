@@ -36,17 +36,17 @@ from shardload.sharding.layout import Layout
 from shardload.units import format_bytes, format_bytes_down, format_bytes_up, plural
 
 TIME_LIMIT_S = 60.0
-"""After this time HiGHS returns the best decisions it has."""
+"""Seconds after which HiGHS returns the best decisions it has."""
 TIE_BREAK = 1e-4
 """Weight of time where memory is minimised: of equal memory, the faster wins."""
 
 Moment = tuple[tuple[tuple[int, ...], float], ...]
-"""What is stored at one moment of the program: bytes, by the dim groups of the values."""
+"""Bytes that are stored at one moment of the program, by the dim groups of the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a plan must achieve, and what it may use."""
+    """The aim of a plan, its limits, and the decisions that are open to it."""
 
     minimise: Literal["time", "memory"] = "time"
     limit_bytes: float | None = None
@@ -115,7 +115,7 @@ class _Model:
     time: list[float] = field(default_factory=list)
     """Seconds of each column."""
     _objective: list[float] = field(default_factory=list)
-    """What is minimised."""
+    """Coefficient of each column in the sum that is minimised."""
     _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
     _shares: dict[tuple[int, ...], list[tuple[Assignment, int]]] = field(default_factory=dict)
 
@@ -155,7 +155,7 @@ class _Model:
         return len(self.time) - 1
 
     def _exclusive(self) -> None:
-        """An axis splits one dim of a tensor at most, and a dim is split no finer than its length divides."""
+        """Let an axis split one dim of a tensor at most, and a dim no finer than its length divides."""
         for (dim_group, axis), column in self.binaries.items():
             for (other, again), second in self.binaries.items():
                 if column >= second:
@@ -253,7 +253,7 @@ class _Model:
 TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """Multiples of the least memory for weights that are tried where no device memory is given."""
 MOMENTS = 4
-"""How often the peak of the last answer is added to the moments that must fit the limit."""
+"""Number of times that the peak of the last answer is added to the moments that must fit the limit."""
 
 
 def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:

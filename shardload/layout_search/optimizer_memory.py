@@ -36,10 +36,10 @@ class Slot:
     nbytes: int
     """Bytes of the whole array."""
     follows: SplitBy
-    """What decides its split: the split of its ``weight``; the number of devices that split the weight, along its
-    ``rows`` if they divide; or ``nothing``, as it is whole on every device."""
+    """The split that it follows: that of its ``weight``; as many parts as the weight has, along its own ``rows``, if
+    they divide; or ``nothing``, as it is whole on every device."""
     spread: SlotSpread | None = None
-    """How it is spread further."""
+    """Further axes that it is spread over."""
     even: bool = False
     """Whether axes that do not divide its rows are an error, instead of leaving it whole."""
 

@@ -95,7 +95,7 @@ class PlannedExchange:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """What one device holds at the peak of a step, in bytes."""
+    """Bytes on one device at the peak of a step."""
 
     weights: int
     gradients: int

@@ -36,7 +36,7 @@ BYTES_RIGHT, SPARK_WIDTH = 856, 72
 NAME_CHARACTERS = 46
 SUBTITLE_CHARACTERS = 130
 MOST_MARKS = 16
-"""Marks of a dim at most, also where it is split into more parts: more would be a grey box."""
+"""Most marks of a dim, also where it is split into more parts: more would be a grey box."""
 PART_COLOURS = {"weights": "#6ea8fe", "gradients": "#f4a582", "slots": "#c2a5cf", "activations": "#8fd19e"}
 AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
 STYLE = """\
@@ -56,7 +56,7 @@ class VariableRow:
     """Variables of one layout, whose paths differ only in numbers."""
 
     name: str
-    """Their path, with ``*`` in the place of numbers."""
+    """Path of the variables, with ``*`` in the place of numbers."""
     count: int
     shape: tuple[int, ...]
     layout: Layout
@@ -94,7 +94,7 @@ def variable_rows(
 
 @dataclass(frozen=True, slots=True)
 class PlanPicture:
-    """What a picture of a plan shows."""
+    """Contents of a picture of a plan."""
 
     title: str
     inputs: str

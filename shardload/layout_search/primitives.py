@@ -1,5 +1,6 @@
 """How each primitive maps the dims of its operands to those of its results: one rule, or function, per primitive.
 
+A rule *carries* a dim if the result has a dim of the same group, and *unites* groups whose dims must be split alike.
 First primitives that move or combine entries, then those that sum over dims or look up entries: where such a dim is
 split, devices add results. More than 400 lines, as it is read like a table.
 """

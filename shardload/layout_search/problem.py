@@ -23,9 +23,9 @@ from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 
 LEAST_DECIDED_BYTES = 1 << 10
-"""Dims that only smaller variables have are not split: seeds, scalars of layers."""
+"""Bytes of the smallest variable whose dims may be split: seeds and scalars of layers are smaller."""
 ROUNDS = 3
-"""How many steps away groups and operations are compared before two groups count as alike."""
+"""Rounds of comparison: two groups count as alike if all operations up to this many steps away from them are."""
 Assignment = tuple[int | None, ...]
 """For each mesh axis, the dim group that it splits, or ``None``."""
 
@@ -43,7 +43,7 @@ class Hardware:
     link_bytes_per_s: float = 4.5e10
     """Bandwidth of an axis without an entry in ``axis_bytes_per_s``."""
     latency_s: float = 1e-6
-    """Time that a collective takes at least, per step of a ring."""
+    """Least time of a collective, per step of a ring."""
     axis_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingUse:
-    """How a step looks up rows of an embedding, once."""
+    """The only lookup of rows of an embedding in a step."""
 
     dim: int
     """The dim that indices count along."""
@@ -128,7 +128,7 @@ class WeightKind:
     pin: Spec | None
     """The layout that the user has fixed."""
     slots: tuple[Slot, ...]
-    """The state of the optimizer for each of them."""
+    """The state of the optimizer for one variable."""
     members: tuple[int, ...]
     """Positions of the variables in `Traced.weights`."""
     embedding: EmbeddingUse | None = None
@@ -173,11 +173,11 @@ class Problem:
     conflicts: frozenset[frozenset[int]]
     """Pairs of dim groups that occur together in one tensor."""
     pinned: Mapping[str, int]
-    """The dim group that an axis splits under every plan: the batch."""
+    """The dim group of the batch, by the axis that splits it under every plan."""
     update_bytes: int = 0
     """Bytes that the optimizer's update needs on every device, as in `OptimizerMemory`."""
     candidates: tuple[tuple[int, str], ...] = ()
-    """Each dim group with an axis that may split it: what the plan decides."""
+    """Pairs of a dim group and an axis that may split it: the decisions of the plan."""
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def assignments(self, dim_groups: Sequence[int]) -> Iterator[Assignment]:
@@ -192,7 +192,7 @@ class Problem:
         yield from itertools.product(*choices)
 
     def shard_count(self, dim_groups: Sequence[int], assignment: Assignment) -> int:
-        """Return into how many shards an assignment splits a tensor with these dim groups."""
+        """Return the number of shards of a tensor with these dim groups under an assignment."""
         return math.prod(
             self.sizes[axis]
             for axis, dim_group in zip(self.mesh.axes, assignment, strict=True)
@@ -314,7 +314,7 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
 
 
 def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Return an operation's groups, and everything else about it."""
+    """Return the groups of an operation, and all other properties in which it may differ from another."""
     dims = [program.group(n) for n in op.dims]
     exchanges = []
     for e in op.exchanges:

@@ -43,7 +43,7 @@ class Value:
     recomputed: bool = False
     """Whether it is a constant or a broadcast, which XLA makes again wherever it is read."""
     cast_of: Value | None = None
-    """The value that this one has in another dtype."""
+    """The value before its conversion to the dtype of this one."""
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective that one device group performs when ``group`` is split."""
+    """A collective that devices perform among themselves when ``group`` is split."""
 
     kind: CollectiveKind
     group: int

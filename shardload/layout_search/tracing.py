@@ -130,7 +130,7 @@ class Recorded:
     variables: tuple[Any, ...]
     """Trainable variables, then the others: the first arguments of the program."""
     trainable: int
-    """How many are trainable."""
+    """Number of trainable variables."""
     closed: ClosedJaxpr
     training: bool
 
@@ -383,7 +383,7 @@ RULES: dict[str, PrimitiveRule] = {
     "tile": primitives.windowed,
     "while": _while,
 }  # fmt: skip
-"""How each primitive of JAX maps the dims of its operands to those of its results, by name.
+"""The rule of each primitive of JAX, by name: it maps the dims of operands to those of results.
 
 A primitive without a rule constrains nothing: its operands are needed whole and its results are new, and the program's
 ``unknown`` counts it, for the notes of the plan."""

@@ -24,8 +24,8 @@ from shardload.layout_search.program import CollectiveKind
 from shardload.sharding.layout import Layout, Spec
 
 LEAST_STORED_BYTES = 1 << 16
-"""A variable of fewer bytes is not stored split where its use needs it whole: the gather costs more than it saves.
-It is where nothing fits otherwise: ``small``."""
+"""Bytes of the smallest variable that is stored split where its use needs it whole: below, a gather costs more than it
+saves. Where nothing fits otherwise, smaller ones are stored split too (`Demand.small`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class WeightExchange:
     kind: CollectiveKind
     axes: tuple[str, ...]
     count: int
-    """Number in a step; negative for an exchange that falls away, as are its bytes and seconds."""
+    """Number of times in a step; negative for an exchange that falls away, as are its bytes and seconds."""
     nbytes: float
     """Bytes of the result on each device."""
     seconds: float
