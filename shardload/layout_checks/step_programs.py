@@ -157,6 +157,9 @@ def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
     """
     given = getattr(model, "loss", None) if loss is None else loss
 
+    def mean(loss: Any, target: Any, output: Any) -> Any:
+        return jnp.mean(keras.losses.get(loss)(target, output))
+
     def total(outputs: Any, target: Any) -> Any:
         if given is None or target is None:
             if loss is not None:
@@ -166,17 +169,13 @@ def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
             floats = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
             return sum(jnp.mean(jnp.square(y.astype(jnp.float32))) for y in floats)
         if isinstance(given, dict):
-            return sum(_mean(each, target[name], outputs[name]) for name, each in given.items())
+            return sum(mean(each, target[name], outputs[name]) for name, each in given.items())
         if isinstance(given, list | tuple):
-            return sum(_mean(each, y, found) for each, y, found in zip(given, target, outputs, strict=True))
+            return sum(mean(each, y, found) for each, y, found in zip(given, target, outputs, strict=True))
         pairs = zip(jax.tree.leaves(target), jax.tree.leaves(outputs), strict=True)
-        return sum(_mean(given, y, found) for y, found in pairs)
+        return sum(mean(given, y, found) for y, found in pairs)
 
     return total
-
-
-def _mean(loss: Any, target: Any, output: Any) -> Any:
-    return jnp.mean(keras.losses.get(loss)(target, output))
 
 
 def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], optimizer: Any = None) -> Callable[..., Any]:

@@ -160,7 +160,20 @@ def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
                 f"Cannot pin the layouts of a plan for {pins.mesh} on the mesh {mesh}. Pass a plan for {mesh}"
             )
         return fixed | {id(v): planned.spec for v, planned in planned_variables(model, pins)}
-    rules = _pin_rules(pins, mesh)
+    if isinstance(pins, keras.distribution.LayoutMap):  # which is a mapping too
+        rules = rule_sets.from_layout_map(pins, mesh, origin="the pinned LayoutMap")
+        for rule in (rule for rule in rules.rules if rule.is_of_outputs):
+            raise LayoutError(
+                f"Cannot pin {rule.pattern!r}: it is for the output of a layer, expected the path of a variable. A "
+                "search decides about outputs itself; remove the rule"
+            )
+    elif isinstance(pins, Mapping):
+        rules = rule_sets.from_mapping(pins, origin="the pins")
+    else:
+        raise UsageError(
+            f"Cannot plan with pins={pins!r:.80}: expected rules such as {{'dense/kernel': (None, 'model')}}, a "
+            "LayoutMap, or a LayoutPlan"
+        )
     pinned = rule_sets.apply(rules, model.variables, mesh=mesh, roles=roles(model, by_user=True))
     # As a layout, a rule that does not divide falls back with a report. A pin must hold exactly or fail.
     for refused in (v.fallback for v in pinned.values() if v.fallback is not None):
@@ -168,21 +181,3 @@ def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
             f"Cannot pin {refused.variable!r} to {refused.wanted}: {refused.why}. Change or remove the pin"
         )
     return fixed | {key: v.layout.spec for key, v in pinned.items()}
-
-
-def _pin_rules(pins: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
-    if isinstance(pins, keras.distribution.LayoutMap):  # which is a mapping too
-        rules = rule_sets.from_layout_map(pins, mesh, origin="the pinned LayoutMap")
-        for rule in rules.rules:
-            if rule.is_of_outputs:
-                raise LayoutError(
-                    f"Cannot pin {rule.pattern!r}: it is for the output of a layer, expected the path of a variable. A "
-                    "search decides about outputs itself; remove the rule"
-                )
-        return rules
-    if isinstance(pins, Mapping):
-        return rule_sets.from_mapping(pins, origin="the pins")
-    raise UsageError(
-        f"Cannot plan with pins={pins!r:.80}: expected rules such as {{'dense/kernel': (None, 'model')}}, a LayoutMap, "
-        "or a LayoutPlan"
-    )

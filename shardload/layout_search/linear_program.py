@@ -87,20 +87,6 @@ def solve(problem: Problem, demand: Demand) -> Solution | None:
     return Solution(split | pinned, tuple(chosen), float(np.dot(model.time, result)))
 
 
-def _impossible(problem: Problem, weight: WeightKind) -> LayoutError:
-    """Build the error for a pinned weight that cannot have its layout."""
-    path = problem.traced.weights[weight.members[0]][0].path
-    layout = Layout(problem.mesh, weight.pin or ((),) * len(weight.shape))
-    parts = math.prod(layout.parts)
-    why, fix = f"its shape is {weight.shape} on the mesh {problem.mesh}", "Change or remove the pin"
-    # A kernel that divides may have a factor in the optimizer's state that does not.
-    if refused := [slot.shape[0] for slot in weight.slots if not slot.allows(layout)]:
-        factor = f"a factor of {plural(refused[0], 'row')}"
-        why = f"the optimizer keeps {factor} for it, not a multiple of {plural(parts, 'device')}"
-        fix = "Change the pin, or pass uneven='replicate' to the optimizer"
-    return LayoutError(f"Cannot pin {path!r} to {layout}: {why}. {fix}")
-
-
 @dataclass(slots=True)
 class _Model:
     """The columns and rows of the linear program."""
@@ -203,7 +189,15 @@ class _Model:
                 )
             ]
             if not found:
-                raise _impossible(self.problem, weight)
+                path = self.problem.traced.weights[weight.members[0]][0].path
+                layout = Layout(self.problem.mesh, weight.pin or ((),) * len(weight.shape))
+                why, fix = f"its shape is {weight.shape} on the mesh {self.problem.mesh}", "Change or remove the pin"
+                # A kernel that divides may have a factor in the optimizer's state that does not.
+                if refused := [slot.shape[0] for slot in weight.slots if not slot.allows(layout)]:
+                    factor, parts = f"a factor of {plural(refused[0], 'row')}", math.prod(layout.parts)
+                    why = f"the optimizer keeps {factor} for it, not a multiple of {plural(parts, 'device')}"
+                    fix = "Change the pin, or pass uneven='replicate' to the optimizer"
+                raise LayoutError(f"Cannot pin {path!r} to {layout}: {why}. {fix}")
             self.options.append(found)
             self._rows.append((dict.fromkeys((c for _, c in found), 1.0), 1.0, 1.0))
             # A weight is split for use as the operations that read it are.

@@ -45,9 +45,6 @@ def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, 
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
 
-# ---- shapes that agree -----------------------------------------------------------------------------
-
-
 def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     """Unite the dims of all operands with the result's rank: scalars and dims of length 1 broadcast."""
     # Binary primitives broadcast dims of length 1 implicitly. To require equal shapes here would split one group in

@@ -145,7 +145,6 @@ def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[
 
 # ---- features that are whole between blocks ------------------------------------------------------------
 
-
 WHOLE_FEATURES = PartitionSpec(PartitionSpec.UNCONSTRAINED)
 """Leaves the batch dim to XLA and gathers all others."""
 Layers = Sequence[tuple[Any, Sequence[Any]]]

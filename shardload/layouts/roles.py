@@ -264,7 +264,11 @@ def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, Role]:
     before: list[Kernel] = []
     for kernel in kernels:
         if kernel.is_matrix:
-            role = _matrix(kernel, "row" if any(_feeds(earlier, kernel) for earlier in before) else "column")
+            rule = "row" if any(_feeds(earlier, kernel) for earlier in before) else "column"
+            outputs, inputs = Dim(kernel.outputs[0], "output features"), Dim(kernel.inputs[0], "input features")
+            # A stack of experts comes last: an expert axis takes that dim first, others only if nothing else divides.
+            rest = [Dim(d, MATRICES) for d in range(len(kernel.labels)) if d not in (outputs.index, inputs.index)]
+            role = Wants(rule, (*((inputs, outputs) if rule == "row" else (outputs, inputs)), *rest))
         else:
             role = _projection(kernel)
         # A row-parallel kernel ends its pair: what comes after it reads the block's width again.
@@ -288,14 +292,6 @@ def _feeds(first: Kernel, second: Kernel) -> bool:
     if first.is_matrix:
         return width != intermediate and made in (intermediate, 2 * intermediate)
     return made in (intermediate, 3 * intermediate)
-
-
-def _matrix(kernel: Kernel, rule: str) -> Wants:
-    outputs, inputs = Dim(kernel.outputs[0], "output features"), Dim(kernel.inputs[0], "input features")
-    wanted = (outputs, inputs) if rule == "column" else (inputs, outputs)
-    # A stack of experts comes last: an expert axis takes that dim first, other axes only if nothing else divides.
-    rest = tuple(Dim(d, MATRICES) for d in range(len(kernel.labels)) if d not in (outputs.index, inputs.index))
-    return Wants(rule, wanted + rest)
 
 
 def _projection(kernel: Kernel) -> Wants:
