@@ -196,6 +196,8 @@ def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], optimizer: Any
         trainable, slots = optimizer.stateless_apply(state["optimizer"], gradients, state["trainable"])
         return loss, {"trainable": trainable, "non_trainable": rest, "optimizer": slots}
 
+    # JAX puts the name into the source of each instruction, which `Collective.source` shows.
+    step.__name__ = "gradients" if optimizer is None else "training"
     return step
 
 
