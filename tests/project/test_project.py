@@ -75,9 +75,15 @@ def test_a_workflow_may_only_read_and_ends(name):
 
 
 def test_the_tests_run_on_the_oldest_python_that_is_allowed():
-    versions = WORKFLOWS["ci"]["jobs"]["test"]["strategy"]["matrix"]["python"]
-    assert versions == ["3.11", "3.12", "3.13"]
-    assert PROJECT["requires-python"] == f">={versions[0]}"
+    jobs = WORKFLOWS["ci"]["jobs"]
+    [oldest] = {
+        step["with"]["python-version"] for step in jobs["test"]["steps"] if "setup-python" in step.get("uses", "")
+    }
+    assert [oldest, *jobs["sample"]["strategy"]["matrix"]["python"]] == ["3.11", "3.12", "3.13"]
+    assert PROJECT["requires-python"] == f">={oldest}"
+    parts = jobs["test"]["strategy"]["matrix"]["part"]
+    assert parts == [1, 2, 3, 4]
+    assert {step["env"]["PART"] for step in jobs["test"]["steps"] if "env" in step} == {"${{ matrix.part }}/4"}
 
 
 @pytest.mark.parametrize("name", ["newest", "nightly"])
