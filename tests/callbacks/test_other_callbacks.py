@@ -31,6 +31,7 @@ def uninterrupted(tmp_path_factory):
     return ended
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("saver_first", [True, False])
 @pytest.mark.parametrize("best", [True, False])
 @pytest.mark.parametrize("after", [1, 3, 5, 6])

@@ -197,6 +197,7 @@ def families(tmp_path_factory):
     return of
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", range(len(FAMILIES)), ids=FAMILIES)
 def test_a_family_in_one_format_and_from_there_in_another(place, families, tmp_path):
     """Each family once, and with the families all sources and all formats."""

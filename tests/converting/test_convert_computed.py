@@ -66,6 +66,7 @@ def path_of(variable):
     return [re.sub(r"_\d+$", "", part) for part in variable.path.split("/")[1:]]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "kind", "to"), GGUF)
 def test_gguf_decodes_to_what_loading_it_gives(model_type, kind, to, tmp_path):

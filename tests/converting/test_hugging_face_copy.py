@@ -77,6 +77,7 @@ def mixed(folder, config, *, name="model.safetensors", metadata=None):
     return folder
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", WRITTEN)
 def test_every_folder_that_transformers_wrote_is_copied(family, tmp_path, request):
     fixtures = folders.read_family(family)

@@ -20,7 +20,7 @@ from shardload.keras_bridge.model_state import own_layers
 # Keras warns of what it leaves out, of its own files as well; the test is about values.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-FEW = 15
+FEW = 8
 CASES = int(os.environ.get("SHARDLOAD_MODELS", FEW))
 """The few are the same every time."""
 

@@ -173,6 +173,7 @@ def save_by_keras(model, target):
     return target
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("to", ["m.keras", "preset", "run"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForCausalLM"])

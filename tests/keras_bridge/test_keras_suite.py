@@ -51,7 +51,7 @@ def results_of(tmp_path_factory):
     return run(MODULES, tmp_path_factory.mktemp("suite"), plugin="keras_suite_plugin")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_of_keras_passes_but_for_what_is_listed(module, results_of):
     results = results_of[module]

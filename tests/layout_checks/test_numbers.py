@@ -50,6 +50,7 @@ def test_outputs_loss_and_gradients_agree(name):
     assert len(check.found_device_bytes) == 8
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), IN_TURN + FULL)
 def test_every_model_agrees_on_every_mesh(name, mesh):

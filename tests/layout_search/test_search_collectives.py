@@ -91,6 +91,7 @@ def limited():
             yield pytest.param(name, mesh, marks=() if always else pytest.mark.full, id=f"{name}-{mesh}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [0.5, 0.02])
 @pytest.mark.parametrize(("name", "mesh"), [*limited()])
 def test_a_plan_under_a_limit_exchanges_what_it_says(name, mesh, share):

@@ -594,6 +594,7 @@ def test_constants_are_checked_and_stated(block, trained):
         search(block.model, MESH, inputs=block.inputs, hardware=Hardware(axis_bytes_per_s={"modle": 1e9}))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LAYOUT_MODELS)
 @pytest.mark.parametrize("mesh", ["2x4", "1x3"])
 def test_every_model_is_planned_for_training_with_layouts_that_divide(name, mesh):

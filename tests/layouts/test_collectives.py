@@ -81,6 +81,7 @@ def axes_of(array):
     return {name for entry in array.sharding.spec for name in ([entry] if isinstance(entry, str) else entry or ())}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "spec", "axes", "op"), in_turn(CASES, *REDUCE))
 def test_all_reduce(name, spec, axes, op):
     x = placed(name, spec)
@@ -164,6 +165,7 @@ SOME = [c for c in CASES if c[0] != "1-D"][::5] + CASES[:3]
 """On every mesh, over all of its axes."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("collective", DIFFERENTIATED)
 @pytest.mark.parametrize(
     ("name", "spec", "axes"), SOME + [pytest.param(*c, marks=pytest.mark.full) for c in CASES if c not in SOME]

@@ -1,4 +1,5 @@
 import gc
+import itertools
 import json
 import re
 import struct
@@ -481,9 +482,14 @@ def test_what_contains_no_numbers_is_left_out(h5, build):
     assert re.fullmatch(rf"left out 'x': .*{LEFT_OUT[build]}.*", "".join(manifest.notes))
 
 
-@pytest.mark.parametrize("libver", ["earliest", "latest"])
-@pytest.mark.parametrize("track_order", [False, True])
-@pytest.mark.parametrize("many", [3, 9, 400, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("many", "libver", "track_order"),
+    [
+        *itertools.product([3, 9, 400], ["earliest", "latest"], [False, True]),
+        pytest.param(20_000, "latest", True, marks=pytest.mark.slow),
+        *(pytest.param(20_000, *how, marks=pytest.mark.full) for how in [("earliest", False), ("latest", False)]),
+    ],
+)
 def test_groups_of_any_size_and_format(tmp_path, libver, track_order, many):
     path, expected = tmp_path / "w.h5", {}
     with h5py.File(path, "w", libver=libver, userblock_size=1024, track_order=track_order) as file:

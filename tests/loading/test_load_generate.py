@@ -19,7 +19,7 @@ NEW_TOKENS = 6
 PROMPTS = np.random.default_rng(7).integers(1, 256, size=(8, 5)).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.full  # for every change, the example of the README does
 def test_real_gemma_3_continues_the_prompt_in_float32():
     model = shardload.load("gemma3_270m", mesh="1x8", dtype="float32")
     text = shardload.generate(model, "The capital of France is", max_new_tokens=11)

@@ -69,11 +69,14 @@ def test_no_converter_changes_a_value(module, name, dtype, tmp_path, monkeypatch
     model = shardload.load(folder, mesh="1x2", dtype=dtype, **options)
     stored = [value.reshape(-1) for file in folder.rglob("*.safetensors") for value in load_file(file).values()]
     found = map_hub(model, open_manifest(folder)).provided
+    # Some parts of KerasHub's models are always float32, which has all values of bfloat16.
+    dtypes = {np.asarray(value_of(variable)).dtype for variable in found}
+    known = {kind: np.unique(np.concatenate([bits(s.astype(kind)) for s in stored])) for kind in dtypes}
     for variable in found:
         value = np.asarray(value_of(variable))
-        # Some parts of KerasHub's models are always float32, which has all values of bfloat16.
-        known = np.concatenate([bits(s.astype(value.dtype)) for s in stored])
-        assert is_computed(name, variable) or np.isin(bits(value), known).all(), variable.path
+        among = known[value.dtype]
+        nearest = among[np.searchsorted(among, bits(value)).clip(max=len(among) - 1)]
+        assert is_computed(name, variable) or np.array_equal(nearest, bits(value)), variable.path
     assert len(found) > sum(is_computed(name, v) for v in found)
 
 

@@ -28,6 +28,7 @@ def run(shape, spec, mesh, **options):
     return optimizer, variables, values(optimizer, variables)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("case", SPLITS)
 def test_the_same_bits_for_every_split(case, devices):
@@ -137,6 +138,7 @@ def test_one_batch_is_whole_at_a_time(whole_bytes, together):
     assert 0.6 < needed / (2 * together * state_bytes((128, 192))) < 1.2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shape", "spec", "sizes"),
     [

@@ -56,6 +56,7 @@ def parts(optimizer):
     return [optimizer] if inner is None else [optimizer, inner]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_slots_follow_their_weights_and_can_be_spread(name):
     make, slots = EVERY[name]

@@ -85,6 +85,7 @@ def from_step_of_keras(model, root):
     return shardload.restore(model, other, strict=False)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("load", [restored, from_archive, from_step, from_older_step, from_step_of_keras])
 @pytest.mark.parametrize("optimizer", MAKE)
 @pytest.mark.parametrize(("before", "now"), [(None, 4), (4, None), (4, 8), (4, 4)])
@@ -110,6 +111,7 @@ def test_the_updates_are_kept(load, optimizer, before, now, tmp_path):
         assert "gradients" not in told[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("load", [restored, from_archive, from_step])
 @pytest.mark.parametrize("optimizer", ["adam", "scaled", "split", "rekls"])
 @pytest.mark.parametrize("mesh", [None, "1x2"])

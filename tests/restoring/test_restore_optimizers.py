@@ -332,6 +332,7 @@ def slots(model):
     return {name: value for name, value in named.items() if name.startswith("net_")}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "before", "now"), WITHIN)
 def test_another_option_of_the_same_optimizer_keeps_what_both_have(kind, before, now, tmp_path):
     source, target, fresh = (two_layers(kind, options, seed=1) for options in (before, now, now))

@@ -26,7 +26,7 @@ from shardload.loaders import open_manifest
 from shardload.manifest import Extent
 
 FAST_CASES = 100
-FULL_CASES = int(os.environ.get("SHARDLOAD_FUZZ_CASES", "300"))
+FULL_CASES = int(os.environ.get("SHARDLOAD_FUZZ_CASES", "200"))
 PEAK_FLOOR_BYTES = 64 << 10
 """A traceback with its frames, a few dozen objects of the manifest itself; 16 KiB in most cases."""
 RESIDENT_FLOOR_BYTES = 1 << 20
