@@ -32,7 +32,7 @@ from shardload.loaders import recognise
 from shardload.loaders.contents import FolderContent
 from shardload.loaders.file_pieces import TensorPlace
 from shardload.runs.digest_list import hasher, is_empty, sync, sync_all
-from shardload.runs.publish import LOCK_FILE, FolderLock
+from shardload.runs.publish import LOCK_FILE, FolderLock, remove_for_good
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import LocalFile, located, working_folder
 from shardload.units import format_bytes
@@ -95,13 +95,13 @@ class ConversionFolder:
         with contextlib.suppress(OSError):  # the caller reports disk errors
             if self.result.exists() and any("places" in line for line in self._lines()):
                 return True
-            self.discard()
+        self.discard()
         return False
 
     def discard(self) -> None:
         """Remove the folder, unless it has the checkpoint being replaced."""
         if not (self._home / "replaced").exists():
-            shutil.rmtree(self._home)
+            remove_for_good(self._home)  # threads of Orbax may still write
 
     def flush(self) -> None:
         """Flush the result to disk."""

@@ -200,7 +200,7 @@ class Staging:
         Does nothing after `publish` or an earlier `discard`.
         """
         if self._lock is not None:
-            _remove_for_good(self.home)
+            remove_for_good(self.home)
             self._finish()
             remove_staging(self.root.path)
 
@@ -284,7 +284,7 @@ def _remove_moved(home: Path, step: int, base: Path) -> None:
         shutil.rmtree(home, ignore_errors=True)
         # Another process may have considered the folder stale, and created a new lock file in it.
         if home.exists():
-            _remove_for_good(home)
+            remove_for_good(home)
         if home.exists():
             shutil.rmtree(home)
     except OSError as error:
@@ -326,7 +326,7 @@ def _stale_lock(folder: Path) -> FolderLock | None:
     return None
 
 
-def _remove_for_good(folder: Path) -> None:
+def remove_for_good(folder: Path) -> None:
     """Remove a folder as far as permitted, while other threads may still write to it.
 
     After a failure, threads of Orbax run on for a moment: new files keep a folder from being removed, and the threads

@@ -85,7 +85,10 @@ class Bounds:
 
     def relative_to(self, origin: tuple[int, ...]) -> Bounds:
         """Return the same box, relative to ``origin``."""
-        return Bounds(tuple(map(sub, self.start, origin)), tuple(map(sub, self.stop, origin)))
+        return Bounds(
+            tuple(a - o for a, o in zip(self.start, origin, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
+        )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,11 +1,14 @@
 """Every format into every other, bits compared; what is refused; what a killed conversion leaves and goes on from."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import re
 import signal
+import time
 
 import jax
 import keras
@@ -22,7 +25,7 @@ from safetensors import safe_open
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.converting.publishing import staged
+from shardload.converting.publishing import ConversionFolder, staged, working_folder
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError, WriteError
 from shardload.loaders.orbax.zarr_store import ZarrCodec
 from shardload.runs import publish
@@ -378,3 +381,22 @@ def tear(result, journal):
         file.write(b"\0" * count)
     with journal.open("a") as file:
         file.write('{"done": "ha')
+
+
+def test_a_folder_is_removed_while_threads_of_a_failed_save_still_write_to_it(tmp_path):
+    staging = ConversionFolder(working_folder(tmp_path / "out"), tmp_path / "out")
+    ends = time.monotonic() + 0.1
+
+    def write():
+        while time.monotonic() < ends:
+            staging.result.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):
+                (staging.result / f"{time.monotonic_ns()}").touch()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        writing = [pool.submit(write) for _ in range(4)]
+        staging.result.mkdir(parents=True, exist_ok=True)
+        assert not staging.kept()
+        for each in writing:
+            each.result()
+    assert not list(tmp_path.iterdir())
