@@ -36,11 +36,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.measure import Row, interleave, rows_table
 from shardload.keras_bridge.variables import relocate
 from shardload.optimizers import REKLS
-from shardload.optimizers.dealing import deal, decompose_repeated
+from shardload.optimizers.dealing import deal, decompose_repeated, gather, shard
 from shardload.optimizers.matrices import MatrixRules
 from shardload.optimizers.rekls_math import Eigenpairs, eigenpairs
-from shardload.optimizers.shards import gather, shard
-from shardload.optimizers.state import spec_of
+from shardload.optimizers.rekls_setup import spec_of
 
 DEVICES = 8
 MODEL = "model"

@@ -23,7 +23,7 @@ from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.keras_bridge.variables import value_of
 from shardload.loaders.orbax.loader import open_orbax
 from shardload.manifest import Manifest
-from shardload.mapping import Items, map_state
+from shardload.mapping.stored_state import Items, map_state
 from shardload.pipeline import load as pipeline
 from shardload.pipeline.load import joint_load
 from shardload.pipeline.request import RestoreRequest

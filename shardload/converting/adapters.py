@@ -26,7 +26,7 @@ from shardload.keras_bridge.layer_settings import enable_saved_lora
 from shardload.keras_bridge.lora import LoraKernel, lora_kernels, merge
 from shardload.loaders import open_manifest
 from shardload.manifest import Manifest
-from shardload.mapping import map_state
+from shardload.mapping.stored_state import map_state
 from shardload.units import plural
 
 

@@ -18,14 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import MismatchError, UninitialisedError, UnsupportedError
-from shardload.keras_bridge.pending import pending_of
-from shardload.keras_bridge.variables import has_value, restore_value, stored_dtype
+from shardload.keras_bridge.variables import has_value, pending_of, restore_value, stored_dtype
 from shardload.manifest import Manifest, Tensor, View
-from shardload.mapping import VariableMap
 from shardload.mapping.assign import as_keras_casts
-from shardload.mapping.attributes import AttributeSnapshot
-from shardload.mapping.converter_step import ConverterStep
-from shardload.mapping.layer_step import LayerStep
+from shardload.mapping.converters import ConverterStep
+from shardload.mapping.layer_hooks import AttributeSnapshot, LayerStep
+from shardload.mapping.variable_map import VariableMap
 from shardload.transfer.read_tensor import read_rows, read_tensor
 
 Array = NDArray[Any]

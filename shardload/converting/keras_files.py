@@ -25,11 +25,10 @@ from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.source import Source, made_now
 from shardload.converting.transformers import is_weight
 from shardload.errors import UnsupportedError, is_of_system
-from shardload.keras_bridge.layer_settings import with_dtype
+from shardload.keras_bridge.extra_state import assets_of
+from shardload.keras_bridge.layer_settings import serialised_with_attributes, with_dtype
 from shardload.keras_bridge.model_state import own_layers
 from shardload.keras_bridge.saving import SavedLayout, optimizers_of, saved_layout
-from shardload.keras_bridge.set_attributes import serialised_with_attributes
-from shardload.keras_bridge.vocabularies import assets_of
 from shardload.keras_bridge.weights_files import dataset
 from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
@@ -37,7 +36,7 @@ from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.loaders.keras_h5 import SHARDED as KERAS_SHARDED
 from shardload.loaders.keras_h5 import SPEC as KERAS_H5
 from shardload.mapping.assets import has_assets
-from shardload.mapping.state_keys import roles_of
+from shardload.mapping.roles import roles_of
 from shardload.units import plural
 
 _log = logging.getLogger(__name__)

@@ -30,10 +30,13 @@ from shardload.loaders import open_manifest, spec_of
 from shardload.loaders.hub_preset import CONFIG, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest, View, c_strides
-from shardload.mapping import Binding, OutsideTensor, VariableMap, map_weights, sort_unused, without_parts
-from shardload.mapping.state_keys import roles_of
+from shardload.mapping import map_weights
+from shardload.mapping.outside import OutsideTensor, sort_unused, without_parts
+from shardload.mapping.roles import roles_of
+from shardload.mapping.variable_map import VariableMap
 from shardload.stores.location import Location
 from shardload.transfer.casts import is_float
+from shardload.transfer.planning import Binding
 from shardload.transfer.read_tensor import require_decoders
 from shardload.units import plural
 

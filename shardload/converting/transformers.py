@@ -24,7 +24,9 @@ from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.loaders.file_pieces import Wanted
 from shardload.manifest import Manifest, Tensor, View
-from shardload.mapping import VariableMap, map_hub, sort_unused
+from shardload.mapping.converters import map_hub
+from shardload.mapping.outside import sort_unused
+from shardload.mapping.variable_map import VariableMap
 from shardload.stores.nowhere import nowhere
 from shardload.transfer.planning import Binding
 

@@ -70,11 +70,7 @@ class Origin:
     processes_now: int
 
     def check(self, now: Reading) -> None:
-        """Check that the same number of batches means the same examples in both runs.
-
-        Raises:
-            UsageError: If it does not.
-        """
+        """Check that the same number of batches means the same examples in both runs."""
         then = self.reading
         if (then.global_batch_size is None) != (now.global_batch_size is None):
             saved, given = ("with", "without") if then.global_batch_size else ("without", "with")
@@ -95,11 +91,7 @@ class Origin:
             )
 
     def check_rows(self, now: int, *, at_end: bool) -> None:
-        """Check that batches have as many rows as before; the last one may have fewer.
-
-        Raises:
-            UsageError: If they have not.
-        """
+        """Check that batches have as many rows as before; the last one may have fewer."""
         then = self.reading.rows
         if then is not None and now != then and not (at_end and now < then):
             raise self._cannot(f"its batches had {plural(then, 'row')} in this process, and now have {now}")
@@ -200,11 +192,7 @@ class Position:
         return self._epochs is not None and bool(self._epochs.steps_per_epoch)
 
     def opened(self, iterator: Any, reading: Reading) -> bool:
-        """Register an opened iterator; return whether training reads this iterator.
-
-        Raises:
-            UsageError: If the position to resume does not apply to this dataset.
-        """
+        """Register an opened iterator; return whether training reads this iterator."""
         # Keras also opens iterators to inspect a batch, and for validation: those are not training.
         if not self._expecting:
             return False
@@ -236,11 +224,7 @@ class Position:
         return False
 
     def ended(self) -> None:
-        """Record that the live iterator is exhausted.
-
-        Raises:
-            UsageError: If a resumed run got no batch at all: Keras would fail without naming the reason.
-        """
+        """Record that the live iterator is exhausted."""
         if self._origin is not None and not self._given:
             raise UsageError(
                 f"Step {self._origin.step} was saved at the end of the dataset, but fit() requests more batches. "
@@ -248,11 +232,7 @@ class Position:
             )
 
     def gave(self, state: dict[str, Any], *, rows: int, at_end: bool) -> None:
-        """Record that the live iterator returned a batch of ``rows`` rows and is now at ``state``.
-
-        Raises:
-            UsageError: If batches have another number of rows than in the resumed run.
-        """
+        """Record that the live iterator returned a batch of ``rows`` rows and is now at ``state``."""
         if self._origin is not None:
             # The first batch shows the number of rows; later ones need no check.
             origin, self._origin = self._origin, None

@@ -38,10 +38,10 @@ from shardload.errors import (
 )
 from shardload.hub import config_forms, fidelity, kerashub, quantised
 from shardload.hub.config_forms import MAX_LAYERS
-from shardload.keras_bridge import legacy as legacy_models
 from shardload.keras_bridge.layer_settings import apply_settings, with_dtype, with_saved_policy
 from shardload.keras_bridge.saving import model_of
 from shardload.keras_bridge.training import compile_as_described
+from shardload.keras_bridge.weights_files import build_legacy_model, compile_legacy_model
 from shardload.loaders import spec_of
 from shardload.loaders.keras_legacy import TRAINING, UNREADABLE
 from shardload.manifest import Manifest
@@ -169,15 +169,15 @@ def _from_transformers(manifest: Manifest, dtype: Any, task: bool, ignore: Seque
 def _from_keras_2(
     manifest: Manifest, dtype: Any, scope: Mapping[str, Any], compiling: Callable[[str], None] | None
 ) -> Any:
-    model = legacy_models.build(manifest.config, dtype=dtype, **scope)
+    model = build_legacy_model(manifest.config, dtype=dtype, **scope)
     if compiling is None or not (described := manifest.metadata.get(TRAINING)):
         return model
     try:
-        legacy_models.compile_as_described(model, described, **scope)
+        compile_legacy_model(model, described, **scope)
     except Exception as error:  # of any kind: this builds custom losses, metrics and optimizers
         _refuse_code(error, manifest)
         compiling(_not_compiled(manifest, error, has_defaults=False))
-        return legacy_models.build(manifest.config, dtype=dtype, **scope)
+        return build_legacy_model(manifest.config, dtype=dtype, **scope)
     return model
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.families.registry import families
+from shardload.keras_bridge.layer_settings import set_attribute
 from shardload.keras_bridge.model_state import own_layers
-from shardload.keras_bridge.set_attributes import set_attribute
 
 _ROTARY = ("rotary_embedding_layer", "rope_layer", "rotary_embedding")
 _ACTIVATIONS = ("activation", "act_layer")

@@ -25,9 +25,9 @@ from shardload.hub.building import describe_failure
 from shardload.hub.config_forms import transformers_tensors
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.layer_settings import ENTRY, add_arguments, attributes_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import saved_layout
-from shardload.keras_bridge.set_attributes import ENTRY, add_arguments, attributes_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.loaders import spec_of
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE

@@ -26,8 +26,8 @@ from shardload.hub import built, fields, quantised
 from shardload.hub.config_forms import config_beside
 from shardload.hub.fields import text_of
 from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.layer_settings import ENTRY, apply_attributes, differing_attributes, lost_arguments
 from shardload.keras_bridge.model_records import record_of
-from shardload.keras_bridge.set_attributes import ENTRY, apply_attributes, differing_attributes, lost_arguments
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_optional

@@ -20,7 +20,7 @@ from shardload.families.parts.config import Config
 from shardload.families.registry import family_of, model_type_of, model_types
 from shardload.hub import built
 from shardload.hub.config_forms import completed
-from shardload.keras_bridge.set_attributes import gelu_tanh, set_attribute
+from shardload.keras_bridge.layer_settings import gelu_tanh, set_attribute
 from shardload.units import plural
 
 SMALL_EPSILON = 1e-4

@@ -72,7 +72,7 @@ def preset_saver(folder: Path) -> Any:
 
 def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
     """Return the tokenizer layer of a KerasHub preset, or of a Hugging Face folder as ``cls``, with its vocabulary."""
-    from shardload.keras_bridge.tracking import without_walking_vocabularies
+    from shardload.keras_bridge.model_state import without_walking_vocabularies
 
     with without_walking_vocabularies():
         return _preset_loader(manifest).load_tokenizer(cls)
@@ -231,7 +231,7 @@ def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> A
     Some of KerasHub's preprocessors need TensorFlow; each is tried on one word, so that a model never fails later
     because of it. With ``usable=False``, it is only written, and needs no TensorFlow.
     """
-    from shardload.keras_bridge.tracking import without_walking_vocabularies  # imports Keras
+    from shardload.keras_bridge.model_state import without_walking_vocabularies  # imports Keras
 
     with contextlib.nullcontext() if usable else as_with_tensorflow(cls), without_walking_vocabularies():
         made = _preset_loader(manifest).load_preprocessor(cls)

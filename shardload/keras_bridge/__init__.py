@@ -2,3 +2,10 @@
 
 tests/keras_bridge/test_keras_contract.py checks each function's assumptions against the Keras version named there.
 """
+
+from typing import Any
+
+Variable = Any
+"""A ``keras.Variable``; untyped upstream."""
+Model = Any
+"""A ``keras.Model`` or layer; untyped upstream."""

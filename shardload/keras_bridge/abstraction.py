@@ -30,18 +30,21 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardload.errors import UninitialisedError, UnsupportedError, UsageError, suggests_arguments
+from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.hub_imports import HUB, hub_patched
-from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.model_state import refresh_derived, state_of
-from shardload.keras_bridge.patches import Patch, Patches, reading_signatures_once
-from shardload.keras_bridge.pending import HostConstant, is_built_in, pending_of, recording
+from shardload.keras_bridge.patches import Patch, Patches, reading_signatures_once, replacing
 from shardload.keras_bridge.recording import record_variables, registered
 from shardload.keras_bridge.variables import (
+    HostConstant,
     direct_assign,
     forget_initializer,
     has_value,
     initialise_eagerly,
     is_abstract,
+    is_built_in,
+    pending_of,
+    recording,
     set_layout,
     sharding_of,
     stored_dtype,
@@ -123,11 +126,7 @@ def uninitialised(target: Model | Iterable[Variable]) -> list[str]:
 
 
 def check_initialised(target: Model | Iterable[Variable]) -> None:
-    """Check that every variable has a value.
-
-    Raises:
-        UninitialisedError: Naming the first few variables without one.
-    """
+    """Check that every variable has a value."""
     if left := uninitialised(target):
         shown = ", ".join(map(repr, left[:5])) + (" …" if len(left) > 5 else "")
         raise UninitialisedError(
@@ -161,18 +160,14 @@ def _initialise(variable: Variable) -> None:
             _initialise(generator.state)
     if isinstance(initializer, HostConstant) and sharding is not None:
         direct_assign(variable, _place(initializer.value, variable, sharding))
-    elif sharding is None or _takes_layout(initializer):
+    # Keras would pass its layout to such an initialiser, which then shards the value.
+    elif sharding is None or "layout" in inspect.signature(initializer).parameters:
         # Every process computes its own shards from its own copy of the initialiser: different seeds would go unseen.
         if sharding is not None and not sharding.is_fully_addressable:
             require_agreement([_described(initializer)], variable.path, sharding)
         initialise_eagerly(variable, initializer)
     else:
         direct_assign(variable, _sharded_value(variable, initializer, sharding))
-
-
-def _takes_layout(initializer: Callable[..., Any]) -> bool:
-    """Whether Keras would pass its layout to the initialiser, which then shards the value."""
-    return "layout" in inspect.signature(initializer).parameters
 
 
 def _described(initializer: Any) -> str:
@@ -226,48 +221,37 @@ _programs: dict[Any, _Program] = {}
 
 
 def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Program, list[Any]]:
-    """Return the compiled program for a variable's initial value, and the seeds to run it with.
-
-    Programs of Keras' own initialisers are shared by all similar variables; the seed is an argument.
-    """
+    """Return a compiled program, shared by similar variables of Keras' own initialisers, and the seeds it takes."""
     shape, dtype = tuple(variable.shape), stored_dtype(variable).name
     generators = _generators(initializer)
     if generators or not isinstance(initializer, keras.Initializer) or not is_built_in(initializer):
         states = [value_of(g.state) for g in generators]
-        return _Program(_stateful(initializer, generators, shape, dtype), states, shape, sharding), states
+
+        def stateful(*states: Any) -> list[Any]:
+            mapping = [(g.state, s) for g, s in zip(generators, states, strict=True)]
+            with keras.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
+                value = keras.ops.convert_to_tensor(initializer(shape, dtype=dtype))
+            # Other changes would be lost with the scope. On this error, `_sharded_value` runs the initialiser eagerly.
+            if set(scope.state_mapping) != {id(v) for v, _ in mapping}:
+                raise UnsupportedError("the initialiser changes variables other than its seed generators'")
+            return [value, *(scope.get_current_value(v) for v, _ in mapping)]
+
+        return _Program(stateful, states, shape, sharding), states
     seed = getattr(initializer, "seed", None)
     # The array that Keras' `draw_seed` makes of an integer seed.
     seeds = [] if seed is None else [keras.ops.convert_to_tensor([seed, 0], dtype="uint32")]
     config = {k: v for k, v in initializer.get_config().items() if k != "seed"}
     key = (type(initializer), json.dumps(config, sort_keys=True, default=repr), shape, dtype, sharding)
-    if key not in _programs:
-        _programs[key] = _Program(_seeded(initializer, shape, dtype), seeds, shape, sharding)
-    return _programs[key], seeds
 
-
-def _seeded(initializer: Any, shape: tuple[int, ...], dtype: str) -> Callable[..., list[Any]]:
-    def run(*seeds: Any) -> list[Any]:
-        seeded = copy.copy(initializer)
+    def seeded(*seeds: Any) -> list[Any]:
+        fresh = copy.copy(initializer)
         if seeds:
-            seeded.seed = _FixedSeed(seeds[0])
-        return [keras.ops.convert_to_tensor(seeded(shape, dtype=dtype))]
+            fresh.seed = _FixedSeed(seeds[0])
+        return [keras.ops.convert_to_tensor(fresh(shape, dtype=dtype))]
 
-    return run
-
-
-def _stateful(
-    initializer: Any, generators: list[keras.random.SeedGenerator], shape: tuple[int, ...], dtype: str
-) -> Callable[..., list[Any]]:
-    def run(*states: Any) -> list[Any]:
-        mapping = [(g.state, s) for g, s in zip(generators, states, strict=True)]
-        with keras.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
-            value = keras.ops.convert_to_tensor(initializer(shape, dtype=dtype))
-        # Other changes would be lost with the scope. On this error, `_sharded_value` runs the initialiser eagerly.
-        if set(scope.state_mapping) != {id(v) for v, _ in mapping}:
-            raise UnsupportedError("the initialiser changes variables other than its seed generators'")
-        return [value, *(scope.get_current_value(v) for v, _ in mapping)]
-
-    return run
+    if key not in _programs:
+        _programs[key] = _Program(seeded, seeds, shape, sharding)
+    return _programs[key], seeds
 
 
 class _Program:
@@ -368,9 +352,6 @@ def _without_weights(original: Any) -> Any:
     return classmethod(from_preset)  # type: ignore[arg-type]  # wraps() keeps the type loose
 
 
-def _nothing_ported(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def port_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if recording() else original(self, *args, **kwargs)
-
-    return port_weight
+@replacing
+def _nothing_ported(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return None if recording() else original(self, *args, **kwargs)

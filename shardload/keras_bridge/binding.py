@@ -29,9 +29,8 @@ import numpy as np
 from keras.src.utils.jax_utils import is_in_jax_tracing_scope
 
 from shardload.errors import LayoutError, MeshError
-from shardload.keras_bridge import abstraction
+from shardload.keras_bridge import Model, Variable, abstraction
 from shardload.keras_bridge.gathered_use import Use, gathering
-from shardload.keras_bridge.keras_types import Model, Variable
 from shardload.keras_bridge.model_state import (
     models_in,
     refresh_derived,
@@ -41,9 +40,16 @@ from shardload.keras_bridge.model_state import (
     variables_of,
 )
 from shardload.keras_bridge.optimizer_slots import layout_of
-from shardload.keras_bridge.pending import pending_of
 from shardload.keras_bridge.training import batches_laid_out_singly
-from shardload.keras_bridge.variables import has_value, is_abstract, relocate, set_sharding, sharding_of, value_of
+from shardload.keras_bridge.variables import (
+    has_value,
+    is_abstract,
+    pending_of,
+    relocate,
+    set_sharding,
+    sharding_of,
+    value_of,
+)
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.placement import named_sharding
@@ -160,22 +166,10 @@ def bind(
 ) -> ModelBinding:
     """Bind a model to a mesh, so that all its methods run there. Binding again replaces the mesh.
 
-    Args:
-        model: Built or abstract, compiled or not.
-        mesh: Shape and axes.
-        devices: One per mesh position, row-major; any subset of ``jax.devices()``.
-        layouts: Layout of each variable. Optimizer slots follow their weight; variables not mentioned
-            (seeds, metrics, learning rates) are replicated.
-        values: ``move`` existing values to their new layouts now, or ``keep`` them where they are,
-            for a load that is about to replace them.
-        batch_axis: The axis that splits batches; by default `MeshSpec.batch_axis`.
-        activations: From the path of a layer's output to its ``TensorLayout`` or `jax.sharding.PartitionSpec`, or
-            ``None`` to leave it to XLA.
-        uses: ``id(variable)`` → the layout that a variable is gathered to for use (`gathered_use`).
-
-    Raises:
-        MeshError: When devices and mesh differ in number, or a device repeats.
-        LayoutError: When a layout does not divide its variable, or belongs to another mesh.
+    Optimizer slots follow their weight; variables that ``layouts`` does not mention (seeds, metrics, learning rates)
+    are replicated. ``values="keep"`` leaves values where they are, for a load that is about to replace them.
+    ``activations`` gives the ``TensorLayout`` or `jax.sharding.PartitionSpec` of a layer's output by its path, or
+    ``None`` to leave it to XLA; ``uses``, by ``id(variable)``, the layout that a variable is gathered to for use.
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
         raise MeshError(
@@ -254,7 +248,14 @@ def binding_of(model: Model) -> ModelBinding | None:
 def _shardings(
     model: Model, mesh: MeshSpec, devices: Sequence[jax.Device], layouts: Layouts, *, batch_axis: str | None
 ) -> list[tuple[Variable, jax.sharding.NamedSharding]]:
-    given = layouts if isinstance(layouts, Mapping) else _aligned(model, layouts)
+    if isinstance(layouts, Mapping):
+        given = layouts
+    else:
+        variables = variables_of(model)
+        if len(variables) != len(layouts):
+            count = plural(len(variables), "variable")
+            raise LayoutError(f"Cannot bind {model.name!r}: got {plural(len(layouts), 'layout')} for {count}")
+        given = {id(v): layout for v, layout in zip(variables, layouts, strict=True)}
     weight_of = {id(slot): weight for slot, weight in slots_of(model)}
     spread = spread_slots(model, lambda v: given.get(id(v)), batch_axis=batch_axis or mesh.batch_axis)
     chosen = {**spread, **given}
@@ -271,15 +272,6 @@ def _shardings(
             )
         found.append((variable, named_sharding(layout, devices)))
     return found
-
-
-def _aligned(model: Model, layouts: Sequence[Layout]) -> dict[int, Layout]:
-    variables = variables_of(model)
-    if len(variables) != len(layouts):
-        raise LayoutError(
-            f"Cannot bind {model.name!r}: got {plural(len(layouts), 'layout')} for {plural(len(variables), 'variable')}"
-        )
-    return {id(v): layout for v, layout in zip(variables, layouts, strict=True)}
 
 
 def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -369,17 +361,14 @@ def _adopt(model: Model, binding: ModelBinding) -> None:
         if sharding is None:
             # A slot follows its weight.
             weight = slots.get(id(variable))
-            sharding = sharding_of(weight) if weight is not None else _sharding_on_mesh(variable, binding)
+            there = value_of(variable).sharding if has_value(variable) else None
+            if weight is not None:
+                sharding = sharding_of(weight)
+            elif isinstance(there, jax.sharding.NamedSharding) and there.device_set == set(binding.devices):
+                sharding = there
+            else:
+                sharding = binding.distribution.get_variable_layout(variable)
         relocate(variable, sharding)
         # Learning rates and seeds are known without a checkpoint, and the method that runs next reads them.
         if is_abstract(variable) and pending_of(variable).exact:
             abstraction.initialise([variable])
-
-
-def _sharding_on_mesh(variable: Variable, binding: ModelBinding) -> Any:
-    """Return the sharding for a variable without a layout: its value's own if that is on the mesh, else replicated."""
-    if has_value(variable):
-        there = value_of(variable).sharding
-        if isinstance(there, jax.sharding.NamedSharding) and there.device_set == set(binding.devices):
-            return there
-    return binding.distribution.get_variable_layout(variable)

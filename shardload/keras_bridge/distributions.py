@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.binding import MeshParallel
-from shardload.keras_bridge.keras_types import Variable
 from shardload.sharding.devices import has_mesh
 
 _OF_KERAS = (keras.distribution.ModelParallel.get_variable_layout, keras.distribution.DataParallel.get_variable_layout)

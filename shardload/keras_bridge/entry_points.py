@@ -15,7 +15,6 @@ import copy
 import functools
 import inspect
 import os
-import random
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -26,14 +25,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keras
-import numpy as np
 from keras.src.backend.common import global_state
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_api, saving_lib
 
 from shardload.keras_bridge.hub_imports import HUB, hub_patched
-from shardload.keras_bridge.patches import Patch, Patches
-from shardload.keras_bridge.recording import GLOBAL_GENERATOR, GLOBAL_SEED, NAMES
+from shardload.keras_bridge.patches import Patches, replacing
+from shardload.keras_bridge.recording import GLOBAL_GENERATOR, NAMES, random_states
 from shardload.keras_bridge.variables import current_value, restore_value
 
 Kind = Literal["model", "weights", "preset", "layer", "legacy"]
@@ -57,12 +55,12 @@ Handler = Callable[[EntryCall], Any]
 """Makes a call; returns what the original would return."""
 
 
+@dataclass(slots=True, eq=False)
 class Interception:
     """A block in which calls go to a handler."""
 
-    def __init__(self, handler: Handler) -> None:
-        self.handler = handler
-        self.is_open = True
+    handler: Handler
+    is_open: bool = True
 
 
 _open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points", default=())
@@ -207,27 +205,24 @@ _LOADS: dict[str, Kind] = {"load_task": "preset", "load_backbone": "preset"}
 _LOADS |= dict.fromkeys(("load_preprocessor", "load_tokenizer", *(f"load_{name}" for name in _CONVERTERS)), "layer")
 
 
-def _hub_patches() -> list[Patch]:
-    # Each of these modules has imported the function by name, so each has its own reference to replace.
-    names = (*_MODULES, *(f"layers.preprocessing.{name}" for name in _CONVERTERS))
-    modules = (sys.modules.get(f"{HUB}.src.{name}") for name in names)
-    return [(m, "get_preset_loader", _loaders) for m in modules if hasattr(m, "get_preset_loader")]
+@replacing
+def _loaders(original: Any, preset: Any) -> Any:
+    loader = original(preset)
+    if _handler() is not None:
+        # On the instance, so that loaders of other contexts stay as they are.
+        for name, kind in _LOADS.items():
+            setattr(loader, name, _of_preset(loader, kind, getattr(loader, name)))
+    return loader
 
 
-_HUB_PATCHES = Patches(_hub_patches)
-
-
-def _loaders(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_preset_loader(preset: Any) -> Any:
-        loader = original(preset)
-        if _handler() is not None:
-            # On the instance, so that loaders of other contexts stay as they are.
-            for name, kind in _LOADS.items():
-                setattr(loader, name, _of_preset(loader, kind, getattr(loader, name)))
-        return loader
-
-    return get_preset_loader
+# Each of these modules has imported the function by name, so each has its own reference to replace.
+_HUB_PATCHES = Patches(
+    lambda: [
+        (module, "get_preset_loader", _loaders)
+        for name in (*_MODULES, *(f"layers.preprocessing.{name}" for name in _CONVERTERS))
+        if hasattr(module := sys.modules.get(f"{HUB}.src.{name}"), "get_preset_loader")
+    ]
+)
 
 
 def _of_preset(loader: Any, kind: Kind, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,18 +277,15 @@ def rewound_on_error() -> Iterator[None]:
     """If the block fails, restore the counters of names and the random states, for a second attempt."""
     # Auto-generated names count on: in a second attempt, a first Dense layer would be called dense_1.
     names = copy.copy(global_state.get_global_attribute(NAMES))
-    seed, generator = map(global_state.get_global_attribute, (GLOBAL_SEED, GLOBAL_GENERATOR))
-    # Layers without a seed draw one from Python's generator; what users define may draw from NumPy's.
+    generator = global_state.get_global_attribute(GLOBAL_GENERATOR)
     drawn = None if generator is None else current_value(generator.state)
-    python, numpy = random.getstate(), np.random.get_state()
+    # Layers without a seed draw one from Python's generator; what users define may draw from NumPy's.
+    restore = random_states()
     try:
         yield
     except BaseException:
         global_state.set_global_attribute(NAMES, names)
-        global_state.set_global_attribute(GLOBAL_SEED, seed)
-        global_state.set_global_attribute(GLOBAL_GENERATOR, generator)
+        restore()
         if generator is not None:
             restore_value(generator.state, drawn, None)
-        random.setstate(python)
-        np.random.set_state(numpy)
         raise

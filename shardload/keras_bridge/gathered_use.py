@@ -22,7 +22,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from keras.src import backend
 
-from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge import Model, Variable
 
 GATHERED = "gathered weight"
 """The name of gathered values in traced programs."""
@@ -53,16 +53,12 @@ def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -
 
         # prevent_cse is the barrier that the docstring of this module describes.
         policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-        step = jax.checkpoint(run, policy=policy, prevent_cse=_platform(uses) != "tpu")
+        platform = next((str(use.used.mesh.devices.flat[0].platform) for use in uses.values()), None)
+        step = jax.checkpoint(run, policy=policy, prevent_cse=platform != "tpu")
         found, masks = step(list(trainable), list(other), arrays)
         return _masked(found[0], masks), *found[1:]
 
     return stateless_call
-
-
-def _platform(uses: Mapping[int, Use]) -> str | None:
-    """Return the platform that the weights are on."""
-    return next((str(use.used.mesh.devices.flat[0].platform) for use in uses.values()), None)
 
 
 def _masked(outputs: Any, masks: Any) -> Any:

@@ -68,9 +68,7 @@ class _HubWatcher(importlib.abc.MetaPathFinder):
     """An import hook that finds no module; on each import it checks whether KerasHub can be patched."""
 
     def __init__(self, stack: ExitStack, patches: Patches) -> None:
-        self._stack = stack
-        self._patches = patches
-        self._done = False
+        self._stack, self._patches, self._done = stack, patches, False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         """Return None: other finders do the import."""

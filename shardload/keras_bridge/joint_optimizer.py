@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardload.errors import BackendError, MismatchError
-from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.variables import current_value, sharding_of
 from shardload.sharding.layout import Layout
 from shardload.units import plural
@@ -33,24 +33,14 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     """
 
     def __init__(self, learning_rate: Any, **options: Any) -> None:
-        """Create an optimizer without state.
-
-        Raises:
-            BackendError: When Keras does not run on JAX.
-        """
+        """Create an optimizer without state; raise a `BackendError` if Keras does not run on JAX."""
         if (found := keras.config.backend()) != "jax":
             raise BackendError(found)
         super().__init__(learning_rate, **options)
 
     @abstractmethod
     def update_all(self, gradients: Sequence[Any], variables: Sequence[Variable], learning_rate: Any) -> None:
-        """Assign new values to variables and state.
-
-        Args:
-            gradients: Unscaled, averaged over accumulation steps, and clipped.
-            variables: Those that have gradients, in the same order.
-            learning_rate: Of this step, a scalar.
-        """
+        """Assign new values to variables and state; gradients are unscaled, averaged over the steps, and clipped."""
 
     @property
     def needs_even_state(self) -> bool:
@@ -68,20 +58,11 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return []
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return the layouts of state whose shape differs from its variable's, by ``id(state)``.
-
-        Args:
-            layout_of: The layout of a variable; ``None`` if it has none.
-        """
+        """Return the layouts of state whose shape differs from its variable's, by ``id(state)``."""
         return {}
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
-        """Update variables, after a check of their gradients.
-
-        Raises:
-            MismatchError: When there are more or fewer gradients than variables, or one has another shape than its
-                variable; nothing has changed then.
-        """
+        """Update variables, after a check of their gradients."""
         variables = self.trained if trainable_variables is None else list(trainable_variables)
         if len(grads) != len(variables) and self.built:
             raise MismatchError(

@@ -1,8 +1,8 @@
-"""Settings of layers that a configuration omits: dtype policies, frozen and quantised layers, LoRA.
+"""Settings and attributes of layers that a configuration omits: dtype policies, frozen and quantised layers, LoRA.
 
-Functional models store most of it, layer by layer; subclassed ones and KerasHub's store only how they were constructed,
-not later changes. A step therefore stores these settings next to its leaves, and `apply_settings` applies them to the
-rebuilt model::
+Functional models store most settings, layer by layer; subclassed ones and KerasHub's store only how they were
+constructed, not later changes. A step therefore stores these settings next to its leaves, and `apply_settings` applies
+them to the rebuilt model::
 
     "form": {
         "": {"policy": "mixed_bfloat16"},                     the model's own, Keras' global one at its creation
@@ -10,13 +10,23 @@ rebuilt model::
         "layers/dense_1": {"frozen": ["kernel"], "policy": "int8_from_float32", "quantization": "int8"},
     }
 
-Paths are those of `state_keys`. Settings that cannot be reproduced (custom quantisers, a policy set
+Paths are those of `mapping.roles`. Settings that cannot be reproduced (custom quantisers, a policy set
 after a layer was built) raise an error that names the layer, because the rebuilt model would compute differently.
 `with_dtype` replaces the dtype policies of a whole configuration.
+
+Attributes that were set on built layers, because the constructor of their model does not pass them on, are not
+serialised by KerasHub's classes either, so the rebuilt model would give other numbers. Files that shardload writes have
+them in their configuration::
+
+    "shardload_attributes": {"layers/transformer_encoder_layer/_self_attention_layer_norm": {"epsilon": 1e-12}}
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -24,10 +34,14 @@ from typing import Any
 import keras
 
 from shardload.errors import SourceError, UnsupportedError
-from shardload.keras_bridge.model_state import named_weights, policy_name
+from shardload.keras_bridge.hub_imports import backbone_of
+from shardload.keras_bridge.model_records import record_of
+from shardload.keras_bridge.model_state import named_weights, own_layers, policy_name
 from shardload.keras_bridge.recording import quantize_without_values
-from shardload.keras_bridge.saving import saved_objects
+from shardload.keras_bridge.saving import saved_objects, serialised_model
 
+ENTRY = "shardload_attributes"
+"""Name of the entry in a configuration; Keras and KerasHub ignore it."""
 _INT8 = "int8"
 _MAX_RANK = 1 << 20  # structure.json is untrusted input, and no real rank is larger
 
@@ -71,16 +85,7 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
     """Return the result of ``make``, called under the global dtype policy of the saved model.
 
     A step does not store that policy. It was either the model's own, or today's, with the model's own given explicitly.
-    Both are tried; the policies of the layers decide.
-
-    Args:
-        make: Builds the model and calls `apply_settings`; may be called twice.
-        saved: As for `apply_settings`.
-        dtype: A policy that the caller requests instead.
-        has_dtype: Whether the model's configuration contains a policy for the model.
-
-    Raises:
-        UnsupportedError: When a layer has a different policy under both.
+    Both are tried, so ``make`` may be called twice; the policies of the layers decide.
     """
     top = saved.get("", {}) if isinstance(saved, Mapping) else {}
     wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
@@ -102,17 +107,9 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
 
 
 def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
-    """Apply saved settings to the layers of a model just built inside `shardload.abstract`.
+    """Apply saved settings, which are untrusted, to the layers of a model just built inside `shardload.abstract`.
 
-    Args:
-        model: Built, without values, not compiled.
-        saved: The result of `settings_of`, read back; untrusted input. Paths that the model lacks are skipped: its
-            weights will not match either, with a clearer error.
-        any_policy: Accept layers whose dtype policy differs from the saved one, because another dtype was requested.
-
-    Raises:
-        SourceError: When ``saved`` is not valid.
-        UnsupportedError: When a setting cannot be reproduced.
+    Paths that the model lacks are skipped: its weights will not match either, with a clearer error.
     """
     known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     layers = saved_objects(model)
@@ -124,8 +121,13 @@ def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
     for path, layer in layers:
         settings = known.get(path, {})
         _quantise(path, layer, settings.get("quantization"))
-        if not any_policy and _uses_policy(layer):
-            _check_policy(path, layer, settings.get("policy", known.get("", {}).get("policy")))
+        # The policy of an input layer does not matter, and other objects have none.
+        if not any_policy and isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.InputLayer):
+            has, policy = policy_name(layer), settings.get("policy", known.get("", {}).get("policy"))
+            if None not in (has, policy) and has != policy:
+                raise _PolicyDiffersError(
+                    _refusal(path, f"it had the dtype policy {policy!r}, but its configuration gives {has!r}")
+                )
         if lora := settings.get("lora"):
             _enable_lora(path, layer, lora)
         frozen = set(settings.get("frozen", ()))
@@ -136,11 +138,7 @@ def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
 
 
 def enable_saved_lora(model: Any, saved: Any) -> None:
-    """Enable LoRA as in saved settings, and apply no other setting; call it inside `shardload.abstract`.
-
-    Raises:
-        SourceError: When ``saved`` is not valid.
-    """
+    """Enable LoRA as in saved settings, and apply no other setting; call it inside `shardload.abstract`."""
     known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     for path, layer in saved_objects(model):
         if lora := known.get(path, {}).get("lora"):
@@ -149,18 +147,10 @@ def enable_saved_lora(model: Any, saved: Any) -> None:
 
 def _quantise(path: str, layer: Any, mode: str | None) -> None:
     has = _quantization_of(layer)
-    if mode == _INT8 and _quantizes(layer):
+    if mode == _INT8 and _has_kernel(layer) and layer.quantization_mode in (None, _INT8):
         quantize_without_values(layer)
     elif mode is not None and has is None:
         raise UnsupportedError(_refusal(path, f"it was quantised ({mode}), but its configuration is not"))
-
-
-def _check_policy(path: str, layer: Any, wanted: str | None) -> None:
-    has = policy_name(layer)
-    if None not in (has, wanted) and has != wanted:
-        raise _PolicyDiffersError(
-            _refusal(path, f"it had the dtype policy {wanted!r}, but its configuration gives {has!r}")
-        )
 
 
 def _enable_lora(path: str, layer: Any, lora: Mapping[str, Any]) -> None:
@@ -219,16 +209,6 @@ def _quantization_of(layer: Any) -> str | None:
     return mode
 
 
-def _quantizes(layer: Any) -> bool:
-    """Whether a layer can be quantised, or already is."""
-    return _has_kernel(layer) and layer.quantization_mode in (None, _INT8)
-
-
-def _uses_policy(layer: Any) -> bool:
-    """Whether a layer's dtype policy matters: not for input layers, nor for objects that are not layers."""
-    return isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.InputLayer)
-
-
 @contextmanager
 def global_policy(policy: Any) -> Iterator[None]:
     """Replace the global dtype policy inside the block."""
@@ -241,12 +221,7 @@ def global_policy(policy: Any) -> Iterator[None]:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """Replace every floating-point dtype policy in a Keras configuration; quantised ones keep their scheme.
-
-    Args:
-        config: The result of ``serialize_keras_object``.
-        dtype: Name of a floating-point dtype or policy, or an object with a ``name``; ``None`` changes nothing.
-    """
+    """Replace every floating-point dtype policy in a Keras configuration; quantised ones keep their scheme."""
     if dtype is None:
         return dict(config)
     name = str(getattr(dtype, "name", dtype))
@@ -266,3 +241,126 @@ def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
 
     changed: dict[str, Any] = rewrite(config)
     return changed
+
+
+def gelu_tanh(x: Any) -> Any:
+    """The tanh form of GELU."""
+    return keras.activations.gelu(x, approximate=True)
+
+
+_ACTIVATIONS = {"gelu": keras.activations.gelu, "gelu_tanh": gelu_tanh}
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, str) and value in _ACTIVATIONS
+
+
+# A configuration is untrusted input: it can set these attributes only, to these values.
+_VALID: Mapping[str, Callable[[Any], bool]] = {
+    "epsilon": lambda value: isinstance(value, float) and math.isfinite(value) and 0 < value < 1,
+    "sliding_window": lambda value: value is None or (type(value) is int and 0 < value < 1 << 40),
+    "query_head_dim_normalize": lambda value: isinstance(value, bool),
+    "activation": _is_activation,
+    "act_layer": _is_activation,
+}
+
+
+def set_attribute(layer: Any, name: str, value: Any) -> None:
+    """Set an attribute of a layer, and remember to save it."""
+    setattr(layer, name, value)
+    record_of(layer).set_attributes.add(name)
+
+
+def attributes_of(model: Any) -> dict[str, dict[str, Any]]:
+    """Return what was set on the layers of ``model``, by path."""
+    found = {}
+    for path, layer in saved_objects(model):
+        stored = {name: _stored(getattr(layer, name, None)) for name in sorted(record_of(layer).set_attributes)}
+        # A program may have set another value since, which no file can store.
+        if attributes := {name: value for name, value in stored.items() if _VALID[name](value)}:
+            found[path] = attributes
+    return found
+
+
+def _stored(value: Any) -> Any:
+    return next((name for name, function in _ACTIVATIONS.items() if value is function), value)
+
+
+def serialised_with_attributes(model: Any) -> str:
+    """Return `serialised_model` with what the model's class leaves out: arguments, and what was set on layers."""
+    for one in own_layers(model):
+        # `Sequential.get_config` lists each layer once, so a model rebuilt from it calls it once.
+        if isinstance(one, keras.Sequential) and (
+            twice := [layer for layer, n in Counter(one.layers).items() if n > 1]
+        ):
+            raise UnsupportedError(
+                f"Keras describes each layer of the Sequential {one.name!r} once, but it has {twice[0].name!r} several "
+                "times. Build it as a functional model, keras.Model(inputs, outputs)"
+            )
+    found = json.loads(serialised_model(model))
+    backbone = backbone_of(model)
+    inner = found["config"] if backbone is model else found["config"].get("backbone", {}).get("config")
+    if isinstance(inner, dict):
+        add_arguments(inner, backbone)
+    attributes = attributes_of(model)
+    return json.dumps({**found, ENTRY: attributes} if attributes else found)
+
+
+def add_arguments(config: dict[str, Any], backbone: Any) -> None:
+    """Add constructor arguments that KerasHub's class does not serialise to its configuration, in place."""
+    taken = inspect.signature(type(backbone).__init__).parameters
+    for name in _NOT_SERIALISED:
+        if name in taken and (value := getattr(backbone, name, None)) is not None:
+            config.setdefault(name, value)
+
+
+_NOT_SERIALISED = ("tie_word_embeddings", "router_aux_loss_coefficient")
+"""Arguments of Llama, which would build an output layer without weights, and of QwenMoe."""
+
+
+def lost_arguments(backbone: Any) -> dict[str, tuple[Any, Any]]:
+    """Return arguments that files of Keras lack: their values, and what a backbone rebuilt from such a file has."""
+    taken, config = inspect.signature(type(backbone).__init__).parameters, backbone.get_config()
+    values = {name: getattr(backbone, name, None) for name in _NOT_SERIALISED if name in taken and name not in config}
+    return {name: (value, taken[name].default) for name, value in values.items() if value != taken[name].default}
+
+
+def apply_attributes(model: Any, saved: Any) -> None:
+    """Set what `attributes_of` found on the layers of a rebuilt model; skips paths and attributes that it lacks."""
+    for layer, name, value in _saved_on(model, saved):
+        set_attribute(layer, name, value)
+
+
+def differing_attributes(model: Any, saved: Any) -> tuple[str, ...]:
+    """Return the names of attributes that a model's layers have with other values than the saved one's."""
+    found = set()
+    for layer, name, value in _saved_on(model, saved):
+        own = getattr(layer, name)
+        if own != value and not (callable(own) and _stored(own) == _stored(value)):
+            found.add(name)
+    return tuple(sorted(found))
+
+
+def _saved_on(model: Any, saved: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield each layer that has a saved attribute, the attribute, and its saved value."""
+    known = {path: _valid_attributes(path, attributes) for path, attributes in _attributes_mapping("", saved).items()}
+    for path, layer in saved_objects(model) if known else ():
+        for name, value in known.get(path, {}).items():
+            if hasattr(layer, name):
+                yield layer, name, _ACTIVATIONS[value] if isinstance(value, str) else value
+
+
+def _valid_attributes(path: str, found: Any) -> Mapping[str, Any]:
+    attributes = _attributes_mapping(path, found)
+    if wrong := [name for name, value in attributes.items() if name not in _VALID or not _VALID[name](value)]:
+        raise SourceError(
+            f"The configuration has an invalid attribute for the layer {path!r:.80}: "
+            f"{wrong[0]!r:.40} = {attributes[wrong[0]]!r:.40}"
+        )
+    return attributes
+
+
+def _attributes_mapping(path: str, found: Any) -> Mapping[str, Any]:
+    if not isinstance(found, Mapping):
+        raise SourceError(f"The configuration has invalid attributes for the layer {path!r:.80}: {found!r:.80}")
+    return found

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardload.errors import UnsupportedError
-from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.variables import value_of
 
 _KERNELS = (("_kernel", "lora_kernel_a", "lora_kernel_b"), ("_embeddings", "lora_embeddings_a", "lora_embeddings_b"))
@@ -33,11 +33,7 @@ class LoraKernel:
     b: Variable
 
     def merged(self) -> jax.Array:
-        """Compute the kernel with its factors, in float32, and round it once to the kernel's dtype.
-
-        Returns:
-            An array with the sharding of the kernel.
-        """
+        """Compute the kernel with its factors, in float32, and round it once to the kernel's dtype."""
         kernel = value_of(self.kernel)
         found = merge(kernel, value_of(self.a), value_of(self.b), scale=self.scale)
         return jax.device_put(found, kernel.sharding)
@@ -49,17 +45,7 @@ class LoraKernel:
 
 
 def merge(kernel: Any, a: Any, b: Any, *, scale: float) -> jax.Array:
-    """Return ``kernel + scale * a @ b``, computed in float32 (float64 for such a kernel) and rounded once.
-
-    Args:
-        kernel: The stored kernel, of shape ``(…, n)``.
-        a: Its first factor, of shape ``(…, rank)``.
-        b: Its second factor, of shape ``(rank, n)``.
-        scale: Alpha over rank.
-
-    Returns:
-        An array of the kernel's dtype.
-    """
+    """Return ``kernel + scale * a @ b``, (…, n), (…, rank), (rank, n), in float32 or float64 and rounded once."""
     # precision: by default, TPUs and many GPUs multiply float32 matrices in fewer bits.
     wide = jnp.promote_types(kernel.dtype, jnp.float32)
     change = jnp.matmul(jnp.asarray(a, wide), jnp.asarray(b, wide), precision="highest")
@@ -83,11 +69,7 @@ def changes_nothing(b: Variable) -> bool:
 
 
 def lora_kernels(layers: Iterable[Any]) -> list[LoraKernel]:
-    """Return the kernels of layers with LoRA.
-
-    Raises:
-        UnsupportedError: When a layer is quantised, or keeps its factors elsewhere than Keras' own layers.
-    """
+    """Return the kernels of layers with LoRA."""
     return [_kernel_of(layer) for layer in layers]
 
 

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 from keras.src.backend.jax.core import JaxVariable
 
-from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.variables import direct_assign, relocate, sharding_of, value_of
 from shardload.sharding.devices import mesh_spec
 from shardload.sharding.layout import Layout, spread
@@ -38,7 +38,9 @@ class SlotSpread:
 
     def on(self, mesh: MeshSpec, batch_axis: str | None = None) -> tuple[str, ...]:
         """Return the axes of a mesh; ``batch_axis`` if it is not the mesh's own."""
-        batch = batch_axis or _batch_axis(mesh)
+        # The user's distribution may split the batch over another axis than the mesh's usual one.
+        own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
+        batch = batch_axis or (own if own in mesh.axes else mesh.batch_axis)
         match self.axes:
             case "batch":
                 return (batch,)
@@ -50,12 +52,6 @@ class SlotSpread:
     def applied(self, layout: Layout, shape: tuple[int, ...], batch_axis: str | None = None) -> Layout:
         """Return the layout of a slot whose weight has ``layout``."""
         return spread(layout, shape, self.on(layout.mesh, batch_axis))
-
-
-def _batch_axis(mesh: MeshSpec) -> str:
-    # The user's distribution may split the batch over another axis than the mesh's usual one.
-    own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
-    return own if own in mesh.axes else mesh.batch_axis
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:
@@ -82,7 +78,6 @@ class Accumulation:
     count: Variable
     """Batches: Keras computes ``iterations`` from it."""
     steps: int
-    """Batches of an update."""
     sums: tuple[Variable, ...]
     """Gradients that wait for an update."""
     has_schedule: bool
@@ -139,7 +134,7 @@ def kind_of_class(found: type) -> str:
 
 ACCUMULATION = "gradient_accumulation_steps"
 _LARGEST = np.iinfo(np.int32).max
-"""Of the counts of Keras on JAX."""
+"""The largest count of Keras on JAX."""
 _SLOT_OPTIONS = ("use_ema", ACCUMULATION, "amsgrad", "momentum", "centered", "exclude_embeddings")
 """Arguments of Keras' optimizers that decide which slots there are."""
 _WRAPPED_ARGUMENTS = ("inner_optimizer", "base_optimizer")
@@ -178,16 +173,7 @@ Start: TypeAlias = Variable | keras.initializers.Initializer | float
 
 
 def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Start | None:
-    """Return what a new optimizer has in its slots, if it is of Keras or says so by ``start_of_slot``.
-
-    Args:
-        optimizer: May wrap others.
-        attribute: Of the optimizer, without underscores in front.
-        weight: To which the slot belongs.
-
-    Returns:
-        ``None`` where that is not known.
-    """
+    """Return what a new optimizer has in its slots, if it is of Keras or says so by ``start_of_slot``."""
     inner, kind = innermost(optimizer), kind_of(optimizer)
     if attribute == "model_variables_moving_average" or (kind, attribute) == ("ScheduleFreeAdamW", "momentums"):
         return weight
@@ -235,10 +221,7 @@ def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
 
 
 def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
-    """Yield the arrays in an optimizer's state, of any shape, each with its weight; ``None`` where Keras does not say.
-
-    Scalars (counters, the learning rate) are left out.
-    """
+    """Yield the arrays in an optimizer's state (no scalars), each with its weight; ``None`` where Keras says none."""
     seen = set[int]()
     for part in optimizers_in(optimizer):
         # `_variables` lists everything; by chance it may have as many entries as there are weights.
@@ -254,7 +237,8 @@ def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
 
 def spread_of(optimizer: Any) -> SlotSpread | None:
     """Return how an optimizer spreads its slots; ``None`` if they follow their weights."""
-    return next((found for part in optimizers_in(optimizer) if (found := _own(part)) is not None), None)
+    methods = (vars(part).get(_METHOD) for part in optimizers_in(optimizer))
+    return next((method.chosen for method in methods if isinstance(method, _SpreadingMethod)), None)
 
 
 def set_spread(optimizer: Any, chosen: SlotSpread | None) -> None:
@@ -288,11 +272,6 @@ class _SpreadingMethod:
 def place_slot(slot: Variable, weight: Variable, layout: Layout) -> None:
     """Move a slot to a layout on the mesh of its weight."""
     relocate(slot, named_sharding(layout, tuple(sharding_of(weight).mesh.devices.flat)))
-
-
-def _own(optimizer: Any) -> SlotSpread | None:
-    method = vars(optimizer).get(_METHOD)
-    return method.chosen if isinstance(method, _SpreadingMethod) else None
 
 
 def layout_of(variable: Variable) -> Layout | None:

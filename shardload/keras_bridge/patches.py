@@ -9,6 +9,7 @@ Keras is imported when a replacement begins: code that runs without a model impo
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -61,6 +62,19 @@ class Patches:
             setattr(*self._originals.pop())
 
 
+def replacing(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Make a function that is called with the original and its arguments the replacement in a `Patch`."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **named: Any) -> Any:
+            return function(original, *args, **named)
+
+        return call
+
+    return wrap
+
+
 def casts_by_astype(kind: type[NDArray[Any]]) -> Patches:
     """Return patches under which functions that cast arrays of this class call ``array.astype(dtype)``.
 
@@ -68,20 +82,17 @@ def casts_by_astype(kind: type[NDArray[Any]]) -> Patches:
     itself would read the array's memory, and JAX would copy it.
     """
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def cast(*args: Any, **named: Any) -> Any:
-            dtype = args[1] if len(args) > 1 else named.get("dtype")
-            if dtype is not None and args and isinstance(args[0], kind):
-                return args[0].astype(dtype)
-            return original(*args, **named)
-
-        return cast
+    @replacing
+    def cast(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        dtype = args[1] if len(args) > 1 else named.get("dtype")
+        if dtype is not None and args and isinstance(args[0], kind):
+            return args[0].astype(dtype)
+        return original(*args, **named)
 
     def replaced() -> list[Patch]:
         from keras.src.backend.jax import core
 
-        return [(np, "asarray", wrap), (np, "array", wrap), (core, "cast", wrap)]
+        return [(np, "asarray", cast), (np, "array", cast), (core, "cast", cast)]
 
     return Patches(replaced)
 
@@ -119,11 +130,5 @@ def _remembered(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return read_once
 
 
-def _readers_of_signatures() -> list[Patch]:
-    from keras.src.layers import layer
-    from keras.src.ops import operation
-
-    return [(module, "inspect", _RememberingInspect) for module in (operation, layer)]
-
-
-_REMEMBERED = Patches(_readers_of_signatures)
+_MODULES = ("keras.src.ops.operation", "keras.src.layers.layer")
+_REMEMBERED = Patches(lambda: [(importlib.import_module(name), "inspect", _RememberingInspect) for name in _MODULES])

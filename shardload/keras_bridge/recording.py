@@ -1,15 +1,19 @@
-"""Build layers without allocating: while recording, new variables keep their initialiser and get no buffer."""
+"""Build layers without allocating: while recording, new variables keep their initialiser and get no buffer.
+
+Keras keeps names of layers, dtype policies and distributions per thread; `InThread` takes them along.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import copy
-import functools
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import keras
@@ -21,23 +25,21 @@ from keras.src.backend.jax.core import JaxVariable
 from numpy.typing import NDArray
 
 from shardload.errors import UnsupportedError
-from shardload.keras_bridge.keras_types import Variable
-from shardload.keras_bridge.patches import Patches
-from shardload.keras_bridge.pending import (
+from shardload.keras_bridge import Variable
+from shardload.keras_bridge.patches import Patches, replacing
+from shardload.keras_bridge.variables import (
     BUILD_YOURSELF,
     ComputedInBuild,
     HostConstant,
     PendingValue,
     Unknown,
+    is_abstract,
     recording,
     recording_flag,
 )
-from shardload.keras_bridge.variables import is_abstract
 
 GLOBAL_SEED, GLOBAL_GENERATOR = "global_random_seed", "global_seed_generator"
 """Where Keras stores the seed passed to `keras.utils.set_random_seed`, and the generator seeded by it."""
-
-
 _created: ContextVar[list[weakref.ref[Variable]] | None] = ContextVar("shardload_created", default=None)
 
 NAMES = "object_name_uids"
@@ -49,21 +51,30 @@ UNINITIALISED = "uninitialized_variables"
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed Keras, Python and NumPy with ``seed`` inside the block, and restore their states afterwards."""
-    names = (GLOBAL_SEED, GLOBAL_GENERATOR)
-    before = [global_state.get_global_attribute(name) for name in names]
-    python, numpy = random.getstate(), np.random.get_state()
+    restore = random_states()
     try:
         random.seed(seed)
         # NumPy's is for user code. When Keras has no global generator, it creates one with a seed from Python's.
         np.random.seed(seed)
-        for name, value in zip(names, (seed, None), strict=True):
-            global_state.set_global_attribute(name, value)
+        global_state.set_global_attribute(GLOBAL_SEED, seed)
+        global_state.set_global_attribute(GLOBAL_GENERATOR, None)
         yield
     finally:
-        for name, value in zip(names, before, strict=True):
+        restore()
+
+
+def random_states() -> Callable[[], None]:
+    """Record the random states of Keras, Python and NumPy; return a function that restores them."""
+    before = {name: global_state.get_global_attribute(name) for name in (GLOBAL_SEED, GLOBAL_GENERATOR)}
+    python, numpy = random.getstate(), np.random.get_state()
+
+    def restore() -> None:
+        for name, value in before.items():
             global_state.set_global_attribute(name, value)
         random.setstate(python)
         np.random.set_state(numpy)
+
+    return restore
 
 
 @contextmanager
@@ -91,11 +102,7 @@ def registered() -> list[Variable]:
 
 @contextmanager
 def record_variables() -> Iterator[list[weakref.ref[Variable]]]:
-    """Inside the block, variables created by this thread or task record their initialiser and get no buffer.
-
-    Yields:
-        The variables created so far.
-    """
+    """Inside the block, variables that this thread or task creates get an initialiser and no buffer; yield them."""
     before = len(registered())
     token = recording_flag.set(True)
     created: list[weakref.ref[Variable]] = []
@@ -127,67 +134,53 @@ def _host_array(value: Any, dtype: Any) -> NDArray[Any]:
     return np.array(array, dtype=jax.dtypes.canonicalize_dtype(wanted))
 
 
-def _init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Variable, initializer: Any, shape: Any = None, dtype: Any = None, *rest: Any, **named: Any) -> None:
-        is_initializer = callable(initializer) or isinstance(initializer, str)
-        # A value, such as a learning rate. Inside a StatelessScope, Keras refuses it with an error of its own.
-        if recording() and not is_initializer and not in_stateless_scope():
-            initializer = HostConstant(_host_array(initializer, dtype))
-            shape, dtype = initializer.value.shape, initializer.value.dtype
-        original(self, initializer, shape, dtype, *rest, **named)
-
-    return init
-
-
-def _initialize_with_initializer(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def initialize(self: Variable, initializer: Any) -> None:
-        _record(self, initializer) if recording() else original(self, initializer)
-
-    return initialize
+@replacing
+def _init(
+    original: Any, self: Variable, initializer: Any, shape: Any = None, dtype: Any = None, *rest: Any, **named: Any
+) -> None:
+    is_initializer = callable(initializer) or isinstance(initializer, str)
+    # A value, such as a learning rate. Inside a StatelessScope, Keras refuses it with an error of its own.
+    if recording() and not is_initializer and not in_stateless_scope():
+        initializer = HostConstant(_host_array(initializer, dtype))
+        shape, dtype = initializer.value.shape, initializer.value.dtype
+    original(self, initializer, shape, dtype, *rest, **named)
 
 
-def _deferred_initialize(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def initialize(self: Variable) -> None:
-        _record(self, self._initializer) if recording() else original(self)
-
-    return initialize
+@replacing
+def _initialize_with_initializer(original: Any, self: Variable, initializer: Any) -> None:
+    _record(self, initializer) if recording() else original(self, initializer)
 
 
-def _assign(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def assign(self: Variable, value: Any) -> Any:
-        host = isinstance(value, (np.ndarray, np.generic, int, float, list, tuple))
-        known = host or isinstance(value, keras.KerasTensor)
-        if not (recording() and known and is_abstract(self) and not in_stateless_scope()):
-            return original(self, value)
-        # A known value becomes the initial value. A symbolic one was computed from placeholders while its layer was
-        # built, so it cannot be computed later.
-        value = _host_array(value, self._dtype) if host else value
-        if tuple(value.shape) != tuple(self.shape):
-            raise ValueError(f"Variable {self.path!r} has shape {self.shape}, but was given {value.shape}")
-        self._initializer = PendingValue(HostConstant(value) if host else ComputedInBuild(self.path), self.path)
-        return value
-
-    return assign
+@replacing
+def _deferred_initialize(original: Any, self: Variable) -> None:
+    _record(self, self._initializer) if recording() else original(self)
 
 
-def _post_build(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(original)
-    def post_build(self: Any) -> None:
-        # An attribute computed from a variable would keep a placeholder for ever; only variables are filled later.
-        for name, value in list(vars(self).items()) if recording() else ():
-            if isinstance(value, keras.KerasTensor) and (source := _unknown_behind(value)) is not None:
-                raise UnsupportedError(
-                    f"Cannot build {type(self).__name__} {getattr(self, 'path', '')!r}: it computes .{name} from the "
-                    f"variable {source.pending.path!r}, which has no value inside shardload.abstract(). "
-                    f"{BUILD_YOURSELF}"
-                )
-        original(self)
+@replacing
+def _assign(original: Any, self: Variable, value: Any) -> Any:
+    host = isinstance(value, (np.ndarray, np.generic, int, float, list, tuple))
+    known = host or isinstance(value, keras.KerasTensor)
+    if not (recording() and known and is_abstract(self) and not in_stateless_scope()):
+        return original(self, value)
+    # A known value becomes the initial value. A symbolic one was computed from placeholders while its layer was
+    # built, so it cannot be computed later.
+    value = _host_array(value, self._dtype) if host else value
+    if tuple(value.shape) != tuple(self.shape):
+        raise ValueError(f"Variable {self.path!r} has shape {self.shape}, but was given {value.shape}")
+    self._initializer = PendingValue(HostConstant(value) if host else ComputedInBuild(self.path), self.path)
+    return value
 
-    return post_build
+
+@replacing
+def _post_build(original: Any, self: Any) -> None:
+    # An attribute computed from a variable would keep a placeholder for ever; only variables are filled later.
+    for name, value in list(vars(self).items()) if recording() else ():
+        if isinstance(value, keras.KerasTensor) and (source := _unknown_behind(value)) is not None:
+            raise UnsupportedError(
+                f"Cannot build {type(self).__name__} {getattr(self, 'path', '')!r}: it computes .{name} from the "
+                f"variable {source.pending.path!r}, which has no value inside shardload.abstract(). {BUILD_YOURSELF}"
+            )
+    original(self)
 
 
 def _unknown_behind(tensor: Any) -> Unknown | None:
@@ -236,17 +229,15 @@ def quantize_without_values(layer: Any) -> None:
             layer.quantize("int8")
 
 
-def _stand_ins(original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Any, x: Any, axis: Any = None, to_numpy: bool = False, **named: Any) -> Any:
-        if not (isinstance(x, JaxVariable) and is_abstract(x)):
-            return original(self, x, axis, to_numpy=to_numpy, **named)
-        axis = self.axis if axis is None else axis
-        axes = {a % len(x.shape) for a in ((axis,) if isinstance(axis, int) else axis)}
-        scales = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
-        # One element each, broadcast: arrays of the right shape that take no memory.
-        return np.broadcast_to(np.int8(0), tuple(x.shape)), np.broadcast_to(np.float32(1), scales)
-
-    return call
+@replacing
+def _stand_ins(original: Any, self: Any, x: Any, axis: Any = None, to_numpy: bool = False, **named: Any) -> Any:
+    if not (isinstance(x, JaxVariable) and is_abstract(x)):
+        return original(self, x, axis, to_numpy=to_numpy, **named)
+    axis = self.axis if axis is None else axis
+    axes = {a % len(x.shape) for a in ((axis,) if isinstance(axis, int) else axis)}
+    scales = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
+    # One element each, broadcast: arrays of the right shape that take no memory.
+    return np.broadcast_to(np.int8(0), tuple(x.shape)), np.broadcast_to(np.float32(1), scales)
 
 
 _RECORDING_PATCHES = Patches(
@@ -261,3 +252,38 @@ _RECORDING_PATCHES = Patches(
 
 
 _INT8_PATCH = Patches(lambda: [(keras.quantizers.AbsMaxQuantizer, "__call__", _stand_ins)])
+
+
+T = TypeVar("T")
+
+
+class InThread(Generic[T]):
+    """A function that runs in a new thread with the settings and name counters of this one."""
+
+    def __init__(self, function: Callable[[], T], *, name: str) -> None:
+        self._result: T
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()
+        # A threading.local has other attributes in each thread, so copy them here and set them there. Counters of
+        # names are dicts, which are shared by reference: both threads count in the same one.
+        state = dict(vars(global_state.GLOBAL_STATE_TRACKER))
+        settings = dict(vars(global_state.GLOBAL_SETTINGS_TRACKER))
+
+        def run() -> None:
+            vars(global_state.GLOBAL_STATE_TRACKER).update(state)
+            vars(global_state.GLOBAL_SETTINGS_TRACKER).update(settings)
+            try:
+                self._result = context.run(function)
+            except BaseException as error:  # raised again in `result`
+                self._error = error
+
+        # A daemon: if the load fails meanwhile, Python can exit without waiting for the function.
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    def result(self) -> T:
+        """Wait for the function; return its result, or raise its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result

@@ -17,9 +17,9 @@ from keras.src.saving import saving_lib, serialization_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import naming
 
-from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.lora import hidden
-from shardload.keras_bridge.patches import Patches
+from shardload.keras_bridge.patches import Patches, replacing
 from shardload.keras_bridge.recording import without_computing
 
 AssignHandler = Callable[[Variable, Any, Callable[[Variable, Any], Any]], Any]
@@ -39,18 +39,10 @@ def assignments_to(handler: AssignHandler) -> Iterator[None]:
         _assign_handler.reset(token)
 
 
-def _handled_assign(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def assign(self: Variable, value: Any) -> Any:
-        handler = _assign_handler.get()
-        return original(self, value) if handler is None else handler(self, value, original)
-
-    return assign
-
-
-def _inherited_assign(variable: Variable, value: Any) -> Any:
-    """Call the ``assign`` that the base class has at the time of the call, patched or not."""
-    return variables.Variable.assign(variable, value)
+@replacing
+def _handled_assign(original: Any, self: Variable, value: Any) -> Any:
+    handler = _assign_handler.get()
+    return original(self, value) if handler is None else handler(self, value, original)
 
 
 class _InheritedPatch(Patches):
@@ -60,7 +52,11 @@ class _InheritedPatch(Patches):
         super().__init__(tuple)
 
     def _replace(self) -> None:
-        JaxVariable.assign = _handled_assign(_inherited_assign)
+        def inherited(variable: Variable, value: Any) -> Any:
+            # What the base class has at the time of the call, patched or not.
+            return variables.Variable.assign(variable, value)
+
+        JaxVariable.assign = _handled_assign(inherited)
 
     def _restore(self) -> None:
         del JaxVariable.assign
@@ -71,15 +67,12 @@ class StateSource(Protocol):
 
     def entry(self, path: str) -> Any:
         """Return the mapping for ``load_own_variables`` of the saveable at ``path``."""
-        ...
 
     def has_path(self, path: str) -> bool:
         """Whether anything is stored below ``path``."""
-        ...
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
         """Open around each saveable and its children; yields a function that receives its error, if it failed."""
-        ...
 
 
 class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
@@ -117,19 +110,18 @@ def load_state(model: Model, source: StateSource, *, skip: Iterable[Any] = ()) -
         )
 
 
-def _visited_load_state(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def load(saveable: Any, weights_store: Any, assets_store: Any, inner_path: str, **named: Any) -> None:
-        if not isinstance(weights_store, _ServedStore):
-            original(saveable, weights_store, assets_store, inner_path, **named)
-            return
-        with weights_store.source.visit(saveable, inner_path) as failed:
-            original(saveable, weights_store, assets_store, inner_path, **named)
-            # Keras collects the errors of saveables instead of raising them.
-            _, error = named["error_msgs"].get(id(saveable), (None, None))
-            failed(error)
-
-    return load
+@replacing
+def _visited_load_state(
+    original: Any, saveable: Any, weights_store: Any, assets_store: Any, inner_path: str, **named: Any
+) -> None:
+    if not isinstance(weights_store, _ServedStore):
+        original(saveable, weights_store, assets_store, inner_path, **named)
+        return
+    with weights_store.source.visit(saveable, inner_path) as failed:
+        original(saveable, weights_store, assets_store, inner_path, **named)
+        # Keras collects the errors of saveables instead of raising them.
+        _, error = named["error_msgs"].get(id(saveable), (None, None))
+        failed(error)
 
 
 def stored_variables(saveable: Any) -> list[Variable]:
@@ -253,12 +245,7 @@ def objects_with_files(model: Model) -> list[tuple[str, Any]]:
 
 
 def load_assets(model: Model, folder: Path) -> list[tuple[str, Any, Exception]]:
-    """Let everything in ``model`` that saved files read them again; return the failed objects, their paths and errors.
-
-    Args:
-        model: A built model.
-        folder: Directory structured like the ``assets`` of a ``.keras`` archive.
-    """
+    """Let everything in ``model`` that saved files read them again; return what failed, with paths and errors."""
     failed: dict[int, tuple[Any, Exception]] = {}
     with WALK_PATCH.applied():
         saving_lib._load_state(

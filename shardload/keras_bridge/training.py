@@ -1,11 +1,18 @@
-"""Parts of ``fit`` and ``compile`` that Keras does not expose: epoch iterator, initial epoch, metric directions."""
+"""Parts of ``fit`` and ``compile`` that Keras does not expose: epoch iterator, initial epoch, metric directions.
+
+`warn_caller` warns at the line of the user's program that called shardload, or called Keras, which called shardload:
+
+train.py:12           model.fit(…)                 ◄── the warning names this line
+keras/…               fit, CallbackList
+shardload/callbacks   OrbaxCheckpoint
+"""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Literal
 
@@ -14,44 +21,34 @@ from keras.src.backend.jax.trainer import JAXEpochIterator, JAXTrainer, _distrib
 from keras.src.saving import serialization_lib
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from shardload.keras_bridge.keras_types import Model
-from shardload.keras_bridge.patches import Patches
+from shardload.keras_bridge import Model
+from shardload.keras_bridge.patches import Patches, replacing
 
 _LONGEST = "_shardload_longest_epoch"
 """Attribute of an ``EpochIterator``: the number of batches of its longest epoch."""
 
 
-def _distributed_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacing
+def _distributed_iterator(original: Any, self: Any, distribution: Any) -> Iterator[Any]:
     """Keras shards every batch like the first; a smaller last batch may not be divisible."""
-
-    @functools.wraps(original)
-    def iterate(self: Any, distribution: Any) -> Iterator[Any]:
-        if not getattr(distribution, "lays_out_each_batch", False):
-            yield from original(self, distribution)
-            return
-        for data in self.data_adapter.get_jax_iterator():
-            yield _distribute_data(data)
-
-    return iterate
+    if not getattr(distribution, "lays_out_each_batch", False):
+        yield from original(self, distribution)
+        return
+    for data in self.data_adapter.get_jax_iterator():
+        yield _distribute_data(data)
 
 
-def _check_sharding_consistency(original: Callable[..., None]) -> Callable[..., None]:
+@replacing
+def _check_sharding_consistency(original: Any, self: Model, *shardings: Sequence[Any]) -> None:
     """On one device all shardings agree, but Keras warns, because its own variables have no mesh."""
-
-    @functools.wraps(original)
-    def check(self: Model, *shardings: Sequence[Any]) -> None:
-        devices = {device for found in shardings for sharding in found for device in sharding.device_set}
-        if len(devices) > 1:
-            original(self, *shardings)
-
-    return check
+    devices = {device for found in shardings for sharding in found for device in sharding.device_set}
+    if len(devices) > 1:
+        original(self, *shardings)
 
 
-@contextmanager
-def batches_laid_out_singly() -> Iterator[None]:
+def batches_laid_out_singly() -> AbstractContextManager[None]:
     """Inside the block, distributions with ``lays_out_each_batch`` choose the layout of every batch separately."""
-    with _TRAINER_PATCHES.applied():
-        yield
+    return _TRAINER_PATCHES.applied()
 
 
 def compile_as_described(
@@ -59,10 +56,8 @@ def compile_as_described(
 ) -> bool:
     """Apply a ``compile_config`` as ``deserialize_keras_object`` does, once the model has the layers it trained.
 
-    Tasks of KerasHub override ``compile``, so Keras does not call it; they get the arguments theirs accepts.
-
-    Returns:
-        Whether the model is now compiled. Keras warns and does not call a ``compile`` that the user has overridden.
+    Tasks of KerasHub override ``compile``, so Keras does not call it; they get the arguments theirs accepts. A
+    ``compile`` that the user has overridden is not called either: returns whether the model is now compiled.
     """
     cls = type(model)
     with keras.saving.custom_object_scope(dict(custom_objects or {})), serialization_lib.SafeModeScope(safe_mode):
@@ -197,3 +192,16 @@ def forget_epoch_length(epochs: Any) -> None:
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Set the first epoch of the next ``fit``; Keras reads it right after ``on_train_begin``."""
     model._initial_epoch = epoch
+
+
+_INSIDE = frozenset({"shardload", "keras", "keras_hub", "contextlib", "functools"})
+"""Packages whose lines say nothing to a user; frames of contextlib and functools lie between those of the others."""
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn with the file and line of the innermost code that is neither shardload's nor Keras'."""
+    # For `warnings.warn`, level 1 is this function and level 2 its caller, which is frame 1 of the stack.
+    level, frame = 2, sys._getframe(1)
+    while str(frame.f_globals.get("__name__", "")).partition(".")[0] in _INSIDE and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -1,27 +1,30 @@
-"""What Keras itself would write to a weights file, and what it finds in one; names, shapes and dtypes, no values.
+"""What Keras itself would write to a weights file, and what it finds in one; models and weights as Keras 2 has them.
 
-model ─ Keras' save_weights, into a store that keeps no file ─► Listing
+model ─ Keras' save_weights, into a store that keeps no file ─► Listing      names, shapes and dtypes, no values
 file  ─ Keras' own reader of files, headers only             ─► the same groups as they are there
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import nullcontext
+import copy
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.backend.jax.core import JaxVariable
+from keras.src.legacy.saving import legacy_h5_format, saving_options, saving_utils
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.saving import saving_lib
+from keras.src.saving import saving_lib, serialization_lib
 
 from shardload.errors import UnsupportedError
-from shardload.keras_bridge.keras_types import Model
-from shardload.keras_bridge.patches import Patches
+from shardload.keras_bridge import Model, Variable
+from shardload.keras_bridge.layer_settings import global_policy
+from shardload.keras_bridge.patches import Patches, replacing
 from shardload.keras_bridge.saving import WALK_PATCH
 from shardload.keras_bridge.variables import has_value, stored_dtype
 from shardload.transfer.casts import is_float
@@ -58,27 +61,25 @@ def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
         saving_lib._save_state(model, store, None, "", set(map(id, skip)))
     # A quantised layer that was built from a map of policies gives Keras no scale to store, so its group tells nothing.
     known = {path: found for path, found in store.groups.items() if not any(v is None for v in found.values())}
-    groups = {path: {key: _form(value) for key, value in found.items()} for path, found in known.items()}
+
+    def form(value: Any) -> Form:
+        if isinstance(value, JaxVariable):
+            return tuple(value.shape), stored_dtype(value)
+        return np.shape(value), np.dtype(getattr(value, "dtype", None) or np.asarray(value).dtype)
+
+    groups = {path: {key: form(value) for key, value in found.items()} for path, found in known.items()}
     return Listing(groups, store.optimizers)
 
 
 def check_for_keras(file: Path, listing: Listing, *, omitted: Container[str] = (), is_index: bool = False) -> None:
-    """Compare a file with what Keras would write, through Keras' own reader.
-
-    Args:
-        file: A weights file, or an index of several.
-        listing: What Keras would write.
-        omitted: Paths of optimizers that the file may lack.
-        is_index: Whether it is an index.
-
-    Raises:
-        UnsupportedError: When a dataset is missing, surplus, or of another shape or kind.
-    """
+    """Compare a file with what Keras would write, through Keras' own reader."""
     wanted = {path: keys for path, keys in listing.groups.items() if path not in omitted}
     found = found_by_keras(file, wanted, is_index=is_index)
     for path, keys in wanted.items():
         for key in {**keys, **found[path]}:
-            if not _reads(keys.get(key), found[path].get(key)):
+            # Keras casts, and each value stays of its kind.
+            want, has = keys.get(key), found[path].get(key)
+            if want is None or has is None or want[0] != has[0] or is_float(want[1]) != is_float(has[1]):
                 raise UnsupportedError(
                     f"Cannot write {file.name} for Keras: it would find {_shown(found[path].get(key))} at "
                     f"{dataset(path, key)!r}, expected {_shown(keys.get(key))}. Call Keras' save_weights of the model, "
@@ -86,36 +87,20 @@ def check_for_keras(file: Path, listing: Listing, *, omitted: Container[str] = (
                 )
 
 
-def _reads(wanted: Form | None, found: Form | None) -> bool:
-    """Whether Keras assigns the one to a variable of the other: it casts, and each value stays of its kind."""
-    if wanted is None or found is None:
-        return wanted is found
-    return wanted[0] == found[0] and is_float(wanted[1]) == is_float(found[1])
-
-
 def _shown(form: Form | None) -> str:
     return "nothing" if form is None else f"{form[1].name} {form[0]}"
 
 
 def found_by_keras(path: Path, groups: Groups, *, is_index: bool) -> Groups:
-    """Return what Keras finds in a file when it asks for these groups and keys; reads headers only.
+    """Return what Keras finds in a file when it asks for these groups and keys; reads headers only."""
 
-    Args:
-        path: A weights file, or an index of several.
-        groups: What it asks for.
-        is_index: Whether it is an index.
-    """
-    store = (_ShardHeaders if is_index else _Headers)(path, mode="r")
-    try:
-        return {group: _entry(store.get(group), keys) for group, keys in groups.items()}
-    finally:
-        store.close()
+    def entry(store: Any, keys: Iterable[str]) -> dict[str, Form]:
+        # Layers count the keys of the outermost level, and their hooks may ask for keys below them.
+        asked = dict.fromkeys([*list(store.keys()), *(key for key in keys if key in store)])
+        return {key: form for key in asked if (form := store[key]) is not None}
 
-
-def _entry(store: Any, keys: Iterable[str]) -> dict[str, Form]:
-    # Layers count the keys of the outermost level, and their hooks may ask for keys below them.
-    found = {key: store[key] for key in dict.fromkeys([*list(store.keys()), *(key for key in keys if key in store)])}
-    return {key: form for key, form in found.items() if form is not None}
+    with closing((_ShardHeaders if is_index else _Headers)(path, mode="r")) as store:
+        return {group: entry(store.get(group), keys) for group, keys in groups.items()}
 
 
 class _ListingStore(saving_lib.H5IOStore):  # type: ignore[misc]
@@ -147,12 +132,6 @@ class _ListingStore(saving_lib.H5IOStore):  # type: ignore[misc]
             self[str(i)] = variable
 
 
-def _form(value: Any) -> Form:
-    if isinstance(value, JaxVariable):
-        return tuple(value.shape), stored_dtype(value)
-    return np.shape(value), np.dtype(getattr(value, "dtype", None) or np.asarray(value).dtype)
-
-
 class _Headers(saving_lib.H5IOStore):  # type: ignore[misc]
     """Keras' reader, which gives the form of a dataset instead of its values, and ``None`` for a group."""
 
@@ -164,16 +143,93 @@ class _Headers(saving_lib.H5IOStore):  # type: ignore[misc]
 
 
 class _ShardHeaders(saving_lib.ShardedH5IOStore, _Headers):  # type: ignore[misc]
-    """The same for an index and its shards: Keras' class takes datasets from the next one, which is `_Headers`."""
+    """`_Headers` of an index and its shards: Keras' class takes datasets from the next one, which is `_Headers`."""
 
 
-def _listed_state(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def save_own_variables(self: Any, store: Any) -> None:
-        # Keras converts the variables to NumPy, which those without a value cannot be.
-        store.take(self) if isinstance(store, _ListingStore) else original(self, store)
-
-    return save_own_variables
+@replacing
+def _listed_state(original: Any, self: Any, store: Any) -> None:
+    # Keras converts the variables to NumPy, which those without a value cannot be.
+    store.take(self) if isinstance(store, _ListingStore) else original(self, store)
 
 
 _OPTIMIZER_PATCH = Patches(lambda: [(BaseOptimizer, "save_own_variables", _listed_state)])
+
+
+def build_legacy_model(
+    config: Mapping[str, Any], *, dtype: Any, custom_objects: Mapping[str, Any] | None, safe_mode: bool
+) -> Model:
+    """Build the model that a ``model_config`` describes, uncompiled."""
+    found = _decoded(config if dtype is None else _without_dtypes(config))
+    with _legacy_scope(custom_objects, safe_mode), nullcontext() if dtype is None else global_policy(dtype):
+        model = saving_utils.model_from_config(found, custom_objects=dict(custom_objects or {}))
+    if not isinstance(model, keras.Model):
+        raise UnsupportedError(
+            f"Cannot build a model: the configuration describes a {type(model).__name__}, expected a Keras model"
+        )
+    return model
+
+
+def compile_legacy_model(
+    model: Model, config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None, safe_mode: bool
+) -> None:
+    """Compile a model as a ``training_config`` says."""
+    with _legacy_scope(custom_objects, safe_mode):
+        arguments = saving_utils.compile_args_from_training_config(_decoded(config), dict(custom_objects or {}))
+        model.compile(**arguments)
+
+
+@contextmanager
+def _legacy_scope(custom_objects: Mapping[str, Any] | None, safe_mode: bool) -> Iterator[None]:
+    with (
+        keras.saving.custom_object_scope(dict(custom_objects or {})),
+        serialization_lib.SafeModeScope(safe_mode),
+        saving_options.keras_option_scope(use_legacy_config=True),
+    ):
+        yield
+
+
+def _decoded(value: Any) -> Any:
+    """Return a copy, with the objects for which JSON has no form; as Keras' ``json_utils``, which asks TensorFlow."""
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    if not isinstance(value, Mapping):
+        return copy.copy(value)
+    match value.get("class_name"):
+        case "__tuple__" | "TensorShape" if isinstance(items := value.get("items"), list):
+            return tuple(map(_decoded, items))
+        case "__ellipsis__":
+            return Ellipsis
+        case "__bytes__" if isinstance(text := value.get("value"), str):
+            return text.encode()
+    return {key: _decoded(each) for key, each in value.items()}
+
+
+def _without_dtypes(value: Any) -> Any:
+    """Return a configuration whose layers compute in the global policy."""
+    if isinstance(value, list):
+        return [_without_dtypes(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _without_dtypes(each) for key, each in value.items()}
+    inner = found.get("config")
+    # Layers have names; initializers do not, and a dtype of theirs is that of their values.
+    if not isinstance(inner, dict) or "name" not in inner or found.get("class_name") == "InputLayer":
+        return found
+    # A policy as Keras 3 describes it, or a dtype.
+    dtype, policy = inner.get("dtype"), inner.get("dtype")
+    if isinstance(policy, Mapping) and isinstance(policy.get("config"), Mapping):
+        dtype = policy["config"].get("name")
+    is_float_dtype = isinstance(dtype, str) and "float" in dtype
+    return {**found, "config": {key: each for key, each in inner.items() if key != "dtype" or not is_float_dtype}}
+
+
+def legacy_weights(layer: Any) -> list[Variable]:
+    """Return a layer's weights, also those of layers in it, in the order of Keras 2: trainable ones first."""
+    return list(legacy_h5_format._legacy_weights(layer))
+
+
+def own_weights(model: Model) -> list[Variable]:
+    """Return the weights that belong to the model itself and to none of its layers, in the order of Keras 2."""
+    # As in `legacy_h5_format.load_weights_from_hdf5_group`, but by identity: `in` would compare values.
+    known = {id(variable) for variable in model.weights}
+    return [v for v in model._trainable_variables + model._non_trainable_variables if id(v) in known]

@@ -24,10 +24,10 @@ import keras
 from shardload.errors import ShardloadError, UninitialisedError, UsageError
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.binding import MeshParallel
+from shardload.keras_bridge.calls import run_forward, scaled_loss, stateless
 from shardload.keras_bridge.gathered_use import Use
 from shardload.keras_bridge.joint_optimizer import JointOptimizer
 from shardload.keras_bridge.optimizer_slots import optimizers_in
-from shardload.keras_bridge.stateless import run_forward, scaled_loss, stateless
 from shardload.keras_bridge.variables import sharding_of, stored_dtype
 from shardload.layout_search.optimizer_memory import built_on
 from shardload.layout_search.tracing import input_summary, reason_of

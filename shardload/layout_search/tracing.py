@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardload.errors import LayoutError
-from shardload.keras_bridge.functional_graph import arguments_of_call
+from shardload.keras_bridge.calls import arguments_of_call
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.layout_search import primitives
 from shardload.layout_search.primitives import PrimitiveRule, fresh, itemsize

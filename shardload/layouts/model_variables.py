@@ -9,8 +9,7 @@ from typing import Any
 import keras
 
 from shardload.errors import UsageError
-from shardload.keras_bridge.model_state import state_of
-from shardload.keras_bridge.tracking import bookkeeping_attributes, members_of
+from shardload.keras_bridge.model_state import bookkeeping_attributes, members_of, state_of
 from shardload.keras_bridge.variables import stored_dtype
 
 LARGE_BYTES = 1 << 20

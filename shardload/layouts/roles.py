@@ -36,7 +36,7 @@ from typing import Any
 
 import keras
 
-from shardload.keras_bridge.functional_graph import sole_consumers
+from shardload.keras_bridge.calls import sole_consumers
 from shardload.keras_bridge.model_state import slots_of
 from shardload.layouts import model_variables
 from shardload.layouts.model_variables import is_kind, own_variables

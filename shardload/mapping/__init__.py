@@ -4,13 +4,11 @@ One mechanism for all sources: the layers' and converters' own loading code runs
 (`placeholders.py`); the memory address of each assigned array identifies its part of a tensor.
 
     structural.py   Keras files: each layer's load_own_variables
-    hub_names.py    the tensor that a converter means by a name
     converters.py   Hugging Face and GGUF: KerasHub's converters
     stored_state.py training steps: the role of each leaf
     adapters.py     LoRA adapters, which files of Keras do not store
     outside.py      unused tensors that the model does not need, and why
-    by_order.py     files of Keras 2: the order of layers and weights
-    by_name.py      bare files of tensors: variable paths, structural keys, or a map
+    by_name_or_order.py   bare files: variable paths, structural keys, or a map; files of Keras 2: order
 """
 
 from __future__ import annotations
@@ -22,35 +20,15 @@ from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping.accumulation import with_updates_kept
 from shardload.mapping.adapters import with_adapter_advice, with_adapters_kept, with_zeros_noted
-from shardload.mapping.archived_optimizer import archived_pairs, needs_roles, with_archived_state
-from shardload.mapping.by_name import map_by_name
-from shardload.mapping.by_order import map_by_order
+from shardload.mapping.built_optimizers import archived_pairs, needs_roles, with_archived_state
+from shardload.mapping.by_name_or_order import map_by_name, map_by_order
 from shardload.mapping.converters import map_hub
-from shardload.mapping.optimizer_slots import slots_as_stored
-from shardload.mapping.outside import OutsideTensor, sort_unused, without_parts
-from shardload.mapping.stored_state import Items, map_state
+from shardload.mapping.outside import sort_unused, without_parts
+from shardload.mapping.stored_state import map_state
 from shardload.mapping.structural import map_keras
-from shardload.mapping.variable_map import Computed, Mismatch, VariableMap, variable_names
-from shardload.transfer.planning import Binding
+from shardload.mapping.variable_map import VariableMap
 
-__all__ = [
-    "Binding",
-    "Computed",
-    "Items",
-    "Mismatch",
-    "OutsideTensor",
-    "VariableMap",
-    "map_by_name",
-    "map_by_order",
-    "map_hub",
-    "map_keras",
-    "map_state",
-    "map_weights",
-    "slots_as_stored",
-    "sort_unused",
-    "variable_names",
-    "without_parts",
-]
+__all__ = ["map_state", "map_weights", "sort_unused", "without_parts"]
 
 
 def map_weights(
@@ -63,15 +41,9 @@ def map_weights(
 ) -> VariableMap:
     """Call `map_keras`, `map_by_order`, `map_hub`, `map_state` or `map_by_name`, depending on the checkpoint's format.
 
-    An explicit ``names`` map selects `map_by_name`, except that a training step uses it in `map_state`.
-
-    Args:
-        model: A built model, abstract or not; it is not changed.
-        manifest: Any format.
-        names: Tensor name → variable path.
-        optimizer: Whether to map stored optimizer state; for a training step, metrics as well.
-        as_keras: Whether an archive's optimizer state goes by position alone, and tensors are rounded where KerasHub's
-            converter rounds them, as in Keras.
+    An explicit ``names`` map selects `map_by_name`, except that a training step uses it in `map_state`. With
+    ``as_keras``, an archive's optimizer state goes by position alone, and tensors are rounded where KerasHub's
+    converter rounds them.
     """
     match spec_of(manifest).tensor_names:
         case "step":

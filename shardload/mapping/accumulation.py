@@ -9,7 +9,7 @@ The gradients that wait for an update were summed for another number of batches,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.model_state import optimizers_by_path
 from shardload.keras_bridge.optimizer_slots import Accumulation, accumulations_in, described_accumulation, innermost
 from shardload.keras_bridge.variables import value_of
@@ -40,26 +40,10 @@ class _RecountedStep:
 
     step: Step
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
-
-    @property
-    def owner(self) -> str:
-        """The code that runs, for messages."""
-        return self.step.owner
-
-    @property
-    def saveable(self) -> Any:
-        """The object whose attributes the code may change."""
-        return self.step.saveable
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the bindings it assigns."""
-        return self.step.needs
-
-    @property
-    def computes(self) -> bool:
-        """Whether it reads whole tensors."""
-        return self.step.computes
+    owner: str
+    saveable: Any
+    needs: tuple[str, ...]
+    computes: bool
 
     def run(self, runtime: Runtime) -> None:
         """Run the step, then compute on the devices that have the values."""
@@ -71,30 +55,30 @@ class _RecountedStep:
 
 
 def with_updates_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Convert the counts of optimizers that accumulate another number of batches than the saved ones; add notes.
-
-    Args:
-        found: A mapping that assigns variables of optimizers as they are stored.
-        model: Of the mapping.
-        manifest: Of the checkpoint; the counts are read.
-    """
-    tensors = _tensors_by_variable(found)
+    """Convert the counts of optimizers that accumulate another number of batches than the saved ones; add notes."""
+    # The tensors of variables that are loaded whole, by ``id`` of the variable.
+    tensors = {id(b.variable): b.view.tensor for b in found.bindings}
+    for c in found.computed:
+        if len(c.tensors) == len(c.variables):
+            tensors |= dict(zip(map(id, c.variables), c.tensors, strict=True))
     notes: list[str] = []
     values: dict[int, tuple[Variable, Callable[[Any], Any]]] = {}
-    for optimizer, one in _accumulations(model):
+    accumulations = [(found, one) for found in optimizers_by_path(model).values() for one in accumulations_in(found)]
+    for optimizer, one in accumulations:
         if (tensor := tensors.get(id(one.count))) is None:
             continue
         before = _stored_steps(tensor, manifest, is_innermost=one.count is innermost(optimizer)._iterations)
-        if before == one.steps or (before is None and not _may_differ(one, manifest)):
+        if before == one.steps or (before is None and one.steps == 1 and not _has_sums(manifest)):
             continue
         batches = int(read_tensor(manifest, tensor))
         if before is None:
-            notes.append(_unknown(batches, one))
+            here = f"optimizer.iterations is {batches // one.steps}, as for {_argument(one.steps)}"
+            notes.append(f"{_UNKNOWN}it counted {plural(batches, 'batch')}, and {here}")
             continue
         values[id(one.count)] = (one.count, partial(_recount, before=before, now=one.steps))
         if batches % before:
             values |= {id(v): (v, jnp.zeros_like) for v in one.sums if id(v) in tensors}
-        notes.append(_changed(batches, before, one))
+        notes.append(_recount_note(batches, before, one))
     steps = tuple(_recounted(step, found, values) for step in found.steps) if values else found.steps
     return replace(found, steps=steps, notes=(*found.notes, *notes))
 
@@ -107,31 +91,11 @@ def _recounted(step: Step, found: VariableMap, values: _Values) -> Step:
     assigned = [b.variable for b in found.bindings if b.name in step.needs]
     assigned += [v for c in found.computed if c.owner == step.owner for v in c.variables]
     own = tuple(values[id(v)] for v in assigned if id(v) in values)
-    return _RecountedStep(step, own) if own else step
-
-
-def _accumulations(model: Any) -> Iterator[tuple[Any, Accumulation]]:
-    for optimizer in optimizers_by_path(model).values():
-        yield from ((optimizer, found) for found in accumulations_in(optimizer))
-
-
-def _tensors_by_variable(found: VariableMap) -> dict[int, str]:
-    """Return the tensors of variables that are loaded whole, by ``id`` of the variable."""
-    whole = {id(b.variable): b.view.tensor for b in found.bindings}
-    for c in found.computed:
-        if len(c.tensors) == len(c.variables):
-            whole |= dict(zip(map(id, c.variables), c.tensors, strict=True))
-    return whole
+    return _RecountedStep(step, own, step.owner, step.saveable, step.needs, step.computes) if own else step
 
 
 def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int | None:
-    """Return how many batches an update of the saved optimizer took; ``None`` if that is not known.
-
-    Args:
-        tensor: The optimizer's count.
-        manifest: Of the checkpoint.
-        is_innermost: Whether it is the optimizer that the configuration describes, not one of several in it.
-    """
+    """Return how many batches an update of the saved optimizer took; ``None`` if that is not known."""
     structure = manifest.metadata.get("structure")
     if structure is not None:
         leaves = (Stored.of_json(leaf) for leaf in structure["leaves"])
@@ -140,38 +104,29 @@ def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int
             return said
     if spec_of(manifest).tensor_names == "step" and not _has_sums(manifest):
         return 1
+    return described_accumulation(described_optimizer(manifest)) if is_innermost else None
+
+
+def described_optimizer(manifest: Manifest) -> Any:
+    """Return the configuration of the compiled optimizer that an archive or step stores, else ``None``."""
     compiled = manifest.config.get("compile_config")
-    described = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
-    return described_accumulation(described) if is_innermost else None
+    return compiled.get("optimizer") if isinstance(compiled, Mapping) else None
 
 
 def _has_sums(manifest: Manifest) -> bool:
     return any(name.endswith(_ACCUMULATOR) for name in manifest.tensors)
 
 
-def _may_differ(one: Accumulation, manifest: Manifest) -> bool:
-    return one.steps > 1 or _has_sums(manifest)
-
-
-def _unknown(batches: int, one: Accumulation) -> str:
-    here = f"optimizer.iterations is {batches // one.steps}, as for {_argument(one.steps)}"
-    return f"{_UNKNOWN}it counted {_batches(batches)}, and {here}"
-
-
-def _changed(batches: int, before: int, one: Accumulation) -> str:
+def _recount_note(batches: int, before: int, one: Accumulation) -> str:
     updates, rest = divmod(batches, before)
     text = (
         f"optimizer.iterations stays {updates}: it was saved with {_argument(before)}, and the optimizer has "
         f"{_argument(one.steps)}, so its count of batches changes from {batches} to {updates * one.steps}"
     )
     if rest:
-        text += f". The summed gradients of {_batches(rest)}, which waited for an update, are dropped"
+        text += f". The summed gradients of {plural(rest, 'batch')}, which waited for an update, are dropped"
     text += ". Keras computes a scheduled learning rate from that count" if one.has_schedule else ""
     return Note(text, NoteKind.BATCHES_RECOUNTED)
-
-
-def _batches(n: int) -> str:
-    return plural(n, "batch")
 
 
 def _argument(steps: int) -> str:

@@ -1,24 +1,36 @@
-"""LoRA adapters of a model, which files of Keras do not store: its hooks merge them into kernels, and load zeros.
+"""LoRA adapters of a model, and checkpoints without them or with little else.
 
-With both factors zero, neither has a gradient, so such an adapter never trains. Instead:
+Files of Keras do not store adapters: its hooks merge them into kernels, and load zeros. With both factors zero, neither
+has a gradient, so such an adapter never trains. Instead:
 
     no values yet       begin as new ones      ┐ the second factor is zero: the model computes what the file
     new, not trained    keep their values      ┘ has, and trains
     trained             missing: an error under ``strict``, as they belong to other kernels
+
+A partial step has the adapters, and leaves out weights that the model must have to load it:
+
+    step                                   model
+    lora_kernel_a, lora_kernel_b     ─►    replaced
+    left out: kernel, embeddings, …        keeps its own, of the same shapes; must have values
+
+`layer_settings` stores rank and alpha of each layer's adapters with every step, partial or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardload.errors import MismatchError
+from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.layer_settings import settings_of
 from shardload.keras_bridge.lora import adapters_of, changes_nothing, lora_layers
 from shardload.keras_bridge.variables import has_value
 from shardload.manifest import Manifest
-from shardload.mapping.layer_step import LayerStep
-from shardload.mapping.partial_steps import described_adapters
-from shardload.mapping.variable_map import Computed, VariableMap, variable_names
+from shardload.mapping.layer_hooks import LayerStep
+from shardload.mapping.state_tree import StateLeaf, Stored
+from shardload.mapping.variable_map import Mismatch, VariableMap, variable_names
 from shardload.units import plural
 
 
@@ -44,8 +56,8 @@ def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> Va
     kept = {id(v): v for pair in pairs for v in pair}
     found = replace(
         found,
-        computed=tuple(c for c in (_without(c, kept) for c in found.computed) if c.variables),
-        steps=tuple(_keeping(step, kept) if isinstance(step, LayerStep) else step for step in found.steps),
+        computed=tuple(c for c in (c.without(kept) for c in found.computed) if c.variables),
+        steps=tuple(step.keeping(kept) if isinstance(step, LayerStep) else step for step in found.steps),
         missing=(*found.missing, *(names[id(v)] for v in old)),
         missing_variables=(*found.missing_variables, *old),
         state=(*found.state, *new),
@@ -73,18 +85,97 @@ def with_zeros_noted(found: VariableMap, model: Any) -> VariableMap:
     return replace(found, notes=(*found.notes, note)) if n else found
 
 
-def _without(computed: Computed, adapters: dict[int, Any]) -> Computed:
-    left = [i for i, v in enumerate(computed.variables) if id(v) not in adapters]
-    return replace(
-        computed,
-        names=tuple(computed.names[i] for i in left),
-        variables=tuple(computed.variables[i] for i in left),
+def require_values(model: Any, manifest: Manifest, left_out: Sequence[tuple[Stored, StateLeaf]]) -> None:
+    """Raise a `MismatchError` unless the model has values for all weights that a partial step leaves out."""
+    weights = [leaf for _, leaf in left_out if leaf.kind == "weight"]
+    if empty := [leaf for leaf in weights if not has_value(leaf.variable)]:
+        adapters = _adapters(manifest.metadata["structure"].get("form"))
+        lora = f", call {_call(model, adapters)}" if adapters else ""
+        raise MismatchError(
+            f"Cannot load {manifest.source} alone: it is a partial step, without {plural(len(weights), 'weight')} of "
+            f"its model, such as {empty[0].variable.path!r}. Load the base model first{lora}, then "
+            "shardload.restore(model, directory)"
+        )
+
+
+def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismatch, ...]:
+    """Return the weights that had another shape in the model that the step was saved from."""
+    return tuple(
+        Mismatch(
+            leaf.variable.path,
+            "",
+            leaf.shape,
+            stored.shape,
+            f"Variable {leaf.variable.path!r} has shape {leaf.shape}, but {stored.shape} in the model that this "
+            "partial step was saved from: it belongs to another base model",
+        )
+        for stored, leaf in left_out
+        if stored.shape != leaf.shape
     )
 
 
-def _keeping(step: LayerStep, adapters: dict[int, Any]) -> LayerStep:
-    return replace(
-        step,
-        variables=tuple(v for v in step.variables if id(v) not in adapters),
-        kept=tuple(v for v in step.variables if id(v) in adapters),
-    )
+def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
+    """Return the layers whose adapters differ from the step's in rank or alpha, and so compute other values."""
+    own, stored = _adapters(settings_of(model)), _adapters(form)
+    found = []
+    for path in own.keys() & stored.keys():
+        for name in ("rank", "alpha"):
+            has, was = own[path].get(name), stored[path].get(name)
+            if has != was:
+                message = f"LoRA of the layer {path!r} has {name} {has:g}, but {was:g} in the step"
+                # By default, alpha equals the rank, so both differ together: one message per layer is enough.
+                found.append(Mismatch(path, "", None, None, message))
+                break
+    return tuple(sorted(found, key=str))
+
+
+def lora_advice(model: Any, form: Any) -> str:
+    """Return how to give a model the same adapters as a step; empty if it has them."""
+    own, stored = _adapters(settings_of(model)), _adapters(form)
+    if own == stored:
+        return ""
+    if not stored:
+        return f" The step has no LoRA adapters, the model has some in {_layers(own)}. Restore before enable_lora."
+    has = f" The step has LoRA adapters in {_layers(stored)}"
+    if own.keys() - stored.keys():
+        return f"{has}, the model in {_layers(own)}. Enable the same ones: {_call(model, stored)}."
+    if not own:
+        return f"{has}, the model has none: call {_call(model, stored)} first."
+    again = "LoRA cannot be enabled twice: load the base model again, then call"
+    return f"{has}, the model in {_layers(own)}. {again} {_call(model, stored)}."
+
+
+def described_adapters(form: Any) -> str:
+    """Return the number of layers with adapters, with rank and alpha: ``2 layers (rank 4)``."""
+    return _layers(_adapters(form))
+
+
+def _layers(adapters: Mapping[str, Mapping[str, Any]]) -> str:
+    forms = sorted({(found["rank"], found["alpha"]) for found in adapters.values()})
+    texts = [f"rank {rank}" + (f", alpha {alpha:g}" if alpha != rank else "") for rank, alpha in forms]
+    return f"{plural(len(adapters), 'layer')} ({' and '.join(texts)})"
+
+
+def _call(model: Any, adapters: Mapping[str, Mapping[str, Any]]) -> str:
+    forms = {(found["rank"], found["alpha"]) for found in adapters.values()}
+    if len(forms) == 1:
+        [(rank, alpha)] = forms
+        # The method of KerasHub's backbones covers all layers, but takes no alpha.
+        if alpha == rank:
+            backbone = backbone_of(model)
+            for name, owner in (("model" if backbone is model else "model.backbone", backbone), ("model", model)):
+                if hasattr(owner, "enable_lora"):
+                    return f"{name}.enable_lora(rank={rank})"
+    path, first = next(iter(adapters.items()))
+    more = " and so on for the others" if len(adapters) > 1 else ""
+    return f"enable_lora(rank={first['rank']}, lora_alpha={first['alpha']:g}) of the layer {path!r}{more}"
+
+
+def _adapters(form: Any) -> dict[str, dict[str, Any]]:
+    """Return rank and alpha of each layer's adapters, by the layer's path; ``form`` is untrusted input."""
+    found = {}
+    for path, settings in form.items() if isinstance(form, Mapping) else ():
+        lora = settings.get("lora") if isinstance(settings, Mapping) else None
+        if isinstance(lora, Mapping) and all(isinstance(lora.get(n), (int, float)) for n in ("rank", "alpha")):
+            found[path] = {"rank": lora["rank"], "alpha": float(lora["alpha"])}
+    return found

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from shardload.errors import SourceError, UnsafeSourceError
+from shardload.keras_bridge.extra_state import has_empty_vocabulary, is_empty_vocabulary, unadapted_layers
 from shardload.keras_bridge.saving import load_assets as load_keras_assets
 from shardload.keras_bridge.saving import objects_with_files
-from shardload.keras_bridge.vocabularies import has_empty_vocabulary, is_empty_vocabulary, unadapted_layers
 from shardload.loaders import spec_of
 from shardload.loaders.contents import descendant
 from shardload.loaders.orbax.loader import open_orbax
@@ -41,15 +41,7 @@ _ROWS_BYTES = 1 << 20
 def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Iterator[Path | None]:
     """Write the files that layers saved to a temporary folder; yield it, or ``None`` if there are no files.
 
-    Args:
-        manifest: Any format.
-        check: The checkpoint's digests.
-
-    Raises:
-        SourceError: When the files are stored in another form than expected.
-        UnsafeSourceError: When a file's path leaves its directory, or its declared size far exceeds what is stored.
-        DamagedError: When bytes do not match their digest.
-        WriteError: When there are files, and no folder for temporary files can be written.
+    Refuses a file whose path leaves its folder, or whose declared size far exceeds what is stored.
     """
     files = _files(manifest, check)
     # Only if there are any: most checkpoints have none, and a container may have no folder for temporary files.
@@ -64,11 +56,7 @@ def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Itera
 
 
 def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
-    """Load the files that layers saved into a model built from ``manifest`` and filled, as hooks may use its values.
-
-    Raises:
-        SourceError: When a layer cannot load its files.
-    """
+    """Load the files that layers saved into a model built from ``manifest`` and filled, as hooks may use its values."""
     if folder is None:
         return
     for path, layer, error in load_keras_assets(model, folder):
@@ -88,22 +76,11 @@ def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
 def restore_assets(
     model: Any, manifest: Manifest, folder: Path | None, *, rename: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Load the files that layers saved into an existing model, whose weights have just been replaced.
-
-    Stored weights belong to the stored vocabulary, so it replaces another one that a layer has.
-
-    Args:
-        model: A model whose variables have their values.
-        manifest: The checkpoint.
-        folder: Its files, from `staged_assets`.
-        rename: Stored path → the model's, as for `state_tree.find`.
-
-    Returns:
-        A sentence for everything that was replaced, or not loaded.
-    """
+    """Load stored files into a model whose weights were just replaced: those belong to the stored vocabulary."""
     if folder is None:
         return ()
-    stored = {renamed(path, rename or {}): path for path in _folders(folder)}
+    folders = ["", *(path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_dir())]
+    stored = {renamed(path, rename or {}): path for path in folders}
     notes, taken = [], set()
     for path, layer in objects_with_files(model):
         if (source := stored.get(path)) is None:
@@ -112,7 +89,9 @@ def restore_assets(
         if is_empty_vocabulary(layer, folder / source):
             continue
         own = _own_files(layer)
-        if own and _equal(own, folder / source):
+        names = {path.name for path in (folder / source).iterdir() if path.is_file()}
+        # Further folders in it belong to other layers.
+        if own and names <= own.keys() and all(_content(folder / source / name) == own[name] for name in own):
             continue
         had_files = any(own.values()) and not has_empty_vocabulary(layer)
         what = f"the files of {type(layer).__name__} at {path or 'the root'!r} (a vocabulary)"
@@ -123,8 +102,8 @@ def restore_assets(
             continue
         if had_files:
             notes.append(f"{what} differed from the stored ones, which replaced them, as the weights belong to them")
-    untaken = [path for path in stored.values() if path and not taken & {path, *_parents(path)}]
-    if left := [path for path in untaken if _names(folder / path)]:
+    untaken = [path for path in stored.values() if path and not taken & {path, *map(Path.as_posix, Path(path).parents)}]
+    if left := [path for path in untaken if any(map(Path.is_file, (folder / path).iterdir()))]:
         notes.append(f"files of layers that the model does not have were not loaded: {', '.join(left)}")
     return tuple(Note(text, NoteKind.ASSETS) for text in notes)
 
@@ -141,11 +120,6 @@ def empty_vocabularies(model: Any, source: str) -> tuple[str, ...]:
     )
 
 
-def _folders(folder: Path) -> list[str]:
-    """Return the paths of all folders below ``folder``, and that of itself, which is empty."""
-    return ["", *(path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_dir())]
-
-
 def _own_files(layer: Any) -> dict[str, bytes]:
     """Return what a layer would save now, by name; empty if it cannot."""
     with temporary_folder("shardload-assets-") as made:
@@ -156,18 +130,8 @@ def _own_files(layer: Any) -> dict[str, bytes]:
         return {path.relative_to(made).as_posix(): path.read_bytes() for path in made.rglob("*") if path.is_file()}
 
 
-def _equal(files: Mapping[str, bytes], folder: Path) -> bool:
-    """Whether ``folder`` contains these files; further folders in it belong to other layers."""
-    found = {name: (folder / name).read_bytes() if (folder / name).is_file() else None for name in files}
-    return found == files and _names(folder) <= set(files)
-
-
-def _names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if path.is_file()}
-
-
-def _parents(path: str) -> list[str]:
-    return [parent.as_posix() for parent in Path(path).parents]
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
 
 
 def has_assets(manifest: Manifest) -> bool:

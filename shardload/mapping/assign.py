@@ -19,10 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import LoadInterruptedError, MismatchError
-from shardload.keras_bridge.keras_types import Variable
-from shardload.keras_bridge.pending import pending_of
-from shardload.keras_bridge.variables import current_value, drop_value, forget_initializer, restore_value, stored_dtype
-from shardload.mapping.attributes import AttributeSnapshot
+from shardload.keras_bridge import Variable
+from shardload.keras_bridge.variables import (
+    current_value,
+    drop_value,
+    forget_initializer,
+    pending_of,
+    restore_value,
+    stored_dtype,
+)
+from shardload.mapping.layer_hooks import AttributeSnapshot
 from shardload.mapping.variable_map import Step, VariableMap
 from shardload.units import plural
 
@@ -58,11 +64,7 @@ class _Before:
 
 @dataclass(slots=True)
 class Assigner:
-    """Assigns each layer as soon as its arrays are complete.
-
-    Raises:
-        MismatchError: When created with mismatched tensors.
-    """
+    """Assigns each layer as soon as its arrays are complete."""
 
     variables: VariableMap
     read_tensor: ReadTensor
@@ -85,30 +87,30 @@ class Assigner:
         named += [pair for c in self.variables.computed for pair in zip(c.names, c.variables, strict=True)]
         for name, variable in named:
             self._names[id(variable)] = name
-            self._before[name] = self._remember(variable)
+            # Without ``atomic`` the old value must be free to leave the device before the new one arrives.
+            value = current_value(variable) if self.atomic else None
+            self._before[name] = _Before(variable, value, pending_of(variable))
         self._untouched = set(self._before)
         # Plain layers are assigned while others are still read; what computes, or needs no array, waits for `finish`.
         for step in self.variables.steps:
-            self._defer(step) if step.computes or not step.needs else self._wait(step)
+            if step.computes or not step.needs:
+                self._late.append(step)
+                self._late_needs.update(step.needs)
+            else:
+                self._missing[id(step)] = set(step.needs)
+                self._waiting |= dict.fromkeys(step.needs, step)
 
     def starting(self, name: str) -> None:
-        """Release a variable's old value, because its binding's new array is about to take device memory.
-
-        Does nothing with ``atomic=True``, nor for variables without a value.
-        """
+        """Release a variable's old value, unless ``atomic``, as its binding's new array is about to take memory."""
         before = self._before[name]
         if not self.atomic and name in self._untouched:
             self._untouched.discard(name)
             drop_value(before.variable)
 
     def ready(self, name: str, array: Any) -> None:
-        """Receive the finished, sharded array of a binding; assign its layer if that was the last one.
-
-        Raises:
-            KeyError: When no such binding exists, or its array was already received.
-        """
+        """Receive the finished, sharded array of a binding; assign its layer if that was the last one."""
         step = self._waiting.pop(name, None)
-        if step is None and not self._is_late(name):
+        if step is None and (name in self._arrays or name not in self._late_needs):
             raise KeyError(f"no binding expects an array named {name!r}")
         self._arrays[name] = array
         if step is not None:
@@ -118,14 +120,7 @@ class Assigner:
                 self._run(step)
 
     def finish(self, agreed: Callable[[], None] = lambda: None) -> None:
-        """Run all computing steps, and release the old values.
-
-        Args:
-            agreed: Called when everything is assigned, while `abort` can still restore old values.
-
-        Raises:
-            LoadInterruptedError: When arrays are missing.
-        """
+        """Run all computing steps, call ``agreed`` while `abort` can still roll back, and release the old values."""
         absent = [n for n in self._waiting if n not in self._arrays]
         absent += [n for step in self._late for n in step.needs if n not in self._arrays]
         if absent:
@@ -147,7 +142,12 @@ class Assigner:
         self._arrays.clear()
         self._waiting.clear()
         if self.atomic:
-            self._roll_back()
+            for before in self._before.values():
+                restore_value(before.variable, before.value, before.initializer)
+            # Backwards: where an object has several snapshots, the first one has its old state.
+            for snapshot in reversed(self._snapshots):
+                snapshot.restore()
+            self._untouched = set(self._before)
         new: list[str] = []
         old: list[str] = []
         none: list[str] = []
@@ -185,23 +185,6 @@ class Assigner:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _remember(self, variable: Variable) -> _Before:
-        # Without ``atomic`` the old value must be free to leave the device before the new one arrives.
-        value = current_value(variable) if self.atomic else None
-        return _Before(variable, value, pending_of(variable))
-
-    def _defer(self, step: Step) -> None:
-        self._late.append(step)
-        self._late_needs.update(step.needs)
-
-    def _wait(self, step: Step) -> None:
-        self._missing[id(step)] = set(step.needs)
-        for name in step.needs:
-            self._waiting[name] = step
-
-    def _is_late(self, name: str) -> bool:
-        return name not in self._arrays and name in self._late_needs
-
     def _run(self, step: Step) -> None:
         if self.atomic and step.saveable is not None:
             self._snapshots.append(AttributeSnapshot.of(step.saveable))
@@ -210,20 +193,9 @@ class Assigner:
         for name in step.needs:
             del self._arrays[name]
 
-    def _roll_back(self) -> None:
-        for before in self._before.values():
-            restore_value(before.variable, before.value, before.initializer)
-        # Backwards: where an object has several snapshots, the first one has its old state.
-        for snapshot in reversed(self._snapshots):
-            snapshot.restore()
-        self._untouched = set(self._before)
-
 
 def as_keras_casts(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Cast a host array to a variable's dtype, rounding like ``Variable.assign``.
-
-    If the target is bfloat16, JAX first converts 64-bit values to 32-bit.
-    """
+    """Cast a host array like ``Variable.assign``: to bfloat16, JAX first converts 64-bit values to 32-bit."""
     if dtype.name == "bfloat16" and value.dtype.name == "float64":
         value = value.astype("float32")
     return value.astype(dtype, copy=False)

@@ -1,10 +1,21 @@
-"""Run a KerasHub converter once with a loader without bytes, and record what it does."""
+"""Run a KerasHub converter once with a loader without bytes, and record what it does.
+
+A converter knows one spelling of a name; directories have several. They are tried in this order, and the first match
+wins::
+
+    as requested        roberta.encoder.layer.0.…     the name itself, or behind a prefix that fits (KerasHub's rule)
+    another spelling    LayerNorm.gamma               for LayerNorm.weight: another name used by transformers
+    without a prefix    encoder.layer.0.…             a base model, stored without its family's prefix
+    the tied tensor     model.embed_tokens.weight     for lm_head.weight, where the configuration ties them
+
+The prefix of a base model is determined once, from the tensors; several matching prefixes are an error.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,20 +24,30 @@ from shardload.errors import (
     MismatchError,
     MissingExtraError,
     ShardloadError,
+    SourceError,
     UnsupportedError,
     import_failure,
 )
+from shardload.families.registry import model_types
 from shardload.hub.config_forms import read_config
 from shardload.hub.kerashub import preset_path
-from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.recording import is_tracing_error, without_computing
 from shardload.keras_bridge.saving import assignments_to
 from shardload.manifest import Manifest, Tensor, View
-from shardload.mapping.hub_names import HubNames
 from shardload.mapping.placeholders import CASTS, FloatCasts, Reservations, tensors_behind
 from shardload.mapping.variable_map import Mismatch
 
 Assign = Callable[[Variable, Any], Any]
+_SPELLINGS = (
+    ("LayerNorm.weight", "LayerNorm.gamma"),
+    ("LayerNorm.bias", "LayerNorm.beta"),
+    ("vision_tower.vision_model.", "vision_tower."),
+    ("cls_classifier.", "classifier."),
+)
+"""Name in converters → name in old TensorFlow checkpoints, in ESM and vision towers of transformers 5,
+and in DeiT's classifier without a teacher."""
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +78,13 @@ class Loader(contextlib.ExitStack):
         self.tensors = run.manifest.tensors
         self.preset = preset_path(run.manifest)
         self._names = HubNames(run.manifest, run.prefix)
-        # Attributes of KerasHub's loader: converters read some of them.
+        # Attributes of KerasHub's loader: converters read some of them, and test for its None without an index.
         self.fname = None
         self.safetensor_files: dict[str, Any] = {}
-        self.safetensor_config = _weight_map(run.manifest)
+        self.safetensor_config: dict[str, Any] | None = None
+        if len(run.manifest.files) > 1:
+            files = {n: getattr(t.storage, "path", run.manifest.location).name for n, t in self.tensors.items()}
+            self.safetensor_config = {"weight_map": files}
 
     @property
     def prefix(self) -> str | None:
@@ -72,11 +96,7 @@ class Loader(contextlib.ExitStack):
         return self._names.find(hf_weight_key, dict_like)
 
     def find(self, hf_weight_key: str) -> Tensor:
-        """Find the tensor that a converter means.
-
-        Raises:
-            KeyError: When there is none; converters probe for tensors and expect it.
-        """
+        """Find the tensor that a converter means; a `KeyError` if there is none, as converters probe for tensors."""
         return self.tensors[self.get_prefixed_key(hf_weight_key, self.tensors)]
 
 
@@ -156,7 +176,12 @@ class RecordingLoader(Loader):
         return value
 
     def _note(self, variable: Variable, value: Any, ported: str | None) -> ConverterAssign | None:
-        _check_variable(variable, ported)
+        if not hasattr(variable, "assign") or not hasattr(variable, "path"):
+            raise UnsupportedError(
+                f"Cannot assign tensor {ported!r} as KerasHub's converter does: its target is not a variable, because "
+                "a quantised or LoRA-enabled layer computes its kernel. Load the weights first, then call quantize() "
+                "or enable_lora()"
+            )
         view = (self._ported if ported and self._ported else self.shared).locate(value)
         shape = tuple(getattr(value, "shape", ()))
         if shape != tuple(variable.shape):
@@ -168,14 +193,7 @@ class RecordingLoader(Loader):
 
 
 def record(run: Run) -> Recording:
-    """Record one run; if it fails at an absent name, run again to collect all absent names.
-
-    Raises:
-        UnsupportedError: When it needs a tensor that is absent, or variables that no longer exist.
-        MissingExtraError: When a package that it imports is missing.
-        LimitError: When a limit of this process was reached.
-        MismatchError: When it fails otherwise: a tensor to reshape does not have the size in the model's configuration.
-    """
+    """Record one run; if it fails at an absent name, run again to collect all absent names."""
     try:
         return _record(run)
     except ShardloadError:
@@ -229,18 +247,61 @@ def _watch(recording: Recording, lenient: bool) -> None:
             event.view = None
 
 
-def _check_variable(variable: Any, tensor: str | None) -> None:
-    if not hasattr(variable, "assign") or not hasattr(variable, "path"):
-        raise UnsupportedError(
-            f"Cannot assign tensor {tensor!r} as KerasHub's converter does: its target is not a variable, because a "
-            "quantised or LoRA-enabled layer computes its kernel. Load the weights first, then call quantize() or "
-            "enable_lora()"
-        )
+class HubNames:
+    """Looks up names in one checkpoint; remembers the prefix that matched, as KerasHub's loader does."""
 
+    def __init__(self, manifest: Manifest, prefix: str | None) -> None:
+        self.prefix = prefix
+        self._source = manifest.source
+        self._config = manifest.config
+        self._bare: dict[str, str] = {}
+        """Prefix in the converter → prefix in this checkpoint."""
 
-def _weight_map(manifest: Manifest) -> dict[str, Any] | None:
-    # KerasHub's loader has None for a folder without an index, and its converters test for that.
-    if len(manifest.files) < 2:
+    def find(self, wanted: str, names: Mapping[str, Any]) -> str:
+        """Return the stored name for ``wanted``, or ``wanted`` itself if there is none."""
+        spellings = [wanted, *(wanted.replace(own, other) for own, other in _SPELLINGS if own in wanted)]
+        for look_up in (self._plain, self._without_base):
+            for spelling in spellings:
+                if (found := look_up(spelling, names)) is not None:
+                    return found
+        if wanted == _HEAD and self._config.get("tie_word_embeddings") is True:
+            return self.find(_EMBEDDING, names)
+        # KerasHub's loader forgets its prefix after a miss, too.
+        self.prefix = ""
+        return wanted
+
+    def _plain(self, wanted: str, names: Mapping[str, Any]) -> str | None:
+        if wanted in names:
+            return wanted
+        if self.prefix is not None and self.prefix + wanted in names:
+            return self.prefix + wanted
+        # Whole parts only, unlike KerasHub: "norm.weight" must not find "layers.1.self_attn.q_norm.weight".
+        for name in names:
+            if name.endswith(f".{wanted}"):
+                self.prefix = name[: -len(wanted)]
+                return str(name)
         return None
-    files = {n: getattr(t.storage, "path", manifest.location).name for n, t in manifest.tensors.items()}
-    return {"weight_map": files}
+
+    def _without_base(self, wanted: str, names: Mapping[str, Any]) -> str | None:
+        base, _, rest = wanted.partition(".")
+        # First parts of names that `transformers` omits when it stores a base model alone.
+        bases = {"model", "transformer", *(kind.prefix for kind in model_types().values() if kind.prefix)}
+        if base not in bases or not rest:
+            return None
+        if base not in self._bare:
+            # The checkpoint does have the prefix, so a name that is not found with it is absent.
+            if any(name.startswith(f"{base}.") for name in names):
+                return None
+            # Empty, or whole parts.
+            found = [name[: len(name) - len(rest)] for name in names if name == rest or name.endswith(f".{rest}")]
+            if len(found) > 1:
+                raise SourceError(
+                    f"Cannot determine which tensor of {self._source} KerasHub's converter means by {wanted!r}: "
+                    f"{len(found)} names match: {', '.join(repr(prefix + rest) for prefix in found[:4])}. Remove the "
+                    "tensors that are not part of the model"
+                )
+            if not found:
+                return None
+            self._bare[base] = found[0]
+        name = self._bare[base] + rest
+        return name if name in names else None

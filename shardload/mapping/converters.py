@@ -11,27 +11,26 @@ when the converter requests it. That run comes after all bindings: some converte
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import keras
 
 from shardload.families.parts.config import architecture_of
 from shardload.families.registry import model_type_of
 from shardload.hub import kerashub
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.hub_imports import backbone_of
-from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import state_of
-from shardload.keras_bridge.pending import pending_of
-from shardload.keras_bridge.variables import is_abstract, unique
+from shardload.keras_bridge.saving import assignments_to
+from shardload.keras_bridge.variables import is_abstract, pending_of, unique
 from shardload.manifest import Manifest
-from shardload.mapping.converter_run import ConverterAssign, Recording, Run, record
-from shardload.mapping.converter_step import ConverterStep
-from shardload.mapping.placeholders import FloatCasts
+from shardload.mapping.converter_run import Assign, ConverterAssign, Loader, Recording, Run, record
+from shardload.mapping.placeholders import FloatCasts, Reservations
 from shardload.mapping.variable_map import (
+    AssignStep,
     Computed,
-    DirectStep,
-    Step,
+    Runtime,
     VariableMap,
     bind,
     refused_among,
@@ -44,27 +43,18 @@ from shardload.units import plural
 
 
 def map_hub(model: Any, manifest: Manifest, *, float_casts: FloatCasts = "viewed") -> VariableMap:
-    """Map tensors of a Hugging Face (or GGUF) checkpoint to variables, according to KerasHub's converter.
-
-    Args:
-        model: A KerasHub backbone or task, abstract or not; it is not changed.
-        manifest: ``hf-safetensors`` or ``gguf``.
-        float_casts: Whether casts of floating-point tensors by the converter are made, or left out: values then go
-            from the file to the variable.
-
-    Raises:
-        UnsupportedError: When the converter cannot run on this model.
-    """
+    """Map a Hugging Face (or GGUF) checkpoint by KerasHub's converter; ``"viewed"`` leaves out its casts of floats."""
     converter = kerashub.converter(manifest)
     runs = [Run(converter.convert_weights, backbone_of(model), manifest, None, float_casts)]
-    # KerasHub also converts the head in a separate run, with an empty prefix.
-    if _has_head(model, manifest):
+    # KerasHub also converts the head of an image classifier or assistant, in a separate run, with an empty prefix.
+    architecture, known = architecture_of(manifest.config), model_type_of(manifest.config).loads_head_of
+    fits = "ForImageClassification" in architecture or architecture in known
+    if fits and backbone_of(model) is not model and hasattr(converter, "convert_head"):
         runs.append(Run(converter.convert_head, model, manifest, "", float_casts))
-    recordings = [record(run) for run in runs]
-    return _summarise(model, manifest, recordings)
+    return _variable_map(model, manifest, [record(run) for run in runs])
 
 
-def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> VariableMap:
+def _variable_map(model: Any, manifest: Manifest, recordings: list[Recording]) -> VariableMap:
     weights = list(model.weights)
     everything = unique([*weights, *state_of(model)])
     names = variable_names([*everything, *(e.variable for r in recordings for e in r.assigned)])
@@ -72,12 +62,17 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
     computed: list[Computed] = []
     late: list[ConverterStep] = []
     for recording in recordings:
-        viewed, rest = _split(recording)
-        bindings.extend(bind(e.variable, e.view, names) for e in viewed if e.view is not None)
+        # The last assignment of each variable that is only assigned views; all assignments of other variables.
+        by_hook = {id(e.variable) for e in recording.assigned if e.view is None}
+        viewed = {id(e.variable): e for e in recording.assigned if id(e.variable) not in by_hook}
+        rest = [e for e in recording.assigned if id(e.variable) in by_hook]
+        bindings.extend(bind(e.variable, e.view, names) for e in viewed.values() if e.view is not None)
         if rest:
             step = _step(recording, rest)
             late.append(step)
-            computed.extend(_computed(step.owner, rest, names))
+            for variable in unique(e.variable for e in rest):
+                tensors = {name for e in rest if e.variable is variable for name in e.tensors}
+                computed.append(Computed(step.owner, (names[id(variable)],), (variable,), tuple(sorted(tensors))))
     # Weights without a value: mismatched ones are refused, others are missing or keep their initial value.
     mismatched = tuple(m for r in recordings for m in r.mismatched)
     fetched = {name for r in recordings for name in r.fetched}
@@ -90,55 +85,43 @@ def _summarise(model: Any, manifest: Manifest, recordings: list[Recording]) -> V
         sourced = {id(p) for p in (*provided, *covered)}
         weights = [v for v in weights if v.trainable or id(v) in sourced]
         # So do zeros and ones that it never requests (biases of Gemma 3n's MobileNet), but not random values.
-        plain = {id(v): names[id(v)] for v in weights if id(v) not in sourced and _begins_constant(v)}
+        constant = (keras.initializers.Zeros, keras.initializers.Ones)
+        plain = {
+            id(v): names[id(v)]
+            for v in weights
+            if id(v) not in sourced and is_abstract(v) and isinstance(pending_of(v).initializer, constant)
+        }
         weights = [v for v in weights if id(v) not in plain]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered], names)
-    unused = tuple(n for n in manifest.tensors if n not in fetched)
-    notes = tuple(line for r in recordings for line in _notes(r)) + _kept(tuple(plain.values()))
-    steps: tuple[Step, ...] = (*(DirectStep(b) for b in bindings), *late)
+    notes = tuple(line for r in recordings for line in _notes(r))
+    if plain:
+        notes += (
+            f"initial zeros or ones remain in {plural(len(plain), 'variable')}, because KerasHub's converter requests "
+            f"no tensor for them: {next(iter(plain.values()))} …",
+        )
     return VariableMap(
         bindings=tuple(bindings),
         computed=tuple(computed),
         missing=missing,
         missing_variables=missing_variables,
         state=state,
-        unused=unused,
-        skipped=(),
+        unused=tuple(n for n in manifest.tensors if n not in fetched),
         mismatched=mismatched,
         notes=notes,
-        steps=steps,
+        steps=(*(AssignStep((b,)) for b in bindings), *late),
         refused=refused_among(weights, covered, provided, names),
         absent=tuple(name for r in recordings for name in r.absent),
     )
 
 
-def _split(recording: Recording) -> tuple[list[ConverterAssign], list[ConverterAssign]]:
-    """Separate variables that are views of tensors from those that the converter computes.
-
-    Returns:
-        The last assignment of each variable that is only ever assigned views; all assignments of the other variables.
-    """
-    computed = {id(e.variable) for e in recording.assigned if e.view is None}
-    viewed = {id(e.variable): e for e in recording.assigned if id(e.variable) not in computed}
-    return list(viewed.values()), [e for e in recording.assigned if id(e.variable) in computed]
-
-
 def _step(recording: Recording, rest: list[ConverterAssign]) -> ConverterStep:
-    variables = tuple({id(e.variable): e.variable for e in rest}.values())
     # Inputs that it got from `get_tensor`, and views of variables that it also computes, are read for real.
     direct = {n for e in rest if not e.ported for n in (*e.tensors, *((e.view.tensor,) if e.view else ()))}
     counts = collections.Counter(id(e.variable) for e in rest)
     again = frozenset(key for key, count in counts.items() if count > 1)
-    return ConverterStep(recording.run, variables, frozenset(recording.computing | direct), again)
-
-
-def _computed(owner: str, rest: list[ConverterAssign], names: Mapping[int, str]) -> list[Computed]:
-    tensors: dict[int, set[str]] = {}
-    variables: dict[int, Variable] = {}
-    for event in rest:
-        variables[id(event.variable)] = event.variable
-        tensors.setdefault(id(event.variable), set()).update(event.tensors)
-    return [Computed(owner, (names[key],), (v,), tuple(sorted(tensors[key]))) for key, v in variables.items()]
+    return ConverterStep(
+        recording.run, tuple(unique(e.variable for e in rest)), frozenset(recording.computing | direct), again
+    )
 
 
 def _notes(recording: Recording) -> list[str]:
@@ -146,36 +129,71 @@ def _notes(recording: Recording) -> list[str]:
         Note(f"The converter asked for {name!r}, which the checkpoint does not have", NoteKind.TENSOR_NOT_STORED)
         for name in recording.absent
     ]
-    rounded = [_rounded(recording.rounded)] if recording.rounded else []
-    return [line.strip() for line in recording.printed.splitlines() if line.strip()] + absent + rounded
+    notes = [line.strip() for line in recording.printed.splitlines() if line.strip()] + absent
+    if recording.rounded:
+        (first, dtype), *rest = recording.rounded.items()
+        more = f"{first!r} and {plural(len(rest), 'other tensor')}" if rest else repr(first)
+        notes.append(
+            f"KerasHub's converter rounds {more} to {dtype}; values outside of its range become infinite or zero"
+        )
+    return notes
 
 
-def _rounded(tensors: Mapping[str, str]) -> str:
-    (first, dtype), *rest = tensors.items()
-    more = f" and {plural(len(rest), 'other tensor')}" if rest else ""
-    return (
-        f"KerasHub's converter rounds {first!r}{more} to {dtype}; values outside of its range become infinite or zero"
-    )
+class ReplayLoader(Loader):
+    """A loader that returns real bytes where the first run computed, reservations elsewhere."""
+
+    def __init__(self, step: ConverterStep, runtime: Runtime) -> None:
+        super().__init__(step.run_of)
+        self._step = step
+        self._runtime = runtime
+        self._reservations = Reservations()
+        self._wanted = {id(v) for v in step.variables}
+
+    def get_tensor(self, hf_weight_key: str) -> Any:
+        """Return real bytes, or a reservation where the converter only probes or views."""
+        tensor = self.find(hf_weight_key)
+        if tensor.name in self._step.computing:
+            return self._runtime.read(tensor.name)
+        return self._reservations.make(tensor)
+
+    def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
+        """Port only computed variables; the others already have their values."""
+        if id(keras_variable) not in self._wanted:
+            return
+        value: Any = self._runtime.read(self.find(hf_weight_key).name)
+        if hook_fn:
+            value = hook_fn(value, list(keras_variable.shape))
+        keras_variable.assign(value)
+
+    def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
+        """Assign a computed value; skip views, which are already assigned."""
+        # A variable that is a view already has its sharded array; `value` is a reservation without data.
+        if id(variable) not in self._wanted:
+            return value
+        return self._runtime.compute(variable, value, assign)
 
 
-def _kept(names: tuple[str, ...]) -> tuple[str, ...]:
-    if not names:
-        return ()
-    return (
-        f"initial zeros or ones remain in {plural(len(names), 'variable')}, because KerasHub's converter requests "
-        f"no tensor for them: {names[0]} …",
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class ConverterStep:
+    """The second run of a converter."""
 
+    run_of: Run
+    variables: tuple[Variable, ...]
+    computing: frozenset[str]
+    reassigned: frozenset[int] = frozenset()
+    """``id`` of the variables it assigns more than once; only the last value counts."""
+    saveable: ClassVar[None] = None
+    needs: ClassVar[tuple[str, ...]] = ()
+    """No bindings by name; the step runs after all bindings."""
+    computes: ClassVar[bool] = True
 
-def _has_head(model: Any, manifest: Manifest) -> bool:
-    """Whether the checkpoint's head fits this task: KerasHub loads heads of image classifiers and assistants."""
-    architecture = architecture_of(manifest.config)
-    known = model_type_of(manifest.config).loads_head_of
-    fits = "ForImageClassification" in architecture or architecture in known
-    return fits and backbone_of(model) is not model and hasattr(kerashub.converter(manifest), "convert_head")
+    @property
+    def owner(self) -> str:
+        """The converter, for messages."""
+        return f"converter {self.run_of.function.__module__.rpartition('.')[2]}"
 
-
-def _begins_constant(variable: Variable) -> bool:
-    """Whether an abstract variable's initial value is all zeros or all ones."""
-    constant = (keras.initializers.Zeros, keras.initializers.Ones)
-    return is_abstract(variable) and isinstance(pending_of(variable).initializer, constant)
+    def run(self, runtime: Runtime) -> None:
+        """Run the converter again."""
+        loader = ReplayLoader(self, runtime)
+        with assignments_to(loader.assign):
+            self.run_of(loader)

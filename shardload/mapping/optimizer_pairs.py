@@ -1,6 +1,6 @@
 """Which state of a step's optimizers continues in the optimizers of a model, and what begins there.
 
-    stored ─► pairs      the same variable in both (`slot_roles`)
+    stored ─► pairs      the same variable in both (`roles`)
               missing    only in the model: begins as in a new optimizer; moving averages begin with the weights
               left       only in the step: not used
 
@@ -18,8 +18,7 @@ from typing import Any
 from shardload.keras_bridge.model_state import optimizers_by_path
 from shardload.keras_bridge.optimizer_slots import owner_of, start_of
 from shardload.manifest import Manifest, Tensor
-from shardload.mapping.slot_roles import AVERAGE, RATE, WRAPPER, Forms, attribute_of, is_core, kind_in, part_of
-from shardload.mapping.state_keys import owner_in
+from shardload.mapping.roles import AVERAGE, RATE, WRAPPER, Forms, attribute_of, is_core, kind_in, owner_in, part_of
 from shardload.mapping.state_tree import Pairing, StateLeaf, Stored, describe
 from shardload.mapping.variable_map import Begun
 from shardload.reports.facts import Note, NoteKind
@@ -38,12 +37,8 @@ class Left:
     tensor: str
     kind: str
     optimizer: str | None = None
-    """Like `Role.optimizer`."""
     part: str = ""
-    """As of `part_of`, for the state of an optimizer."""
     is_core: bool = False
-    """As of `is_core`."""
-
     weight: str | None = None
     """The model's key of the weight of a slot without which its other slots are other quantities."""
 
@@ -87,14 +82,7 @@ class Paired:
 def resolve_optimizers(
     model: Any, paired: Paired, manifest: Manifest, *, every: bool
 ) -> tuple[Paired, tuple[str, ...]]:
-    """Decide which optimizers of a model continue with the state of a step; return notes too.
-
-    Args:
-        model: Whose optimizers they are.
-        paired: The whole model and step.
-        manifest: Of the step.
-        every: Whether a compiled optimizer without state in the step may stay as it is.
-    """
+    """Decide which optimizers of a model continue with the state of a step; return notes too."""
     noted: list[str] = []
     if every and is_untrained(paired, manifest, None):
         kept = _without(paired, None)
@@ -119,7 +107,9 @@ def resolve_optimizers(
             if len(kept.missing) < len(paired.missing):
                 noted.append(f"the optimizer {name}: {UNTRAINED}")
             paired = kept
-        elif _is_of_inner_model(name) and not _fits(paired, name):
+        elif _is_of_inner_model(name) and name in {one.role.optimizer for one in paired.missing} | {
+            found.optimizer for found in paired.left
+        }:
             noted.append(f"the step has another kind of state for the optimizer {name}; the model's is unchanged")
             paired = _skipping(_without(_without_pairs(paired, name), name), name)
         else:
@@ -184,7 +174,14 @@ def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) ->
             f"{which} does not continue with the stored state, nor with its iterations and learning rate: {why}"
         )
         return _without_pairs(paired, name)
-    about = [f"{which} continues with what is stored of it. {_beginning(paired, of_it)}"] if of_it else []
+    about = []
+    if parts := list(dict.fromkeys(attribute_of(paired.part(leaf)) for leaf in of_it)):
+        scale = "the scale of the loss (LossScaleOptimizer)"
+        new = _listed(scale if part.startswith(WRAPPER) else part for part in parts if part != AVERAGE)
+        texts = [f"as in a new optimizer: {new}"] if new else []
+        texts += ["with the weights as they are now: the moving averages (use_ema)"] if AVERAGE in parts else []
+        not_stored = f"Not stored, so they begin {'; '.join(texts)}"
+        about.append(f"{which} continues with what is stored of it. {not_stored}")
     continuing = _beginning_whole(replace(paired, begun=(*paired.begun, *of_it)), name, about)
     own = [pair for pair in continuing.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
     reshaped = tuple((tensor, leaf) for tensor, leaf in own if tensor.shape != leaf.shape)
@@ -207,7 +204,10 @@ def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Pair
     own = [pair for pair in paired.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
     reshaped = {leaf.role.of for tensor, leaf in own if paired.is_core(leaf) and tensor.shape != leaf.shape}
     incomplete = _incomplete(paired, name) | reshaped
-    uncounted = {leaf.role.of for _, leaf in own if owner_in(leaf.role) in _without_count(paired, name)} - incomplete
+    # Which of several optimizers the step has no iterations of.
+    lacking = (leaf.role for leaf in paired.missing if leaf.role.optimizer == name and leaf.role.of is not None)
+    without_count = {role.key.rpartition("/")[0] for role in lacking if role.key.endswith("/iteration")}
+    uncounted = {leaf.role.of for _, leaf in own if owner_in(leaf.role) in without_count} - incomplete
     if incomplete:
         weights = plural(len(incomplete), "weight")
         noted.append(f"step and model have other slots for {weights}: these begin as in a new optimizer")
@@ -220,21 +220,6 @@ def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Pair
     pairs = tuple(pair for pair in paired.pairs if pair not in whole)
     begun = (*paired.begun, *(leaf for _, leaf in whole))
     return replace(paired, pairs=pairs, dropped=(*paired.dropped, *whole), begun=begun)
-
-
-def _without_count(paired: Paired, name: str | None) -> set[str]:
-    """Return which of several optimizers the step has no iterations of, as `owner_in`."""
-    missing = (leaf.role for leaf in paired.missing if leaf.role.optimizer == name and leaf.role.of is not None)
-    return {role.key.rpartition("/")[0] for role in missing if role.key.endswith("/iteration")}
-
-
-def _beginning(paired: Paired, leaves: Iterable[StateLeaf]) -> str:
-    parts = list(dict.fromkeys(attribute_of(paired.part(leaf)) for leaf in leaves))
-    scale = "the scale of the loss (LossScaleOptimizer)"
-    new = _listed(scale if part.startswith(WRAPPER) else part for part in parts if part != AVERAGE)
-    texts = [f"as in a new optimizer: {new}"] if new else []
-    texts += ["with the weights as they are now: the moving averages (use_ema)"] if AVERAGE in parts else []
-    return f"Not stored, so they begin {'; '.join(texts)}"
 
 
 def _listed(parts: Iterable[str]) -> str:
@@ -276,12 +261,6 @@ def _skipping(paired: Paired, optimizer: str | None) -> Paired:
 def _is_of_inner_model(optimizer: str) -> bool:
     """Whether the optimizer belongs to a compiled submodel, so the outer ``fit`` does not use it."""
     return optimizer.endswith("/optimizer")
-
-
-def _fits(paired: Paired, optimizer: str) -> bool:
-    """Whether step and model have the same variables of an optimizer."""
-    unpaired = [leaf.role.optimizer for leaf in paired.missing] + [found.optimizer for found in paired.left]
-    return optimizer not in unpaired
 
 
 def is_untrained(paired: Paired, manifest: Manifest, optimizer: str | None) -> bool:

@@ -15,7 +15,7 @@ from the embedding stay errors. docs/design/0010-folders-as-they-are.md describe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -74,25 +74,23 @@ def _is_integer(tensor: Tensor) -> bool:
     return tensor.dtype.kind in "iu"
 
 
-def _is_vector(tensor: Tensor) -> bool:
-    return len(tensor.shape) == 1
-
-
 def _is_scalar(tensor: Tensor) -> bool:
     return tensor.size == 1
-
-
-# The causal mask of GPT-2, of shape (1, 1, positions, positions), is named "bias"; a real bias is a vector.
-def _is_square_mask(tensor: Tensor) -> bool:
-    return len(tensor.shape) == 4 and tensor.shape[:2] == (1, 1) and tensor.shape[2] == tensor.shape[3]
 
 
 _BUFFERS = (
     _Buffer(r"embeddings\.(position_ids|token_type_ids)", _is_integer, "a buffer: the numbers 0, 1, 2 … or zeros"),
     _Buffer(
-        r"rotary_emb(eddings)?\.(original_)?inv_freq", _is_vector, "a buffer: rotary frequencies, from config.json"
+        r"rotary_emb(eddings)?\.(original_)?inv_freq",
+        lambda tensor: len(tensor.shape) == 1,
+        "a buffer: rotary frequencies, from config.json",
     ),
-    _Buffer(r"(attn|attention|crossattention)\.bias", _is_square_mask, "a buffer: the causal mask"),
+    # The causal mask of GPT-2, of shape (1, 1, positions, positions), is named "bias"; a real bias is a vector.
+    _Buffer(
+        r"(attn|attention|crossattention)\.bias",
+        lambda tensor: tensor.shape[:2] == (1, 1) and len(set(tensor.shape[2:])) == 1 and len(tensor.shape) == 4,
+        "a buffer: the causal mask",
+    ),
     _Buffer(r"(attn|attention|crossattention)\.masked_bias", _is_scalar, "a buffer: the value of masked scores"),
     _Buffer(r"relative_position_index", _is_integer, "a buffer: indices that follow from the window size"),
     _Buffer(r"num_batches_tracked", _is_integer, "a buffer: counts batches of training"),
@@ -115,20 +113,11 @@ def sort_unused(
     ignore: Iterable[str] = (),
     compare: bool = True,
 ) -> Sorted:
-    """Separate tensors outside the model's architecture from tensors that the model should use but does not.
-
-    Args:
-        mapping: The tensors that the model uses.
-        manifest: The checkpoint; only Hugging Face's, which describe their model, have tensors outside of it.
-        model: The model built from that description.
-        ignore: Patterns (``*``, ``?``) of names to leave out unconditionally.
-        compare: Whether to read tensors whose values decide; otherwise they count as outside for now.
-
-    Raises:
-        UsageError: When a pattern of ``ignore`` matches no remaining tensor.
-        TransferError: When a tensor to compare cannot be read.
-    """
-    ignored = _ignored(mapping.unused, tuple(ignore))
+    """Separate tensors outside of the architecture from others; without ``compare``, no values are read to decide."""
+    patterns = tuple(ignore)
+    ignored = {name: p for name in mapping.unused for p in patterns if fnmatchcase(name, p)}
+    if unmatched := [p for p in patterns if not any(fnmatchcase(name, p) for name in mapping.unused)]:
+        raise UsageError(f"ignore={unmatched[0]!r} matches none of the unused tensors. Remove or correct it")
     outside: list[OutsideTensor] = []
     why: dict[str, str] = {}
     values = _Comparer()
@@ -178,13 +167,6 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
     )
 
 
-def _ignored(unused: Iterable[str], patterns: tuple[str, ...]) -> dict[str, str]:
-    found = {name: p for name in unused for p in patterns if fnmatchcase(name, p)}
-    if unmatched := [p for p in patterns if not any(fnmatchcase(name, p) for name in unused)]:
-        raise UsageError(f"ignore={unmatched[0]!r} matches none of the unused tensors. Remove or correct it")
-    return found
-
-
 def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | None:
     """Return a tensor that is outside according to its name, dtype and shape."""
     name, known = tensor.name, model_type_of(manifest.config)
@@ -216,23 +198,20 @@ def _by_value(
             if values.is_zero(tensor):
                 return OutsideTensor(tensor.name, f"all zeros, {use}")
             return f"it is {use} and not all zeros, but {_class(model)} has no variable for it"
-    originals = list(_embeddings(tensor, mapping, manifest)) if _COPY.fullmatch(tensor.name) else []
+    # Equal values mean a tied copy only if shape and dtype are equal, and if the model uses the other tensor.
+    left = set(mapping.unused)
+    originals = [
+        other
+        for name, other in manifest.tensors.items()
+        if _COPY.fullmatch(tensor.name) and name not in left and _EMBEDDING.fullmatch(name)
+        if (other.shape, other.dtype) == (tensor.shape, tensor.dtype)
+    ]
     if originals and values is None:
         return OutsideTensor(tensor.name, f"loading checks that it equals {originals[0].name!r}")
     for original in originals:
         if values is not None and values.is_same(tensor, original):
             return OutsideTensor(tensor.name, f"equal to {original.name!r}, which {_class(model)} uses for both")
     return f"it differs from {originals[0].name!r}, which {_class(model)} uses for both" if originals else ""
-
-
-def _embeddings(tensor: Tensor, mapping: VariableMap, manifest: Manifest) -> Iterator[Tensor]:
-    """Yield tensors used by the model that this one may be a copy of."""
-    # Equal values mean a tied copy only if shape and dtype are equal, and if the model uses the other tensor.
-    left = set(mapping.unused)
-    for name, other in manifest.tensors.items():
-        same_type = (other.shape, other.dtype) == (tensor.shape, tensor.dtype)
-        if name not in left and same_type and _EMBEDDING.fullmatch(name):
-            yield other
 
 
 @dataclass(slots=True)
@@ -259,6 +238,3 @@ class _Comparer:
 
 def _class(model: Any) -> str:
     return f"KerasHub's {type(backbone_of(model)).__name__}"
-
-
-__all__ = ["OutsideTensor", "Sorted", "sort_unused", "without_parts"]

@@ -51,11 +51,6 @@ class _AddressRange:
     start: int
 
     @property
-    def was_read(self) -> bool:
-        """Whether bytes were read; ask before `is_referenced`, which unmaps the pages."""
-        return _touched(self.start, self.tensor.nbytes)
-
-    @property
     def is_referenced(self) -> bool:
         """Whether an array of this range still exists; frees the range if not."""
         try:
@@ -73,18 +68,13 @@ class Reservations:
     used: set[str] = field(default_factory=set)
     """Tensors that were used in a computation, or are still referenced."""
     computed: set[str] = field(default_factory=set)
-    """Those of `used` that were used in a computation."""
+    """Tensors that were used in a computation."""
     rounding: dict[str, str] = field(default_factory=dict)
     """Tensors that code casts to a floating dtype of fewer values, and that dtype."""
     _ranges: list[_AddressRange] = field(default_factory=list)
-    """Live ranges, by address."""
 
     def make(self, tensor: Tensor) -> Reserved:
-        """Reserve an array of the tensor's shape and dtype, without memory, read-only.
-
-        Raises:
-            UnsupportedError: When the tensor is larger than the address space.
-        """
+        """Reserve an array of the tensor's shape and dtype, without memory, read-only."""
         array, pages = _reserve(tensor.shape, tensor.dtype, name=tensor.name)
         array.tensors, array.reservations = frozenset((tensor.name,)), self
         bisect.insort(self._ranges, _AddressRange(tensor, pages, _address(array)), key=lambda r: r.start)
@@ -107,7 +97,8 @@ class Reservations:
     def close(self) -> None:
         """Free every range; afterwards `used` names the tensors that were more than viewed."""
         for entry in self._ranges:
-            if entry.was_read:
+            # Before `is_referenced`, which unmaps the pages.
+            if _touched(entry.start, entry.tensor.nbytes):
                 self.computed.add(entry.tensor.name)
             elif entry.is_referenced:
                 self.used.add(entry.tensor.name)
@@ -141,7 +132,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         # Elementwise: broadcasting gives the shape, and NumPy itself the dtype, from one element of each input.
         shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
         with np.errstate(all="ignore"):
-            result = ufunc(*(_ones_like(x) for x in inputs))
+            result = ufunc(*(np.ones((1,) * x.ndim, x.dtype) if isinstance(x, Reserved) else x for x in inputs))
         if isinstance(result, tuple):
             return tuple(_derived(inputs, shape, r.dtype) for r in result)
         return _derived(inputs, shape, result.dtype)
@@ -232,10 +223,6 @@ def _plain(values: Any) -> Any:
     if isinstance(values, (tuple, list)):
         return type(values)(_plain(v) for v in values)
     return values.view(np.ndarray) if isinstance(values, Reserved) else values
-
-
-def _ones_like(value: Any) -> Any:
-    return np.ones((1,) * value.ndim, value.dtype) if isinstance(value, Reserved) else value
 
 
 ADDRESS_SPACE_BYTES = 1 << 47

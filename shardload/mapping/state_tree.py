@@ -11,18 +11,17 @@ two variables share a path; here the later ones get ``#2``, ``#3``, so such tree
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardload.errors import SourceError, UninitialisedError
-from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.layer_settings import settings_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, optimizers_by_path, other_optimizers
 from shardload.keras_bridge.optimizer_slots import accumulations_in, batches_of_update, kind_of
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
-from shardload.mapping.slot_roles import Forms, forms_of, kind_in, meaning_of, part_of
-from shardload.mapping.state_keys import Role, owner_in, roles_of
+from shardload.mapping.roles import Forms, Role, forms_of, kind_in, meaning_of, owner_in, part_of, roles_of
 from shardload.units import plural
 
 _ACCUMULATES = "gradient_accumulation_steps"
@@ -30,6 +29,10 @@ VERSION = 1
 """Version of ``structure.json``."""
 WEIGHTS = ("trainable_variables", "non_trainable_variables")
 """The groups that ``save_weights_only`` keeps."""
+
+
+Identity = tuple[str, str, str]
+"""What pairs a stored leaf with a variable: kind; for optimizers, path and slot; key of the weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class StateLeaf:
     """Stored dtype, such as ``bfloat16``."""
     variable: Variable
     accumulates: int | None = None
-    """Of the count of an optimizer: how many batches an update takes."""
+    """How many batches an update takes, for the count of an optimizer."""
 
     @property
     def kind(self) -> str:
@@ -78,13 +81,7 @@ class StateTree:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The current values, nested by path: the model's own arrays, no copies.
-
-        Without those that have no elements, which Orbax refuses: `to_json` says all about them.
-
-        Raises:
-            UninitialisedError: When variables have no value.
-        """
+        """The current values, nested by path: no copies, and no empty arrays, which Orbax refuses."""
         empty = [leaf.variable.path for leaf in self.leaves if not has_value(leaf.variable)]
         if empty:
             shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
@@ -92,7 +89,10 @@ class StateTree:
                 f"Cannot save the model: no value for {plural(len(empty), 'variable')}: {shown}. Load weights or "
                 "train the model first"
             )
-        tree: dict[str, Any] = {group: {} for group in _groups_of(self.leaves)}
+        # All four groups, even if empty, as in Keras; two for weights alone.
+        rest = ("optimizer_variables", "metrics_variables")
+        groups = (*WEIGHTS, *rest) if any(leaf.path[0] in rest for leaf in self.leaves) else WEIGHTS
+        tree: dict[str, Any] = {group: {} for group in groups}
         for leaf in (leaf for leaf in self.leaves if 0 not in leaf.shape):
             place = tree
             for part in leaf.path[:-1]:
@@ -129,11 +129,7 @@ def _weight_of(leaf: StateLeaf) -> str | None:
 
 
 def describe(model: Any) -> StateTree:
-    """Return the path and role of every variable that training changes; reads and computes no values.
-
-    Args:
-        model: A built model, compiled or not, abstract or not.
-    """
+    """Return the path and role of every variable that training changes; reads and computes no values."""
     roles = roles_of(model)
     counts = {
         id(one.count): one.steps for found in optimizers_by_path(model).values() for one in accumulations_in(found)
@@ -148,11 +144,8 @@ def describe(model: Any) -> StateTree:
             path = free_path(group, name, taken)
             shape, dtype = tuple(variable.shape), stored_dtype(variable).name
             leaves.append(StateLeaf(path, role, shape, dtype, variable, counts.get(id(variable))))
-    return StateTree(tuple(leaves), settings_of(model), optimizers=_kinds_of(model))
-
-
-def _kinds_of(model: Any) -> dict[str, str]:
-    return {path or "": kind_of(optimizer) for path, optimizer in optimizers_by_path(model).items()}
+    kinds = {path or "": kind_of(optimizer) for path, optimizer in optimizers_by_path(model).items()}
+    return StateTree(tuple(leaves), settings_of(model), optimizers=kinds)
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
@@ -173,20 +166,16 @@ def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
     return found
 
 
-def _groups_of(leaves: Iterable[StateLeaf]) -> tuple[str, ...]:
-    """Return all four groups, even if empty, as in Keras; two for weights alone."""
-    rest = ("optimizer_variables", "metrics_variables")
-    return (*WEIGHTS, *rest) if any(leaf.path[0] in rest for leaf in leaves) else WEIGHTS
-
-
 def free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
-    """Return the variable's path, numbered if it equals, contains or lies below another leaf's path.
-
-    Orbax joins the parts with dots, so paths must differ in that form.
-    """
+    """Return the variable's path, numbered if it conflicts with another's once Orbax joins the parts with dots."""
     # `taken` has each path ("a.b.c"), and with a slash at its end each node above it ("a.b/").
-    parts = tuple(path.split("/"))
-    for found in _candidates(group, parts):
+    first, *rest = path.split("/")
+    *start, last = path.split("/")
+    # The path, then paths numbered at the end or, for conflicts higher up, at the start.
+    numbered = (
+        found for n in itertools.count(2) for found in ((group, *start, f"{last}#{n}"), (group, f"{first}#{n}", *rest))
+    )
+    for found in itertools.chain([(group, first, *rest)], numbered):
         dotted = ".".join(found)
         above = [dotted[:i] for i, letter in enumerate(dotted) if letter == "."]
         if dotted not in taken and f"{dotted}/" not in taken and not taken.intersection(above):
@@ -194,14 +183,6 @@ def free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
     taken.add(dotted)
     taken.update(f"{name}/" for name in above)
     return found
-
-
-def _candidates(group: str, parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the path, then paths numbered at the end or, for conflicts higher up, at the start."""
-    yield (group, *parts)
-    for count in itertools.count(2):
-        yield (group, *parts[:-1], f"{parts[-1]}#{count}")
-        yield (group, f"{parts[0]}#{count}", *parts[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +198,7 @@ class Stored:
 
     @classmethod
     def of_json(cls, leaf: Mapping[str, Any]) -> Stored:
-        """Validate and convert untrusted input.
-
-        Raises:
-            SourceError: When it is not a valid leaf.
-        """
+        """Validate and convert untrusted input."""
         try:
             path, shape = tuple(leaf["path"]), tuple(leaf["shape"])
             role = Role(leaf["kind"], leaf["key"], *(leaf.get(k) for k in ("slot", "of", "name", "optimizer")))
@@ -247,9 +224,7 @@ class Pairing:
     left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
     """Leaves that a partial step lists but does not store, and the variables of the model in these roles."""
     forms: Forms = field(default_factory=dict)
-    """Of the model's optimizers."""
     stored_forms: Forms = field(default_factory=dict)
-    """Of the step's optimizers."""
     rename: Mapping[str, str] = field(default_factory=dict)
 
     def weight_of(self, stored: Stored) -> str:
@@ -262,13 +237,8 @@ def find(
 ) -> Pairing:
     """Pair the leaves of a step with the variables of ``model`` by role; auto-generated names are not used.
 
-    Args:
-        model: A built model; its optimizer's slots are included if they exist.
-        leaves: The parsed ``structure.json``, or its ``leaves``.
-        rename: Prefix of stored keys to the model's own, ``{"layers/gemma_backbone": ""}`` for a task's backbone.
-
-    Raises:
-        SourceError: When ``leaves`` is not valid.
+    ``leaves`` is the parsed ``structure.json``, or its ``leaves``; ``rename`` gives the model's prefix for one of the
+    stored keys, such as ``{"layers/gemma_backbone": ""}`` for a task's backbone.
     """
     listed = leaves.get("leaves") if isinstance(leaves, Mapping) else leaves
     stored = [Stored.of_json(leaf) for leaf in _listed(listed)]
@@ -291,9 +261,7 @@ def find(
     )
 
 
-def _by_position(
-    wanted: dict[tuple[str, str, str], StateLeaf], stored: Mapping[tuple[str, str, str], Stored]
-) -> dict[tuple[str, str, str], StateLeaf]:
+def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]) -> dict[Identity, StateLeaf]:
     """Pair the state of several optimizers by position where an older step has no other role for it."""
     own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
     for position, (identity, leaf) in enumerate(own):
@@ -304,11 +272,11 @@ def _by_position(
 
 
 def _by_shared_weights(
-    wanted: dict[tuple[str, str, str], StateLeaf], stored: Mapping[tuple[str, str, str], Stored]
-) -> dict[tuple[str, str, str], StateLeaf]:
+    wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]
+) -> dict[Identity, StateLeaf]:
     """Pair the counts and rates of several optimizers by their slots where the first weights of both differ."""
     scalars = {s.role.key: i for i, s in stored.items() if i[0] == "optimizer"}
-    found: dict[tuple[str, str, str], StateLeaf] = {}
+    found: dict[Identity, StateLeaf] = {}
     for identity, leaf in wanted.items():
         own, _, name = leaf.role.key.rpartition("/")
         if identity in stored or identity[0] != "optimizer" or leaf.role.of is None:
@@ -322,11 +290,7 @@ def _by_shared_weights(
 
 
 def kinds_in(structure: Any) -> dict[str, str]:
-    """Return the class of each optimizer that a step stores; empty for steps that do not say it.
-
-    Raises:
-        SourceError: When ``structure`` is not valid.
-    """
+    """Return the class of each optimizer that a step stores; empty for steps that do not say it."""
     found = structure.get("optimizers", {}) if isinstance(structure, Mapping) else {}
     if not isinstance(found, Mapping) or not all(isinstance(text, str) for pair in found.items() for text in pair):
         raise SourceError(f"structure.json has optimizers that are no object of class names: {str(found)[:80]}")
@@ -339,7 +303,7 @@ def _listed(leaves: Any) -> Iterable[Any]:
     return leaves
 
 
-def _identity(role: Role, rename: Mapping[str, str], forms: Forms) -> tuple[str, str, str]:
+def _identity(role: Role, rename: Mapping[str, str], forms: Forms) -> Identity:
     if role.kind in ("slot", "optimizer"):
         # A slot by what it is and its weight, as its own key would keep the old name of a renamed weight.
         part = part_of(role, forms)

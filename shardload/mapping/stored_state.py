@@ -11,7 +11,7 @@ an explicit map; nothing is matched by similarity.
     metrics       sums and counts of an epoch        weights, seeds, optimizer
 
 A partial step (``save_trainable_only``) lists the weights that it leaves out; the model's keep their values
-(`partial_steps`).
+(`adapters`).
 
 If a step lacks the state of an optimizer (it has weights alone, or was saved before training), that optimizer stays
 unchanged, with a note. This applies to each optimizer: a GAN has two, besides the compiled one.
@@ -24,11 +24,11 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from shardload.errors import MismatchError, SourceError, UsageError
-from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import other_optimizers, state_of, variables_of
 from shardload.keras_bridge.variables import unique
 from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.accumulation import with_updates_kept
+from shardload.mapping.adapters import different_base, lora_advice, lora_differences, require_values
 from shardload.mapping.optimizer_pairs import (
     OPTIMIZER_KINDS,
     Left,
@@ -36,9 +36,9 @@ from shardload.mapping.optimizer_pairs import (
     begun_variables,
     resolve_optimizers,
 )
-from shardload.mapping.partial_steps import different_base, lora_advice, lora_differences, require_values
-from shardload.mapping.slot_roles import (
+from shardload.mapping.roles import (
     WRAPPER,
+    Role,
     forms_of,
     is_core,
     is_scalar,
@@ -46,10 +46,16 @@ from shardload.mapping.slot_roles import (
     meaning_of,
     part_of_name,
 )
-from shardload.mapping.state_keys import Role
 from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
-from shardload.mapping.suggestions import suggestion, unknown_tensor
-from shardload.mapping.variable_map import DirectStep, Mismatch, VariableMap, bind, variable_names
+from shardload.mapping.variable_map import (
+    AssignStep,
+    Mismatch,
+    VariableMap,
+    bind,
+    suggestion,
+    unknown_tensor,
+    variable_names,
+)
 from shardload.reports.facts import Note, NoteKind
 from shardload.units import plural
 
@@ -60,7 +66,6 @@ _KINDS = {
     "optimizer": {"slot", "optimizer"},
     "metrics": {"metric"},
 }
-_OPTIMIZER = OPTIMIZER_KINDS
 _OPTIMIZER_GROUP, _SCALING = "optimizer_variables", "loss_scale_optimizer"
 _MINOR = {"seed", "metric"}
 """Kinds that may be missing or unused: another dropout or metric changes no weight."""
@@ -82,22 +87,7 @@ def map_state(
     names: Mapping[str, str] | None = None,
     has_base: bool = False,
 ) -> VariableMap:
-    """Map the leaves of a step to variables.
-
-    Args:
-        model: A built model, abstract or not; it is not changed.
-        manifest: The manifest of a training step.
-        items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``.
-        rename: Stored structural key prefix → the model's (`state_tree.find`).
-        names: Tensor name → variable path, for trees without roles.
-        has_base: Whether the weights that a partial step leaves out come from elsewhere, so that the model needs no
-            values for them.
-
-    Raises:
-        UsageError: When ``items`` is invalid, or requires a compiled model.
-        MismatchError: When ``names`` or ``rename`` contain unknown names.
-        SourceError: When the step contradicts itself.
-    """
+    """Map the leaves of a step to variables; with ``has_base``, weights that it leaves out come from elsewhere."""
     if items not in get_args(Items):
         raise UsageError(f"items={items!r} is not valid, expected one of {', '.join(get_args(Items))}")
     others = items == "optimizer" and other_optimizers(model)
@@ -123,13 +113,7 @@ def map_state(
 def pair(
     model: Any, manifest: Manifest, *, rename: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
 ) -> Paired:
-    """Pair the tensors of a step with variables: by role if the step stores roles, else by name.
-
-    Raises:
-        UsageError: When ``rename`` is not a mapping.
-        MismatchError: When ``names`` or ``rename`` contain unknown names.
-        SourceError: When the step contradicts itself.
-    """
+    """Pair the tensors of a step with variables: by role if the step stores roles, else by name."""
     if rename is not None and not isinstance(rename, Mapping):
         raise UsageError(
             f"rename={rename!r} is not valid, expected a dict of stored keys to the model's: "
@@ -138,12 +122,6 @@ def pair(
     structure = manifest.metadata.get("structure")
     if structure is None or names is not None:
         return _by_name(model, manifest, names or {})
-    return _by_structure(model, manifest, structure, rename)
-
-
-def _by_structure(
-    model: Any, manifest: Manifest, structure: Mapping[str, Any], rename: Mapping[str, str] | None
-) -> Paired:
     found = find(model, structure, rename=rename)
     stored = [s for s, _ in found.pairs] + list(found.unexpected)
     keys = [s.role.of or s.role.key for s in stored]
@@ -227,7 +205,9 @@ def _in_another_optimizer(
 
 
 def _left_by_name(name: str) -> Left:
-    kind, part = _kind_of(name), part_of_name(name.rsplit("/", maxsplit=1)[-1])
+    group, last = name.split("/", maxsplit=1)[0], name.rsplit("/", maxsplit=1)[-1]
+    kind = "seed" if last == "seed_generator_state" else _GROUPS.get(group, "weight")
+    part = part_of_name(last)
     if kind != "optimizer":
         return Left(name, kind)
     if name.split("/")[1].startswith(_SCALING):
@@ -235,11 +215,6 @@ def _left_by_name(name: str) -> Left:
     if is_scalar(part.removeprefix(WRAPPER)):
         return Left(name, "optimizer", part=part)
     return Left(name, "slot", part=part, is_core=is_core(part, kind_of_name(name.split("/")[1])))
-
-
-def _kind_of(name: str) -> str:
-    group, last = name.split("/", maxsplit=1)[0], name.rsplit("/", maxsplit=1)[-1]
-    return "seed" if last == "seed_generator_state" else _GROUPS.get(group, "weight")
 
 
 def _named(path: str, by_path: Mapping[str, list[StateLeaf]]) -> StateLeaf:
@@ -257,8 +232,11 @@ def _summarise(model: Any, paired: Paired, items: Items, noted: tuple[str, ...] 
     kinds = set(_KINDS[items])
     stored = {leaf.kind for _, leaf in (*paired.pairs, *paired.dropped) if leaf.role.optimizer is None}
     stored |= {found.kind for found in paired.left if found.optimizer is None}
-    if items == "all" and (getattr(model, "optimizer", None) is None or not stored & _OPTIMIZER):
-        kinds -= _OPTIMIZER
+    if items == "all" and (getattr(model, "optimizer", None) is None or not stored & OPTIMIZER_KINDS):
+        kinds -= OPTIMIZER_KINDS
+    notes: tuple[str, ...] = ()
+    if items == "all" and getattr(model, "optimizer", None) is not None and not stored & OPTIMIZER_KINDS:
+        notes = (Note("the step has no optimizer state; the model's is unchanged", NoteKind.OPTIMIZER_UNCHANGED),)
     everything = unique([*variables_of(model), *state_of(model)])
     names = variable_names([*everything, *(leaf.variable for _, leaf in paired.pairs)])
 
@@ -275,12 +253,11 @@ def _summarise(model: Any, paired: Paired, items: Items, noted: tuple[str, ...] 
     unused = [found for found in paired.left if requested(found) and found.kind not in _MINOR]
     bases = different_base(out)
     differing = [leaf.kind for leaf in (*demanded, *(leaf for _, leaf in wrong))] + [found.kind for found in unused]
-    covered = {id(v) for v in _variables([*(leaf for _, leaf in (*wanted, *out)), *demanded])}
+    covered = {id(leaf.variable) for leaf in (*(leaf for _, leaf in (*wanted, *out)), *demanded)}
     return VariableMap(
         bindings=bindings,
-        computed=(),
         missing=tuple(names.get(id(leaf.variable), leaf.variable.path) for leaf in demanded),
-        missing_variables=tuple(_variables(demanded)),
+        missing_variables=tuple(leaf.variable for leaf in demanded),
         state=tuple(v for v in everything if id(v) not in covered),
         unused=tuple(found.tensor for found in unused),
         skipped=(
@@ -292,23 +269,16 @@ def _summarise(model: Any, paired: Paired, items: Items, noted: tuple[str, ...] 
             *bases,
             *(Mismatch.of_shapes(leaf.variable, tensor.name, tensor.shape) for tensor, leaf in wrong),
         ),
-        notes=(*_notes(model, items, stored), *noted),
-        steps=tuple(map(DirectStep, bindings)),
+        notes=(*notes, *noted),
+        steps=tuple(AssignStep((binding,)) for binding in bindings),
         refused=tuple((names[id(leaf.variable)], leaf.variable) for _, leaf in wrong),
-        only_optimizer_differs=items == "all" and bool(differing) and not bases and _OPTIMIZER.issuperset(differing),
+        only_optimizer_differs=items == "all"
+        and bool(differing)
+        and not bases
+        and OPTIMIZER_KINDS.issuperset(differing),
         kept=tuple(names.get(id(leaf.variable), leaf.variable.path) for _, leaf in out),
         kept_variables=tuple(leaf.variable for _, leaf in out),
         begun=begun_variables(
             model, [*paired.begun, *(leaf for _, leaf in wrong if leaf.kind == "slot")], paired.forms
         ),
     )
-
-
-def _notes(model: Any, items: Items, stored: set[str]) -> tuple[str, ...]:
-    if items == "all" and getattr(model, "optimizer", None) is not None and not stored & _OPTIMIZER:
-        return (Note("the step has no optimizer state; the model's is unchanged", NoteKind.OPTIMIZER_UNCHANGED),)
-    return ()
-
-
-def _variables(leaves: Iterable[StateLeaf]) -> list[Variable]:
-    return [leaf.variable for leaf in leaves]

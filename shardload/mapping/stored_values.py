@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError
-from shardload.keras_bridge.hook_values import (
+from shardload.keras_bridge.extra_state import (
     keys_besides_variables,
     load_values,
     values_besides_variables,
@@ -28,7 +28,7 @@ from shardload.transfer.read_tensor import read_tensor
 
 ENTRY = "values"
 LIMIT_BYTES = 8 << 20
-"""Of all values together: JSON is read as a whole, and `json_files` reads at most four times as much."""
+"""Limit of all values together: JSON is read as a whole, and `json_files` reads at most four times as much."""
 _KINDS = "biufcSU"
 
 Values = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -36,24 +36,14 @@ Values = Mapping[str, Mapping[str, NDArray[Any]]]
 
 
 def values_to_json(hooked: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the entries for ``structure.json``, and a sentence for each object with values that it cannot contain.
-
-    Args:
-        hooked: Objects with their paths, as `with_own_hooks` returns them.
-    """
+    """Return the entries for ``structure.json``, and a sentence for each object with values that it cannot contain."""
     return _to_entries((path, saveable, values_besides_variables(saveable)) for path, saveable in hooked)
 
 
 def file_values_to_json(
     model: Any, manifest: Manifest, *, variables: Container[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return what a file of Keras has besides variables as entries for ``structure.json``, and notes about the rest.
-
-    Args:
-        model: The model that the file describes.
-        manifest: A file of Keras.
-        variables: Names of the tensors that are values of variables.
-    """
+    """Return what a file of Keras has besides variables as entries for ``structure.json``, and notes about the rest."""
     hooked = []
     for path, saveable in with_own_hooks(model):
         group = f"{path}/vars/" if path else "vars/"
@@ -81,7 +71,11 @@ def _to_entries(
                 refused.append(key)
                 continue
             left -= array.nbytes
-            entries[key] = _to_json(array)
+            if array.dtype.kind in _KINDS and sys.byteorder == "big":
+                array = array.astype(array.dtype.newbyteorder("<"))
+            dtype = array.dtype.str if array.dtype.kind in _KINDS else array.dtype.name
+            data = base64.b64encode(array.tobytes()).decode()
+            entries[key] = {"dtype": dtype, "shape": list(array.shape), "base64": data}
         if entries:
             found[path] = entries
         if refused:
@@ -93,11 +87,7 @@ def _to_entries(
 
 
 def stored_values(manifest: Manifest) -> Values:
-    """Return the values in a step; empty for steps without any.
-
-    Raises:
-        SourceError: When they are not valid.
-    """
+    """Return the values in a step; empty for steps without any."""
     structure = manifest.metadata.get("structure")
     found = structure.get(ENTRY, {}) if isinstance(structure, Mapping) else {}
     try:
@@ -129,19 +119,7 @@ def unstored_hook(model: Any, layer: Any, values: Values) -> str | None:
 
 
 def load_stored_values(model: Any, manifest: Manifest, *, strict: bool) -> tuple[str, ...]:
-    """Give layers the values that a step has besides variables, through their ``load_own_variables``.
-
-    Args:
-        model: A model whose variables have their values.
-        manifest: A training step.
-        strict: Whether a hook that fails is an error.
-
-    Returns:
-        A sentence for each value that was not loaded.
-
-    Raises:
-        SourceError: When the values are not valid, or under ``strict``, when a hook fails.
-    """
+    """Give layers the values that a step has besides variables, through their ``load_own_variables``."""
     values = stored_values(manifest)
     objects = dict(saved_objects(model)) if values else {}
     notes = []
@@ -170,13 +148,6 @@ def _array(value: Any) -> NDArray[Any] | None:
     except Exception:  # such as an array of other processes
         return None
     return array if array.dtype.kind in _KINDS or array.dtype.name == "bfloat16" else None
-
-
-def _to_json(array: NDArray[Any]) -> dict[str, Any]:
-    if array.dtype.kind in _KINDS and sys.byteorder == "big":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    dtype = array.dtype.str if array.dtype.kind in _KINDS else array.dtype.name
-    return {"dtype": dtype, "shape": list(array.shape), "base64": base64.b64encode(array.tobytes()).decode()}
 
 
 def _of_json(entry: Mapping[str, Any]) -> NDArray[Any]:

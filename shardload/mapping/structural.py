@@ -5,7 +5,7 @@ stored once but reachable twice are found where Keras finds them::
 
     manifest "layers/dense/vars/0" ─► entry("layers/dense")["0"] = reserved ─► layer.kernel.assign(view of it)
 
-Each call is a `Visit`, recorded by `hook_walk`. A visit that only viewed its tensors becomes bindings; one that
+Each call is a `Visit` of `layer_hooks`. A visit that only viewed its tensors becomes bindings; one that
 computed becomes a `LayerStep` that later gets the real bytes.
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 import keras
 
 from shardload.keras_bridge.hub_imports import backbone_of, held_backbone
-from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.model_state import own_layers, state_of
 from shardload.keras_bridge.recording import without_computing
 from shardload.keras_bridge.saving import stored_variables
@@ -27,8 +26,7 @@ from shardload.keras_bridge.training import has_own_compile
 from shardload.keras_bridge.variables import unique
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor
-from shardload.mapping.hook_walk import RecordedAssign, Visit, Walk
-from shardload.mapping.layer_step import LayerStep, has_keras_hook
+from shardload.mapping.layer_hooks import LayerStep, RecordedAssign, Visit, Walk, has_keras_hook
 from shardload.mapping.variable_map import (
     Computed,
     Mismatch,
@@ -50,13 +48,7 @@ _TASK = "task:"
 
 
 def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> VariableMap:
-    """Map the tensors of a Keras file to variables of ``model``, according to the layers' own hooks.
-
-    Args:
-        model: A built model, abstract or not; it is not changed.
-        manifest: Of a format whose ``tensor_names`` are Keras'.
-        optimizer: Whether to map stored optimizer state.
-    """
+    """Map the tensors of a Keras file to variables of ``model``, according to the layers' own hooks."""
     # A preset of KerasHub stores a task's own layers in a second file, whose tensors the manifest prefixes.
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
@@ -73,14 +65,14 @@ def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> Vari
             without_computing(walk.record)
     # Without ResourceWarnings: they are about files that other code, also in other threads, has left open.
     notes = [str(w.message) for w in caught if not issubclass(w.category, ResourceWarning)]
-    found = _summarise(model, manifest, walks, tuple(dict.fromkeys(notes)))
+    found = _variable_map(model, manifest, walks, tuple(dict.fromkeys(notes)))
     if is_preset and (found.missing or found.unused) and (name := held_backbone(model)):
         advice = f" The preset has the weights of a backbone, such as {name!r} of this model: pass model.{name}."
         return replace(found, advice=advice)
     return found
 
 
-def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[str, ...]) -> VariableMap:
+def _variable_map(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[str, ...]) -> VariableMap:
     # Visits that worked become bindings and steps; those that failed become mismatches.
     good, failed = _sort_out([visit for walk in walks for visit in walk.visits if visit.saveable is not None])
     weights = list(getattr(model, "weights", ()))
@@ -88,42 +80,54 @@ def _summarise(model: Any, manifest: Manifest, walks: list[Walk], notes: tuple[s
     touched = [e.variable for visit in good for e in visit.assigned]
     names = variable_names([*everything, *touched])
     bindings, steps = _bind(good, names)
-    computed = tuple(c for step in steps if (c := _computed(step, names)) is not None)
+    computed = tuple(
+        Computed(step.owner, tuple(names[id(v)] for v in step.variables), step.variables, tuple(sorted(step.computing)))
+        for step in steps
+        if step.variables
+    )
     # Weights without a value: of a failed layer (`covered`), made by a hook itself (`made`), else missing.
     mismatched = tuple(m for visit in failed for m in _mismatches(visit))
     covered = [v for visit in failed if visit.tensors for v in stored_variables(visit.saveable)]
     provided = [b.variable for b in bindings] + [v for c in computed for v in c.variables]
-    made = [v for visit in good for v in _made_by_hook(visit)]
+    # Variables that a layer's custom hook does not assign although it reads all tensors that it saved.
+    hooked = [v for v in good if v.tensors and not has_keras_hook(v.saveable) and not _declined(v)]
+    assigned = [{id(event.variable) for event in visit.assigned} for visit in hooked]
+    made = [
+        v for one, own in zip(hooked, assigned, strict=True) for v in stored_variables(one.saveable) if id(v) not in own
+    ]
     missing, missing_variables, state = split_missing(weights, everything, [*provided, *covered, *made], names)
     # Tensors without a variable: offered but not read (`declined`), of an optimizer or head (`skipped`), else unused.
     taken = {n for visit in good for n in visit.read} | {t.name for visit in failed for t in visit.tensors.values()}
     declined = {n for visit in good for n in _declined(visit)} - taken
-    notes += tuple(_declining(visit) for visit in good if declined.intersection(_declined(visit)))
+    notes += tuple(
+        f"{type(visit.saveable).__name__} at {visit.path or 'the root'!r} does not read these tensors of the "
+        f"checkpoint: {', '.join(_declined(visit))}"
+        for visit in good
+        if declined.intersection(_declined(visit))
+    )
     provided_ids = {id(v) for v in provided}
     own = [v for v in made if id(v) not in provided_ids]
-    notes += tuple(_not_stored(v, names) for v in own)
+    notes += tuple(f"{names[id(v)]} keeps its value: its layer's save_own_variables does not save it" for v in own)
     used = taken | declined
     left = [n for n, t in manifest.tensors.items() if t.name not in used]
     idle = _idle_optimizers(model, good, {n: manifest.tensors[n] for n in left})
     notes += (f"{_UNUSED_OPTIMIZERS}: {', '.join(idle)}. Build them, then load the checkpoint again",) if idle else ()
     skipped = tuple(n for n in left if n.startswith(("optimizer/", _TASK, *(f"{path}/vars/" for path in idle))))
     apart = set(skipped)
-    unused = tuple(n for n in left if n not in apart)
     if any(isinstance(visit.saveable, keras.optimizers.Optimizer) for visit in failed):
         notes += (_UNFIT_OPTIMIZER,)
-    refused = refused_among(weights, covered, provided, names)
     return VariableMap(
         bindings=bindings,
         computed=computed,
         missing=missing,
         missing_variables=missing_variables,
         state=(*state, *own),
-        unused=unused,
+        unused=tuple(n for n in left if n not in apart),
         skipped=skipped,
         mismatched=mismatched,
         notes=notes,
         steps=tuple(steps),
-        refused=refused,
+        refused=refused_among(weights, covered, provided, names),
     )
 
 
@@ -146,23 +150,6 @@ def _declined(visit: Visit) -> list[str]:
     if has_keras_hook(visit.saveable):
         return []
     return [t.name for t in visit.tensors.values() if t.name not in visit.read]
-
-
-def _made_by_hook(visit: Visit) -> list[Variable]:
-    """Return variables that a layer's custom hook does not assign although it reads all tensors that it saved."""
-    if has_keras_hook(visit.saveable) or not visit.tensors or _declined(visit):
-        return []
-    assigned = {id(event.variable) for event in visit.assigned}
-    return [v for v in stored_variables(visit.saveable) if id(v) not in assigned]
-
-
-def _not_stored(variable: Variable, names: Mapping[int, str]) -> str:
-    return f"{names[id(variable)]} keeps its value: its layer's save_own_variables does not save it"
-
-
-def _declining(visit: Visit) -> str:
-    owner = f"{type(visit.saveable).__name__} at {visit.path or 'the root'!r}"
-    return f"{owner} does not read these tensors of the checkpoint: {', '.join(_declined(visit))}"
 
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
@@ -196,30 +183,15 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
     for visit in visits:
         made = [bind(e.variable, e.view, names) for e in by_visit.get(id(visit), ()) if e.view is not None]
         bindings.extend(made)
-        if visit.assigned or visit.read or _has_own_hook(visit.saveable):
-            steps.append(_step(visit, made))
+        # Or its ``load_own_variables`` is more than Keras' plain one for layers.
+        hook = getattr(type(visit.saveable), "load_own_variables", None)
+        if visit.assigned or visit.read or hook is not keras.Layer.load_own_variables:
+            needed = frozenset(visit.computing & visit.read)
+            views = {id(e.variable) for e in visit.assigned if e.view is not None and e.view.tensor not in needed}
+            computes = unique(e.variable for e in visit.assigned if id(e.variable) not in views)
+            tensors = dict(visit.tensors)
+            steps.append(LayerStep(visit.saveable, visit.path, tensors, needed, tuple(made), tuple(computes)))
     return tuple(bindings), steps
-
-
-def _has_own_hook(saveable: Any) -> bool:
-    """Whether its ``load_own_variables`` is more than Keras' plain one for layers."""
-    return getattr(type(saveable), "load_own_variables", None) is not keras.Layer.load_own_variables
-
-
-def _step(visit: Visit, bindings: list[Binding]) -> LayerStep:
-    computing = frozenset(visit.computing & visit.read)
-    views = {id(e.variable) for e in visit.assigned if e.view is not None and e.view.tensor not in computing}
-    computes = {id(e.variable): e.variable for e in visit.assigned if id(e.variable) not in views}
-    return LayerStep(
-        visit.saveable, visit.path, dict(visit.tensors), computing, tuple(bindings), tuple(computes.values())
-    )
-
-
-def _computed(step: LayerStep, names: Mapping[int, str]) -> Computed | None:
-    if not step.variables:
-        return None
-    owned = tuple(names[id(v)] for v in step.variables)
-    return Computed(step.owner, owned, step.variables, tuple(sorted(step.computing)))
 
 
 def _mismatches(visit: Visit) -> list[Mismatch]:

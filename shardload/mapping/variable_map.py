@@ -11,16 +11,18 @@ Names of bindings are variable paths; where two variables share a path, the late
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from numpy.typing import NDArray
 
-from shardload.keras_bridge.keras_types import Variable
+from shardload.errors import MismatchError
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.optimizer_slots import Start
 from shardload.keras_bridge.variables import numbered, stored_dtype, unique
-from shardload.manifest import View
+from shardload.manifest import Manifest, View
 from shardload.transfer.planning import Binding
 
 
@@ -39,6 +41,11 @@ class Computed:
     variables: tuple[Variable, ...]
     tensors: tuple[str, ...]
     """Tensors to read whole; empty if the code needs none (LoRA's zeros)."""
+
+    def without(self, others: Mapping[int, Variable]) -> Computed:
+        """Return it without ``others``, by ``id``."""
+        left = [(name, v) for name, v in zip(self.names, self.variables, strict=True) if id(v) not in others]
+        return replace(self, names=tuple(name for name, _ in left), variables=tuple(v for _, v in left))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +88,15 @@ class Runtime(Protocol):
 
     def read(self, tensor: str) -> NDArray[Any]:
         """Read a whole tensor into a separate, writable array."""
-        ...
 
     def take(self, name: str) -> Any:
         """Return the finished, sharded array of a binding."""
-        ...
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
         """Assign a finished, sharded array."""
-        ...
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
         """Place a computed value in the variable's layout, then assign it."""
-        ...
 
 
 class Step(Protocol):
@@ -102,26 +105,21 @@ class Step(Protocol):
     @property
     def owner(self) -> str:
         """The code that runs, for messages."""
-        ...
 
     @property
     def saveable(self) -> Any:
         """The object whose attributes the code may change, or ``None``."""
-        ...
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the bindings it assigns."""
-        ...
 
     @property
     def computes(self) -> bool:
         """Whether it reads whole tensors; such steps run last, one at a time."""
-        ...
 
     def run(self, runtime: Runtime) -> None:
         """Assign the values of this step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +127,21 @@ class VariableMap:
     """Everything decided about the mapping before any data is read."""
 
     bindings: tuple[Binding, ...]
-    computed: tuple[Computed, ...]
+    steps: tuple[Step, ...]
+    """In the order Keras would run them."""
     missing: tuple[str, ...]
     """Weights of the model without a source."""
     missing_variables: tuple[Variable, ...]
-    """The same weights, as variables."""
     state: tuple[Variable, ...]
     """Seeds, metrics and optimizer variables without a source: initialised if they have no value."""
     unused: tuple[str, ...]
     """Tensors that no loading code read. `notes` has those that a layer's custom hook was offered and did not read."""
-    skipped: tuple[str, ...]
+    computed: tuple[Computed, ...] = ()
+    skipped: tuple[str, ...] = ()
     """Unused tensors of parts that this model lacks: an optimizer's state, a task's head."""
-    mismatched: tuple[Mismatch, ...]
-    notes: tuple[str, ...]
+    mismatched: tuple[Mismatch, ...] = ()
+    notes: tuple[str, ...] = ()
     """Output and warnings of loading code."""
-    steps: tuple[Step, ...]
-    """In the order Keras would run them."""
     refused: tuple[tuple[str, Variable], ...] = ()
     """Weights without a value because they, or others of their layer, are mismatched; by name."""
     absent: tuple[str, ...] = ()
@@ -152,7 +149,6 @@ class VariableMap:
     kept: tuple[str, ...] = ()
     """Weights that a partial step leaves out on purpose: they keep the values that the model has."""
     kept_variables: tuple[Variable, ...] = ()
-    """The same weights, as variables."""
     begun: tuple[Begun, ...] = ()
     """Variables of optimizers that the checkpoint lacks, where others of the same optimizer continue."""
     advice: str = ""
@@ -191,30 +187,33 @@ def refused_among(
     return tuple((names[id(v)], v) for v in covered if id(v) in weight_ids - provided_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class DirectStep:
-    """Assignment of one variable, without layer code."""
+@dataclass(frozen=True, slots=True, eq=False)
+class AssignStep:
+    """Assignment of variables without a hook: of one, or of a layer's, and what Keras computes from them."""
 
-    binding: Binding
-    saveable: ClassVar[None] = None
-    """None: no code runs, no attribute changes."""
+    bindings: tuple[Binding, ...]
+    saveable: Any = None
+    """The layer, which Keras finishes afterwards (`Normalization`)."""
     computes: ClassVar[bool] = False
 
     @property
     def owner(self) -> str:
-        """The variable."""
-        return f"variable {self.binding.name!r}"
+        """The layer, or the variable."""
+        return f"variable {self.bindings[0].name!r}" if self.saveable is None else f"layer {self.saveable.name!r}"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The name of its binding."""
-        return (self.binding.name,)
+        """The names of its bindings."""
+        return tuple(binding.name for binding in self.bindings)
 
     def run(self, runtime: Runtime) -> None:
-        """Assign the array."""
+        """Assign the arrays, then finish the layer as Keras does."""
         # Keras' `assign` keeps an array that has the variable's dtype and layout, so nothing is copied.
-        array = runtime.take(self.binding.name)
-        runtime.assign(self.binding.variable, array, lambda variable, value: variable.assign(value))
+        for binding in self.bindings:
+            array = runtime.take(binding.name)
+            runtime.assign(binding.variable, array, lambda variable, value: variable.assign(value))
+        if hasattr(self.saveable, "finalize_state"):
+            self.saveable.finalize_state()
 
 
 def variable_names(variables: Iterable[Variable]) -> dict[int, str]:
@@ -234,3 +233,29 @@ def split_missing(
     known = provided_ids | weight_ids
     state = tuple(v for v in everything if id(v) not in known)
     return tuple(names[id(v)] for v in missing), missing, state
+
+
+SHOWN = 4
+
+
+def unknown_tensor(name: str, manifest: Manifest) -> MismatchError:
+    """Build the error for a tensor in a caller's ``names`` that the checkpoint lacks."""
+    return MismatchError(
+        f"Cannot map tensor {name!r}: {manifest.source} does not contain it" + suggestion(name, manifest.tensors)
+    )
+
+
+def suggestion(wanted: str, known: Iterable[str]) -> str:
+    """Suggest the most likely names: what is below it, those with its ending, else some: ``". Did you mean 'a'?"``."""
+    names = sorted(set(known))
+    # A box of Flax (`kernel/value`): the tensors of other layers, whose names are like it, are others.
+    if inside := [n for n in names if n.startswith((f"{wanted}/", f"{wanted}."))]:
+        return f". Did you mean {' or '.join(map(repr, inside[:SHOWN]))}?"
+    # The last two parts: the variable's name alone ("kernel") would match every layer.
+    ending = wanted.rsplit("/", 2)[-2:]
+    close = [n for n in names if n.split("/")[-len(ending) :] == ending]
+    close += [n for n in difflib.get_close_matches(wanted, names, n=SHOWN, cutoff=0.5) if n not in close]
+    if close:
+        return f". Did you mean {' or '.join(map(repr, close[:SHOWN]))}?"
+    more = ", …" if len(names) > SHOWN else ""
+    return f". Available: {', '.join(map(repr, names[:SHOWN]))}{more}" if names else ""

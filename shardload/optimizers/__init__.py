@@ -1,8 +1,7 @@
 """Optimizers for sharded models, and layouts for optimizer state.
 
-`REKLS` is second-order: `rekls_math` is the arithmetic for one matrix, `joint_update` one step for many matrices,
-`whole_step` one step for all variables, `matrices` turns shapes into matrices, and `dealing` decides which device
-decomposes what and runs the decompositions.
+`REKLS` is second-order: `rekls_math` is the arithmetic for one matrix, `joint_update` one step for all variables,
+`matrices` turns shapes into matrices, and `dealing` decides which device decomposes what and runs the decompositions.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from shardload.errors import BackendError
 
 if TYPE_CHECKING:
+    from shardload.optimizers.joint_update import Counts
     from shardload.optimizers.matrices import state_bytes
     from shardload.optimizers.rekls import REKLS, TpRekls
-    from shardload.optimizers.sharding import shard_optimizer
-    from shardload.optimizers.slot_report import SlotLayout, SlotReport
+    from shardload.optimizers.sharding import SlotLayout, SlotReport, shard_optimizer
     from shardload.optimizers.tensor_parallel import TensorParallelOptimizer
-    from shardload.optimizers.whole_step import Counts
 
 __all__ = [
     "REKLS",
@@ -33,9 +31,9 @@ __all__ = [
 
 _HOMES = {
     "REKLS": "rekls",
-    "Counts": "whole_step",
-    "SlotLayout": "slot_report",
-    "SlotReport": "slot_report",
+    "Counts": "joint_update",
+    "SlotLayout": "sharding",
+    "SlotReport": "sharding",
     "TensorParallelOptimizer": "tensor_parallel",
     "TpRekls": "rekls",
     "shard_optimizer": "sharding",

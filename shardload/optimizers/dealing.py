@@ -6,10 +6,19 @@ decomposes its share of the factors; then all devices get all eigenpairs.
 six factors of 64, three of 32, four devices
 device 0   64 64          device 2   64    32
 device 1   64 64          device 3   64    32 32     ◄─ equal numbers first, the rest to whoever has least to do
+
+Inside `jax.shard_map`, whole arrays become a device's shards of them, and the other way round:
+
+    shards of one array on all devices        ─ gather ─►  the whole array on all devices        ─ shard ─►  the shards
+    shards of k arrays on each of k devices   ─ collect ─► one whole array on each device        ─ spread ─► the shards
+
+An optimization barrier separates them from the arithmetic: XLA would move slices into matrix products, which then round
+differently (seen at 96 x 200).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from shardload.optimizers.rekls_math import Array, Eigenpairs
 
@@ -24,7 +34,7 @@ EVERYWHERE_TIMES = 2
 """Memory of an update on each device, as a multiple of the state that is whole on all of them; measured with XLA on
 CPU (1.5 to 2.1)."""
 ALONE_TIMES = 3
-"""The same for matrices that are dealt out, as a multiple of the state that is whole on this device (2.6 to 2.8)."""
+"""Memory of an update of dealt-out matrices, as a multiple of the state that is whole on this device (2.6 to 2.8)."""
 Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 """From a stack of factors (b, n, n) and the old eigenpairs to the new ones."""
 
@@ -36,7 +46,7 @@ class Sized:
     sides: tuple[int, int]
     """Rows and columns."""
     nbytes: int
-    """Of the whole matrix and its state."""
+    """Bytes of the whole matrix and its state."""
     is_split: bool
     """Whether it and its state are split over all devices. Others would have to be gathered again afterwards."""
     kind: Hashable
@@ -58,7 +68,6 @@ class Deal:
     """Which device decomposes which factors of one size."""
 
     size: int
-    """Length of the factors."""
     factors: tuple[int, ...]
     """Their positions among all factors."""
     hands: tuple[tuple[int, ...], ...]
@@ -71,11 +80,6 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
     Matrices of one kind that are split over all devices are dealt out, the same number to each device. Those left over
     are whole everywhere; matrices of one shape, or its transpose, share a batch there, so that their decompositions
     divide evenly.
-
-    Args:
-        matrices: In the order to which the batches refer.
-        limit: Most bytes of a batch that is whole everywhere. A batch that is dealt out needs no more memory than one.
-        devices: Number of devices to deal matrices to; 1 deals none.
     """
     found, rest = [], []
     for kind in dict.fromkeys(matrices):
@@ -85,20 +89,16 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
         dealt = len(places) - len(places) % devices if devices > 1 and kind.is_split else 0
         found += [Batch(tuple(places[at : min(at + share, dealt)]), is_dealt=True) for at in range(0, dealt, share)]
         rest += places[dealt:]
-    return (*found, *_whole_batches(matrices, rest, limit))
-
-
-def _whole_batches(matrices: Sequence[Sized], places: Sequence[int], limit: int) -> list[Batch]:
-    found: list[tuple[int, ...]] = []
+    everywhere: list[tuple[int, ...]] = []
     room = 0
     # A matrix and its transpose have factors of the same two sizes: sorted sides bring them together.
-    for place in sorted(places, key=lambda place: sorted(matrices[place].sides)):
-        if not found or matrices[place].nbytes > room:
-            found.append(())
+    for place in sorted(rest, key=lambda place: sorted(matrices[place].sides)):
+        if not everywhere or matrices[place].nbytes > room:
+            everywhere.append(())
             room = limit
-        found[-1] += (place,)
+        everywhere[-1] += (place,)
         room -= matrices[place].nbytes
-    return [Batch(batch, is_dealt=False) for batch in found]
+    return (*found, *(Batch(batch, is_dealt=False) for batch in everywhere))
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
@@ -124,15 +124,7 @@ def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
 def decompose_dealt(
     factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: Decompose, *, axes: tuple[str, ...], devices: int
 ) -> list[Eigenpairs]:
-    """Inside `jax.shard_map`, decompose whole factors that every device has; every device gets all eigenpairs.
-
-    Args:
-        factors: (n, n) each, of any lengths n, the same on every device.
-        old: The eigenpairs of each factor before the step.
-        decompose: Decomposes a stack of factors of one size.
-        axes: All axes of the mesh, in its order.
-        devices: Number of devices of the mesh.
-    """
+    """Inside `jax.shard_map`, decompose whole factors that every device has; every device gets all eigenpairs."""
     found: dict[int, Eigenpairs] = {}
     for group in deal([factor.shape[0] for factor in factors], devices):
         stack = jnp.stack([factors[i] for i in group.factors])
@@ -207,3 +199,88 @@ def _rest(
 
     found: Eigenpairs = jax.tree.map(everywhere, pair)
     return found
+
+
+def gather(shards: Any, specs: Any) -> Any:
+    """Return the whole arrays that this device has shards of; ``specs`` has the same structure."""
+
+    def one(own: Any, spec: PartitionSpec) -> Any:
+        for dim, axes in _split_dims(spec):
+            own = jax.lax.all_gather(own, axes, axis=dim, tiled=True)
+        return jax.lax.optimization_barrier(own)
+
+    return jax.tree.map(one, shards, specs)
+
+
+def shard(arrays: Any, specs: Any) -> Any:
+    """Return this device's shards of whole arrays; ``specs`` has the same structure."""
+
+    def one(array: Any, spec: PartitionSpec) -> Any:
+        array = jax.lax.optimization_barrier(array)
+        for dim, axes in _split_dims(spec):
+            # The index along several axes counts like the shards: the first axis is the major one.
+            size = array.shape[dim] // math.prod(jax.lax.axis_size(axis) for axis in axes)
+            array = jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(axes) * size, size, dim)
+        return array
+
+    return jax.tree.map(one, arrays, specs)
+
+
+def collect(stacks: Any, specs: Any, mesh: Mesh) -> Any:
+    """Turn stacks of shards into the whole arrays that this device gets; ``specs`` has the same structure.
+
+    A stack has shape (c · k, …) for k devices, which get c of the arrays each, every k-th one; returns (c, …) each.
+    """
+
+    def one(stack: Any, spec: PartitionSpec) -> Any:
+        # (c, a, b, …) on a mesh a x b: dims 1 to ndim say which device gets an array, the others are the shard's own.
+        stack = stack.reshape(-1, *mesh.devices.shape, *stack.shape[1:])
+        dims = _dims_of_axes(spec)
+        for place, axis in _minor_first(spec, mesh):
+            # Each device along this axis is sent the arrays it gets; their shards are joined along the dim it splits.
+            if axis in dims:
+                stack = jax.lax.all_to_all(stack, axis, place, mesh.devices.ndim + 1 + dims[axis], tiled=True)
+            # Whole on all devices along this axis: each takes its own arrays, and nothing is sent.
+            else:
+                stack = jax.lax.dynamic_index_in_dim(stack, jax.lax.axis_index(axis), place, keepdims=True)
+        return stack.reshape(stack.shape[0], *stack.shape[mesh.devices.ndim + 1 :])
+
+    return jax.tree.map(one, stacks, specs)
+
+
+def spread(arrays: Any, specs: Any, mesh: Mesh) -> Any:
+    """Return this device's shards of the arrays on all devices, as stacks: the inverse of `collect`."""
+
+    def one(array: Any, spec: PartitionSpec) -> Any:
+        array = array.reshape(array.shape[0], *(1 for _ in mesh.axis_names), *array.shape[1:])
+        dims = _dims_of_axes(spec)
+        for place, axis in reversed(_minor_first(spec, mesh)):
+            if axis in dims:
+                array = jax.lax.all_to_all(array, axis, mesh.devices.ndim + 1 + dims[axis], place, tiled=True)
+            else:
+                array = jax.lax.all_gather(array, axis, axis=place, tiled=True)
+        return array.reshape(-1, *array.shape[mesh.devices.ndim + 1 :])
+
+    return jax.tree.map(one, arrays, specs)
+
+
+def split_axes(spec: PartitionSpec) -> set[str]:
+    """Return the mesh axes over which an array is split."""
+    return set(_dims_of_axes(spec))
+
+
+def _dims_of_axes(spec: PartitionSpec) -> dict[str, int]:
+    return {axis: dim for dim, axes in _split_dims(spec) for axis in axes}
+
+
+def _minor_first(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, str]]:
+    """Return mesh axes of several devices, with their dims in a stack; of those that split one dim, the minor first."""
+    # Minor axes split neighbours: joined first, they give the contiguous blocks that the major axis then joins.
+    order = [axis for _, axes in _split_dims(spec) for axis in reversed(axes)]
+    rest = [axis for axis in mesh.axis_names if axis not in order]
+    return [(1 + mesh.axis_names.index(axis), axis) for axis in (*rest, *order) if mesh.shape[axis] > 1]
+
+
+def _split_dims(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+    axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+    return [(dim, names) for dim, names in enumerate(axes) if names]

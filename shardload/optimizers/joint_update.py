@@ -1,4 +1,10 @@
-"""One step of REKLS for many matrices together, each array spread over a mesh in its own way.
+"""One step of REKLS as one traced function, or no step at all: matrices together, all others element by element.
+
+    any gradient not finite         ─► nothing changes; ``skipped`` counts it
+    gradients are only accumulated  ─► nothing changes, nothing is computed
+    otherwise                       ─► matrices: `update`; others: AdamW
+
+Each array of a matrix is spread over a mesh in its own way:
 
     as many matrices of one kind as devices: each device gets one, whole, updates it alone, and hands back the shards
 
@@ -28,10 +34,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from shardload.optimizers import rekls_math
-from shardload.optimizers.dealing import Batch, decompose_dealt, decompose_repeated, stacked
+from shardload.optimizers.dealing import (
+    Batch,
+    collect,
+    decompose_dealt,
+    decompose_repeated,
+    gather,
+    shard,
+    spread,
+    stacked,
+)
 from shardload.optimizers.matrices import MatrixView
 from shardload.optimizers.rekls_math import Array, Eigenpairs, Moments, Settings, Sides
-from shardload.optimizers.shards import collect, gather, shard, spread
 
 
 class MatrixState(NamedTuple):
@@ -55,7 +69,6 @@ class Matrix:
     specs: MatrixState
     """A `PartitionSpec` for every array; empty ones without a mesh."""
     decays: bool
-    """Whether weight decay applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,6 @@ class JointPlan:
     matrices: tuple[Matrix, ...]
     settings: Settings
     batches: tuple[Batch, ...]
-    """Which matrices are updated at the same time."""
     mesh: Mesh | None
     """`None` on one device."""
     frequency: int = 1
@@ -90,14 +102,7 @@ class StepNumbers(NamedTuple):
 def update(
     plan: JointPlan, states: Sequence[MatrixState], gradients: Sequence[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Return the states after the step, and how many factors kept their old eigenpairs.
-
-    Args:
-        plan: The static part.
-        states: Whole (global) arrays, in the order of the plan.
-        gradients: In the shapes of the weights, finite.
-        step: Numbers.
-    """
+    """Return the states after the step, and how many factors kept their old eigenpairs."""
     if not plan.matrices:
         return [], jnp.int32(0)
     local = partial(_local, plan)
@@ -176,10 +181,7 @@ def _update_everywhere(
 
 
 def _moving(plan: JointPlan, states: Sequence[MatrixState]) -> Array:
-    """Return for each matrix whether its weight and moments change: not before it had a nonzero gradient.
-
-    Its factors tell: they start as zeros.
-    """
+    """Return which matrices change: those that had a nonzero gradient, by their factors, which start as zeros."""
     if not plan.settings.skip_first_update:
         return jnp.ones(len(states), bool)
     own = jnp.stack([jnp.array([jnp.any(x != 0) for x in jax.tree.leaves(state.factors)]).any() for state in states])
@@ -304,3 +306,93 @@ def _decompose(plan: JointPlan, factors: list[Array], old: list[Eigenpairs]) -> 
 
 def _choose(which: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(which, a, b), new, old)
+
+
+class AdamwState(NamedTuple):
+    """A variable that gets AdamW, and its state."""
+
+    weight: Array
+    moments: Moments
+    """float32."""
+
+
+class Counters(NamedTuple):
+    """int32 scalars, since the optimizer was built."""
+
+    steps: Array
+    skipped: Array
+    kept: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What did not go as planned, since the optimizer was built."""
+
+    steps: int
+    """Updates of the weights. Keras' ``iterations`` also counts those that are skipped."""
+    skipped_steps: int
+    """Steps whose gradients were not finite: they changed nothing."""
+    kept_eigenpairs: int
+    """Factors that kept their old eigenpairs, because a decomposition or the factor itself was not finite."""
+
+
+class WholeState(NamedTuple):
+    """Everything that a step changes."""
+
+    matrices: list[MatrixState]
+    others: list[AdamwState]
+    counters: Counters
+
+
+class Gradients(NamedTuple):
+    """In the order of `WholeState`."""
+
+    matrices: list[Array]
+    others: list[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class WholePlan:
+    """Everything about a step but the arrays."""
+
+    joint: JointPlan
+    decays: tuple[bool, ...]
+    """Whether weight decay applies, for each of the other variables."""
+    adamw_ratio: float
+    """Multiplies the learning rate of the other variables."""
+
+
+@partial(jax.jit, static_argnames=("plan",))
+def whole_step(plan: WholePlan, state: WholeState, gradients: Gradients, rate: Array, due: Array) -> WholeState:
+    """Return the state after a step; unless ``due``, gradients are only accumulated."""
+    # One flag for all variables: a step updates all of them or none.
+    finite = jnp.array([jnp.isfinite(g).all() for g in (*gradients.matrices, *gradients.others)]).all()
+    rate = jnp.asarray(rate, jnp.float32)
+    steps, skipped, kept = state.counters
+    # Traced, not a Python `if`: accumulating and updating steps share one compiled program.
+    runs = due & finite
+    step = StepNumbers(rate, (steps + 1).astype(jnp.float32), runs)
+    matrices, failed = update(plan.joint, state.matrices, gradients.matrices, step)
+
+    def adamw() -> list[AdamwState]:
+        others_rate = plan.adamw_ratio * step.rate
+        return [
+            _adamw(own, gradient, others_rate, step.number, plan.joint.settings, decays=decays)
+            for own, gradient, decays in zip(state.others, gradients.others, plan.decays, strict=True)
+        ]
+
+    others: list[AdamwState] = jax.lax.cond(runs, adamw, lambda: state.others)
+    counters = Counters(steps + runs, skipped + (due & ~finite), kept + failed)
+    return WholeState(matrices, others, counters)
+
+
+def _adamw(
+    state: AdamwState, gradient: Array, rate: Array, number: Array, settings: Settings, *, decays: bool
+) -> AdamwState:
+    weight, own = state.weight.astype(jnp.float32), gradient.astype(jnp.float32)
+    # Without factors, both l2 methods are the same.
+    for when in ("l2", "l2_before_factors"):
+        own = rekls_math.l2_gradient(own, weight, settings, when=when, decays=decays)
+    moments, direction = rekls_math.adam(state.moments, own, number, settings)
+    moved: Any = rekls_math.moved(weight, direction, rate, settings, decays=decays)
+    return AdamwState(moved.astype(state.weight.dtype), moments)

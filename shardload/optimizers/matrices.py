@@ -37,13 +37,11 @@ class MatrixView:
     """An array of two or more dims as a matrix."""
 
     shape: tuple[int, ...]
-    """Of the array."""
     rows: tuple[int, ...]
     """The dims that form the rows, slowest first."""
     has_left: bool = True
     """Whether the rows have a factor; otherwise their side is the identity."""
     has_right: bool = True
-    """Whether the columns have one."""
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -84,17 +82,17 @@ class MatrixRules:
     """Regular expressions for paths, and the dims that form the rows there."""
 
     def view(self, path: str, shape: tuple[int, ...]) -> MatrixView | None:
-        """Return the view of a variable as a matrix, or `None` for AdamW.
-
-        Raises:
-            UsageError: When `row_dims` names dims that the variable does not have.
-        """
+        """Return the view of a variable as a matrix, or `None` for AdamW."""
         if any(_matches(pattern, path) for pattern in self.adamw_for):
             return None
         # Checked before a shape is turned away: a pattern that also matches a bias is an error, not ignored.
         given = next((dims for pattern, dims in self.row_dims.items() if _matches(pattern, path)), None)
-        if given is not None:
-            _check_row_dims(path, shape, given)
+        known = set(range(len(shape)))
+        if given is not None and (not given or len(set(given)) < len(given) or not set(given) < known):
+            raise UsageError(
+                f"Cannot form rows of {path!r} of shape {tuple(shape)} from the dims {tuple(given)}: expected some of "
+                f"its dims {sorted(known)}, but not all. Change row_dims, or make its pattern match fewer variables"
+            )
         if len(shape) < 2:
             return None
         plain = MatrixView(tuple(shape), _rows(shape) if given is None else tuple(given))
@@ -105,11 +103,7 @@ class MatrixRules:
         return MatrixView(plain.shape, plain.rows, *(side <= self.max_dimension for side in sides))
 
     def check_patterns(self, paths: Sequence[str]) -> None:
-        """Check that every pattern but the default ones matches one of these paths.
-
-        Raises:
-            UsageError: When a pattern matches no path.
-        """
+        """Check that every pattern but the default ones matches one of these paths."""
         own = [("adamw_for", pattern) for pattern in self.adamw_for if pattern not in ADAMW_FOR]
         for argument, pattern in own + [("row_dims", pattern) for pattern in self.row_dims]:
             if not any(_matches(pattern, path) for path in paths):
@@ -130,15 +124,6 @@ def _rows(shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(range(len(shape) - 1))
     # An attention kernel has heads, their width, and the model's width, mostly the largest, as a side of its own.
     return {0: (0,), 1: (1,), 2: (0, 1)}[list(shape).index(max(shape))]
-
-
-def _check_row_dims(path: str, shape: Sequence[int], dims: Sequence[int]) -> None:
-    known = set(range(len(shape)))
-    if not dims or len(set(dims)) < len(dims) or not set(dims) < known:
-        raise UsageError(
-            f"Cannot form rows of {path!r} of shape {tuple(shape)} from the dims {tuple(dims)}: expected some of its "
-            f"dims {sorted(known)}, but not all. Change row_dims, or make its pattern match fewer variables"
-        )
 
 
 def _positive(name: str, numbers: Any) -> tuple[int, ...]:

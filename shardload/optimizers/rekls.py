@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -15,35 +15,25 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardload.errors import UsageError
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.joint_optimizer import JointOptimizer, in_place_of
-from shardload.keras_bridge.keras_types import Variable
 from shardload.keras_bridge.variables import stored_dtype
-from shardload.optimizers.dealing import ALONE_TIMES, EVERYWHERE_TIMES, Batch, Sized, batched
-from shardload.optimizers.joint_update import JointPlan, Matrix, MatrixState
+from shardload.optimizers import rekls_setup
+from shardload.optimizers.dealing import ALONE_TIMES, EVERYWHERE_TIMES, Batch, Sized, batched, split_axes
+from shardload.optimizers.joint_update import (
+    AdamwState,
+    Counters,
+    Counts,
+    Gradients,
+    JointPlan,
+    Matrix,
+    MatrixState,
+    WholePlan,
+    WholeState,
+    whole_step,
+)
 from shardload.optimizers.matrices import ADAMW_FOR, MAX_DIMENSION, MatrixView
-from shardload.optimizers.options import (
-    RMS,
-    WHOLE_BYTES,
-    AdamwFor,
-    Options,
-    canonical_dtype,
-    check_bytes,
-    check_number,
-    check_rate,
-)
 from shardload.optimizers.rekls_math import Eigenpairs, Moments, Sides
-from shardload.optimizers.shards import split_axes
-from shardload.optimizers.state import (
-    FACTOR_SLOTS,
-    SLOTS,
-    along_first,
-    check_variable,
-    common_mesh,
-    new_slots,
-    spec_of,
-    start_of_slot,
-)
-from shardload.optimizers.whole_step import AdamwState, Counters, Counts, Gradients, WholePlan, WholeState, whole_step
 from shardload.sharding.layout import Layout
 
 
@@ -119,20 +109,20 @@ class REKLS(JointOptimizer):
         max_dimension: int = MAX_DIMENSION,
         factor_dtype: str = "float32",
         skip_first_update: bool = True,
-        init_factor: float | str = RMS,
+        init_factor: float | str = rekls_setup.RMS,
         relative_epsilon: float = 0.01,
         limit_updates: bool = True,
         rank_tolerance: float = 1e-5,
-        adamw_for: AdamwFor = ADAMW_FOR,
+        adamw_for: rekls_setup.AdamwFor = ADAMW_FOR,
         adamw_ratio: float = 1.0,
         row_dims: Mapping[str, Sequence[int]] | None = None,
-        whole_bytes: int | str = WHOLE_BYTES,
+        whole_bytes: int | str = rekls_setup.WHOLE_BYTES,
         uneven: str = "error",
         **options: Any,
     ) -> None:
-        check_number("weight_decay", 0 if weight_decay is None else weight_decay)
-        super().__init__(learning_rate=check_rate(learning_rate), weight_decay=weight_decay, **options)
-        self.options = Options(
+        rekls_setup.check_number("weight_decay", 0 if weight_decay is None else weight_decay)
+        super().__init__(learning_rate=rekls_setup.check_rate(learning_rate), weight_decay=weight_decay, **options)
+        self.options = rekls_setup.Options(
             beta_1=beta_1,
             beta_2=beta_2,
             factor_beta=factor_beta,
@@ -142,7 +132,7 @@ class REKLS(JointOptimizer):
             decomposition=decomposition,
             decompositions=decompositions,
             max_dimension=max_dimension,
-            factor_dtype=canonical_dtype(factor_dtype),
+            factor_dtype=rekls_setup.canonical_dtype(factor_dtype),
             skip_first_update=skip_first_update,
             init_factor=init_factor,
             relative_epsilon=relative_epsilon,
@@ -151,7 +141,7 @@ class REKLS(JointOptimizer):
             adamw_for=adamw_for,
             adamw_ratio=adamw_ratio,
             row_dims={} if row_dims is None else row_dims,
-            whole_bytes=check_bytes("whole_bytes", whole_bytes),
+            whole_bytes=rekls_setup.check_bytes("whole_bytes", whole_bytes),
             uneven=uneven,
         )
 
@@ -168,19 +158,19 @@ class REKLS(JointOptimizer):
         variables = list(variables)
         # Whatever can raise comes first, generators included: a refused build leaves no state behind.
         for variable in variables:
-            check_variable(variable)
+            rekls_setup.check_variable(variable)
         self.options.rules.check_patterns([variable.path for variable in variables])
         views = tuple(self._view(variable) for variable in variables)
-        planned = [list(new_slots(v, view, self.options)) for v, view in zip(variables, views, strict=True)]
+        planned = [list(rekls_setup.new_slots(v, view, self.options)) for v, view in zip(variables, views, strict=True)]
         super().build(variables)
         self.views = views
         # Lists with one entry per variable, as Keras' own optimizers have them: `slots_in` finds slots by that.
-        found: dict[str, list[Variable | None]] = {slot: [None] * len(variables) for slot in SLOTS}
+        found: dict[str, list[Variable | None]] = {slot: [None] * len(variables) for slot in rekls_setup.SLOTS}
         for place, (variable, slots) in enumerate(zip(variables, planned, strict=True)):
             for new in slots:
                 found[new.slot][place] = self.add_state(
                     variable,
-                    SLOTS[new.slot],
+                    rekls_setup.SLOTS[new.slot],
                     shape=new.shape,
                     dtype=new.dtype,
                     initializer=self.start_of_slot(new.slot),
@@ -194,7 +184,7 @@ class REKLS(JointOptimizer):
 
     def start_of_slot(self, slot: str) -> Any:
         """Return the initializer of the state in an attribute (``left_vectors``), for a restore that lacks it."""
-        return start_of_slot(slot, self.options)
+        return rekls_setup.start_of_slot(slot, self.options)
 
     def _view(self, variable: Variable) -> MatrixView | None:
         chosen = self.options.adamw_for
@@ -211,11 +201,7 @@ class REKLS(JointOptimizer):
         return self.options.rules.view(variable.path, tuple(variable.shape))
 
     def update_all(self, gradients: Sequence[Any], variables: Sequence[Variable], learning_rate: Any) -> None:
-        """Update all variables that have gradients, or none if a gradient is not finite.
-
-        Raises:
-            LayoutError: When variables and their state are on different meshes; nothing has changed then.
-        """
+        """Update all variables that have gradients, or none if a gradient is not finite."""
         found = [(g, v, self.views[self.position(v)]) for g, v in zip(gradients, variables, strict=True)]
         matrices = [(g, v, view) for g, v, view in found if view is not None]
         others = [(g, v) for g, v, view in found if view is None]
@@ -239,7 +225,7 @@ class REKLS(JointOptimizer):
     @property
     def fixed_dtype_state(self) -> list[Variable]:
         """Moments, factors and eigenpairs."""
-        return [v for slot in SLOTS for v in getattr(self, slot, ()) if v is not None]
+        return [v for slot in rekls_setup.SLOTS for v in getattr(self, slot, ()) if v is not None]
 
     @property
     def update_bytes(self) -> int:
@@ -255,31 +241,24 @@ class REKLS(JointOptimizer):
     def _batches(self, places: Sequence[int], mesh: Mesh | None) -> tuple[Batch, ...]:
         """Return which of the matrices at these positions are updated together, as positions in ``places``."""
         devices = mesh.size if mesh is not None and self.options.decompositions == "dealt" else 1
-        sized = [
-            Sized(view.sides, self._whole_bytes(place), self._is_split(place, mesh), self._kind(place))
-            for place in places
-            if (view := self.views[place]) is not None
-        ]
+        # An axis of one device splits nothing, so specs need not name it.
+        axes = set() if mesh is None else {axis for axis, size in mesh.shape.items() if size > 1}
+        sized = []
+        for place in places:
+            if (view := self.views[place]) is not None:
+                variable, specs = self.trained[place], self._specs(place)
+                is_split = mesh is not None and all(axes <= split_axes(spec) for spec in specs)
+                # All that shapes the traced update of a matrix: dealt-out matrices of one kind run as one program.
+                kind = view, stored_dtype(variable).name, specs, self.is_decayed(variable)
+                sized.append(Sized(view.sides, self._whole_bytes(place), is_split, kind))
         return batched(sized, self.options.whole_bytes, devices)
 
-    def _kind(self, place: int) -> Hashable:
-        # All that shapes the traced update of a matrix: dealt-out matrices of one kind run as one program.
-        variable = self.trained[place]
-        return self.views[place], stored_dtype(variable).name, self._specs(place), self.is_decayed(variable)
-
-    def _is_split(self, place: int, mesh: Mesh | None) -> bool:
-        if mesh is None:
-            return False
-        # An axis of one device splits nothing, so specs need not name it.
-        axes = {axis for axis, size in mesh.shape.items() if size > 1}
-        return all(axes <= split_axes(spec) for spec in self._specs(place))
-
     def _specs(self, place: int) -> tuple[PartitionSpec, ...]:
-        state = (getattr(self, slot)[place] for slot in SLOTS)
-        return tuple(spec_of(v) for v in (self.trained[place], *state) if v is not None)
+        state = (getattr(self, slot)[place] for slot in rekls_setup.SLOTS)
+        return tuple(rekls_setup.spec_of(v) for v in (self.trained[place], *state) if v is not None)
 
     def _whole_bytes(self, place: int) -> int:
-        state = (getattr(self, slot)[place] for slot in SLOTS)
+        state = (getattr(self, slot)[place] for slot in rekls_setup.SLOTS)
         return sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in state if v is not None)
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
@@ -287,13 +266,13 @@ class REKLS(JointOptimizer):
         found: dict[int, Layout] = {}
         for place, variable in enumerate(self.trained):
             if (layout := layout_of(variable)) is not None:
-                state = [getattr(self, slot)[place] for slot in FACTOR_SLOTS]
-                found |= {id(v): along_first(layout, tuple(v.shape)) for v in state if v is not None}
+                state = [getattr(self, slot)[place] for slot in rekls_setup.FACTOR_SLOTS]
+                found |= {id(v): rekls_setup.along_first(layout, tuple(v.shape)) for v in state if v is not None}
         return found
 
     def _matrix_state(self, variable: Variable) -> MatrixState:
         place = self.position(variable)
-        state = {slot: getattr(self, slot)[place] for slot in SLOTS}
+        state = {slot: getattr(self, slot)[place] for slot in rekls_setup.SLOTS}
         pairs = [
             None if state[f"{side}_values"] is None else Eigenpairs(state[f"{side}_values"], state[f"{side}_vectors"])
             for side in ("left", "right")
@@ -306,11 +285,13 @@ class REKLS(JointOptimizer):
         return Moments(self.momentums[place], self.velocities[place])
 
     def _plan(self, held: WholeState, views: Sequence[MatrixView]) -> WholePlan:
-        mesh = common_mesh(self, jax.tree.leaves((held.matrices, held.others)))
+        mesh = rekls_setup.common_mesh(self, jax.tree.leaves((held.matrices, held.others)))
         matrices = []
         for state, view in zip(held.matrices, views, strict=True):
             # On one device, empty specs leave nothing to gather or to slice.
-            specs = jax.tree.map(lambda variable: PartitionSpec() if mesh is None else spec_of(variable), state)
+            specs = jax.tree.map(
+                lambda variable: PartitionSpec() if mesh is None else rekls_setup.spec_of(variable), state
+            )
             matrices.append(Matrix(view, specs, self.is_decayed(state.weight)))
         joint = JointPlan(
             tuple(matrices),
@@ -337,7 +318,9 @@ class REKLS(JointOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Return the arguments, for `from_config` and for saved models."""
         config: dict[str, Any] = super().get_config()
-        config |= {field.name: _plain(getattr(self.options, field.name)) for field in fields(self.options)}
+        values = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+        # JSON requires Python's numbers, not NumPy's.
+        config |= {name: v.item() if isinstance(v, np.generic) else v for name, v in values.items()}
         if callable(self.options.adamw_for):
             config["adamw_for"] = keras.saving.serialize_keras_object(self.options.adamw_for)
         return config
@@ -352,11 +335,6 @@ class REKLS(JointOptimizer):
             )
         found: REKLS = super().from_config(config, custom_objects)
         return found
-
-
-def _plain(value: Any) -> Any:
-    """Return a NumPy number as a Python one, which JSON requires."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 TpRekls = REKLS

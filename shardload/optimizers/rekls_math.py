@@ -92,10 +92,7 @@ def kept_share(step: Array, beta: float) -> Array:
 
 
 def contributions(gradient: Array, pairs: Sides, settings: Settings) -> Sides:
-    """Return what a gradient (m, n) adds to L and R: each weighted by the other side's old eigenpairs.
-
-    Both are computed; that of a side without a factor is not used.
-    """
+    """Return what a gradient (m, n) adds to L and R, each weighted by the other side's old eigenpairs."""
 
     def one(towards: Array, other: Eigenpairs | None) -> Array:
         # (G Q λ^-½)(G Q λ^-½)ᵀ is G inv(R) Gᵀ, in two products instead of three.
@@ -156,7 +153,8 @@ def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
     def together(stack: Array, start: Eigenpairs) -> Eigenpairs:
         vectors, is_noise = _orthogonalised(product(stack, start.vectors))
         # For given columns q, the Rayleigh quotients qᵀ L q are the closest there is to eigenvalues.
-        return Eigenpairs(jnp.where(is_noise, 0, _quotients(stack, vectors)), vectors)
+        quotients = jnp.sum(vectors * product(stack, vectors), axis=-2)
+        return Eigenpairs(jnp.where(is_noise, 0, quotients), vectors)
 
     return _singly_on_cpu(together, factors, old)
 
@@ -205,11 +203,6 @@ def _singly_on_cpu(decompose: Callable[..., Eigenpairs], *stacks: Any) -> Eigenp
         *stacks, cpu=lambda *all_stacks: jax.lax.map(lambda each: decompose(*each), all_stacks), default=decompose
     )
     return found
-
-
-def _quotients(factors: Array, vectors: Array) -> Array:
-    """Return the Rayleigh quotient of each column of ``vectors``."""
-    return jnp.sum(vectors * product(factors, vectors), axis=-2)
 
 
 def is_finite(pair: Eigenpairs) -> Array:
@@ -280,12 +273,7 @@ def moments_and_direction(
 ) -> tuple[Moments, Array]:
     """Return the new moments and the direction Q_L U Q_Rᵀ, in which W moves.
 
-    Args:
-        moments: In coordinates of the old eigenbases.
-        gradient: (m, n).
-        pairs: The eigenpairs of both sides before and after the decomposition.
-        step: From 1; of the moments, which start one step later if the first update is skipped.
-        settings: Constants.
+    ``moments`` are in the old eigenbases. ``step`` counts from 1, from the second update if the first is skipped.
     """
     old, new = pairs
     first, own = rotated(moments.first, old, new), into_basis(gradient, new)

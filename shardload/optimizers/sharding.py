@@ -12,7 +12,10 @@ Layouts of weights and gradients do not change, and neither do results.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -22,10 +25,9 @@ from shardload.keras_bridge import optimizer_slots
 from shardload.keras_bridge.binding import binding_of, forget_compiled
 from shardload.keras_bridge.optimizer_slots import SlotSpread, layout_of, place_slot
 from shardload.keras_bridge.variables import stored_dtype
-from shardload.optimizers.slot_report import SlotLayout, SlotReport
 from shardload.sharding.layout import Layout, why_not_spread
 from shardload.sharding.mesh import MeshSpec
-from shardload.units import check_kind
+from shardload.units import check_kind, format_bytes, plural
 
 _OWN_SHAPE = "its shape differs from that of its weight"
 
@@ -53,16 +55,25 @@ def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> 
     """
     if not isinstance(axis, list | tuple):
         check_kind("axis", axis, str | None, "the name of a mesh axis, or a list of names")
-    optimizer, model = _optimizer_of(target)
+    model = None if hasattr(target, "apply_gradients") else target
+    optimizer = target if model is None else getattr(model, "optimizer", None)
+    if optimizer is None and isinstance(target, keras.Model):
+        raise UsageError(
+            f"Cannot shard the optimizer of {target.name!r}: the model is not compiled. Call compile() first, or pass "
+            "the optimizer"
+        )
+    if optimizer is None:
+        what = "expected a compiled model or a Keras optimizer"
+        raise UsageError(f"Cannot shard the optimizer of {target!r:.60}: {what}")
     axes = (axis,) if isinstance(axis, str) else None if axis is None else tuple(axis)
     return spread_slots(optimizer, SlotSpread("batch" if axes is None else axes), model=model)
 
 
 def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> SlotReport:
     """Spread the slots of an optimizer as chosen; see `shard_optimizer`."""
-    batch_axis = _batch_axis(model)
-    weights = _weights(optimizer, model)
-    mesh = _mesh(optimizer, weights)
+    binding = None if model is None else binding_of(model)
+    mesh = _mesh(optimizer, model)
+    batch_axis = None if binding is None else str(binding.distribution.batch_dim_name)
     axes = () if mesh is None else chosen.on(mesh, batch_axis)
     # Raises for an unknown axis, before anything changes.
     for name in axes:
@@ -72,7 +83,8 @@ def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> Sl
     if mesh is None:
         return SlotReport(optimizer.name, None, chosen.axes if isinstance(chosen.axes, tuple) else ())
     if model is not None and not optimizer.built:
-        _build(optimizer, model)
+        with nullcontext() if binding is None else binding.scope():
+            optimizer.build(model.trainable_variables)
         # Again: a MultiOptimizer may find its optimizers, by a function of the variable, only while it is built.
         optimizer_slots.set_spread(optimizer, chosen if chosen.axes else None)
     slots = tuple(_place(slot, weight, axes) for slot, weight in optimizer_slots.slots_in(optimizer))
@@ -82,33 +94,12 @@ def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> Sl
     return SlotReport(optimizer.name, mesh, axes, (*slots, *_others(optimizer, mesh)))
 
 
-def _optimizer_of(target: Any) -> tuple[Any, Any]:
-    if hasattr(target, "apply_gradients"):
-        return target, None
-    optimizer = getattr(target, "optimizer", None)
-    if optimizer is not None:
-        return optimizer, target
-    if isinstance(target, keras.Model):
-        raise UsageError(
-            f"Cannot shard the optimizer of {target.name!r}: the model is not compiled. Call compile() first, or pass "
-            "the optimizer"
-        )
-    raise UsageError(f"Cannot shard the optimizer of {target!r:.60}: expected a compiled model or a Keras optimizer")
-
-
-def _batch_axis(model: Any) -> str | None:
-    binding = None if model is None else binding_of(model)
-    return None if binding is None else str(binding.distribution.batch_dim_name)
-
-
-def _weights(optimizer: Any, model: Any) -> list[Any]:
-    if model is not None and not optimizer.built:
-        return list(model.trainable_variables) if getattr(model, "built", False) else []
-    return [weight for _, weight in optimizer_slots.slots_in(optimizer)]
-
-
-def _mesh(optimizer: Any, weights: Sequence[Any]) -> MeshSpec | None:
+def _mesh(optimizer: Any, model: Any) -> MeshSpec | None:
     """Return the mesh of the weights; ``None`` while the optimizer has no slots and no weight is on a mesh."""
+    if model is not None and not optimizer.built:
+        weights = list(model.trainable_variables) if getattr(model, "built", False) else []
+    else:
+        weights = [weight for _, weight in optimizer_slots.slots_in(optimizer)]
     layouts = [layout_of(weight) for weight in weights]
     found = next((layout for layout in layouts if layout is not None), None)
     if found is None and optimizer.built and weights:
@@ -117,15 +108,6 @@ def _mesh(optimizer: Any, weights: Sequence[Any]) -> MeshSpec | None:
             "Load the model with mesh='8x1', or build it under a distribution of keras.distribution"
         )
     return None if found is None else found.mesh
-
-
-def _build(optimizer: Any, model: Any) -> None:
-    binding = binding_of(model)
-    if binding is None:
-        optimizer.build(model.trainable_variables)
-        return
-    with binding.scope():
-        optimizer.build(model.trainable_variables)
 
 
 def _place(slot: Any, weight: Any, axes: Sequence[str]) -> SlotLayout:
@@ -155,3 +137,98 @@ def _others(optimizer: Any, mesh: MeshSpec) -> list[SlotLayout]:
 
 def _nbytes(variable: Any) -> int:
     return stored_dtype(variable).itemsize * math.prod(map(int, variable.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """One variable of an optimizer that has the shape of a weight, or of its rows or columns."""
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of the whole value."""
+    before: Layout
+    """The layout of its weight, which it has unless it is spread."""
+    after: Layout
+    why: str = ""
+    """Why an axis does not split it; empty if every axis does."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether it is split over more axes than its weight."""
+        return self.before != self.after
+
+    @property
+    def device_bytes_before(self) -> int:
+        """Bytes on each device in the layout ``before``."""
+        return self.nbytes // math.prod(self.before.parts)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on each device now."""
+        return self.nbytes // math.prod(self.after.parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object for `json.dumps`."""
+        plain = {name: getattr(self, name) for name in ("path", "nbytes", "device_bytes_before", "device_bytes", "why")}
+        return plain | {"shape": list(self.shape), "before": str(self.before), "after": str(self.after)}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReport:
+    """What `shardload.shard_optimizer` did to the slots of one optimizer."""
+
+    optimizer: str
+    mesh: MeshSpec | None
+    """``None`` while no weight is on a mesh."""
+    axes: tuple[str, ...]
+    """The axes over which slots are spread."""
+    slots: tuple[SlotLayout, ...] = ()
+    """Empty while the optimizer is not built: its slots are spread as they are created."""
+
+    @property
+    def spread(self) -> tuple[SlotLayout, ...]:
+        """Slots that are split over more axes than their weight."""
+        return tuple(slot for slot in self.slots if slot.is_spread)
+
+    @property
+    def not_spread(self) -> tuple[SlotLayout, ...]:
+        """Slots that an axis could not split; each says why."""
+        return tuple(slot for slot in self.slots if slot.why)
+
+    @property
+    def device_bytes_before(self) -> int:
+        """Bytes of all slots on each device, if they follow their weights."""
+        return sum(slot.device_bytes_before for slot in self.slots)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all slots on each device now."""
+        return sum(slot.device_bytes for slot in self.slots)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object for `json.dumps`."""
+        return {
+            "optimizer": self.optimizer,
+            "mesh": None if self.mesh is None else str(self.mesh),
+            "axes": list(self.axes),
+            "device_bytes_before": self.device_bytes_before,
+            "device_bytes": self.device_bytes,
+            "slots": [slot.to_json() for slot in self.slots],
+        }
+
+    def __str__(self) -> str:
+        where = "no mesh yet" if self.mesh is None else f"{self.mesh}"
+        axes = " and ".join(self.axes) or ("the batch axis" if self.mesh is None else "no further axis")
+        if not self.slots:
+            return f"{self.optimizer} on {where}: no slots yet; they will be spread over {axes} as they are created"
+        lines = [
+            f"{self.optimizer} on {where}: {len(self.spread)} of {plural(len(self.slots), 'slot')} spread over {axes}; "
+            f"{format_bytes(self.device_bytes)} on each device instead of {format_bytes(self.device_bytes_before)}"
+        ]
+        # One line for each reason, which many layers share.
+        for why, count in Counter(slot.why for slot in self.not_spread).items():
+            first = next(slot.path for slot in self.not_spread if slot.why == why)
+            others = f" and {count - 1} more" if count > 1 else ""
+            lines.append(f"not spread: {first}{others}: {why}")
+        return "\n".join(lines)

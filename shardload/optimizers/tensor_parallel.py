@@ -15,9 +15,8 @@ import keras
 
 from shardload.errors import MeshError, UsageError
 from shardload.keras_bridge.optimizer_slots import SlotSpread, layout_of, set_spread
-from shardload.keras_bridge.pending import recording
-from shardload.optimizers.sharding import spread_slots
-from shardload.optimizers.slot_report import SlotReport
+from shardload.keras_bridge.variables import recording
+from shardload.optimizers.sharding import SlotReport, spread_slots
 from shardload.sharding.layout import Layout
 from shardload.units import check_kind, plural
 
@@ -51,7 +50,14 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         tensor_parallel_config: Any = None,
         name: str | None = None,
     ) -> None:
-        base = _optimizer(base_optimizer)
+        base = base_optimizer
+        if isinstance(base, (str, dict)):
+            with suppress(KeyError, TypeError, ValueError):  # Keras knows none of that name
+                base = keras.optimizers.get(base)
+        if not isinstance(base, keras.optimizers.Optimizer):
+            raise UsageError(
+                f"Cannot use base_optimizer={base!r:.60}: expected an optimizer of Keras, its name or its configuration"
+            )
         check_kind("name", name, str | None, "the name of the optimizer")
         check_kind("shard_optimizer_states", shard_optimizer_states, bool, "True or False")
         # Keras demands a rate here; the property `learning_rate` returns that of the base optimizer.
@@ -98,17 +104,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self._report = spread_slots(self.inner_optimizer, SlotSpread("every"))
 
     def state_layouts(self, layout_of: Callable[[Any], Layout | None]) -> dict[int, Layout]:
-        """Check the number of devices of the mesh that weights are about to have.
-
-        Args:
-            layout_of: The layout of a weight; ``None`` if it has none.
-
-        Returns:
-            Nothing: slots are split as `SlotSpread` says.
-
-        Raises:
-            MeshError: If ``device_count`` does not fit the mesh.
-        """
+        """Check the number of devices of the mesh that weights are about to have."""
         if self.built:
             self._check_device_count(map(layout_of, self._trainable_variables))
         return {}
@@ -206,14 +202,3 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Return the optimizer of a configuration."""
         base = keras.saving.deserialize_keras_object(dict(config["base_optimizer"]), custom_objects=custom_objects)
         return cls(**{**config, "base_optimizer": base})
-
-
-def _optimizer(found: Any) -> Any:
-    if isinstance(found, (str, dict)):
-        with suppress(KeyError, TypeError, ValueError):  # Keras knows none of that name
-            found = keras.optimizers.get(found)
-    if not isinstance(found, keras.optimizers.Optimizer):
-        raise UsageError(
-            f"Cannot use base_optimizer={found!r:.60}: expected an optimizer of Keras, its name or its configuration"
-        )
-    return found

@@ -20,11 +20,10 @@ from typing import Any, cast
 import keras
 
 from shardload.errors import UsageError, suggests_arguments
-from shardload.keras_bridge import abstraction, distributions
+from shardload.keras_bridge import Model, Variable, abstraction, distributions
 from shardload.keras_bridge.binding import MeshParallel, bind
+from shardload.keras_bridge.calls import build_by_calling, output_paths
 from shardload.keras_bridge.entry_points import EntryCall, calls_to
-from shardload.keras_bridge.keras_types import Model, Variable
-from shardload.keras_bridge.sample_calls import build_by_calling, output_paths
 from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import sharding_of
 from shardload.layout_search.searching import search

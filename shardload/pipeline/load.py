@@ -31,16 +31,15 @@ import jax
 from shardload import processes
 from shardload.hub import building
 from shardload.keras_bridge import abstraction, distributions
-from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
-from shardload.keras_bridge.model_state import learning_rates_of
+from shardload.keras_bridge.model_state import learning_rates_of, walking_vocabularies_once
 from shardload.keras_bridge.recording import seeded
-from shardload.keras_bridge.tracking import walking_vocabularies_once
+from shardload.keras_bridge.training import warn_caller
 from shardload.layouts.choice import current_devices
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
-from shardload.mapping import slots_as_stored
 from shardload.mapping.assets import empty_vocabularies, load_assets, restore_assets, staged_assets
+from shardload.mapping.built_optimizers import slots_as_stored
 from shardload.mapping.stored_values import load_stored_values
 from shardload.pipeline import consistency, filling, preparing, reporting
 from shardload.pipeline.reporting import Clock

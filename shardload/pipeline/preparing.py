@@ -15,9 +15,10 @@ from shardload.hub import quantised
 from shardload.layouts.choice import current_layout
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
-from shardload.mapping import Mismatch, OutsideTensor, VariableMap
-from shardload.mapping.layer_step import has_keras_hook
+from shardload.mapping.layer_hooks import has_keras_hook
+from shardload.mapping.outside import OutsideTensor
 from shardload.mapping.stored_values import lacking_values, stored_values
+from shardload.mapping.variable_map import Mismatch, VariableMap
 from shardload.parallel import LayoutChoice, choose
 from shardload.pipeline.request import Matching
 from shardload.resolve.opening import OpenedSource

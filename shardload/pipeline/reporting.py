@@ -14,7 +14,7 @@ from shardload.hub import fidelity
 from shardload.keras_bridge.hub_imports import imports_s
 from shardload.keras_bridge.model_state import are_averages, variables_of
 from shardload.keras_bridge.variables import stored_dtype
-from shardload.mapping.slot_roles import AVERAGE
+from shardload.mapping.roles import AVERAGE
 from shardload.parallel import fit, smallest_mesh
 from shardload.parallel.choosing import belongs_to_a_mesh
 from shardload.reports import (

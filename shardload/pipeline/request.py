@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 from shardload.hub import fidelity
-from shardload.mapping import Items
+from shardload.mapping.stored_state import Items
 from shardload.pipeline import arguments
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.devices import device_list, has_mesh, mesh_of

@@ -21,12 +21,11 @@ import numpy as np
 
 from shardload import processes
 from shardload.errors import UsageError, require_callable_with
-from shardload.keras_bridge.hook_values import with_own_hooks
+from shardload.keras_bridge.extra_state import assets_of, unadapted_layers, with_own_hooks
+from shardload.keras_bridge.layer_settings import serialised_with_attributes
 from shardload.keras_bridge.model_state import trained_variables, variables_of
 from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
-from shardload.keras_bridge.set_attributes import serialised_with_attributes
 from shardload.keras_bridge.variables import current_value
-from shardload.keras_bridge.vocabularies import assets_of, unadapted_layers
 from shardload.mapping.state_tree import StateTree, describe
 from shardload.mapping.stored_values import values_to_json
 from shardload.runs.step import StepRecord

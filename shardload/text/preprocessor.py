@@ -25,8 +25,8 @@ import numpy as np
 from shardload.errors import UnsupportedError
 from shardload.families.parts.gguf import GgufTokenizer
 from shardload.hub import kerashub
-from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
+from shardload.keras_bridge.training import warn_caller
 from shardload.loaders import spec_of
 from shardload.loaders.gguf.loader import tokenizer_metadata
 from shardload.manifest import Manifest
@@ -35,7 +35,7 @@ from shardload.stores.local import located, temporary_folder
 from shardload.text.gguf_tokenizer import check_supported, files_of, of_metadata
 
 if TYPE_CHECKING:
-    from shardload.keras_bridge.threads import InThread
+    from shardload.keras_bridge.recording import InThread
 
 _log = logging.getLogger(__name__)
 INSTEAD = "Use shardload.generate(model, prompts)"
@@ -77,7 +77,7 @@ class TextInput:
             self._make(cls, manifest)
 
     def _make(self, cls: Any, manifest: Manifest) -> None:
-        from shardload.keras_bridge.threads import InThread
+        from shardload.keras_bridge.recording import InThread
 
         self._cls = cls
         self._making = InThread(lambda: kerashub.make_preprocessor(cls, manifest), name="shardload-text")

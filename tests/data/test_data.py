@@ -7,8 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from shardload.data import follow, global_batches, resumable, stop_following
-from shardload.data.global_batches import BatchPart, part_in
+from shardload.data import BatchPart, follow, part_in, resumable, stop_following
 from shardload.data.position import Origin, Reading
 from shardload.errors import UsageError
 from shardload.runs.data_records import iterator_record
@@ -126,7 +125,7 @@ def examples(*, repeat=False, n=70):
 
 def test_global_batches_are_those_of_one_process_cut_into_parts(monkeypatch):
     def numbers(part):
-        monkeypatch.setattr(global_batches, "part_of_this_process", lambda: part)
+        monkeypatch.setattr("shardload.data.part_of_this_process", lambda: part)
         return [batch.tolist() for batch in resumable(examples(), global_batch_size=8)]
 
     whole = numbers(BatchPart(0, 1))
@@ -137,7 +136,7 @@ def test_global_batches_are_those_of_one_process_cut_into_parts(monkeypatch):
 
 
 def test_global_batches_of_a_repeated_dataset_pass_its_end(monkeypatch):
-    monkeypatch.setattr(global_batches, "part_of_this_process", lambda: BatchPart(1, 2))
+    monkeypatch.setattr("shardload.data.part_of_this_process", lambda: BatchPart(1, 2))
     wanted = itertools.islice(examples(repeat=True).batch(8), 20)
     found = itertools.islice(resumable(examples(repeat=True), global_batch_size=8), 20)
     assert [batch.tolist() for batch in found] == [batch.tolist()[4:] for batch in wanted]
@@ -181,7 +180,7 @@ def test_global_batches_that_cannot_be_are_refused_when_they_are_read(monkeypatc
     gaps = examples().map(lambda i: i if i % 3 else None)
     with pytest.raises(UsageError, match="Cannot cut a filtered dataset"):
         list(resumable(gaps, global_batch_size=8))
-    monkeypatch.setattr(global_batches, "part_of_this_process", lambda: BatchPart(0, 3))
+    monkeypatch.setattr("shardload.data.part_of_this_process", lambda: BatchPart(0, 3))
     with pytest.raises(UsageError, match="cannot be cut into 3 equal parts"):
         list(resumable(examples(), global_batch_size=8))
 

@@ -17,9 +17,8 @@ import shardload
 from shardload.errors import UninitialisedError, UnsupportedError
 from shardload.keras_bridge.abstraction import abstract, check_initialised, initialise, is_abstract, uninitialised
 from shardload.keras_bridge.model_state import state_of
-from shardload.keras_bridge.pending import recording
 from shardload.keras_bridge.recording import registered, unregistered
-from shardload.keras_bridge.variables import direct_assign, drop_value, has_value, set_layout, sharding_of
+from shardload.keras_bridge.variables import direct_assign, drop_value, has_value, recording, set_layout, sharding_of
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 

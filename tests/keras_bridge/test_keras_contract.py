@@ -23,7 +23,6 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from shardload.errors import LayoutError, MismatchError
 from shardload.keras_bridge.model_state import OptimizerState, policy_name, slots_of, state_of, weights_of
-from shardload.keras_bridge.pending import is_built_in, pending_of
 from shardload.keras_bridge.recording import (
     GLOBAL_GENERATOR,
     GLOBAL_SEED,
@@ -43,7 +42,14 @@ from shardload.keras_bridge.training import (
     initial_epoch_of_fit,
     set_initial_epoch,
 )
-from shardload.keras_bridge.variables import direct_assign, release_from_mesh, set_layout, sharding_of
+from shardload.keras_bridge.variables import (
+    direct_assign,
+    is_built_in,
+    pending_of,
+    release_from_mesh,
+    set_layout,
+    sharding_of,
+)
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 

@@ -6,8 +6,8 @@ import keras
 import pytest
 from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
 
-from shardload.keras_bridge.threads import InThread
-from shardload.keras_bridge.tracking import members_of, without_walking_vocabularies
+from shardload.keras_bridge.model_state import members_of, without_walking_vocabularies
+from shardload.keras_bridge.recording import InThread
 
 WORDS = ["a", "b", "c"]
 

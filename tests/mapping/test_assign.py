@@ -11,8 +11,8 @@ from shardload.errors import LoadInterruptedError, MismatchError
 from shardload.keras_bridge.saving import assignments_to
 from shardload.keras_bridge.variables import current_value, is_abstract, stored_dtype
 from shardload.loaders import open_manifest
-from shardload.mapping import map_keras
 from shardload.mapping.assign import as_keras_casts
+from shardload.mapping.structural import map_keras
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 

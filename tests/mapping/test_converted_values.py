@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import shardload
 from shardload.keras_bridge.variables import value_of
 from shardload.loaders import open_manifest
-from shardload.mapping import map_hub
+from shardload.mapping.converters import map_hub
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),

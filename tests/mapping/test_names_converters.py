@@ -18,8 +18,8 @@ from shardload.errors import LimitError, MismatchError, MissingExtraError, Unsup
 from shardload.hub import kerashub
 from shardload.keras_bridge.variables import current_value
 from shardload.loaders import open_manifest
-from shardload.mapping import map_hub
 from shardload.mapping.converter_run import Run, record
+from shardload.mapping.converters import map_hub
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),

@@ -9,7 +9,8 @@ from safetensors.numpy import save_file
 
 from shardload.errors import MismatchError
 from shardload.loaders import open_manifest
-from shardload.mapping import map_by_name, map_weights
+from shardload.mapping import map_weights
+from shardload.mapping.by_name_or_order import map_by_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 

@@ -11,7 +11,7 @@ import shardload.keras_bridge.abstraction
 from shardload.errors import MismatchError
 from shardload.keras_bridge.variables import current_value
 from shardload.loaders import open_manifest
-from shardload.mapping import map_keras
+from shardload.mapping.structural import map_keras
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 

@@ -11,7 +11,7 @@ from rekls_by_hand import DECAYS, LIMIT, ByHand
 from rekls_runs import gradients, same, trained, values, weight
 
 from shardload.optimizers import REKLS, TpRekls
-from shardload.optimizers.state import SLOTS
+from shardload.optimizers.rekls_setup import SLOTS
 
 X = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")
 Y = np.tanh(X @ np.random.default_rng(1).normal(size=(8, 4)).astype("float32"))

@@ -9,7 +9,7 @@ import pytest
 from rekls_runs import mesh_of, same, trained, values, weight
 
 from shardload.optimizers import state_bytes
-from shardload.optimizers.state import SLOTS
+from shardload.optimizers.rekls_setup import SLOTS
 from shardload.parallel import collectives_in
 from shardload.sharding.mesh import MeshSpec
 

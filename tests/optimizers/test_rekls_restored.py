@@ -11,7 +11,7 @@ from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import MismatchError
 from shardload.keras_bridge.binding import bind
 from shardload.optimizers import REKLS, state_bytes
-from shardload.optimizers.state import SLOTS
+from shardload.optimizers.rekls_setup import SLOTS
 from shardload.parallel import choose
 from shardload.sharding.mesh import MeshSpec
 

@@ -165,7 +165,7 @@ ASKS_FOR_URLS = {
     "stores.local": "file://, and URLs that are no place to write to",
     "resolve": "names hubs: kaggle://, hf://",
     "resolve.hubs": "names hubs: kaggle://, hf://",
-    "accelerating.entry_calls": "names a hub: hf://; leaves every other address to Keras",
+    "accelerating": "names a hub: hf://; leaves every other address to Keras",
 }
 """Modules that look at the scheme of an address, and why each is no second place that asks "is it a URL"."""
 SCHEMES = {"s3", "gs", "http", "https", "hf", "kaggle"}

@@ -22,7 +22,7 @@ NO_COUNTS = {
     "console/jax_setup.py": ["found"],  # a platform
     "loaders/gguf/header.py": ["kind.name"],
     "loaders/gguf/rows.py": ["self.info.kind.name"],
-    "mapping/layer_step.py": ["found"],  # a dtype
+    "mapping/layer_hooks.py": ["found"],  # a dtype
     "pipeline/array_targets.py": ["layout.parts", "tensor.dtype"],  # a tuple
     "synth/__init__.py": ["advice"],  # ends in "The"
     "sharding/layout.py": ["layout.parts"],

@@ -14,7 +14,7 @@ from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import MismatchError
 from shardload.keras_bridge.optimizer_slots import kind_of
 from shardload.keras_bridge.variables import value_of
-from shardload.mapping.slot_roles import KINDS
+from shardload.mapping.roles import KINDS
 from shardload.optimizers.tensor_parallel import TensorParallelOptimizer
 from shardload.runs.digests import Digests
 

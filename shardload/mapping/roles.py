@@ -1,4 +1,4 @@
-"""Stable names for the variables of a model and its optimizer, independent of auto-generated names.
+"""Stable names for the variables of a model and its optimizers, and what the slots of an optimizer are.
 
     weight     layers/dense_1/vars/0             as in ``.weights.h5``: class names, numbered by position
     seed       layers/dropout/seed_generators/0
@@ -12,15 +12,25 @@ Optimizers of a model other than the compiled one (a GAN's) prefix their keys an
 
 A weight that its layer's hook does not store unchanged (LoRA's factors) is named by its attribute:
 ``layers/dense_1/vars/lora_kernel_a``. Two models of the same structure have the same names, in any process.
+
+The state of one optimizer can continue in another if its slots are the same quantities:
+
+    Adam          momentums of dense/kernel   ─►  first moment of dense/kernel    ◄─   AdamW
+    RMSprop       momentums of dense/kernel   ─►  its own: it contains the learning rate
+
+Optimizers of Keras use one attribute for different quantities: the momentum of SGD contains the learning rate, Adam's
+is a mean of gradients. A step therefore stores the class of each optimizer. Of steps without it, attributes are
+compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardload.keras_bridge.keras_types import Variable
+from shardload.keras_bridge import Variable
 from shardload.keras_bridge.model_state import other_optimizers, seeds_of, variables_of, weights_optimized
 from shardload.keras_bridge.saving import saved_objects, stored_by_hook, stored_variables
 from shardload.keras_bridge.variables import numbered
@@ -30,6 +40,39 @@ INNER = "inner_optimizers/"
 _NOT_SLOTS = frozenset({"_variables", "_trainable_variables"})
 _SHORT = {"iterations": "iteration"}
 """Attributes whose key is Keras' name for the variable."""
+AVERAGE = "model_variables_moving_average"
+"""The slots of ``use_ema``."""
+RATE = "learning_rate"
+WRAPPER = "wrapper/"
+"""Before the variables of a ``LossScaleOptimizer``."""
+_ADAM = {"momentums": "first moment", "velocities": "second moment", "velocity_hats": "largest second moment"}
+_OWN: Mapping[str, str] = {}
+_SHARED: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("Adam", "AdamW", "Nadam", "Lamb"), _ADAM),
+    "Lion": {"momentums": "first moment"},
+    "RMSprop": {"velocities": "second moment"},
+    **dict.fromkeys(("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Muon", "SGD", "ScheduleFreeAdamW"), _OWN),
+}
+"""The optimizers of Keras, with what their slots are where others have the same; all other slots are their own."""
+KINDS = frozenset(_SHARED)
+_BY_SUFFIX = {
+    "average": AVERAGE,
+    "gradient_accumulator": "accumulated_gradients",
+    "momentum": "momentums",
+    "velocity": "velocities",
+    "velocity_hat": "velocity_hats",
+}
+_SCALARS = ("iteration", RATE, "step_counter", "dynamic_scale")
+_OF_EVERY_CLASS = {AVERAGE, "accumulated_gradients"}
+_MAY_BEGIN_LATER = {*_OF_EVERY_CLASS, "velocity_hats"}
+"""Slots that are right from any step on, whatever the count of iterations."""
+_OF_OPTIONS: Mapping[str, frozenset[str]] = {
+    "RMSprop": frozenset({"momentums", "average_gradients"}),
+    "SGD": frozenset({"momentums"}),
+}
+"""Slots of an option (``momentum=``, ``centered=``) of an optimizer that corrects no bias by its iterations."""
+_WRAPPED = "inner_optimizer/"
+_POSITION = re.compile(rf"^{INNER}\d+/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +115,14 @@ def _weights(model: Any) -> dict[int, Role]:
         for key, variable in stored.items():
             roles.setdefault(id(variable), Role("weight", f"{prefix}vars/{key}"))
         for position, variable in enumerate(stored_variables(saveable)):
-            name = _attribute(saveable, variable) or f"+{position}"
+            attributes = (name.lstrip("_") for name, value in vars(saveable).items() if value is variable)
+            name = next(attributes, "") or f"+{position}"
             roles.setdefault(id(variable), Role("weight", f"{prefix}vars/{name}"))
         for position, seed in enumerate(seeds_of(saveable)):
             roles.setdefault(id(seed), Role("seed", f"{prefix}seed_generators/{position}"))
     for position, variable in enumerate(variables_of(model)):
         roles.setdefault(id(variable), Role("weight", f"variables/{position}"))
     return roles
-
-
-def _attribute(owner: Any, variable: Variable) -> str | None:
-    return next((name.lstrip("_") for name, value in vars(owner).items() if value is variable), None)
 
 
 def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dict[int, Role]:
@@ -151,3 +191,84 @@ def _metrics(model: Any) -> dict[int, Role]:
 
 def _numbered(variables: Sequence[Variable]) -> Iterator[tuple[str, Variable]]:
     return zip(numbered(v.name for v in variables), variables, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerForm:
+    """What is needed to tell the variables of an optimizer apart."""
+
+    kind: str | None = None
+    """Its class in Keras, ``""`` for a class of others, ``None`` if not known."""
+    is_wrapped: bool = False
+    """Whether it is in a ``LossScaleOptimizer``, which has variables too."""
+
+
+Forms = Mapping[str | None, OptimizerForm]
+"""The forms of a model's optimizers, by `Role.optimizer`."""
+
+
+def forms_of(roles: Iterable[Role], kinds: Mapping[str, str]) -> Forms:
+    """Return the forms of optimizers whose variables have these roles."""
+    found: dict[str | None, OptimizerForm] = {}
+    for role in roles:
+        if role.kind in ("slot", "optimizer"):
+            before = found.get(role.optimizer, OptimizerForm(kinds.get(role.optimizer or "")))
+            is_wrapped = before.is_wrapped or _name(role).startswith(_WRAPPED)
+            found[role.optimizer] = OptimizerForm(before.kind, is_wrapped)
+    return found
+
+
+def kind_in(forms: Forms, role: Role) -> str | None:
+    """Return the class of the optimizer that a variable belongs to, if known."""
+    return forms.get(role.optimizer, OptimizerForm()).kind
+
+
+def part_of(role: Role, forms: Forms) -> str:
+    """Return the attribute of its optimizer that a variable is in, such as ``momentums`` or ``learning_rate``."""
+    name, form = _name(role), forms.get(role.optimizer, OptimizerForm())
+    # The wrapper has a count and a rate of its own, which Keras does not use.
+    if form.is_wrapped and not name.startswith(_WRAPPED):
+        return f"{WRAPPER}{name}"
+    name = name.removeprefix(_WRAPPED)
+    # The weights of an optimizer tell which of several it is, if it has any; its position may change.
+    return name if role.of is None else _POSITION.sub(INNER, name)
+
+
+def meaning_of(part: str, kind: str | None) -> str:
+    """Return what the slots in an attribute are; equal for slots of two optimizers that can replace each other."""
+    if not kind or part in _OF_EVERY_CLASS:
+        return part
+    return _SHARED.get(kind, _OWN).get(part, f"{kind} {part}")
+
+
+def part_of_name(name: str) -> str:
+    """Return `part_of` for a variable of an optimizer of which only the name is known: ``dense_kernel_velocity``."""
+    found = (part for suffix, part in _BY_SUFFIX.items() if name.endswith(f"_{suffix}"))
+    return name if name in _SCALARS else next(found, name)
+
+
+def is_scalar(part: str) -> bool:
+    """Whether a variable belongs to an optimizer as a whole, not to one of its weights."""
+    return part in _SCALARS
+
+
+def kind_of_name(name: str) -> str | None:
+    """Return the class of an optimizer with a generated name, such as ``adam_w_1``; ``None`` for names of others."""
+    plain = name.rstrip("0123456789").replace("_", "")
+    return next((kind for kind in KINDS if kind.lower() == plain), None)
+
+
+def is_core(part: str, kind: str | None) -> bool:
+    """Whether the count of iterations is wrong for an optimizer in which slots of this kind start at zero."""
+    own = part.removeprefix(INNER).partition("/")[0] if part.startswith(INNER) else kind
+    return attribute_of(part) not in _MAY_BEGIN_LATER | _OF_OPTIONS.get(own or "", frozenset())
+
+
+def attribute_of(part: str) -> str:
+    """Return the attribute of the optimizer itself: ``momentums``, of ``inner_optimizers/Adam/momentums`` too."""
+    return part.rpartition("/")[2] if part.startswith(INNER) else part
+
+
+def _name(role: Role) -> str:
+    prefix = "" if role.optimizer is None else f"optimizers/{role.optimizer}/"
+    return (role.slot or role.key).removeprefix(prefix)

@@ -1,13 +1,17 @@
-"""What the ``save_own_variables`` of layers stores besides variables: counters, tables, the weights of ``tf_idf``.
+"""What layers save besides variables: counters, tables, the weights of ``tf_idf``, and files such as vocabularies.
 
-A hook runs twice: traced, with placeholders for its variables, which tells what is computed from them, and then for
-real, which gives the values of the rest.
+A hook ``save_own_variables`` runs twice: traced, with placeholders for its variables, which tells what is computed from
+them, and then for real, which gives the values of the rest.
+
+A lookup layer (``StringLookup``, ``IntegerLookup``, ``TextVectorization``) that was never adapted writes its special
+tokens to ``vocabulary.txt`` and refuses to read them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,11 +19,16 @@ import keras
 import numpy as np
 from jax.extend.core import Literal
 from keras.src.backend.jax.core import JaxVariable
+from keras.src.layers import TextVectorization
+from keras.src.layers.preprocessing.index_lookup import IndexLookup
+from keras.src.saving import saving_lib
 
-from shardload.keras_bridge.keras_types import Model, Variable
+from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.lora import hidden
-from shardload.keras_bridge.saving import assignments_to, saved_objects
+from shardload.keras_bridge.saving import WALK_PATCH, assignments_to, saved_objects
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
+
+_FILE = "vocabulary.txt"
 
 
 def with_own_hooks(model: Model) -> list[tuple[str, Any]]:
@@ -79,15 +88,15 @@ def values_besides_variables(saveable: Any) -> dict[str, Any]:
         np.asarray(value_of(v)) for v in _variables(saveable) if has_value(v) and value_of(v).is_fully_addressable
     ]
     rest = {key: value for key, value in store.items() if not isinstance(value, JaxVariable)}
-    return {key: value for key, value in rest.items() if not any(_same(value, copy) for copy in copies)}
+    return {
+        key: value
+        for key, value in rest.items()
+        if not any(np.shape(value) == copy.shape and np.array_equal(np.asarray(value), copy) for copy in copies)
+    }
 
 
 def load_values(saveable: Any, values: Mapping[str, Any]) -> None:
-    """Call ``load_own_variables`` with stored values, and with the layer's own variables, which keep their values.
-
-    Raises:
-        Exception: Of any kind, from the hook.
-    """
+    """Call ``load_own_variables`` with stored values, and with the layer's own variables, which keep their values."""
     store: dict[str, Any] = {}
     with suppress(Exception), assignments_to(_keep):  # it may need the very values that are loaded here
         saveable.save_own_variables(store)
@@ -106,5 +115,54 @@ def _variables(saveable: Any) -> list[Variable]:
     return unique(v for v in getattr(saveable, "variables", ()) if isinstance(v, JaxVariable))
 
 
-def _same(value: Any, copy: np.ndarray[Any, Any]) -> bool:
-    return np.shape(value) == copy.shape and np.array_equal(np.asarray(value), copy)
+def assets_of(model: Model) -> dict[str, Any] | None:
+    """Return the files that layers save as nested uint8 arrays, without empty vocabularies; ``None`` without files."""
+    with WALK_PATCH.applied():
+        found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)
+    for path, _ in unadapted_layers(model) if found else ():
+        _remove(found or {}, path.split("/"))
+    return found or None
+
+
+def _remove(tree: dict[str, Any], path: list[str]) -> None:
+    """Remove a subtree, and the folders that this leaves empty."""
+    first, *rest = path
+    if rest and isinstance(tree.get(first), dict):
+        _remove(tree[first], rest)
+    if not rest or not tree.get(first):
+        tree.pop(first, None)
+
+
+def unadapted_layers(model: Model) -> list[tuple[str, Any]]:
+    """Return the lookup layers that have no vocabulary, with their paths."""
+    found: list[tuple[str, Any]] = []
+    inner: set[int] = set()
+    for path, saveable in saved_objects(model):
+        if isinstance(saveable, TextVectorization):
+            inner.add(id(saveable._lookup_layer))  # its outer layer comes first and stands for both
+        if id(saveable) not in inner and has_empty_vocabulary(saveable):
+            found.append((path, saveable))
+    return found
+
+
+def has_empty_vocabulary(layer: Any) -> bool:
+    """Whether ``layer`` is a lookup layer without a vocabulary."""
+    lookup = _lookup_of(layer)
+    return lookup is not None and lookup.vocabulary_size() <= lookup._token_start_index()
+
+
+def is_empty_vocabulary(layer: Any, folder: Path) -> bool:
+    """Whether ``folder`` contains what ``layer`` writes without a vocabulary: special tokens only."""
+    lookup, file = _lookup_of(layer), folder / _FILE
+    if lookup is None or not file.is_file():
+        return False
+    lines = file.read_text().splitlines()
+    while lines and not lines[-1]:
+        lines.pop()
+    tokens = [str(lookup.mask_token)] * lookup._oov_start_index() + [str(lookup.oov_token)] * lookup.num_oov_indices
+    return lines == tokens[: len(lines)]
+
+
+def _lookup_of(layer: Any) -> Any:
+    found = layer._lookup_layer if isinstance(layer, TextVectorization) else layer
+    return found if isinstance(found, IndexLookup) else None

@@ -1,0 +1,386 @@
+"""Each layer's ``load_own_variables``: recorded with placeholders for the tensors, then run with sharded arrays.
+
+    `Walk`        Keras' walk over a model; a `Visit` is what one hook did
+    `LayerStep`   the same call again, with arrays in place of the recorded views
+
+A hook that computes with a tensor may also decide by its value (a stored version, a check for zeros). Placeholders have
+no values, so such a hook runs again with the true values of the tensors that it computed with, until it computes with
+no others. What it assigns in that run is what counts::
+
+    "2" is int32 (), "0" and "1" are float32      run 1: int(store["2"]) is 0 ─► a ← "1", b ← "0"      discarded
+                                                  run 2: int(store["2"]) is 2 ─► a ← "0", b ← "1"
+
+Keras' own hooks decide by shapes and keys only. Some hooks do more than assign: ``Normalization`` derives its mean,
+``Dense`` records that it is calibrated. While recording, such attributes come from placeholders, so they are undone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import MismatchError
+from shardload.keras_bridge import Variable
+from shardload.keras_bridge.recording import is_tracing_error
+from shardload.keras_bridge.saving import assignments_to, load_state
+from shardload.keras_bridge.training import warn_caller
+from shardload.keras_bridge.variables import stored_dtype
+from shardload.manifest import Tensor, View
+from shardload.mapping.placeholders import Reservations
+from shardload.mapping.variable_map import Mismatch, Runtime
+from shardload.transfer.planning import Binding
+from shardload.transfer.read_tensor import read_rows
+
+_LEGACY = "_layer_checkpoint_dependencies"
+"""The folder of a model's layers in files of Keras 2.13."""
+
+
+def has_keras_hook(saveable: Any) -> bool:
+    """Whether Keras provides its ``load_own_variables``, for any kind of layer or optimizer."""
+    module = getattr(getattr(type(saveable), "load_own_variables", None), "__module__", "")
+    return str(module).split(".")[0] == "keras"
+
+
+class Entry:
+    """The mapping Keras passes to ``load_own_variables``: the keys of one group, read one at a time."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], read: Callable[[str], Any]) -> None:
+        self._tensors = tensors
+        self._read = read
+
+    def keys(self) -> list[str]:
+        """Return the keys of the outermost level, as an HDF5 group does."""
+        return list(dict.fromkeys(key.split("/")[0] for key in self._tensors))
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors or key in self.keys()
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._tensors:
+            raise KeyError(key)
+        return self._read(key)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStep:
+    """One call of a saveable's ``load_own_variables``."""
+
+    saveable: Any
+    path: str
+    tensors: dict[str, Tensor]
+    """The tensors stored for it, by key."""
+    computing: frozenset[str]
+    """Names of tensors the hook needs as real bytes."""
+    bindings: tuple[Binding, ...]
+    """Assigned views that no later assignment replaces."""
+    variables: tuple[Variable, ...]
+    """Variables whose values it computes."""
+    kept: tuple[Variable, ...] = ()
+    """Variables that it assigns, and that keep their values."""
+
+    @property
+    def owner(self) -> str:
+        """The layer, for messages."""
+        return f"{type(self.saveable).__name__} at {self.path or 'the root'!r}"
+
+    def keeping(self, kept: Mapping[int, Variable]) -> LayerStep:
+        """Return the step without values for ``kept``, by ``id``."""
+        own = [v for v in self.variables if id(v) in kept]
+        return replace(self, variables=tuple(v for v in self.variables if id(v) not in kept), kept=tuple(own))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the bindings it assigns."""
+        return tuple(b.name for b in self.bindings)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it assigns anything but views."""
+        return bool(self.computing or self.variables)
+
+    def run(self, runtime: Runtime) -> None:
+        """Call the hook."""
+        # The hook gets the bytes of tensors that it computes with, and reservations of others, as when it was recorded.
+        # A view that it assigns is then found by variable and view, and replaced by the binding's sharded array.
+        reservations = Reservations()
+        bound = {(id(b.variable), b.view): b.name for b in self.bindings}
+        given: dict[int, tuple[str, Any]] = {}
+        filled: set[str] = set()
+        computed: set[int] = set()
+
+        def read(key: str) -> Any:
+            tensor = self.tensors[key]
+            if tensor.name in self.computing:
+                return runtime.read(tensor.name)
+            if (name := self._whole(tensor)) is None:
+                return reservations.make(tensor)
+            # It also keeps the array alive, so that no other object gets its id.
+            array = runtime.take(name)
+            given[id(array)] = name, array
+            return array
+
+        def assign(variable: Variable, value: Any, original: Callable[[Variable, Any], Any]) -> Any:
+            if id(variable) in kept:
+                return value
+            if id(value) in given:
+                filled.add(given[id(value)][0])
+                return runtime.assign(variable, value, original)
+            view = reservations.locate(value)
+            if view is None:
+                if id(variable) not in computing:
+                    raise self._deviates(f"computed a value for {variable.path!r}, but assigned a stored tensor")
+                computed.add(id(variable))
+                self._refuse_overflow(variable, value)
+                return runtime.compute(variable, value, original)
+            name = bound.get((id(variable), view))
+            if name is not None:
+                filled.add(name)
+                return runtime.assign(variable, runtime.take(name), original)
+            # A later assignment replaces it, so no data was loaded for it.
+            return value
+
+        computing, kept = {id(v) for v in self.variables}, {id(v) for v in self.kept}
+        # Keras' warnings would name the line in this block, so they are repeated below at the user's line.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with assignments_to(assign):
+                self.saveable.load_own_variables(Entry(self.tensors, read))
+        for warning in caught:
+            warn_caller(str(warning.message), warning.category)
+        left = [n for n in self.needs if n not in filled] + [v.path for v in self.variables if id(v) not in computed]
+        if left:
+            raise self._deviates(f"assigned nothing to {left[0]!r}, but assigned a value")
+
+    def _whole(self, tensor: Tensor) -> str | None:
+        """Return the binding that is a tensor's only use and all of it, if the hook can get the array itself.
+
+        This covers every plain layer, and saves an address range per tensor, which the kernel allocates slowly while
+        other threads fill memory. Only Keras' own hooks assign what they read, unchanged; other hooks may reshape
+        it or read its dtype, which differs in an array that is already cast.
+        """
+        if self.computes or not has_keras_hook(self.saveable):
+            return None
+        found = [b for b in self.bindings if b.view.tensor == tensor.name]
+        return found[0].name if len(found) == 1 and found[0].view.is_whole(tensor) else None
+
+    @staticmethod
+    def _refuse_overflow(variable: Variable, value: Any) -> None:
+        """Raise unless integers keep their values in the narrower dtype of the variable."""
+        wanted, found = stored_dtype(variable), getattr(value, "dtype", None)
+        if not isinstance(value, np.ndarray) or found == wanted or {value.dtype.kind, wanted.kind} - {"i", "u"}:
+            return
+        info = np.iinfo(wanted)
+        if value.size and not (info.min <= int(value.min()) and int(value.max()) <= info.max):
+            raise MismatchError(
+                f"Cannot store the checkpoint's {found} values from {value.min()} to {value.max()} in variable "
+                f"{variable.path!r}: they do not fit in {wanted}"
+            )
+
+    def _deviates(self, what: str) -> MismatchError:
+        return MismatchError(
+            f"Cannot load {self.owner}: its load_own_variables {what} when it was recorded. It must do the same for "
+            "the same checkpoint each time"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttributeSnapshot:
+    """The attributes of one object, and the content of its plain containers, one level deep."""
+
+    target: Any
+    attributes: dict[str, Any]
+    contents: tuple[tuple[Any, Any], ...]
+
+    @classmethod
+    def of(cls, target: Any) -> AttributeSnapshot:
+        """Record the attributes of ``target``."""
+        attributes = dict(getattr(target, "__dict__", {}))
+        # Not Keras' tracked containers: clearing those also untracks the layers and variables in them.
+        containers = [v for v in attributes.values() if type(v) in (list, dict, set)]
+        return cls(target, attributes, tuple((c, c.copy()) for c in containers))
+
+    def restore(self) -> None:
+        """Restore the attributes, bypassing Keras' tracking, which has them all already."""
+        current = getattr(self.target, "__dict__", None)
+        if current is None:
+            return
+        for name in current.keys() - self.attributes.keys():
+            del current[name]
+        for name, value in self.attributes.items():
+            if current.get(name, self) is not value:
+                current[name] = value
+        # Without comparing first: equality of NumPy arrays is not one truth value.
+        for container, content in self.contents:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+@dataclass(slots=True, eq=False)
+class RecordedAssign:
+    """One ``assign`` recorded."""
+
+    variable: Variable
+    view: View | None
+    """``None`` if the value was computed."""
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One call of one saveable's ``load_own_variables``."""
+
+    path: str
+    tensors: Mapping[str, Tensor]
+    """The tensors stored for it, by key."""
+    reservations: Reservations = field(default_factory=Reservations)
+    saveable: Any = None
+    real: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """The tensors that it gets with their values instead of a placeholder, by name."""
+    read: set[str] = field(default_factory=set)
+    assigned: list[RecordedAssign] = field(default_factory=list)
+    mismatch: Mismatch | None = None
+    error: Exception | None = None
+
+    def reserve(self, key: str) -> Any:
+        """Return the placeholder for one of its tensors, or a copy of its values."""
+        tensor = self.tensors[key]
+        self.read.add(tensor.name)
+        if tensor.name in self.real:
+            return self.real[tensor.name].copy()
+        return self.reservations.make(tensor)
+
+    @property
+    def computing(self) -> set[str]:
+        """Return the tensors whose bytes the hook needs, beyond viewing them."""
+        # A tensor read for no variable is kept elsewhere (the idf weights of a StringLookup), so it needs real bytes.
+        used = self.reservations.used | (self.read - {e.view.tensor for e in self.assigned if e.view})
+        dtypes = {t.name: t.dtype for t in self.tensors.values()}
+        # Values must be checked where integers lose bits: TensorFlow counts steps in int64, JAX in int32.
+        for view, variable in ((e.view, e.variable) for e in self.assigned if e.view):
+            stored, wanted = dtypes[view.tensor], stored_dtype(variable)
+            if {stored.kind, wanted.kind} <= {"i", "u"} and not np.can_cast(stored, wanted):
+                used.add(view.tensor)
+        # A variable both viewed and computed gets its last value only if the hook runs all of it on real bytes.
+        for event in self.assigned:
+            twice = [e for e in self.assigned if e.variable is event.variable]
+            if len(twice) > 1 and any(e.view is None for e in twice):
+                used.update(e.view.tensor for e in twice if e.view is not None)
+        return used
+
+
+class Walk:
+    """One recorded walk of Keras over ``root``; where tensors have no values, hooks see zeros."""
+
+    def __init__(
+        self, root: Any, tensors: Mapping[str, Tensor], *, skip: Iterable[Any] = (), has_values: bool = True
+    ) -> None:
+        self.root = root
+        self.skip = tuple(skip)
+        self.has_values = has_values
+        self.visits: list[Visit] = []
+        # Tensors by group path and key, in HDF5's order of keys, and every existing path.
+        self._groups: dict[str, dict[str, Tensor]] = {}
+        self._folders: set[str] = set()
+        for name in sorted(tensors, key=str.encode):  # HDF5 sorts by bytes: "10" comes before "2"
+            parts = name.split("/")
+            self._folders.update("/".join(parts[:n]) for n in range(1, len(parts)))
+            for n, part in enumerate(parts[:-1]):
+                if part == "vars":
+                    self._groups.setdefault("/".join(parts[:n]), {})["/".join(parts[n + 1 :])] = tensors[name]
+
+    def record(self) -> None:
+        """Visit everything; `visits` contains the result."""
+        with assignments_to(self._assign):
+            load_state(self.root, self, skip=self.skip)
+        self._close_reservations()
+
+    def entry(self, path: str) -> Entry:
+        """Begin the next visit; Keras calls this right before ``load_own_variables``."""
+        self._close_reservations()
+        # As in `H5IOStore.get`: files of Keras 2.13 name the folder of layers differently.
+        group = self._groups.get(path, {})
+        if not group and path and _LEGACY in self._folders:
+            group = self._groups.get(path.replace("layers", _LEGACY), {})
+        self.visits.append(Visit(path, group))
+        return Entry(group, self.visits[-1].reserve)
+
+    def has_path(self, path: str) -> bool:
+        """Whether the file has anything below ``path``."""
+        return path in self._folders
+
+    @contextmanager
+    def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
+        """Attach ``saveable`` to the visit that begins inside; afterwards undo its hook's changes to attributes."""
+        before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
+
+        # The block contains the visits of children, too, so this one's is the first that it opens, if it opens any.
+        def failed(error: Exception | None) -> None:
+            if len(self.visits) > before and self.visits[before].path == path:
+                self.visits[before].saveable = saveable
+                self.visits[before].error = error
+
+        try:
+            yield failed
+        finally:
+            snapshot.restore()
+        if len(self.visits) > before and self.visits[before].saveable is saveable:
+            self._settle(before, snapshot)
+
+    def _settle(self, index: int, snapshot: AttributeSnapshot) -> None:
+        """Run a hook again until it has the values that it computes with, and outside the trace if it leaves JAX."""
+        visit, real, traced = self.visits[index], dict[str, NDArray[Any]](), True
+        tensors = {t.name: t for t in visit.tensors.values()}
+        while True:
+            visit.reservations.close()
+            fixed = has_keras_hook(visit.saveable) or not self.has_values
+            unknown = set() if fixed else visit.reservations.computed - real.keys()
+            leaves = traced and is_tracing_error(visit.error)
+            if not unknown and not leaves:
+                return
+            real |= {name: read_rows(tensors[name], 0, tensors[name].rows) for name in unknown}
+            traced = traced and not leaves
+            visit = self.visits[index] = self._again(visit, real, snapshot, traced=traced)
+
+    def _again(
+        self, visit: Visit, real: Mapping[str, NDArray[Any]], snapshot: AttributeSnapshot, *, traced: bool
+    ) -> Visit:
+        """Run a hook again, with the values of ``real``."""
+        again = Visit(visit.path, visit.tensors, saveable=visit.saveable, real=real)
+        self.visits.append(again)  # which receives what is assigned
+        try:
+            # Outside the trace of the recording, NumPy code gets arrays instead of tracers.
+            with nullcontext() if traced else jax.ensure_compile_time_eval():
+                visit.saveable.load_own_variables(Entry(visit.tensors, again.reserve))
+        except Exception as error:
+            again.error = error
+        finally:
+            snapshot.restore()
+        return self.visits.pop()
+
+    def _close_reservations(self) -> None:
+        if self.visits:
+            self.visits[-1].reservations.close()
+
+    def _assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
+        del assign  # nothing is assigned while recording
+        visit = self.visits[-1]
+        view = visit.reservations.locate(value)
+        shape = tuple(getattr(value, "shape", ()))
+        if shape != tuple(variable.shape):
+            # The error that Keras' `assign` raises, so the hook ends here as it would in Keras.
+            visit.mismatch = Mismatch.of_shapes(variable, view.tensor if view else "", shape)
+            raise ValueError(visit.mismatch.message)
+        visit.assigned.append(RecordedAssign(variable, view))
+        return value
