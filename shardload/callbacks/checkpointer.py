@@ -28,11 +28,11 @@ from shardload.keras_bridge.training import warn_caller
 from shardload.pipeline import arguments
 from shardload.pipeline.request import RestoreRequest
 from shardload.runs.best import Monitor, plain_logs
-from shardload.runs.contents import Selection, Variables
+from shardload.runs.contents import Selection, Variables, checked_metadata
 from shardload.runs.data_records import iterator_record, restore_iterator
 from shardload.runs.listing import Which, list_steps
 from shardload.runs.retention import Retention
-from shardload.runs.saver import StepSaver
+from shardload.runs.saver import StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.stores.local import expanded
 from shardload.typing import LayoutLike, MeshLike, PathLike
@@ -82,6 +82,7 @@ class Checkpointer:
         save_trainable_only: bool = False,
         variables: Variables = None,
     ) -> None:
+        check_flags(save_on_background=save_on_background)
         self._saver = StepSaver(
             directory,
             monitor=Monitor(monitor, mode=mode),
@@ -91,7 +92,6 @@ class Checkpointer:
             warn=warn_caller,
             compression=compression,
             timeout_s=async_timeout_s,
-            save_on_background=save_on_background,
         )
         self._background, self._compression, self._timeout_s = save_on_background, compression, async_timeout_s
         self._has_begun = False
@@ -155,7 +155,7 @@ class Checkpointer:
             saver.save(
                 model,
                 StepRecord(step=step, epoch=epoch, epoch_done=epoch is not None, logs=logs),
-                metadata=metadata,
+                metadata=checked_metadata(metadata),
                 position={} if iterator is None else iterator_record(iterator),
                 checkpointables=checkpointables,
                 compression=self._compression,

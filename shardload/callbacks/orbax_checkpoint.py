@@ -32,7 +32,7 @@ from shardload.runs.contents import Selection, Variables, checked_items, checked
 from shardload.runs.data_records import iterator_record
 from shardload.runs.listing import list_steps
 from shardload.runs.retention import Retention
-from shardload.runs.saver import Metadata, StepSaver
+from shardload.runs.saver import Metadata, StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.units import is_function, is_integer
 
@@ -125,6 +125,12 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         initial_epoch: int | None = None,
     ) -> None:
         super().__init__()
+        check_flags(
+            save_best_only=save_best_only,
+            save_weights_only=save_weights_only,
+            save_on_background=save_on_background,
+            background_delete=background_delete,
+        )
         if not (isinstance(save_freq, str) and save_freq == "epoch") and not (is_integer(save_freq) and save_freq >= 1):
             raise UsageError(
                 f"Unrecognized save_freq: {save_freq}. Expected save_freq are 'epoch' or integer values from 1"
@@ -170,10 +176,6 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             weights_only=save_weights_only,
             compression=compression,
             timeout_s=async_timeout_s,
-            save_best_only=save_best_only,
-            save_weights_only=save_weights_only,
-            save_on_background=save_on_background,
-            background_delete=background_delete,
         )
         self._decisions = processes.Channel()
         """Used by the training thread only; the writer's channel is also used by the writing thread."""

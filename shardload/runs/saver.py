@@ -46,7 +46,6 @@ class StepSaver:
         weights_only: Omit optimizer, metrics and the model's configuration.
         compression: How values are compressed.
         timeout_s: The time limit of a save in seconds.
-        flags: Further arguments of the caller, which must be true or false.
 
     Raises:
         UsageError: If an argument is invalid.
@@ -66,7 +65,6 @@ class StepSaver:
         weights_only: bool = False,
         compression: Compression = "none",
         timeout_s: float | None = None,
-        **flags: Any,
     ) -> None:
         _check_directory(directory)
         if timeout_s is not None and not (is_real(timeout_s) and timeout_s > 0):
@@ -75,9 +73,6 @@ class StepSaver:
             )
         check_choice("compression", compression, ("none", "zstd"))
         check_choice("best_of", best_of, ("folder", "run"))
-        for name, given in flags.items():  # the text "no" would count as true
-            if not isinstance(given, bool | np.bool_ | int) or given not in (True, False):
-                raise UsageError(f"Cannot use {name}={given!r:.60}: expected True or False")
         self.monitor, self.retention = monitor, retention
         self.best = Best(monitor, of=best_of, rule=rule if retention.best else None)
         self.contents = Contents(weights_only=weights_only, warn=warn, selection=selection)
@@ -152,6 +147,13 @@ class StepSaver:
         self.writer.start(job)
         if not in_background:
             self.writer.wait()
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise a `UsageError` for what is neither true nor false: the text ``"no"`` would count as true."""
+    for name, given in flags.items():
+        if not isinstance(given, bool | np.bool_ | int) or given not in (True, False):
+            raise UsageError(f"Cannot use {name}={given!r:.60}: expected True or False")
 
 
 def _check_directory(directory: str | os.PathLike[str]) -> None:
