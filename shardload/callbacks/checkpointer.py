@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from shardload import restoring
 from shardload.errors import UsageError, suggests_arguments
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
-from shardload.keras_bridge.training import warn_caller
 from shardload.pipeline import arguments
 from shardload.pipeline.request import RestoreRequest
 from shardload.runs.best import Monitor, plain_logs

@@ -26,7 +26,8 @@ from shardload.callbacks.preemption import Preemption
 from shardload.callbacks.resume import Resumption, forget_beginning, go_on, position_record
 from shardload.data import Position, follow, stop_following
 from shardload.errors import SaveError, UsageError, require_callable_with, suggests_arguments
-from shardload.keras_bridge.training import swaps_averages_before, warn_caller
+from shardload.keras_bridge.caller import warn_caller
+from shardload.keras_bridge.training import swaps_averages_before
 from shardload.runs.best import Monitor, plain_logs
 from shardload.runs.contents import Selection, Variables, checked_items, checked_metadata, iterations
 from shardload.runs.data_records import iterator_record

@@ -16,9 +16,10 @@ from typing import Any, Literal
 from shardload import processes
 from shardload.data import Origin, Position, Reading, resumable_of_fit
 from shardload.errors import MismatchError
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of, plain_model
-from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch, warn_caller
+from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
 from shardload.pipeline.reporting import changed_rates
 from shardload.pipeline.request import RestoreRequest
 from shardload.reports.facts import NoteKind, of_kind

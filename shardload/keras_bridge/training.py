@@ -1,16 +1,8 @@
-"""Parts of ``fit`` and ``compile`` that Keras does not expose: epoch iterator, initial epoch, metric directions.
-
-`warn_caller` warns at the line of the user's program that called shardload, or called Keras, which called shardload:
-
-train.py:12           model.fit(…)                 ◄── the warning names this line
-keras/…               fit, CallbackList
-shardload/callbacks   OrbaxCheckpoint
-"""
+"""Parts of ``fit`` and ``compile`` that Keras does not expose: epoch iterator, initial epoch, metric directions."""
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -192,16 +184,3 @@ def forget_epoch_length(epochs: Any) -> None:
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Set the first epoch of the next ``fit``; Keras reads it right after ``on_train_begin``."""
     model._initial_epoch = epoch
-
-
-_INSIDE = frozenset({"shardload", "keras", "keras_hub", "contextlib", "functools"})
-"""Packages whose lines say nothing to a user; frames of contextlib and functools lie between those of the others."""
-
-
-def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn with the file and line of the innermost code that is neither shardload's nor Keras'."""
-    # For `warnings.warn`, level 1 is this function and level 2 its caller, which is frame 1 of the stack.
-    level, frame = 2, sys._getframe(1)
-    while str(frame.f_globals.get("__name__", "")).partition(".")[0] in _INSIDE and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)

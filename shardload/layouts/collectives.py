@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import LayoutError, MeshError, UnsupportedError, UsageError
-from shardload.keras_bridge.training import warn_caller
+from shardload.keras_bridge.caller import warn_caller
 from shardload.sharding.layout import Spec, spec_of
 from shardload.units import check_kind, is_integer, plural
 

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from shardload.errors import MismatchError
 from shardload.keras_bridge import Variable
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.recording import is_tracing_error
 from shardload.keras_bridge.saving import assignments_to, load_state
-from shardload.keras_bridge.training import warn_caller
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.manifest import Tensor, View
 from shardload.mapping.placeholders import Reservations

@@ -24,8 +24,8 @@ import numpy as np
 from shardload.errors import BackendError, MeshError, UnsupportedError, UsageError
 from shardload.keras_bridge import Model
 from shardload.keras_bridge.binding import binding_of
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import state_of
-from shardload.keras_bridge.training import warn_caller
 from shardload.keras_bridge.variables import has_value, value_of
 from shardload.layout_checks.placement import SetupReport, bytes_by_device, check_setup
 from shardload.layout_search.layout_plan import LayoutPlan

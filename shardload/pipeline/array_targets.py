@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from numpy.typing import NDArray
 
 from shardload.errors import LayoutError, MismatchError, UnsupportedError, UsageError
-from shardload.keras_bridge.training import warn_caller
+from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Tensor, View
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, resolve_devices

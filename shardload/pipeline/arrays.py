@@ -16,7 +16,7 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
 from shardload.errors import MismatchError, UsageError, suggests_arguments
-from shardload.keras_bridge.training import warn_caller
+from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
 from shardload.pipeline.array_names import TensorNames
 from shardload.pipeline.array_names import shown as shown_names

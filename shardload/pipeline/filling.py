@@ -8,10 +8,10 @@ from typing import Any
 
 from shardload.errors import LoadInterruptedError
 from shardload.keras_bridge import abstraction, binding
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.optimizer_slots import begin_slot
-from shardload.keras_bridge.training import warn_caller
 from shardload.keras_bridge.variables import has_value, relocate, sharding_of
 from shardload.layouts.choice import KEEP_LAYOUT
 from shardload.mapping.assign import Assigner

@@ -31,10 +31,10 @@ import jax
 from shardload import processes
 from shardload.hub import building
 from shardload.keras_bridge import abstraction, distributions
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of, walking_vocabularies_once
 from shardload.keras_bridge.recording import seeded
-from shardload.keras_bridge.training import warn_caller
 from shardload.layouts.choice import current_devices
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardload import processes
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UsageError
-from shardload.keras_bridge.training import warn_caller
+from shardload.keras_bridge.caller import warn_caller
 from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.runs.step import StepInfo
 from shardload.stores.json_files import read_object

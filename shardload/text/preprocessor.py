@@ -25,8 +25,8 @@ import numpy as np
 from shardload.errors import UnsupportedError
 from shardload.families.parts.gguf import GgufTokenizer
 from shardload.hub import kerashub
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
-from shardload.keras_bridge.training import warn_caller
 from shardload.loaders import spec_of
 from shardload.loaders.gguf.loader import tokenizer_metadata
 from shardload.manifest import Manifest
