@@ -71,7 +71,7 @@ def target_of(path: Path, to: str | None) -> str:
             f"Cannot tell the format of {path.name}. {without_ending(path)} to='safetensors', 'orbax' or 'h5' (--to), "
             f"or name it {stem_of(path)}{ENDING}"
         )
-    if added := next((spec for spec in specs() if spec.write_file is not None and spec.name == to), None):
+    if added := next((s for s in specs() if s.write_file is not None and s.endings and s.name == to), None):
         raise UsageError(f"Cannot write {path.name} with to={to!r}: name it {stem_of(path)}{added.endings[0]}")
     if to is not None and to not in TARGETS:
         raise UsageError(f"Cannot convert with to={to!r}: expected one of preset, {', '.join(TARGETS)}")

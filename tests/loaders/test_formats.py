@@ -1,6 +1,7 @@
 """The registry of formats: one module adds a format to every function and to the command."""
 
 import ast
+import dataclasses
 import json
 import os
 import re
@@ -278,6 +279,14 @@ class TestAFormatThatCanBeWritten:
     def test_its_name_needs_its_ending(self, tmp_path):
         with pytest.raises(UsageError, match=r"Cannot write model with to='raw': name it model\.raw"):
             shardload.convert(tmp_path / "model.keras", tmp_path / "model", to="raw")
+
+    def test_without_an_ending_it_is_no_target(self, tmp_path):
+        register(dataclasses.replace(raw_format.SPEC, name="bare", endings=()))
+        try:
+            with pytest.raises(UsageError, match="to='bare': expected one of preset, h5, safetensors, orbax"):
+                shardload.convert(tmp_path / "model.keras", tmp_path / "model", to="bare")
+        finally:
+            registry.unregister("bare")
 
     def test_it_is_one_file(self, tmp_path):
         with pytest.raises(UsageError, match=r"max_shard_bytes .* for model\.raw: it is one file"):
