@@ -1,10 +1,8 @@
-"""Inputs to format detection: the first bytes of a file, further bounded reads, the names in a folder.
-
-Files of a checkpoint folder, found by names that may come from an untrusted index.
+"""Content of files and folders: what format detection reads of them, and files by names from an untrusted index.
 
 A name must be plain (no separator, no ``..``), or be a path of plain names where an index may list subfolders, and
-resolve to a path inside the folder. Symbolic links may leave it as
-people's folders do: in Hugging Face's cache, in link farms, and in stores that name files after their content::
+resolve to a path inside the folder. Symbolic links may leave it as people's
+folders do: in Hugging Face's cache, in link farms, and in stores that name files after their content::
 
     models--org--name/snapshots/<revision>/tokenizer.json -> ../../blobs/<digest>     blobs of the same repository
     farm/tokenizer.json -> /shared/gemma/tokenizer.json                               a file of the same name

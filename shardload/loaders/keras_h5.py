@@ -1,9 +1,9 @@
-"""One Keras ``.weights.h5`` file: tensors named by their dataset paths, such as ``layers/dense/vars/0``.
+"""Keras' weights, in one ``.weights.h5`` file or in shards: tensors have the paths of their datasets as names.
 
 A name like ``model_00001.weights.h5`` says that the file is a part of the checkpoint ``model.weights.json``, or it is
 the user's name for a step. Keras writes the model's own group ``vars`` to whole files, and of the parts to the first.
 
-Keras' sharded weights: ``model.weights.json`` and the HDF5 shards it lists.
+Sharded weights are a ``model.weights.json`` and the HDF5 files it lists::
 
     {"weight_map": {"/layers/dense/vars": "model_00000.weights.h5",
                     "/layers/dense_1/vars": ["model_00000.weights.h5", "model_00001.weights.h5"]}}

@@ -1,1 +1,1 @@
-"""Training steps on disk: published atomically, checked by digest, listed and removed. Never imports JAX."""
+"""Training steps: what a step contains, how it is written and published, listed, ranked and removed."""

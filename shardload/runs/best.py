@@ -4,10 +4,8 @@
     best_of="run"       this run and the steps it resumed; Keras' own callbacks compare like this
 
 It is determined each time ``fit`` begins, because earlier steps may have been removed or damaged in the meantime.
-
-Compare the values of one metric, and keep the best one so far.
-
-As in Keras' callbacks, except that NaN and infinities are never an improvement: no later value could beat them.
+`Monitor` compares the values as Keras' callbacks do, except that NaN and infinities are never an improvement: no later
+value could beat them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The parts of a model that are saved in a step: its state, and the configuration from which it can be rebuilt.
 
-Which weights a step stores: all, those that training changes, or those that the user names.
+`Selection` says which weights a step stores: all, those that training changes, or those that the user names.
 """
 
 from __future__ import annotations

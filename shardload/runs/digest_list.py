@@ -8,10 +8,8 @@ refused, and a symbolic link in a step counts as damage.
 
 xxh3 detects accidents (flipped bits, lost blocks, stale sectors), not tampering: it is not a cryptographic hash.
 
-List the files below a folder without following symbolic links, and flush them to disk.
-
-A step consists of regular files and folders only. Everything else is listed separately, for the caller to
-refuse. Names are sorted, so the result does not depend on the file system.
+A step consists of regular files and folders only: `scan` follows no symbolic link, and lists everything else
+separately, for the caller to refuse. Names are sorted, so the result does not depend on the file system.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ would be used unchecked. At a URL, only shardload's steps can be read::
     s3://bucket/run/7        a single step, recognized by its digests
     http://host/run          HTTP cannot list: give the step's number or its own URL
 
-Choose a step to use instead of a damaged one, and write the advice for the error message.
+`alternative` chooses a step to use instead of a damaged one, and writes the advice for the error message::
 
     step="latest", a number    the newest undamaged step before the damaged one
     step="best"                the best undamaged other step, as ranked by `find_step`

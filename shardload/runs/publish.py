@@ -7,8 +7,6 @@
 If the process is killed before the rename, there is no step; after it, the step is complete. A staging folder without
 a lock has no writer: `remove_stale` removes such folders only. If it removes a folder between its creation
 and its locking, the writer creates another one.
-
-Mark a folder as in use by a ``flock`` on a file in it; the kernel unlocks the file when the process dies.
 """
 
 from __future__ import annotations

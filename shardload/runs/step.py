@@ -1,15 +1,13 @@
-"""``shardload/step.json``, a step's metadata; this module is its only reader and writer.
+"""One step: its record ``shardload/step.json``, its number, and what a list of steps says of it.
 
-The file may come from an older version or be manipulated: a field that is missing or of the wrong type
-is read as if absent.
+No other module reads or writes ``step.json``. The file may come from an older version or be manipulated: a field that
+is missing or of the wrong type is read as if absent.
 
-Compare a step's folder name with the number in ``step.json``, which the digests protect: copies and renames differ.
+A step's folder name is compared with the number in ``step.json``, which the digests protect: copies and renames differ.
 
 9/shardload/step.json  {"step": 4, …}      step 4 in folder 9: refused, since it would pass for a newer step
 final/                 {"step": 4, …}      a name that is not a number: accepted
 9/                     {"epoch": 1, …}     no number stored: nothing to compare
-
-A step as its file names and ``step.json`` describe it, and which of several is the best.
 """
 
 from __future__ import annotations

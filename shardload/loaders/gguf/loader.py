@@ -7,7 +7,7 @@ Unquantised tensors are extents; quantised ones decode to float32, bit for bit a
 of rows at a time. See `gguf.header` (the bytes), `shardload.families` (names and
 configuration), `gguf.rows` (decoding).
 
-Models that are split over several GGUF files, as llama.cpp's ``gguf-split`` and the gguf package write them.
+Models may be split over several files, as llama.cpp's ``gguf-split`` and the gguf package write them::
 
     model-00001-of-00003.gguf   split.no 0, and all other key-values; tensors, or none
     model-00002-of-00003.gguf   split.no 1; tensors

@@ -16,11 +16,11 @@ bits as in the whole tensor. This module undoes the transformations of llama.cpp
         Hugging Face   q0 k0 v0 q1 k1 v1 …
         GGUF           q0 q1 … k0 k1 … v0 v1 …
 
-Fused experts (GPT-OSS): GGUF stores gate and up apart; Hugging Face interleaves them, and transposes all matrices.
+Fused experts (GPT-OSS) have gate and up apart in GGUF; Hugging Face interleaves them, and transposes all matrices::
 
-ffn_gate_exps, ffn_up_exps   (experts, out, in)   ─►   gate_up_proj   (experts, in, g0 u0 g1 u1 …)
-ffn_down_exps                (experts, out, in)   ─►   down_proj      (experts, in, out)
-….bias                       (experts, out)       ─►   …_bias         (experts, out)
+    ffn_gate_exps, ffn_up_exps   (experts, out, in)   ─►   gate_up_proj   (experts, in, g0 u0 g1 u1 …)
+    ffn_down_exps                (experts, out, in)   ─►   down_proj      (experts, in, out)
+    ….bias                       (experts, out)       ─►   …_bias         (experts, out)
 """
 
 from __future__ import annotations

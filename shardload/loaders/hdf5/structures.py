@@ -1,4 +1,4 @@
-"""Object headers of HDF5, read without libhdf5, which some damaged structures make loop or crash.
+"""Object headers and strings of HDF5, read without libhdf5, which some damaged structures make loop or crash.
 
     version 1    ─► prefix of 16 bytes ─► message, message, … ─► (continuation) ─► message, …
     version 2    ─► "OHDR" …           ─► message, message, … ─► "OCHK" message, …
@@ -6,10 +6,10 @@
 Addresses and lengths have 8 bytes, as in every file that h5py writes. Every read is inside the file, and the work that
 a file can cause is limited by its size, however often its structures refer to the same bytes.
 
-Strings of variable length in an HDF5 attribute, read without libhdf5, which a damaged heap makes loop or crash.
+Strings of variable length in an attribute are in a heap::
 
-object header ─► message 0x0C, the attribute: one reference for each string
-                    (length, collection, index) ─► collection "GCOL": objects of (index, size, bytes)
+    object header ─► message 0x0C, the attribute: one reference for each string
+                        (length, collection, index) ─► collection "GCOL": objects of (index, size, bytes)
 """
 
 from __future__ import annotations

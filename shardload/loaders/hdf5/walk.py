@@ -4,13 +4,13 @@ Keras reads a dataset under each of its names, so one with two links is found tw
 but not in a circle; what that can cost is limited by the size of the file. Objects are opened by address, so that
 libhdf5 never looks up a name in a group of a kind that makes it crash where it is damaged.
 
-Links of groups in the HDF5 1.8 format that have many, which are stored densely; read without libhdf5.
+Groups with many links store them densely in the HDF5 1.8 format, and libhdf5 1.14 can crash on damaged ones, so
+`dense_links` reads them without libhdf5::
 
     object header ─► link info ┬─► B-tree of version 2 "BTHD": (hash, heap id) of each link, by the hash of its name
                                └─► fractal heap "FRHP": blocks of doubling size ─► link: name, kind, address of object
 
-libhdf5 1.14 can crash on damaged ones. Only what libhdf5 writes for links is read: heaps without filters, and links
-that fit in a block.
+Only what libhdf5 writes for links is read: heaps without filters, and links that fit in a block.
 """
 
 from __future__ import annotations

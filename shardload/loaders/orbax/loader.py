@@ -13,10 +13,10 @@
 A tensor's name is its key path joined by "/". Uncompressed arrays are read in place, as extents. Orbax stores no arrays
 without elements: in steps of shardload, structure.json has them.
 
-Orbax's ``_METADATA``: the key path and kind of every leaf of the saved tree.
+``_METADATA`` has the key path and kind of every leaf of the saved tree::
 
-{"tree_metadata": {"('params', 'kernel')": {"key_metadata": [{"key": "params", "key_type": 2}, …],
-                                            "value_metadata": {"value_type": "jax.Array", …}}}}
+    {"tree_metadata": {"('params', 'kernel')": {"key_metadata": [{"key": "params", "key_type": 2}, …],
+                                                "value_metadata": {"value_type": "jax.Array", …}}}}
 """
 
 from __future__ import annotations

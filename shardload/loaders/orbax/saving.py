@@ -7,19 +7,18 @@ each chunk is then a byte range of a file that loads without decoding.
 Orbax treats every folder in a step as a checkpointable, and plain ``load_checkpointables(step)`` fails if one is not.
 So the folder ``shardload/``, which later receives shardload's own files, is written as a tiny checkpointable.
 
-Suppress what Orbax and TensorStore print about a failed save, so that shardload's own error stays visible.
+What Orbax and TensorStore print about a failed save is suppressed, so that shardload's own error stays visible::
 
     Orbax          logs a traceback for each of its threads before it raises the first of their errors
     TensorStore    prints "Event loop is closed" for each write that finishes after Orbax gave up
     Python         warns of Orbax coroutines that were "never awaited" when they are garbage-collected
 
-All of it repeats shardload's error. The first two are suppressed during a save by shardload and for a while after a
+All of it repeats that error. The first two are suppressed during a save by shardload and for a while after a
 failed one, the third after the first failure. At other times they concern other users of Orbax and are shown.
 
-Turn a failed save into an error that names the operating system's reason, found in nested exceptions.
-
-TensorStore reports a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax reports a removed
-folder as `ValueError("No ArrayMetadata found …")`. Both give the reason as text only, which `errno_of` knows.
+The error names the operating system's reason, which is found in nested exceptions. TensorStore
+reports a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax reports a removed folder as
+`ValueError("No ArrayMetadata found …")`. Both give the reason as text only, which `errno_of` knows.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The arrays of one Orbax item, stored in OCDBT or in one folder per array.
 
-Turn an array's metadata and the locations of its chunks into a `Storage`.
+An array's metadata and the locations of its chunks become a `Storage`::
 
-one raw chunk, rows as in the tensor   Extent
-raw chunks, all in files               Chunked of Extents
-raw chunks, some inline                Decoded(RawRows)       put together here
-anything else                          Packed, or Chunked of them: TensorStore decodes each chunk by itself
+    one raw chunk, rows as in the tensor   Extent
+    raw chunks, all in files               Chunked of Extents
+    raw chunks, some inline                Decoded(RawRows)       put together here
+    anything else                          Packed, or Chunked of them: TensorStore decodes each chunk by itself
 """
 
 from __future__ import annotations
