@@ -260,6 +260,12 @@ def test_few_modules_at_the_top():
     assert len([path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]) <= 12
 
 
+def test_a_reader_does_not_have_to_jump():
+    lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert [name for name, count in lines.items() if count > 600] == []
+    assert len(lines) <= 5 * sum(lines.values()) / 1000
+
+
 def private_uses(path: Path) -> Iterator[str]:
     """Names with a leading underscore that a test imports, reads of another object, or replaces."""
     for node in ast.walk(ast.parse(path.read_text())):
