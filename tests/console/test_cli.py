@@ -373,7 +373,6 @@ sys.exit(code)
 """
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(("arguments", "code"), [(["sources", "--json"], 0), (["steps", "/no/such/run", "--json"], 1)])

@@ -88,7 +88,6 @@ def test_safetensors(what, tmp_path):
     check(tmp_path / "x.safetensors", factor=Format.SAFETENSORS)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", GGUF)
 def test_gguf(what, tmp_path):
@@ -169,7 +168,6 @@ def legacy(file):
         file[name].attrs["weight_names"] = np.asarray([name])
 
 
-@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 @pytest.mark.parametrize("content", [groups, scalars, layers, chain, legacy])

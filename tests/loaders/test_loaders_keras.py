@@ -487,7 +487,9 @@ def test_what_contains_no_numbers_is_left_out(h5, build):
     [
         *itertools.product([3, 9, 400], ["earliest", "latest"], [False, True]),
         pytest.param(20_000, "latest", True, marks=pytest.mark.slow),
-        *(pytest.param(20_000, *how, marks=pytest.mark.full) for how in [("earliest", False), ("latest", False)]),
+        pytest.param(20_000, "latest", False, marks=pytest.mark.full),
+        pytest.param(20_000, "earliest", True, marks=pytest.mark.full),
+        pytest.param(20_000, "earliest", False, marks=pytest.mark.full),
     ],
 )
 def test_groups_of_any_size_and_format(tmp_path, libver, track_order, many):

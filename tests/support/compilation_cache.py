@@ -1,4 +1,4 @@
-"""Where compiled programs of tests are kept between runs: in the user's cache folder, by what they depend on."""
+"""What tests keep between runs, in the user's cache folder: compiled programs, by what they depend on."""
 
 import hashlib
 import os
@@ -12,9 +12,14 @@ KEPT_S = 14 * 24 * 3600
 MOST_PROGRAMS = 50_000
 
 
+def kept_between_runs():
+    """Return the folder of these tests in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardload-tests"
+
+
 def compilation_cache(conftest):
     """Return the folder for the installed versions, this kind of processor and the settings in ``conftest``."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardload-tests" / "jax"
+    root = kept_between_runs() / "jax"
     what = [platform.python_version(), _processor(), *(metadata.version(name) for name in ("jax", "jaxlib"))]
     folder = root / hashlib.sha256(repr(what).encode() + conftest).hexdigest()[:16]
     try:
