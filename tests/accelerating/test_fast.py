@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -376,11 +377,8 @@ def test_threads_have_reports_of_their_own(saved):
             inside.wait()
         found[n_calls] = by(report)
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, (1, 2)))
     assert found == {1: ["shardload"], 2: ["shardload"] * 2}
 
 

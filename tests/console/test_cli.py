@@ -11,7 +11,7 @@ from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 
 import pytest
-from cli_fakes import Done, environment, fake_command, install, loads, report, run, shardload, with_fakes
+from cli_fakes import Done, environment, fake_command, in_process, install, loads, report, run, shardload, with_fakes
 
 import shardload as package
 from shardload.cli import main
@@ -35,14 +35,8 @@ IGNORE = ["--ignore", "score.*", "--ignore", "mtp.*"]
 @pytest.fixture
 def cli(capfd, monkeypatch):
     """The command with a fake engine, in this process."""
-    engine = install(monkeypatch)
-
-    def call(*arguments: str) -> Done:
-        capfd.readouterr()
-        code = main(arguments)
-        return Done(code, *capfd.readouterr())
-
-    call.engine = engine
+    call = in_process(capfd)
+    call.engine = install(monkeypatch)
     return call
 
 

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_fakes import Done, environment, run, shardload
-
-from shardload.cli import main
+from cli_fakes import Done, environment, in_process, run, shardload
 
 NAME = "gemma2_2b-x0.02"
 
@@ -26,13 +24,7 @@ def root(tmp_path_factory) -> Path:
 def cli(root, capfd, monkeypatch):
     """The command in this process, with that root."""
     monkeypatch.setenv("SHARDLOAD_HOME", str(root))
-
-    def call(*arguments: str) -> Done:
-        capfd.readouterr()
-        code = main(arguments)
-        return Done(code, *capfd.readouterr())
-
-    return call
+    return in_process(capfd)
 
 
 @pytest.fixture(scope="module")

@@ -97,27 +97,23 @@ def provide(mesh: str, platform: Platform | None = None) -> list[str]:
     return notes
 
 
-def test_too_few_accelerators_name_the_way_out(machine):
-    machine("gpu", 4)
-    with pytest.raises(MeshError, match=r"needs 8 devices, but there are 4 gpu devices here.*or add --platform cpu"):
-        provide("1x8")
-
-
-def test_one_accelerator_is_singular(machine):
-    machine("tpu", 1)
-    with pytest.raises(MeshError, match="there is 1 tpu device here"):
-        provide("2x4")
+@pytest.mark.parametrize(
+    ("platform", "count", "mesh", "says"),
+    [
+        ("gpu", 4, "1x8", r"needs 8 devices, but there are 4 gpu devices here.*or add --platform cpu"),
+        ("tpu", 1, "2x4", "there is 1 tpu device here"),
+        ("cpu", 1, "64x64", "needs 4,096 devices; on the CPU at most 1024 can be simulated"),
+    ],
+)
+def test_too_few_devices_name_the_way_out(platform, count, mesh, says, machine):
+    machine(platform, count)
+    with pytest.raises(MeshError, match=says):
+        provide(mesh)
 
 
 def test_enough_accelerators_need_no_words(machine):
     machine("tpu", 8)
     assert provide("2x4", Platform.TPU) == []
-
-
-def test_simulation_has_an_end(machine):
-    machine("cpu", 1)
-    with pytest.raises(MeshError, match="needs 4,096 devices; on the CPU at most 1024 can be simulated"):
-        provide("64x64")
 
 
 def test_a_platform_without_plugin_says_what_to_install(machine):

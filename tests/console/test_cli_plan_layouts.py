@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from cli_fakes import Done, install, shardload
+from cli_fakes import Done, in_process, install, shardload
 
 from shardload.cli import main
 from shardload.parallel import LayoutPlan
@@ -28,13 +28,7 @@ def root(tmp_path_factory) -> Path:
 def cli(root, capfd, monkeypatch):
     """The command in this process, with that root."""
     monkeypatch.setenv("SHARDLOAD_HOME", str(root))
-
-    def call(*arguments: str) -> Done:
-        capfd.readouterr()
-        code = main(arguments)
-        return Done(code, *capfd.readouterr())
-
-    return call
+    return in_process(capfd)
 
 
 @pytest.fixture(scope="module")

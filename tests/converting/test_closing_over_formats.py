@@ -123,7 +123,8 @@ def assert_same(found, first, notes=(), said=BY_CONFIG, made=()):
     assert differ <= named | {FIELDS[name] for name in named & FIELDS.keys()}
     assert values_of(found, made) == values_of(first, made)
     for path, layer in saved_objects(found) if differ else ():
-        copy_settings(dict(saved_objects(first)).get(path), layer, differ)
+        for name in differ & vars(layer).keys():
+            setattr(layer, name, getattr(dict(saved_objects(first)).get(path), name))
     wanted = {name: value for name, value in outputs_of(first).items() if not (made and "pooled" in name)}
     assert {name: value for name, value in outputs_of(found).items() if name in wanted} == wanted
 
@@ -133,20 +134,10 @@ def differing_settings(found, first):
     return {key[1] for key in one.keys() | two.keys() if one.get(key) != two.get(key)} - COMPILED
 
 
-def copy_settings(layer, other, names):
-    for name in names & vars(other).keys():
-        setattr(other, name, getattr(layer, name))
-
-
 def zero(model):
     for variable in model.trainable_weights:
         variable.assign(np.zeros(variable.shape, variable.dtype))
     return model
-
-
-def folder_of(family, path):
-    path.mkdir()
-    return hub_folders.write(path, family, hub_folders.build(path, family), unwanted=False)
 
 
 def check(source, reference, other, ends, *, notes=(), said=BY_CONFIG, made=()):
@@ -170,7 +161,8 @@ class Family:
     """The folder of a family, loaded twice."""
 
     def __init__(self, name, path):
-        self.folder = folder_of(name, path)
+        path.mkdir()
+        self.folder = hub_folders.write(path, name, hub_folders.build(path, name), unwanted=False)
         self.first, self.other = (shardload.load(self.folder, mesh="1x1") for _ in range(2))
         self.notes = shardload.report(self.first).notes
 

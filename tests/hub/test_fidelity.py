@@ -9,7 +9,7 @@ import keras_hub
 import numpy as np
 import pytest
 import small_folders
-from checkpoints import write_gguf
+from checkpoints import finish_gguf, write_gguf
 from gguf import GGUFWriter
 from keras_hub.src.models.llama.llama_rotary_embedding import LlamaRotaryEmbedding
 from llama3_rule import llama3_factors
@@ -516,10 +516,7 @@ def said_by_gguf(path, **entries):
         add = writer.add_string if isinstance(value, str) else writer.add_uint32 if isinstance(value, int) else None
         (add or writer.add_float32)(f"qwen2.rope.scaling.{key}", value)
     writer.add_tensor("token_embd.weight", np.zeros((48, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return open_manifest(path).config
 
 

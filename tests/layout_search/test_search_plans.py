@@ -11,7 +11,7 @@ import keras
 import models
 import numpy as np
 import pytest
-from layout_models import LAYOUT_MODELS
+from layout_models import LAYOUT_MODELS, with_a_rule
 
 import shardload
 from shardload.errors import DoesNotFitError, LayoutError, UsageError, WriteError
@@ -282,16 +282,7 @@ def test_a_rule_is_for_its_class_where_layers_have_one_path():
 
 
 def test_a_rule_for_a_layer_class_is_kept():
-    class Mixing(keras.layers.Dense):
-        pass
-
-    @shardload.layout_rule(Mixing)
-    def rows(layer):
-        return {"kernel": (0,), "bias": ()}
-
-    inputs = keras.Input((512,))
-    model = keras.Model(inputs, Mixing(1024, name="mixing")(inputs))
-    found = layouts(search(model, MESH, batch=8))
+    found = layouts(search(with_a_rule(), MESH, batch=8))
     assert found["mixing/kernel"] == "(model, -)" and found["mixing/bias"] == "(-)"
 
 

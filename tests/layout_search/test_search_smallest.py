@@ -2,9 +2,8 @@
 
 import keras
 import pytest
-from layout_models import LAYOUT_MODELS
+from layout_models import LAYOUT_MODELS, with_a_rule
 
-import shardload
 from shardload.errors import DoesNotFitError, LayoutError, UsageError
 from shardload.parallel import search, search_compiled, search_smallest_mesh
 from shardload.sharding.mesh import MeshSpec
@@ -94,16 +93,7 @@ def test_a_model_that_is_not_built_is_refused():
 
 
 def test_rules_for_layers_are_kept_on_every_mesh():
-    class Mixing(keras.layers.Dense):
-        pass
-
-    @shardload.layout_rule(Mixing)
-    def rows(layer):
-        return {"kernel": (0,), "bias": ()}
-
-    inputs = keras.Input((512,))
-    model = keras.Model(inputs, Mixing(1024, name="mixing")(inputs))
-    plan = search_smallest_mesh(model, 5 * MIB // 4, batch=1)
+    plan = search_smallest_mesh(with_a_rule(), 5 * MIB // 4, batch=1)
     assert plan.mesh == MeshSpec.parse("1x2")
     assert {v.path: v.spec for v in plan.variables} == {"mixing/kernel": (("model",), ()), "mixing/bias": ((),)}
 

@@ -5,7 +5,7 @@ import gguf_pairs
 import jax
 import numpy as np
 import pytest
-from checkpoints import write_gguf
+from checkpoints import finish_gguf, write_gguf
 from gguf_tokenizers import add_pieces
 
 import shardload
@@ -50,10 +50,7 @@ def part(path, places, tensors=(), extra=None):
         extra(writer)
     for name in tensors:
         writer.add_tensor(name, np.zeros((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
 
 
 @pytest.mark.parametrize("how", SPLITS)

@@ -10,7 +10,7 @@ import keras_hub
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import read_tensor, write_gguf
+from checkpoints import finish_gguf, read_tensor, write_gguf
 from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
 from jax.sharding import PartitionSpec
 from llama3_rule import llama3_factors
@@ -480,10 +480,7 @@ def without_keys(path):
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
     writer.add_tensor("blk.0.attn_q.weight", gguf.quantize(np.ones((32, 32), np.float32), Q8), raw_dtype=Q8)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return path
 
 

@@ -111,33 +111,17 @@ def test_compressed_datasets(tmp_path):
     assert manifest.metadata == {"layers": {"dense": ["dense/dense/kernel:0"]}}
 
 
-def twice(file):
-    file.attrs["layer_names"] = np.asarray([b"a", b"a"])
+def layers(*names):
+    return lambda file: file.attrs.update(layer_names=np.asarray(names))
 
 
-def absent_layer(file):
-    file.attrs["layer_names"] = np.asarray([b"a", b"../a"])
-
-
-def absent_weight(file):
-    file["a"].attrs["weight_names"] = np.asarray([b"none"])
-
-
-def repeated_weight(file):
-    file["a"].attrs["weight_names"] = np.asarray([b"k", b"k"])
-
-
-def variable_length(file):
-    file["a"].attrs["weight_names"] = ["k", "gone"]
-
-
-def numbers(file):
-    file["a"].attrs["weight_names"] = [1, 2]
+def weights(names):
+    return lambda file: file["a"].attrs.update(weight_names=names)
 
 
 def soft_link(file):
     file["a/l"] = h5py.SoftLink("/a/k")
-    file["a"].attrs["weight_names"] = np.asarray([b"l"])
+    weights(np.asarray([b"l"]))(file)
 
 
 def dense_attributes(file):
@@ -146,25 +130,25 @@ def dense_attributes(file):
 
 
 WRONG = {
-    twice: "layer 'a' twice",
-    absent_layer: r"lists the layer '\.\./a', but has no such group",
-    absent_weight: "lists the weight 'a/none' but has no such dataset",
-    repeated_weight: "lists the weight 'a/k' twice",
-    variable_length: "lists the weight 'a/gone' but has no such dataset",
-    numbers: r"'weight_names' has no list of strings.*save_weights",
-    soft_link: "lists the weight 'a/l' but has no such dataset",
-    dense_attributes: "'a' has many attributes, stored densely",
+    "twice": (layers(b"a", b"a"), "layer 'a' twice"),
+    "absent_layer": (layers(b"a", b"../a"), r"lists the layer '\.\./a', but has no such group"),
+    "absent_weight": (weights(np.asarray([b"none"])), "lists the weight 'a/none' but has no such dataset"),
+    "repeated_weight": (weights(np.asarray([b"k", b"k"])), "lists the weight 'a/k' twice"),
+    "variable_length": (weights(["k", "gone"]), "lists the weight 'a/gone' but has no such dataset"),
+    "numbers": (weights([1, 2]), r"'weight_names' has no list of strings.*save_weights"),
+    "soft_link": (soft_link, "lists the weight 'a/l' but has no such dataset"),
+    "dense_attributes": (dense_attributes, "'a' has many attributes, stored densely"),
 }
 
 
-@pytest.mark.parametrize("damage", WRONG, ids=lambda f: f.__name__)
-def test_lists_that_lie(tmp_path, damage):
+@pytest.mark.parametrize(("damage", "says"), WRONG.values(), ids=WRONG)
+def test_lists_that_lie(tmp_path, damage, says):
     with h5py.File(tmp_path / "m.h5", "w", libver="latest" if damage is dense_attributes else "earliest") as file:
         file["a/k"] = np.ones(3)
         file["a"].attrs["weight_names"] = np.asarray([b"k"])
         file.attrs["layer_names"] = np.asarray([b"a"])
         damage(file)
-    with pytest.raises((SourceError, UnsupportedError), match=WRONG[damage]):
+    with pytest.raises((SourceError, UnsupportedError), match=says):
         open_manifest(tmp_path / "m.h5")
 
 

@@ -431,37 +431,14 @@ def test_a_compressed_chunk_is_not_stored_in_far_more_bytes_than_it_has(tmp_path
         open_manifest(step)
 
 
-def _remove_tree(item: Path) -> None:
-    (item / "_METADATA").unlink()
-
-
-def _empty_manifest(item: Path) -> None:
-    (item / "manifest.ocdbt").write_bytes(b"")
-
-
-def _remove_manifest(item: Path) -> None:
-    (item / "manifest.ocdbt").unlink()
-
-
-def _flip_manifest(item: Path) -> None:
-    raw = bytearray((item / "manifest.ocdbt").read_bytes())
+def _flip(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
     raw[40] ^= 1
-    (item / "manifest.ocdbt").write_bytes(raw)
-
-
-def _flip_node(item: Path) -> None:
-    node = next((item / "d").iterdir())
-    raw = bytearray(node.read_bytes())
-    raw[40] ^= 1
-    node.write_bytes(raw)
+    file.write_bytes(raw)
 
 
 def _truncate_data(item: Path) -> None:
     os.truncate(max((item / "ocdbt.process_0/d").iterdir(), key=lambda p: p.stat().st_size), 4000)
-
-
-def _remove_data(item: Path) -> None:
-    shutil.rmtree(item / "ocdbt.process_0")
 
 
 def _link_data_out(item: Path) -> None:
@@ -470,32 +447,30 @@ def _link_data_out(item: Path) -> None:
     (item / "ocdbt.process_0").symlink_to(outside)
 
 
-def _duplicate_key(item: Path) -> None:
-    text = (item / "_METADATA").read_text()
-    (item / "_METADATA").write_text(text.replace('"use_zarr3"', '"use_ocdbt"'))
+def _replace_in_tree(item: Path, old: str, new: str) -> None:
+    (item / "_METADATA").write_text((item / "_METADATA").read_text().replace(old, new))
 
 
-def _unknown_leaf(item: Path) -> None:
-    text = (item / "_METADATA").read_text()
-    (item / "_METADATA").write_text(text.replace('"key": "a"', '"key": "b"'))
+DAMAGE: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "remove_tree": (lambda item: (item / "_METADATA").unlink(), SourceError, "_METADATA"),
+    "empty_manifest": (lambda item: (item / "manifest.ocdbt").write_bytes(b""), TruncatedSourceError, "empty"),
+    "remove_manifest": (lambda item: (item / "manifest.ocdbt").unlink(), SourceError, "does not contain it"),
+    "flip_manifest": (lambda item: _flip(item / "manifest.ocdbt"), SourceError, "damaged"),
+    "flip_node": (lambda item: _flip(next((item / "d").iterdir())), SourceError, "damaged"),
+    "truncate_data": (_truncate_data, TruncatedSourceError, "truncated"),
+    "remove_data": (lambda item: shutil.rmtree(item / "ocdbt.process_0"), SourceNotFoundError, "There is no file"),
+    "link_data_out": (_link_data_out, UnsafeSourceError, "symbolic link"),
+    "duplicate_key": (lambda item: _replace_in_tree(item, '"use_zarr3"', '"use_ocdbt"'), SourceError, "twice"),
+    "unknown_leaf": (
+        lambda item: _replace_in_tree(item, '"key": "a"', '"key": "b"'),
+        SourceError,
+        "does not contain it",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "error", "says"),
-    [
-        (_remove_tree, SourceError, "_METADATA"),
-        (_empty_manifest, TruncatedSourceError, "empty"),
-        (_remove_manifest, SourceError, "does not contain it"),
-        (_flip_manifest, SourceError, "damaged"),
-        (_flip_node, SourceError, "damaged"),
-        (_truncate_data, TruncatedSourceError, "truncated"),
-        (_remove_data, SourceNotFoundError, "There is no file"),
-        (_link_data_out, UnsafeSourceError, "symbolic link"),
-        (_duplicate_key, SourceError, "twice"),
-        (_unknown_leaf, SourceError, "does not contain it"),
-    ],
-)
-def test_damage(tmp_path: Path, damage: Callable[[Path], None], error: type[Exception], says: str) -> None:
+@pytest.mark.parametrize(("damage", "error", "says"), DAMAGE.values(), ids=DAMAGE)
+def test_damage(tmp_path: Path, damage: Callable[[Path], object], error: type[Exception], says: str) -> None:
     step = save(tmp_path / "7", {"a": placed(np.arange(4096.0), "1x8", "model")}, use_compression=False)
     damage(step / "pytree")
     with pytest.raises(error, match=says):

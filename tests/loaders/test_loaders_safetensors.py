@@ -131,15 +131,13 @@ def test_truncated_data(tmp_path):
         open_manifest(path)
 
 
-def test_header_longer_than_the_file(tmp_path):
-    path = write_safetensors(tmp_path / "x.safetensors", {}, length=1000)
-    with pytest.raises(TruncatedSourceError, match="1000 bytes at offset 8"):
-        open_manifest(path, format="safetensors")
-
-
-def test_header_beyond_the_cap(tmp_path):
-    path = write_safetensors(tmp_path / "x.safetensors", {}, length=1 << 60)
-    with pytest.raises(UnsafeSourceError, match="at most 100000000"):
+@pytest.mark.parametrize(
+    ("length", "error", "says"),
+    [(1000, TruncatedSourceError, "1000 bytes at offset 8"), (1 << 60, UnsafeSourceError, "at most 100000000")],
+)
+def test_header_longer_than_the_file_or_beyond_the_cap(tmp_path, length, error, says):
+    path = write_safetensors(tmp_path / "x.safetensors", {}, length=length)
+    with pytest.raises(error, match=says):
         open_manifest(path, format="safetensors")
 
 

@@ -9,6 +9,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from checkpoints import finish_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -93,10 +94,7 @@ def write_part_of_gguf(path, name, *, number):
         writer.add_uint16(f"split.{key}", value)
     writer.add_int32("split.tensors.count", 2)
     writer.add_tensor(name, np.zeros((2, 32), "f"))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

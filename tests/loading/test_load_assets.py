@@ -187,13 +187,14 @@ def test_weights_that_a_hook_never_saves_stay_as_they_are_made(tmp_path):
     assert any("/bias keeps its value" in note for note in shardload.report(loaded).notes)
 
 
-def test_a_hook_that_passes_over_what_is_stored_misses_its_weights(tmp_path):
-    _, path = archive(Renamed(2), tmp_path)
-    with pytest.raises(MismatchError, match=r"missing from the checkpoint: .*kernel"):
-        shardload.load(path)
-
-
-def test_a_hook_that_fails_where_nothing_is_stored_for_it_is_told(tmp_path):
-    _, path = archive(Raising(), tmp_path)
-    with pytest.raises(MismatchError, match=r"Raising at .* no table of mine"):
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Renamed(2), r"missing from the checkpoint: .*kernel"),  # it passes over what is stored
+        (Raising, r"Raising at .* no table of mine"),  # it fails where nothing is stored for it
+    ],
+)
+def test_a_hook_that_does_not_find_its_weights_is_told(make, says, tmp_path):
+    _, path = archive(make(), tmp_path)
+    with pytest.raises(MismatchError, match=says):
         shardload.load(path)

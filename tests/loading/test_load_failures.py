@@ -78,10 +78,6 @@ def standing(model):
     return held, binding_of(model)
 
 
-def plain():
-    return stack()
-
-
 def bound():
     model = stack()
     mesh = keras.distribution.DeviceMesh((2, 4), ["data", "tensor"], devices=jax.devices())
@@ -93,7 +89,7 @@ def bound():
     return model
 
 
-LIVE = pytest.mark.parametrize("make", [plain, bound])
+LIVE = pytest.mark.parametrize("make", [stack, bound])
 
 
 class Interfering:

@@ -56,24 +56,29 @@ def test_a_file_loads_as_its_folder_and_answers_as_pytorch(name, tmp_path):
     folder = folders.build(fixture, tmp_path / "folder")
     file = gguf_from_folder.write(folder, tmp_path / "model.gguf")
     model = shardload.load(file, mesh="1x2", dtype="float32")
-    expected = shardload.load(folder, mesh="1x2", dtype="float32")
-    for ours, theirs in zip(model.weights, expected.weights, strict=True):
-        if not ours.path.startswith("pooled_dense"):  # random: neither has it
-            assert np.asarray(ours.value).tobytes() == np.asarray(theirs.value).tobytes(), ours.path
+    assert_loads_as(folder, model)
     found = running.compare(model, fixture)
     assert found.kind == "equal", found
 
 
-def test_a_file_without_a_pooler_says_so(tmp_path):
-    folder = folders.build(folders.read_family("bert")["bert, base model"], tmp_path / "folder")
-    model = shardload.load(gguf_from_folder.write(folder, tmp_path / "model.gguf"), mesh="1x1")
-    assert "BertModel has no pooler: " in " ".join(shardload.report(model).notes)
+def assert_loads_as(folder, model):
+    expected = shardload.load(folder, mesh="1x2", dtype="float32")
+    for ours, theirs in zip(model.weights, expected.weights, strict=True):
+        if not ours.path.startswith("pooled_dense"):  # random: neither has it
+            assert np.asarray(ours.value).tobytes() == np.asarray(theirs.value).tobytes(), ours.path
 
 
-def test_phi_3_for_long_texts_says_how_generating_differs(tmp_path):
-    folder = folders.build(folders.read_family("phi3")["phi3, longrope, long text"], tmp_path / "folder")
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("bert, base model", "BertModel has no pooler: "),
+        ("phi3, longrope, long text", "texts longer than 8 tokens use other rotary factors"),
+    ],
+)
+def test_a_note_says_what_the_file_lacks_or_generating_does_otherwise(name, note, tmp_path):
+    folder = folders.build(folders.read_family(name.partition(", ")[0])[name], tmp_path / "folder")
     model = shardload.load(gguf_from_folder.write(folder, tmp_path / "model.gguf"), mesh="1x1")
-    assert "texts longer than 8 tokens use other rotary factors" in " ".join(shardload.report(model).notes)
+    assert note in " ".join(shardload.report(model).notes)
 
 
 QUANTISED = {

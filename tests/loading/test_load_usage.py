@@ -32,10 +32,14 @@ def test_what_is_no_source_says_what_is(call, source):
     assert isinstance(caught.value, TypeError)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "says"),
+    [("nonsense", r"dtype 'nonsense'. Choose bfloat16, float16, float32"), ("float64", "jax_enable_x64")],
+)
 @pytest.mark.parametrize("call", [shardload.load, shardload.plan])
-def test_a_dtype_that_is_none_is_refused_first(call):
-    with pytest.raises(UsageError, match=r"dtype 'nonsense'. Choose bfloat16, float16, float32"):
-        call(NOWHERE, dtype="nonsense")
+def test_a_dtype_that_is_none_or_that_jax_does_not_hold_is_refused_first(call, dtype, says):
+    with pytest.raises(UsageError, match=says):
+        call(NOWHERE, dtype=dtype)
 
 
 @pytest.mark.parametrize("amount", [-1, 0, "lots", 1.5, True])
@@ -225,12 +229,6 @@ def test_a_format_there_is_none_of_names_what_there_is(call):
 
 def test_the_command_takes_every_format():
     assert {str(f) for f in Format} == set(names())
-
-
-@pytest.mark.parametrize("call", [shardload.load, shardload.plan])
-def test_float64_needs_a_jax_that_holds_it(call):
-    with pytest.raises(UsageError, match="jax_enable_x64"):
-        call(NOWHERE, dtype="float64")
 
 
 def _public():

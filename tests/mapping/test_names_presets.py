@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't
 
 
 def classifier():
-    return keras_hub.models.BertTextClassifier(backbone=models.bert(), num_classes=3, preprocessor=None)
+    return keras_hub.models.BertTextClassifier(backbone=models.build("bert"), num_classes=3, preprocessor=None)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_a_task_takes_both(saved):
 
 def test_a_backbone_leaves_the_head(saved):
     task, manifest = saved
-    target = models.bert()
+    target = models.build("bert")
     found = map_weights(target, manifest)
     assert not found.missing and not found.unused
     assert found.skipped and all(n.startswith("task:") for n in found.skipped)
@@ -44,7 +44,7 @@ def test_a_backbone_leaves_the_head(saved):
 
 
 def test_a_new_head_is_missing(tmp_path):
-    models.randomise(models.bert()).save_to_preset(str(tmp_path / "p"))
+    models.randomise(models.build("bert")).save_to_preset(str(tmp_path / "p"))
     target = classifier()
     found = map_weights(target, open_manifest(tmp_path / "p"))
     heads = {v.path for v in target.weights} - {v.path for v in target.backbone.weights}

@@ -228,12 +228,16 @@ def compiled():
     return model
 
 
-@pytest.mark.slow
-def test_optimizer_of_an_archive(tmp_path):
+def trained_archive(path):
     model = compiled()
     model.fit(np.ones((16, 8)), np.ones((16, 1)), verbose=0)
-    model.save(tmp_path / "m.keras")
-    manifest = open_manifest(tmp_path / "m.keras")
+    model.save(path)
+    return model, open_manifest(path)
+
+
+@pytest.mark.slow
+def test_optimizer_of_an_archive(tmp_path):
+    _, manifest = trained_archive(tmp_path / "m.keras")
     other = compiled()
     other.optimizer.build(other.trainable_variables)
     found = map_keras(other, manifest)
@@ -246,21 +250,17 @@ def test_optimizer_of_an_archive(tmp_path):
 
 
 def test_optimizer_state_without_optimizer_is_unasked(tmp_path):
-    model = compiled()
-    model.fit(np.ones((16, 8)), np.ones((16, 1)), verbose=0)
-    model.save(tmp_path / "m.keras")
+    model, manifest = trained_archive(tmp_path / "m.keras")
     plain = functional(layers.Dense(16), layers.Dropout(0.1), layers.Dense(1))
-    found = map_keras(plain, open_manifest(tmp_path / "m.keras"))
+    found = map_keras(plain, manifest)
     assert not found.unused and len(found.skipped) == len(model.optimizer.variables)
 
 
 def test_optimizer_of_another_size_is_noted(tmp_path):
-    model = compiled()
-    model.fit(np.ones((16, 8)), np.ones((16, 1)), verbose=0)
-    model.save(tmp_path / "m.keras")
+    _, manifest = trained_archive(tmp_path / "m.keras")
     other = functional(layers.Dense(16), layers.Dropout(0.1), layers.Dense(1))
     other.compile("sgd", "mse")
-    found = map_keras(other, open_manifest(tmp_path / "m.keras"))
+    found = map_keras(other, manifest)
     assert any("optimizer" in note for note in found.notes) and not found.unused and not found.missing
 
 

@@ -96,8 +96,12 @@ def test_the_values_of_the_original(decay, shape):
         left, right = map(range_of, found[0][1])
         error = left @ error[:1] @ right
     assert np.abs(error).max() <= 2e-4 * learning_rate(decay)
+    assert_factors(found, decay, shape)
+
+
+def assert_factors(found, decay, shape):
     for factor, pair, side in zip(found[-1][1], found[-1][2], ("left", "right"), strict=True):
-        expected = known[f"{decay}_{shape}|{side}"]
+        expected = original()[f"{decay}_{shape}|{side}"]
         np.testing.assert_allclose(factor, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
         np.testing.assert_allclose(whole(pair), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
@@ -109,10 +113,7 @@ def test_what_float32_rounds(decay, shape):
     known, rounded, exact = original(), five_steps(decay, shape, "float32"), five_steps(decay, shape, "float64")
     if is_unique(decay, known[f"{shape}|start"].shape):
         assert np.abs(weights_of(rounded) - weights_of(exact)).max() <= 2e-4 * learning_rate(decay)
-    for factor, pair, side in zip(rounded[-1][1], rounded[-1][2], ("left", "right"), strict=True):
-        expected = known[f"{decay}_{shape}|{side}"]
-        np.testing.assert_allclose(factor, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
-        np.testing.assert_allclose(whole(pair), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    assert_factors(rounded, decay, shape)
 
 
 @pytest.mark.parametrize("decay", DECAYS)

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import warm_start
+from checkpoints import finish_gguf
 from safetensors.numpy import load_file, save_file
 
 import shardload
@@ -97,10 +98,7 @@ def write_gguf(folder, into, architecture):
     for name, value in load_file(folder / "model.safetensors").items():
         stem, _, suffix = name.rpartition(".")
         writer.add_tensor(f"{names[stem]}.{suffix}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return into / "acme.gguf"
 
 

@@ -37,10 +37,6 @@ def batches_of(model):
     return next(v for v in model.optimizer.variables if v.path.endswith("/iteration") and "scale" not in v.path)
 
 
-def sums_of(model):
-    return [value_of(v) for v in model.optimizer.variables if v.name.endswith("gradient_accumulator")]
-
-
 def trained(optimizer, n, batches):
     """As after training with this number of batches."""
     model = build(optimizer, n)
@@ -125,7 +121,7 @@ def test_gradients_that_wait_for_an_update_continue_with_the_same_number_only(lo
             shardload.load_weights(target, tmp_path / "run" / "7", mesh=mesh)
         report = load(target, tmp_path / "run")
         assert int(value_of(batches_of(target))) == batches
-        sums = sums_of(target)
+        sums = [value_of(v) for v in target.optimizer.variables if v.name.endswith("gradient_accumulator")]
         assert len(sums) == 2
         for value in sums:
             np.testing.assert_array_equal(value, np.full(value.shape, waiting))

@@ -5,7 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
-from saved_steps import save_step
+from saved_steps import save_step, with_optimizer_values
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
@@ -42,12 +42,7 @@ def inner(model):
 
 
 def trained(**options):
-    model = build(**options)
-    model.optimizer.build(model.trainable_variables)
-    for number, variable in enumerate(model.optimizer.variables):
-        whole = "int" in str(variable.dtype)
-        variable.assign(np.full(variable.shape, number + 6 if whole else (number + 1) / 64, variable.dtype))
-    return model
+    return with_optimizer_values(build(**options))
 
 
 def assert_same(one, other):
@@ -97,11 +92,7 @@ def grouped(groups, *, frozen=()):
         model.get_layer(name).trainable = False
     found = K.OptimizerMap(sgd(), {group: adam() for group in groups})
     model.compile(K.MultiOptimizer(found), "mse")
-    model.optimizer.build(model.trainable_variables)
-    for number, variable in enumerate(model.optimizer.variables):
-        whole = "int" in str(variable.dtype)
-        variable.assign(np.full(variable.shape, number + 6 if whole else (number + 1) / 64, variable.dtype))
-    return model
+    return with_optimizer_values(model)
 
 
 def moments(model):

@@ -7,7 +7,7 @@ import shutil
 import keras
 import numpy as np
 import pytest
-from saved_steps import save_step
+from saved_steps import save_step, with_optimizer_values
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
@@ -57,13 +57,7 @@ def build(optimizer, *, seed=0):
 
 
 def trained(optimizer):
-    """As after training: every variable of the optimizer has values of its own."""
-    model = build(optimizer)
-    model.optimizer.build(model.trainable_variables)
-    for number, variable in enumerate(model.optimizer.variables):
-        whole = "int" in str(variable.dtype)
-        variable.assign(np.full(variable.shape, number + 6 if whole else (number + 1) / 64, variable.dtype))
-    return model
+    return with_optimizer_values(build(optimizer))
 
 
 def state(model):

@@ -77,12 +77,6 @@ def test_an_epoch_that_cannot_be_is_none(tmp_path, epoch):
     assert (info.epoch, info.batch, info.metrics) == (None, None, {})
 
 
-def logged(root, mode, values):
-    for step, value in enumerate(values):
-        save_step(root, step, monitor="m", mode=mode, logs={} if value is None else {"m": value})
-    return [info.step for info in list_steps(root) if info.best]
-
-
 @pytest.mark.parametrize(
     ("mode", "values", "best"),
     [
@@ -94,7 +88,9 @@ def logged(root, mode, values):
     ],
 )
 def test_the_best_step(tmp_path, mode, values, best):
-    assert logged(tmp_path, mode, values) == best
+    for step, value in enumerate(values):
+        save_step(tmp_path, step, monitor="m", mode=mode, logs={} if value is None else {"m": value})
+    assert [info.step for info in list_steps(tmp_path) if info.best] == best
 
 
 @pytest.mark.parametrize(("monitor", "best"), [("val_accuracy", 2), ("val_loss", 1)])

@@ -1,6 +1,8 @@
 """Tiny models and data for the callbacks' tests, and what a step must hold of a model."""
 
 import json
+import os
+import signal
 
 import keras
 import models
@@ -55,6 +57,16 @@ def gemma_data():
 
 def fit(model, *callbacks, epochs=1, batch_size=4, **named):
     return model.fit(X, X, epochs=epochs, batch_size=batch_size, verbose=0, callbacks=list(callbacks), **named)
+
+
+class KillsItself(keras.callbacks.Callback):
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.after:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def steps_in(root):

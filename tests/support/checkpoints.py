@@ -88,8 +88,13 @@ def write_gguf(path, tensors, *, arch="llama", heads=2, kv_heads=None, hidden=32
     for name, value in ({"token_embd.weight": np.zeros((8, hidden), np.float32)} | tensors).items():
         array, qtype = value if isinstance(value, tuple) else (value, None)
         writer.add_tensor(name, array, raw_dtype=qtype)
+    finish_gguf(writer)
+    return path
+
+
+def finish_gguf(writer):
+    """Write all that a ``gguf.GGUFWriter`` was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path

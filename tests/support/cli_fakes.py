@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -108,6 +109,18 @@ class Done:
         lines = [line for line in self.stderr.splitlines() if not line.startswith("note: ")]
         assert len(lines) == 1, self.stderr
         return lines[0]
+
+
+def in_process(capfd: Any) -> Callable[..., Done]:
+    """The command in this process, as a function of its arguments."""
+    from shardload.cli import main
+
+    def call(*arguments: str) -> Done:
+        capfd.readouterr()
+        code = main(arguments)
+        return Done(code, *capfd.readouterr())
+
+    return call
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import re
 
 import gguf
 import numpy as np
+from checkpoints import finish_gguf
 from safetensors.numpy import load_file, save_file
 
 ARCHITECTURES = {
@@ -39,18 +40,15 @@ def write(folder, path, *, kind="F16", **options):
     writer = gguf.GGUFWriter(str(path), architecture, **options)
     describe(writer, config)
     add_extra_tensors(writer, config)
-    names = _name_map(
-        architecture, next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
-    )
+    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    layers = next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
+    names = gguf.get_tensor_name_map(arch, layers)
     for name, value in sorted(modified(config, tensors_of(folder))):
         found = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found, name
         stored, qtype = (value, None) if name.endswith("bias") else _stored(value, kind)
         writer.add_tensor(found, stored, raw_dtype=qtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return path
 
 
@@ -76,10 +74,6 @@ def requantise(folder, kind):
     for path in folder.glob("*.safetensors"):
         path.unlink()
     save_file(found, folder / "model.safetensors")
-
-
-def _name_map(architecture, layers):
-    return gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == architecture), layers)
 
 
 def _stored(value, kind):
@@ -163,9 +157,7 @@ def add_extra_tensors(writer, config):
     """What ``Phi3MiniModel.generate_extra_tensors`` adds."""
     rope = config.get("rope_parameters") or {}
     if config["model_type"] == "gemma4_text":
-        width = (
-            config["per_layer_config"]["1"]["head_dim"] if "per_layer_config" in config else config["global_head_dim"]
-        )
+        width = _full_width(config)
         turned = int(width * rope["full_attention"]["partial_rotary_factor"] / 2)
         factors = [1.0] * turned + [1e30] * (width // 2 - turned)
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))

@@ -14,6 +14,7 @@ import struct
 import gguf
 import ml_dtypes
 import numpy as np
+from checkpoints import finish_gguf
 from safetensors.numpy import save_file
 
 HIDDEN, INNER, VOCABULARY, LAYERS = 256, 512, 96, 2
@@ -115,10 +116,7 @@ def write(directory, model_type, kind, **options):
     for name, shape in shapes(config_of(model_type)).items():
         stored, qtype, tensors[name] = stored_and_reference(rng, model_type, kind, name, shape)
         writer.add_tensor(gguf_name(architecture, name), stored, raw_dtype=qtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     folder = directory / "hf"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_of(model_type)))

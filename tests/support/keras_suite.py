@@ -18,18 +18,7 @@ def run(modules: Iterable[str], folder: Path, *, plugin: str) -> dict[str, dict[
     copies = {module: Path(shutil.copy(SRC / module, folder)) for module in modules}
     (folder / "pytest.ini").write_text("[pytest]\n")
     told = {"KERAS_SUITE_RESULTS": str(folder / "results.json")}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-W",
-        "ignore",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        plugin,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", plugin]
     done = subprocess.run(
         [*command, *copies.values()], cwd=folder, env=os.environ | told, capture_output=True, text=True, check=False
     )

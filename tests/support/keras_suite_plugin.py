@@ -7,30 +7,19 @@ What became of each test is written as JSON to the file that KERAS_SUITE_RESULTS
 """
 
 import io
-import json
-import os
 import unittest
-from pathlib import Path
 from unittest import mock
 
-os.environ["KERAS_BACKEND"] = "jax"
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import jax
 import keras
 from keras.src.callbacks import orbax_checkpoint
 from keras.src.saving import saving_api, saving_lib
-from keras_modules import make_efficientnet_quick, put_in_place
+from keras_modules import keep, make_efficientnet_quick, put_in_place, write
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import ShardloadError
 from shardload.loaders import keras_archive
 
-jax.config.update("jax_num_cpu_devices", 8)
-
-results: dict[str, dict[str, dict]] = {}
 told = {"ours": 0, "handed_over": set(), "words": False}
 
 
@@ -114,16 +103,8 @@ def pytest_runtest_setup(item):
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call" or report.outcome != "passed":
-        crash = getattr(report.longrepr, "reprcrash", None)
-        file, _, name = report.nodeid.partition("::")
-        results.setdefault(file, {})[name] = {
-            "outcome": report.outcome,
-            "why": str(getattr(crash, "message", "")),
-            **told,
-            "handed_over": sorted(told["handed_over"]),
-        }
+    keep(report, **{**told, "handed_over": sorted(told["handed_over"])})
 
 
 def pytest_sessionfinish():
-    Path(os.environ["KERAS_SUITE_RESULTS"]).write_text(json.dumps(results))
+    write()

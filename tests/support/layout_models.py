@@ -78,17 +78,8 @@ def mixtral() -> LayoutModel:
     """Mixtral: grouped heads, eight experts of which two answer each token; vocabulary not tied."""
     import keras_hub
 
-    backbone = keras_hub.models.MixtralBackbone(
-        vocabulary_size=256,
-        num_layers=2,
-        num_query_heads=8,
-        num_key_value_heads=2,
-        hidden_dim=64,
-        intermediate_dim=96,
-        num_experts=8,
-        top_k=2,
-        sliding_window=8,
-    )
+    sizes = {"num_query_heads": 8, "num_key_value_heads": 2, "hidden_dim": 64, "intermediate_dim": 96}
+    backbone = models.backbone("Mixtral", **sizes, num_experts=8, top_k=2, sliding_window=8)
     model = keras_hub.models.MixtralCausalLM(backbone=backbone, preprocessor=None)
     inputs = models.tokens(model, batch=BATCH, length=LENGTH)
     return LayoutModel(model, inputs, np.roll(inputs["token_ids"], -1, axis=1))
@@ -109,14 +100,8 @@ def vit() -> LayoutModel:
     import keras
     import keras_hub
 
-    backbone = keras_hub.models.ViTBackbone(
-        image_shape=(32, 32, 3),
-        patch_size=8,
-        num_layers=2,
-        num_heads=8,
-        hidden_dim=64,
-        mlp_dim=256,
-    )
+    sizes = {"patch_size": 8, "num_layers": 2, "num_heads": 8, "hidden_dim": 64, "mlp_dim": 256}
+    backbone = keras_hub.models.ViTBackbone(image_shape=(32, 32, 3), **sizes)
     model = keras.Model(backbone.input, keras.layers.Dense(CLASSES, name="classifier")(backbone.output[:, 0]))
     return LayoutModel(model, _images(32), _classes())
 
@@ -173,6 +158,20 @@ def subclassed() -> LayoutModel:
     model(keras.Input((32,)))
     x = np.random.default_rng(0).normal(size=(BATCH, 32)).astype("float32")
     return LayoutModel(model, x, _classes())
+
+
+def with_a_rule() -> Any:
+    """A model of one layer, "mixing", whose class has a rule: its kernel is split by rows."""
+    import keras
+
+    import shardload
+
+    class Mixing(keras.layers.Dense):  # type: ignore[misc]
+        pass
+
+    shardload.layout_rule(Mixing)(lambda layer: {"kernel": (0,), "bias": ()})
+    inputs = keras.Input((512,))
+    return keras.Model(inputs, Mixing(1024, name="mixing")(inputs))
 
 
 def _classes() -> Any:

@@ -3,13 +3,11 @@
 python -m lora_child FOLDER EPOCHS [kill]
 """
 
-import os
-import signal
 import sys
 
 import keras
 import numpy as np
-from callback_models import X
+from callback_models import KillsItself, X
 
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.keras_bridge.variables import current_value
@@ -37,15 +35,9 @@ def content(model):
     return {f"{n} {v.name}": np.asarray(current_value(v)) for n, v in enumerate(found)}
 
 
-class KillsItself(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if int(self.model.optimizer.iterations) == 14:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main(folder, epochs, kill=False):
     callbacks = [OrbaxCheckpoint(folder, monitor="loss", save_trainable_only=True, resume=True)]
-    callbacks += [KillsItself()] if kill else []
+    callbacks += [KillsItself(14)] if kill else []
     lora_model().fit(X, X, batch_size=4, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
 
 

@@ -8,207 +8,60 @@ norms too, which start as zeros and ones and would hide a mistake). keras_hub is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 
-def gemma1(dtype: Any = "float32") -> Any:
-    """Gemma 1 2B: eight query heads share one key/value head; vocabulary tied."""
+def backbone(name: str, dtype: Any = "float32", **sizes: Any) -> Any:
+    """A backbone of KerasHub with two layers and a vocabulary of 256, where ``sizes`` do not say otherwise."""
     import keras_hub
 
-    return keras_hub.models.GemmaBackbone(
-        vocabulary_size=256,
-        num_layers=2,
-        num_query_heads=8,
-        num_key_value_heads=1,
-        hidden_dim=64,
-        intermediate_dim=256,
-        head_dim=16,
-        dtype=dtype,
+    return getattr(keras_hub.models, f"{name}Backbone")(
+        **{"num_layers": 2, "vocabulary_size": 256, **sizes}, dtype=dtype
     )
 
 
-def gemma2(dtype: Any = "float32") -> Any:
-    """Gemma 2 2B: eight query heads, four key/value heads, soft caps, post norms; the width divides by three."""
-    import keras_hub
-
-    return keras_hub.models.GemmaBackbone(
-        vocabulary_size=256,
-        num_layers=2,
-        num_query_heads=8,
-        num_key_value_heads=4,
-        hidden_dim=72,
-        intermediate_dim=192,
-        head_dim=16,
-        use_post_ffw_norm=True,
-        use_post_attention_norm=True,
-        attention_logit_soft_cap=50.0,
-        final_logit_soft_cap=30.0,
-        use_sliding_window_attention=True,
-        sliding_window_size=8,
-        dtype=dtype,
-    )
+def _attention(query: int, key_value: int, hidden: int, intermediate: int, **more: Any) -> dict[str, Any]:
+    heads = {"num_query_heads": query, "num_key_value_heads": key_value}
+    return {**heads, "hidden_dim": hidden, "intermediate_dim": intermediate, **more}
 
 
-def gemma3(dtype: Any = "float32") -> Any:
-    """Gemma 3 270M: four query heads, one key/value head, query and key norms, text only."""
-    import keras_hub
+_WINDOW = {"use_sliding_window_attention": True, "sliding_window_size": 8}
+_POST_NORMS = {"use_post_ffw_norm": True, "use_post_attention_norm": True}
+_SOFT_CAPS = {"attention_logit_soft_cap": 50.0, "final_logit_soft_cap": 30.0}
+_TWELVE_HEADS = {"num_heads": 12, "hidden_dim": 96, "intermediate_dim": 384, "max_sequence_length": 64}
+"""Learned positions, too."""
 
-    return keras_hub.models.Gemma3Backbone(
-        vocabulary_size=256,
-        image_size=224,
-        num_layers=2,
-        num_query_heads=4,
-        num_key_value_heads=1,
-        hidden_dim=40,
-        intermediate_dim=128,
-        head_dim=16,
-        use_post_ffw_norm=True,
-        use_post_attention_norm=True,
-        use_sliding_window_attention=True,
-        sliding_window_size=8,
-        dtype=dtype,
-    )
-
-
-def llama(dtype: Any = "float32") -> Any:
-    """Llama 3 8B: grouped heads that divide by eight, vocabulary not tied."""
-    import keras_hub
-
-    return keras_hub.models.Llama3Backbone(
-        vocabulary_size=256,
-        num_layers=2,
-        num_query_heads=16,
-        num_key_value_heads=8,
-        hidden_dim=128,
-        intermediate_dim=224,
-        dtype=dtype,
-    )
-
-
-def mistral(dtype: Any = "float32") -> Any:
-    """Mistral 7B with fewer key/value heads, sliding window."""
-    import keras_hub
-
-    return keras_hub.models.MistralBackbone(
-        vocabulary_size=256,
-        num_layers=2,
-        num_query_heads=8,
-        num_key_value_heads=2,
-        hidden_dim=64,
-        intermediate_dim=224,
-        sliding_window=8,
-        dtype=dtype,
-    )
-
-
-def qwen2(dtype: Any = "float32") -> Any:
-    """Qwen 2.5 0.5B: fourteen query heads, two key/value heads, biases on query, key and value; tied."""
-    import keras_hub
-
-    return keras_hub.models.QwenBackbone(
-        vocabulary_size=256,
-        num_layers=2,
-        num_query_heads=14,
-        num_key_value_heads=2,
-        hidden_dim=112,
-        intermediate_dim=152,
-        tie_word_embeddings=True,
-        dtype=dtype,
-    )
-
-
-def qwen3(dtype: Any = "float32") -> Any:
-    """Qwen 3: query and key norms, a head_dim of its own."""
-    import keras_hub
-
-    return keras_hub.models.Qwen3Backbone(
-        vocabulary_size=256,
-        num_layers=2,
-        num_query_heads=16,
-        num_key_value_heads=8,
-        head_dim=16,
-        hidden_dim=64,
-        intermediate_dim=192,
-        tie_word_embeddings=True,
-        dtype=dtype,
-    )
-
-
-def phi3(dtype: Any = "float32") -> Any:
-    """Phi-3 mini: as many key/value heads as query heads."""
-    import keras_hub
-
-    return keras_hub.models.Phi3Backbone(
-        vocabulary_size=256,
-        num_layers=2,
-        num_query_heads=8,
-        num_key_value_heads=8,
-        hidden_dim=64,
-        intermediate_dim=160,
-        dtype=dtype,
-    )
-
-
-def gpt2(dtype: Any = "float32") -> Any:
-    """GPT-2 base: twelve heads and an odd vocabulary (50,257); learned positions; tied."""
-    import keras_hub
-
-    return keras_hub.models.GPT2Backbone(
-        vocabulary_size=257,
-        num_layers=2,
-        num_heads=12,
-        hidden_dim=96,
-        intermediate_dim=384,
-        max_sequence_length=64,
-        dtype=dtype,
-    )
-
-
-def opt(dtype: Any = "float32") -> Any:
-    """OPT 125M: twelve heads, learned positions."""
-    import keras_hub
-
-    return keras_hub.models.OPTBackbone(
-        vocabulary_size=272,
-        num_layers=2,
-        num_heads=12,
-        hidden_dim=96,
-        intermediate_dim=384,
-        max_sequence_length=64,
-        dtype=dtype,
-    )
-
-
-def bert(dtype: Any = "float32") -> Any:
-    """BERT base: encoder, twelve heads, segments, pooler; vocabulary (30,522) divides by two only."""
-    import keras_hub
-
-    return keras_hub.models.BertBackbone(
-        vocabulary_size=258,
-        num_layers=2,
-        num_heads=12,
-        hidden_dim=96,
-        intermediate_dim=384,
-        max_sequence_length=64,
-        dtype=dtype,
-    )
-
-
-def roberta(dtype: Any = "float32") -> Any:
-    """RoBERTa base: encoder, twelve heads, odd vocabulary (50,265)."""
-    import keras_hub
-
-    return keras_hub.models.RobertaBackbone(
-        vocabulary_size=265,
-        num_layers=2,
-        num_heads=12,
-        hidden_dim=96,
-        intermediate_dim=384,
-        max_sequence_length=64,
-        dtype=dtype,
-    )
+_DECODERS = {
+    # Gemma 1 2B: eight query heads share one key/value head; vocabulary tied.
+    "gemma1": ("Gemma", _attention(8, 1, 64, 256, head_dim=16)),
+    # Gemma 2 2B: eight query heads, four key/value heads, soft caps, post norms; the width divides by three.
+    "gemma2": ("Gemma", _attention(8, 4, 72, 192, head_dim=16, **_POST_NORMS, **_SOFT_CAPS, **_WINDOW)),
+    # Gemma 3 270M: four query heads, one key/value head, query and key norms, text only.
+    "gemma3": ("Gemma3", _attention(4, 1, 40, 128, head_dim=16, image_size=224, **_POST_NORMS, **_WINDOW)),
+    # Llama 3 8B: grouped heads that divide by eight, vocabulary not tied.
+    "llama": ("Llama3", _attention(16, 8, 128, 224)),
+    # Mistral 7B with fewer key/value heads, sliding window.
+    "mistral": ("Mistral", _attention(8, 2, 64, 224, sliding_window=8)),
+    # Qwen 2.5 0.5B: fourteen query heads, two key/value heads, biases on query, key and value; tied.
+    "qwen2": ("Qwen", _attention(14, 2, 112, 152, tie_word_embeddings=True)),
+    # Qwen 3: query and key norms, a head_dim of its own.
+    "qwen3": ("Qwen3", _attention(16, 8, 64, 192, head_dim=16, tie_word_embeddings=True)),
+    # Phi-3 mini: as many key/value heads as query heads.
+    "phi3": ("Phi3", _attention(8, 8, 64, 160)),
+    # GPT-2 base: an odd vocabulary (50,257); tied.
+    "gpt2": ("GPT2", {**_TWELVE_HEADS, "vocabulary_size": 257}),
+    # OPT 125M.
+    "opt": ("OPT", {**_TWELVE_HEADS, "vocabulary_size": 272}),
+}
+_ENCODERS = {
+    # BERT base: segments, pooler; vocabulary (30,522) divides by two only.
+    "bert": ("Bert", {**_TWELVE_HEADS, "vocabulary_size": 258}),
+    # RoBERTa base: odd vocabulary (50,265).
+    "roberta": ("Roberta", {**_TWELVE_HEADS, "vocabulary_size": 265}),
+}
 
 
 def resnet(dtype: Any = "float32") -> Any:
@@ -242,27 +95,12 @@ def conv(dtype: Any = "float32") -> Any:
     return keras.Model(inputs, keras.layers.Dense(10, dtype=dtype)(x))
 
 
-DECODERS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (gemma1, gemma2, gemma3, llama, mistral, qwen2, qwen3, phi3, gpt2, opt)
-}
+DECODERS: dict[str, Callable[..., Any]] = {key: partial(backbone, name, **of) for key, (name, of) in _DECODERS.items()}
 """Families with a CausalLM task."""
-ENCODERS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (bert, roberta)}
+ENCODERS: dict[str, Callable[..., Any]] = {key: partial(backbone, name, **of) for key, (name, of) in _ENCODERS.items()}
 VISION: dict[str, Callable[..., Any]] = {f.__name__: f for f in (resnet, conv)}
 BUILDERS = {**DECODERS, **ENCODERS, **VISION}
 """Every family by name."""
-
-_TASKS = {
-    "gemma1": "GemmaCausalLM",
-    "gemma2": "GemmaCausalLM",
-    "gemma3": "Gemma3CausalLM",
-    "llama": "Llama3CausalLM",
-    "mistral": "MistralCausalLM",
-    "qwen2": "QwenCausalLM",
-    "qwen3": "Qwen3CausalLM",
-    "phi3": "Phi3CausalLM",
-    "gpt2": "GPT2CausalLM",
-    "opt": "OPTCausalLM",
-}
 
 
 def build(family: str, dtype: Any = "float32") -> Any:
@@ -274,7 +112,7 @@ def causal_lm(family: str, dtype: Any = "float32") -> Any:
     """The generating task of a decoder family, without preprocessor (token ids in, token ids out)."""
     import keras_hub
 
-    task = getattr(keras_hub.models, _TASKS[family])
+    task = getattr(keras_hub.models, f"{_DECODERS[family][0]}CausalLM")
     lm = task(backbone=build(family, dtype), preprocessor=None)
     lm.compile(sampler="greedy", run_eagerly=False)
     return lm

@@ -109,8 +109,8 @@ def hurt_once(draw, folder):
     """Damage something; which kind of damage it was."""
     files = sorted(path for path in folder.rglob("*") if is_small(path))
     stores = [path for path in files if path.name == "manifest.ocdbt"]
-    nodes = [path for path in files if path.name == "manifest.ocdbt" or is_node(path)]
-    jsons = [path for path in files if is_json(path)]
+    nodes = [path for path in files if path in stores or path.read_bytes().startswith(b"\x0c\xdb\x20\xde")]
+    jsons = [path for path in files if path.read_bytes().startswith(b"{")]
     ways = ["json"] * 5 * bool(jsons) + ["bytes", "bytes", "files"] * bool(files)
     way = draw(st.sampled_from(ways + ["stored"] * 5 * bool(stores) + ["node"] * 3 * bool(nodes) or ["nothing"]))
     match way:
@@ -136,14 +136,6 @@ def put(path, raw):
 def is_small(path):
     """Whether it is a file, and none that was made huge."""
     return path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20
-
-
-def is_json(path):
-    return path.read_bytes()[:1] == b"{"
-
-
-def is_node(path):
-    return path.read_bytes()[:4] == b"\x0c\xdb\x20\xde"
 
 
 def hurt_json(draw, path):

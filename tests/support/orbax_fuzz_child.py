@@ -17,6 +17,7 @@ import conftest  # noqa: F401 - the same devices as in the tests
 import numpy as np
 import orbax_seeds
 import tensorstore as ts
+from fuzz_child import status
 
 import shardload
 from shardload.cli import main
@@ -26,11 +27,6 @@ from shardload.mapping.state_tree import describe
 from shardload.runs.listing import list_steps
 from shardload.transfer.read_tensor import read_tensor
 from shardload.verifying import verify
-
-
-def status(field):
-    text = pathlib.Path("/proc/self/status").read_text()
-    return int(text.split(f"{field}:")[1].split()[0]) * 1024
 
 
 class Outcome(dict):

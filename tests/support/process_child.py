@@ -23,6 +23,12 @@ WIDTH = 256
 BATCH = 8
 
 
+def join(count, index, port):
+    """Become one of the processes."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
+
+
 def model():
     keras.utils.set_random_seed(1)
     built = keras.Sequential(
@@ -95,8 +101,7 @@ def train(one, folder, epochs, *, parts, part, do):
 def main(count, index, port, devices, mesh, do, folder, epochs=2):  # noqa: PLR0917
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1 or do == "alone":
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+        join(count, index, port)
     sizes = distribute(mesh)
     one = model()
     tell(pid=os.getpid(), usr=signal.getsignal(signal.SIGUSR1) is not None)

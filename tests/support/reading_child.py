@@ -14,7 +14,7 @@ import jax
 import keras
 import numpy as np
 from jax.experimental import multihost_utils
-from process_child import WIDTH, digest, distribute, tell
+from process_child import WIDTH, digest, distribute, join, tell
 
 import shardload
 
@@ -105,8 +105,7 @@ def ledger(one):
 def main(count, index, port, devices, mesh, do, folder):  # noqa: PLR0917
     jax.config.update("jax_num_cpu_devices", devices)
     if count > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+        join(count, index, port)
     distribute(mesh)
     kind, _, what = do.partition(" ")
     one = train(kind, folder + "/whole" if what == "stop" else folder, index=index, count=count)

@@ -6,24 +6,17 @@ DO is ``all`` (every format, LoRA too), or what goes wrong: ``raise`` or ``kill`
 (about an argument), ``apart`` (folders that are not shared).
 """
 
-import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import jax
 import keras
+from process_child import join
+from together_child import tell
 
 import shardload
-
-sys.modules.setdefault("tensorflow", None)  # Keras and KerasHub import it where it is; it is not needed
-
-
-def tell(**what):
-    sys.stdout.write(json.dumps({"at": time.time(), **what}) + "\n")
-    sys.stdout.flush()
 
 
 class Burning:
@@ -65,8 +58,7 @@ def main(*arguments):
     count, index, port, devices, mesh, do, source, folder = arguments
     index, folder = int(index), Path(folder)
     jax.config.update("jax_num_cpu_devices", int(devices))
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(count), index)
+    join(count, index, port)
     model = shardload.load(source, mesh=mesh)
     tell(spread=sum(not v.value.is_fully_addressable for v in model.variables))
     if do == "all":

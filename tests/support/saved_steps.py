@@ -2,6 +2,8 @@
 
 import json
 
+import numpy as np
+
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.mapping.state_tree import describe
 from shardload.runs.digests import Digests
@@ -24,3 +26,12 @@ def save_step(model, root, step, *, compression="none", weights_only=False, **de
     (own / "step.json").write_text(json.dumps({"step": step, **details}))
     Digests.compute(staging.path).write(staging.path)
     return staging.publish()
+
+
+def with_optimizer_values(model):
+    """As after training: every variable of the optimizer has values of its own."""
+    model.optimizer.build(model.trainable_variables)
+    for number, variable in enumerate(model.optimizer.variables):
+        whole = "int" in str(variable.dtype)
+        variable.assign(np.full(variable.shape, number + 6 if whole else (number + 1) / 64, variable.dtype))
+    return model

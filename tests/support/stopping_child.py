@@ -3,12 +3,10 @@
 python -m stopping_child FOLDER [BATCH AFTER WHICH IT KILLS ITSELF]
 """
 
-import os
-import signal
 import sys
 
 import keras
-from callback_models import X
+from callback_models import KillsItself, X
 
 from shardload.callbacks import OrbaxCheckpoint
 
@@ -26,16 +24,6 @@ class Scripted(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         logs["scripted"] = self.values[epoch]
-
-
-class KillsItself(keras.callbacks.Callback):
-    def __init__(self, after):
-        super().__init__()
-        self.after = after
-
-    def on_train_batch_end(self, batch, logs=None):
-        if int(self.model.optimizer.iterations) == self.after:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def model():

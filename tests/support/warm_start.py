@@ -29,7 +29,7 @@ def start(arguments, *, cwd=None, env=None, stderr=subprocess.PIPE):
     """Start ``python ARGUMENTS``, with ``-m MODULE`` or ``-c CODE`` first; its output is there once it has ended."""
     words, env = [str(word) for word in arguments], dict(os.environ if env is None else env)
     folder = str(cwd or Path.cwd())
-    if _can_copy() and _imported_with(env) == _imported_with(os.environ):
+    if hasattr(os, "fork") and hasattr(os, "pidfd_open") and _imported_with(env) == _imported_with(os.environ):
         return Copy(words, folder, env, joined=stderr == subprocess.STDOUT)
     return subprocess.Popen(
         [sys.executable, *words],
@@ -51,10 +51,6 @@ def run(arguments, *, timeout=300, check=False, cwd=None, env=None):
         sys.stderr.write(err)
         done.check_returncode()
     return done
-
-
-def _can_copy():
-    return hasattr(os, "fork") and hasattr(os, "pidfd_open")
 
 
 def _imported_with(env):

@@ -69,6 +69,20 @@ def view_of(name, value, seen):
     return View(name, start, seen.shape, tuple(abs(s) // itemsize for s in seen.strides))
 
 
+def loaded_by_any_plan(data, manifest, targets, *, placement, staged):
+    """Load by a plan whose thresholds are drawn, those for staging from ``staged``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardload.transfer.planning.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
+        patch.setattr("shardload.transfer.planning.STAGED_BYTES", data.draw(st.sampled_from(staged)))
+        skip = data.draw(st.sampled_from([1, 16, 1 << 17]))
+        patch.setattr("shardload.transfer.planning.SKIP_BYTES", skip)
+        patch.setattr("shardload.transfer.load_plan.SKIP_BYTES", skip)
+        patch.setattr("shardload.transfer.scratch.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
+        block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
+        plan = make_plan(manifest, targets, host_memory_bytes=1 << 20, block_bytes=block_bytes)
+        return load(plan, manifest, placement=placement)
+
+
 QUIET = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -83,16 +97,7 @@ def test_any_view_in_any_layout(tmp_path_factory, data, pair, placement):
     manifest = manifest_of(path, {"pad": np.zeros(data.draw(st.integers(0, 3)), np.uint8), "t": source})
     layout = data.draw(layouts(seen.shape))
     target = Binding("v", view_of("t", value, seen), value.dtype, layout)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardload.transfer.planning.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
-        patch.setattr("shardload.transfer.planning.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 100, 1 << 20])))
-        skip = data.draw(st.sampled_from([1, 16, 1 << 17]))
-        patch.setattr("shardload.transfer.planning.SKIP_BYTES", skip)
-        patch.setattr("shardload.transfer.load_plan.SKIP_BYTES", skip)
-        patch.setattr("shardload.transfer.scratch.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
-        block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
-        plan = make_plan(manifest, [target], host_memory_bytes=1 << 20, block_bytes=block_bytes)
-        found, stats = load(plan, manifest, placement=placement)
+    found, stats = loaded_by_any_plan(data, manifest, [target], placement=placement, staged=[8, 40, 100, 1 << 20])
     check(found["v"], seen, layout)
     assert stats.peak_staging_bytes <= 1 << 20
 
@@ -125,16 +130,7 @@ def test_any_box_of_chunks_in_any_layout(tmp_path_factory, data, pair, placement
         Binding("part", view_of("t", value, seen), value.dtype, part),
         Binding("whole", View.whole(manifest.tensors["t"]), wide, whole),
     ][data.draw(st.integers(0, 1)) :]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardload.transfer.planning.DIRECT_RUN_BYTES", data.draw(st.sampled_from([1, 8, 1 << 10])))
-        patch.setattr("shardload.transfer.planning.STAGED_BYTES", data.draw(st.sampled_from([8, 40, 1 << 20])))
-        skip = data.draw(st.sampled_from([1, 16, 1 << 17]))
-        patch.setattr("shardload.transfer.planning.SKIP_BYTES", skip)
-        patch.setattr("shardload.transfer.load_plan.SKIP_BYTES", skip)
-        patch.setattr("shardload.transfer.scratch.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
-        block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
-        plan = make_plan(manifest, targets, host_memory_bytes=1 << 20, block_bytes=block_bytes)
-        found, _ = load(plan, manifest, placement=placement)
+    found, _ = loaded_by_any_plan(data, manifest, targets, placement=placement, staged=[8, 40, 1 << 20])
     check(found["whole"], value.astype(wide), whole)
     if "part" in found:
         check(found["part"], seen, part)

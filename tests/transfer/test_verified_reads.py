@@ -1,5 +1,6 @@
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,15 +59,12 @@ def test_threads_share_what_they_read(step):
     reads = UnitReads(BLOCKS * 4, kept_units=3, verifier=Checker(step))
     content, wrong, gate = (step / BIG).read_bytes(), [], threading.Barrier(4)
 
-    def work():
+    def work(_):
         gate.wait()
         wrong.extend(b for b in BLOCKS if read(reads, b) != content[b.offset :][: b.read_bytes])
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert not wrong and reads.verifier.bytes_checked == len(content) and not reads.units_in_memory
 
 

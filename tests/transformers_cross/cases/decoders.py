@@ -98,16 +98,8 @@ FAMILIES = (
 def cases() -> Iterator[Case]:
     """All of them."""
     for family in FAMILIES:
-        yield from _ties(family)
-        yield from _sizes(family)
-        yield from _writers(family)
-        yield from _faults(family)
-        yield from _biases(family)
-        yield from _rotary(family)
-        yield from _windows(family)
-        yield from _scalars(family)
-        yield from _layers(family)
-        yield from _directions(family)
+        for some in (_ties, _sizes, _writers, _faults, _biases, _rotary, _windows, _scalars, _layers, _directions):
+            yield from some(family)
         yield from _quantised(family)
     yield from _phi3()
     yield from _bloom()

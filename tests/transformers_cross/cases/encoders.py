@@ -71,11 +71,8 @@ def cases() -> Iterator[Case]:
     """All of them."""
     yield from _gpt2()
     for family in FAMILIES:
-        yield from _heads(family)
-        yield from _writers(family)
-        yield from _faults(family)
-        yield from _fields(family)
-        yield from _of_one(family)
+        for some in (_heads, _writers, _faults, _fields, _of_one):
+            yield from some(family)
     yield from _bart()
 
 
