@@ -27,7 +27,7 @@ from typing import Any
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells report it (128 + SIGINT)."""
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-LOOK_S = 0.5
+_LOOK_S = 0.5
 """The longest time until a wait notices Ctrl-C."""
 _NO_PLACE = {
     "_xla_gc_callback": "JAX's garbage collection callback, in which exceptions are printed and dropped",
@@ -194,7 +194,7 @@ class Worker:
 
     def wait(self) -> None:
         """Return once the thread has ended."""
-        while not self._done.wait(LOOK_S):
+        while not self._done.wait(_LOOK_S):
             pass
 
     def _run(self) -> None:

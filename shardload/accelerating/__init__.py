@@ -228,7 +228,7 @@ _NO_WEIGHTS = {
     "layer": "it has no weights",
     "legacy": "it is an HDF5 file of Keras 2 (.h5)",
 }
-SHOWN = 300
+_SHOWN = 300
 """Characters of an error that the report keeps."""
 
 
@@ -291,7 +291,7 @@ def _attempt(call: EntryCall) -> tuple[Filled | None, str | None]:
 
 def _shown(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    text = text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
     kind = type(error).__name__
     return text if isinstance(error, ShardloadError) and text else f"{kind}: {text}" if text else kind
 

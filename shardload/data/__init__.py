@@ -49,7 +49,7 @@ from shardload.errors import MissingExtraError, UsageError
 from shardload.keras_bridge.training import epoch_iterator_of_fit, grain_dataset
 from shardload.units import is_integer, plural
 
-NO_NUMBERS = (
+_NO_NUMBERS = (
     "Cannot cut a filtered dataset into global batches: they count examples by index, so none may be missing. Filter "
     "the source, or batch the dataset yourself and call resumable(dataset) without global_batch_size"
 )
@@ -128,7 +128,7 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
         # Grain refuses to batch a filtered dataset, which is the only public sign that examples may be missing.
         dataset.batch(global_batch_size)
     except ValueError as error:
-        raise UsageError(NO_NUMBERS) from error
+        raise UsageError(_NO_NUMBERS) from error
     sizes = {"examples": length(dataset), "repeated": repeated_length(dataset)}
     return Reading(global_batch_size=int(global_batch_size), **sizes)
 
@@ -284,7 +284,7 @@ def _share_class() -> Any:
             batch, row = divmod(index, self._rows)
             found = self._parent[(batch * self._part.count + self._part.index) * self._rows + row]
             if found is None:
-                raise UsageError(NO_NUMBERS)
+                raise UsageError(_NO_NUMBERS)
             return found
 
     return BatchShare

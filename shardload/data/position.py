@@ -24,9 +24,9 @@ from shardload.keras_bridge.training import (
 )
 from shardload.units import plural
 
-KEPT = 8
+_KEPT = 8
 """The number of states kept; Keras reads at most two batches ahead of training."""
-ENDLESS = 1 << 48
+_ENDLESS = 1 << 48
 """Longer than any real dataset; Grain repeats an endless one up to the largest index, divided by the batch size."""
 
 _LENGTHS = {"examples": "examples", "batches": "batches", "repeated": "elements before repeat()"}
@@ -106,7 +106,7 @@ class Origin:
 def length(dataset: Any) -> int:
     """Return the length of a `grain.MapDataset`; 0 if it is endless: its length is then the largest index."""
     found = len(dataset)
-    return found if found < ENDLESS else 0
+    return found if found < _ENDLESS else 0
 
 
 def repeated_length(dataset: Any) -> int | None:
@@ -132,7 +132,7 @@ class Position:
         self._skipped = 0
         self._expecting = False
         # (batches returned so far, state after them, whether they end the epoch), for the last few batches.
-        self._states: deque[tuple[int, dict[str, Any], bool]] = deque(maxlen=KEPT)
+        self._states: deque[tuple[int, dict[str, Any], bool]] = deque(maxlen=_KEPT)
         self._given = self._trained = self._before_epoch = 0
         self._left: int | None = None
         self._epochs: Any = None

@@ -22,7 +22,7 @@ from shardload.keras_bridge.model_state import own_layers
 
 _ROTARY = ("rotary_embedding_layer", "rope_layer", "rotary_embedding")
 _ACTIVATIONS = ("activation", "act_layer")
-POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
+_POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
 """Inputs at which activations are compared."""
 
 
@@ -181,8 +181,8 @@ def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
 
 @functools.lru_cache(maxsize=16)
 def at_points(function: Any) -> NDArray[np.float64]:
-    """Return an activation's values at `POINTS`."""
-    return np.asarray(_compiled(function, POINTS), np.float64)
+    """Return an activation's values at `_POINTS`."""
+    return np.asarray(_compiled(function, _POINTS), np.float64)
 
 
 def _compiled(function: Any, *arrays: Any) -> Any:

@@ -36,7 +36,7 @@ from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located, temporary_folder
 from shardload.stores.location import Location
 
-MAX_BYTES = 16 << 40
+_MAX_BYTES = 16 << 40
 """More than any model has. Without a limit, a plan for a damaged configuration would fill the memory."""
 
 
@@ -56,10 +56,10 @@ def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> M
         else:
             preset = _as_preset(described, ignore_config) if spec_of(described).is_hugging_face else described
             found = replace(preset, tensors=placed(_saved(preset), described.location))
-    if found.nbytes > MAX_BYTES:
+    if found.nbytes > _MAX_BYTES:
         raise SourceError(
             f"Cannot plan {described.source}: its configuration describes {found.nbytes >> 40:,} TiB of weights, "
-            f"expected at most {MAX_BYTES >> 40} TiB. Correct the configuration"
+            f"expected at most {_MAX_BYTES >> 40} TiB. Correct the configuration"
         )
     return found
 

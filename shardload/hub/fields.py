@@ -23,7 +23,7 @@ from shardload.hub.config_forms import completed
 from shardload.keras_bridge.layer_settings import gelu_tanh, set_attribute
 from shardload.units import plural
 
-SMALL_EPSILON = 1e-4
+_SMALL_EPSILON = 1e-4
 """Largest epsilon that is set on layers if the constructor has no parameter for it: the change is small."""
 _GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu")
 
@@ -144,7 +144,7 @@ def _epsilon(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDif
 
     # Only a small change may be set on layers: files that Keras writes lack it, and a large one would be lost.
     actual = wrong[0].epsilon
-    small = isinstance(wanted, float) and 0 < wanted <= SMALL_EPSILON and actual <= SMALL_EPSILON
+    small = isinstance(wanted, float) and 0 < wanted <= _SMALL_EPSILON and actual <= _SMALL_EPSILON
     yield FieldDifference(
         field, f"{wanted:g}", f"{actual:g} in {plural(len(wrong), 'layer')}", (field,), fix if small else None
     )

@@ -28,7 +28,7 @@ FIELD = "quantization_config"
 """Field to ignore if only the configuration mentions quantisation, or if float8 values need no scales."""
 ADAPTER = "adapter_config"
 """Field to ignore to load the plain weights of a folder that also contains an adapter."""
-BARE_FLOAT8 = "float8"
+_BARE_FLOAT8 = "float8"
 """Method name for float8 tensors without scales, which may be plain casts."""
 _SIGNS = (
     (r"\.qweight$", "gptq or awq"),
@@ -127,9 +127,9 @@ def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable
     decoded = model_type_of(manifest.config).decodes
     for name in names:
         method = _method_of(name, manifest)
-        if method is not None and method != decoded and not (method == BARE_FLOAT8 and FIELD in ignore):
+        if method is not None and method != decoded and not (method == _BARE_FLOAT8 and FIELD in ignore):
             named = next((found for found, _ in _described(manifest)), method)
-            option = f". If its values need no scales, pass {_OPTION}" if method == BARE_FLOAT8 else ""
+            option = f". If its values need no scales, pass {_OPTION}" if method == _BARE_FLOAT8 else ""
             raise UnsupportedError(
                 f"Cannot load {manifest.source}: tensor {name!r} ({manifest.tensors[name].dtype}) belongs to weights "
                 f"quantised with {named}, expected plain weights. {_ALTERNATIVES}{option}"
@@ -169,7 +169,7 @@ def _method_of(name: str, manifest: Manifest) -> str | None:
     stem = name.removesuffix(".weight")
     if _is_float8(tensors[name].dtype):
         scales = (f"{stem}.weight_scale", f"{stem}.weight_scale_inv", f"{stem}.scale", f"{stem}.input_scale")
-        return "fp8" if any(scale in tensors for scale in scales) else BARE_FLOAT8
+        return "fp8" if any(scale in tensors for scale in scales) else _BARE_FLOAT8
     for pattern, method in _SIGNS:
         if found := re.search(pattern, name):
             needed = _NEEDS.get(found[0])

@@ -70,11 +70,11 @@ METHODS = (
     "call",
 )
 """Methods that run in the model's scope; ``call`` covers ``model(...)``, which looks it up on the instance."""
-COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
+_COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
 """Where Keras and KerasHub cache compiled steps, which refer to the old mesh's shardings."""
 _ATTRIBUTE = "_shardload_binding"
 
-Layouts = Mapping[int, Layout] | Sequence[Layout]
+_Layouts = Mapping[int, Layout] | Sequence[Layout]
 """``id(variable)`` → layout, or one layout per variable of `model_state.variables_of`, in order."""
 
 
@@ -158,7 +158,7 @@ def bind(
     *,
     mesh: MeshSpec,
     devices: Sequence[jax.Device],
-    layouts: Layouts,
+    layouts: _Layouts,
     values: Literal["move", "keep"] = "move",
     batch_axis: str | None = None,
     activations: Callable[[str], Any] | None = None,
@@ -246,7 +246,7 @@ def binding_of(model: Model) -> ModelBinding | None:
 
 
 def _shardings(
-    model: Model, mesh: MeshSpec, devices: Sequence[jax.Device], layouts: Layouts, *, batch_axis: str | None
+    model: Model, mesh: MeshSpec, devices: Sequence[jax.Device], layouts: _Layouts, *, batch_axis: str | None
 ) -> list[tuple[Variable, jax.sharding.NamedSharding]]:
     if isinstance(layouts, Mapping):
         given = layouts
@@ -300,7 +300,7 @@ def _install(model: Model, binding: ModelBinding) -> None:
 
 def forget_compiled(model: Model) -> None:
     """Drop compiled steps, which refer to the shardings that variables had."""
-    for name in COMPILED:
+    for name in _COMPILED:
         if getattr(model, name, None) is not None:
             setattr(model, name, None)
 

@@ -51,7 +51,7 @@ class EntryCall:
     """By name, with defaults. A ``preset`` also has KerasHub's ``loader``."""
 
 
-Handler = Callable[[EntryCall], Any]
+_Handler = Callable[[EntryCall], Any]
 """Makes a call; returns what the original would return."""
 
 
@@ -59,7 +59,7 @@ Handler = Callable[[EntryCall], Any]
 class Interception:
     """A block in which calls go to a handler."""
 
-    handler: Handler
+    handler: _Handler
     is_open: bool = True
 
 
@@ -68,7 +68,7 @@ _open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points
 
 
 @contextmanager
-def calls_to(handler: Handler) -> Iterator[None]:
+def calls_to(handler: _Handler) -> Iterator[None]:
     """Inside the block, loading functions called in this context call ``handler``; the innermost block counts."""
     block = Interception(handler)
     # Without a token: a generator that has the block open may be closed in another context, where reset() would raise.
@@ -93,12 +93,12 @@ def plain_keras() -> Iterator[None]:
         _open.set(before)
 
 
-def handlers() -> list[Handler]:
+def handlers() -> list[_Handler]:
     """Return the handlers of the blocks around the current code, innermost first."""
     return [block.handler for block in reversed(_open.get()) if block.is_open]
 
 
-def _handler() -> Handler | None:
+def _handler() -> _Handler | None:
     return next(iter(handlers()), None)
 
 

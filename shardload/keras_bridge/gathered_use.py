@@ -24,7 +24,7 @@ from keras.src import backend
 
 from shardload.keras_bridge import Model, Variable
 
-GATHERED = "gathered weight"
+_GATHERED = "gathered weight"
 """The name of gathered values in traced programs."""
 
 
@@ -52,7 +52,7 @@ def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -
             return found, jax.tree.map(backend.get_keras_mask, found[0])
 
         # prevent_cse is the barrier that the docstring of this module describes.
-        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
         platform = next((str(use.used.mesh.devices.flat[0].platform) for use in uses.values()), None)
         step = jax.checkpoint(run, policy=policy, prevent_cse=platform != "tpu")
         found, masks = step(list(trainable), list(other), arrays)
@@ -72,7 +72,7 @@ def _masked(outputs: Any, masks: Any) -> Any:
 
 def _gathered(variables: Sequence[Variable], values: Sequence[Any], uses: Mapping[int, Use]) -> list[Any]:
     return [
-        checkpoint_name(_gather(value, uses[id(variable)]), GATHERED) if id(variable) in uses else value
+        checkpoint_name(_gather(value, uses[id(variable)]), _GATHERED) if id(variable) in uses else value
         for variable, value in zip(variables, values, strict=True)
     ]
 

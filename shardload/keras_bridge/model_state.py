@@ -28,16 +28,16 @@ from shardload.keras_bridge.saving import saved_objects
 from shardload.keras_bridge.variables import has_value, numbered, unique, value_of
 from shardload.sharding.layout import Layout
 
-LEAVES = frozenset((bool, int, float, str, bytes, FunctionType, type(None)))
+_LEAF_TYPES = frozenset((bool, int, float, str, bytes, FunctionType, type(None)))
 """Types of which no instance contains a layer, a variable or an optimizer."""
 
 _LARGE = 1_000
-"""Length from which it pays to remember that a container has nothing but `LEAVES`."""
+"""Length from which it pays to remember that a container has nothing but `_LEAF_TYPES`."""
 _VOCABULARIES: ContextVar[dict[int, Any] | None] = ContextVar("_VOCABULARIES", default=None)
-"""Large containers of `LEAVES`, by ``id``; kept alive here, so that no other object gets their ``id``."""
-_LEAVES = frozenset(map(id, LEAVES))
+"""Large containers of `_LEAF_TYPES`, by ``id``; kept alive here, so that no other object gets their ``id``."""
+_LEAF_TYPE_IDS = frozenset(map(id, _LEAF_TYPES))
 """Ids of types, because a metaclass may define how its classes are hashed and compared."""
-_PLAIN = _LEAVES.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
+_PLAIN = _LEAF_TYPE_IDS.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
 """Types of most attributes, which contain no variables."""
 _MISSING = object()
 
@@ -153,7 +153,7 @@ def optimizers_by_path(model: Model) -> dict[str | None, Any]:
 def _attribute_optimizers(model: Model) -> list[Any]:
     """Return candidates for `other_optimizers` without Keras' walk over all objects, which is slow for large models."""
     found: dict[int, Any] = {}
-    without, skipped = set(_LEAVES), bookkeeping_attributes()
+    without, skipped = set(_LEAF_TYPE_IDS), bookkeeping_attributes()
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
         attributes = [one for name, one in vars(layer).items() if name not in skipped]
         for optimizer in _optimizers_in(attributes, without):
@@ -311,7 +311,7 @@ class OptimizerState:
 
 
 def members_of(container: Any) -> Iterable[Any]:
-    """Return the items of a list, tuple or set, or the values of a dict; none if all are of `LEAVES`."""
+    """Return the items of a list, tuple or set, or the values of a dict; none if all are of `_LEAF_TYPES`."""
     known = _VOCABULARIES.get()
     if known is not None and id(container) in known:
         return ()
@@ -354,7 +354,7 @@ def without_walking_vocabularies() -> AbstractContextManager[None]:
 
 def _are_leaves(items: Iterable[Any]) -> bool:
     try:
-        return LEAVES.issuperset(map(type, items))
+        return _LEAF_TYPES.issuperset(map(type, items))
     except Exception:
         # A metaclass may define how its classes are hashed and compared, and so raise anything.
         return False

@@ -102,7 +102,7 @@ def described_accumulation(described: Any) -> int | None:
     for argument in _WRAPPED_ARGUMENTS:
         if argument in config:
             return described_accumulation(config[argument])
-    found = config.get(ACCUMULATION, "")
+    found = config.get(_ACCUMULATION, "")
     return 1 if found is None or found == 0 else batches_of_update(found)
 
 
@@ -132,10 +132,10 @@ def kind_of_class(found: type) -> str:
     return next(own, "")
 
 
-ACCUMULATION = "gradient_accumulation_steps"
+_ACCUMULATION = "gradient_accumulation_steps"
 _LARGEST = np.iinfo(np.int32).max
 """The largest count of Keras on JAX."""
-_SLOT_OPTIONS = ("use_ema", ACCUMULATION, "amsgrad", "momentum", "centered", "exclude_embeddings")
+_SLOT_OPTIONS = ("use_ema", _ACCUMULATION, "amsgrad", "momentum", "centered", "exclude_embeddings")
 """Arguments of Keras' optimizers that decide which slots there are."""
 _WRAPPED_ARGUMENTS = ("inner_optimizer", "base_optimizer")
 

@@ -22,14 +22,14 @@ from shardload.keras_bridge.lora import hidden
 from shardload.keras_bridge.patches import Patches, replacing
 from shardload.keras_bridge.recording import without_computing
 
-AssignHandler = Callable[[Variable, Any, Callable[[Variable, Any], Any]], Any]
+_AssignHandler = Callable[[Variable, Any, Callable[[Variable, Any], Any]], Any]
 """Called with the variable, the value and Keras' own ``assign``; returns the result of ``assign``."""
 
-_assign_handler: ContextVar[AssignHandler | None] = ContextVar("shardload_assign_handler", default=None)
+_assign_handler: ContextVar[_AssignHandler | None] = ContextVar("shardload_assign_handler", default=None)
 
 
 @contextmanager
-def assignments_to(handler: AssignHandler) -> Iterator[None]:
+def assignments_to(handler: _AssignHandler) -> Iterator[None]:
     """Inside the block, every ``variable.assign(value)`` of this thread calls ``handler`` instead."""
     token = _assign_handler.set(handler)
     try:

@@ -29,9 +29,9 @@ from shardload.keras_bridge.saving import WALK_PATCH
 from shardload.keras_bridge.variables import has_value, stored_dtype
 from shardload.transfer.casts import is_float
 
-Form = tuple[tuple[int, ...], np.dtype[Any]]
+_Form = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and dtype of a dataset."""
-Groups = Mapping[str, Mapping[str, Form]]
+_Groups = Mapping[str, Mapping[str, _Form]]
 """Path of an object (``layers/dense``) → its keys (``0``) → their datasets."""
 
 
@@ -39,7 +39,7 @@ Groups = Mapping[str, Mapping[str, Form]]
 class Listing:
     """What Keras would write for one model."""
 
-    groups: Groups
+    groups: _Groups
     optimizers: Mapping[str, Any]
     """Path → optimizer."""
 
@@ -62,7 +62,7 @@ def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
     # A quantised layer that was built from a map of policies gives Keras no scale to store, so its group tells nothing.
     known = {path: found for path, found in store.groups.items() if not any(v is None for v in found.values())}
 
-    def form(value: Any) -> Form:
+    def form(value: Any) -> _Form:
         if isinstance(value, JaxVariable):
             return tuple(value.shape), stored_dtype(value)
         return np.shape(value), np.dtype(getattr(value, "dtype", None) or np.asarray(value).dtype)
@@ -87,14 +87,14 @@ def check_for_keras(file: Path, listing: Listing, *, omitted: Container[str] = (
                 )
 
 
-def _shown(form: Form | None) -> str:
+def _shown(form: _Form | None) -> str:
     return "nothing" if form is None else f"{form[1].name} {form[0]}"
 
 
-def found_by_keras(path: Path, groups: Groups, *, is_index: bool) -> Groups:
+def found_by_keras(path: Path, groups: _Groups, *, is_index: bool) -> _Groups:
     """Return what Keras finds in a file when it asks for these groups and keys; reads headers only."""
 
-    def entry(store: Any, keys: Iterable[str]) -> dict[str, Form]:
+    def entry(store: Any, keys: Iterable[str]) -> dict[str, _Form]:
         # Layers count the keys of the outermost level, and their hooks may ask for keys below them.
         asked = dict.fromkeys([*list(store.keys()), *(key for key in keys if key in store)])
         return {key: form for key in asked if (form := store[key]) is not None}
@@ -135,7 +135,7 @@ class _ListingStore(saving_lib.H5IOStore):  # type: ignore[misc]
 class _Headers(saving_lib.H5IOStore):  # type: ignore[misc]
     """Keras' reader, which gives the form of a dataset instead of its values, and ``None`` for a group."""
 
-    def __getitem__(self, key: str) -> Form | None:
+    def __getitem__(self, key: str) -> _Form | None:
         if self._h5_entry_group.get(key, getclass=True) is not saving_lib.h5py.Dataset:
             return None
         found = saving_lib.safe_get_h5_dataset(self._h5_entry_group, key)

@@ -32,11 +32,11 @@ import numpy as np
 from shardload.keras_bridge.model_state import own_layers
 from shardload.units import plural
 
-ROUNDINGS = 8
+_ROUNDINGS = 8
 """Sum of 64 independent roundings, in units of one of them: they add up like a random walk."""
-SAMPLES = 3
+_SAMPLES = 3
 """Movements of the weights: a single one of a single number, such as a loss, may happen to be small."""
-MOST_SAMPLES = 15
+_MOST_SAMPLES = 15
 """Movements where the first ones do not explain a difference. Rounding can move an activation across the kink of
 a ReLU, or change which entry a maximum takes: a gradient then jumps, and Adam turns a gradient that was zero into a
 whole step. Few movements cross a given kink; of fifteen that reach it some do."""
@@ -146,11 +146,11 @@ def compare_all(
             for name, value in expected.items()
         )
 
-    runs += moved(range(SAMPLES))
+    runs += moved(range(_SAMPLES))
     arrays = compared()
     # Twelve more movements cost twelve more runs, so only for a difference that three do not explain.
     if any(each.differs for each in arrays):
-        runs += moved(range(SAMPLES, MOST_SAMPLES))
+        runs += moved(range(_SAMPLES, _MOST_SAMPLES))
         arrays = compared()
     return Compared(arrays, len(runs))
 
@@ -175,7 +175,7 @@ def compare(
     ]
     unstable = ~np.all(finite_or_same, axis=0)
     movement = max(_difference(each[~unstable], values[~unstable]) for each in runs)
-    allowed = max(ROUNDINGS * movement, ROUNDINGS * eps * largest, order)
+    allowed = max(_ROUNDINGS * movement, _ROUNDINGS * eps * largest, order)
     # Where nothing is finite, equal infinities would agree without saying anything.
     undefined = int((np.isnan(values) | unstable).sum()) if finite.size else elements
     difference = _difference(_doubles(result)[~unstable], values[~unstable])

@@ -37,7 +37,7 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.placement import named_sharding
 from shardload.units import check_no_iterator, format_bytes, plural
 
-CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options of XLA for CPU: the machine code is never run, and partitioning and buffers are decided before it."""
 _WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
 
@@ -273,7 +273,7 @@ def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: S
         keep_unused=True,
     )
     lowered = step.lower(state, batch)
-    compiled = lowered.compile(compiler_options=CPU_OPTIONS if platform == "cpu" else None)
+    compiled = lowered.compile(compiler_options=_CPU_OPTIONS if platform == "cpu" else None)
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
         lowered.out_info,

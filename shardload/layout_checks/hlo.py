@@ -34,7 +34,7 @@ from shardload.sharding.devices import mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
 
-COLLECTIVES = (
+_COLLECTIVES = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -60,9 +60,9 @@ _AXIS = re.compile(r"'([^']+)'=(\d+)")
 # An axis between the braces, `'a'`, or a part of one, `'b':(2)4`.
 _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
-Inside = Literal["", "loop", "branch"]
-_INSIDE: dict[str, Inside] = {"while": "loop", "conditional": "branch"}
-DeviceGroups = tuple[tuple[int, ...], ...]
+_Inside = Literal["", "loop", "branch"]
+_INSIDE: dict[str, _Inside] = {"while": "loop", "conditional": "branch"}
+_DeviceGroups = tuple[tuple[int, ...], ...]
 """Positions of devices in the program, one tuple per group."""
 
 
@@ -84,7 +84,7 @@ class Collective:
     """Mesh axes along which the devices of a group differ: all of an axis, or a part of it (see ``group_size``)."""
     count: int = 1
     """Executions in one step: in a loop as often as its body runs."""
-    inside: Inside = ""
+    inside: _Inside = ""
     """``loop``: in a loop of unknown length, counted once; ``branch``: may not run at all."""
     source: str = ""
     """The operation of the model that it belongs to, as JAX names it; empty if XLA added it."""
@@ -137,7 +137,7 @@ def _walk(computations: Mapping[str, list[_Instruction]], name: str, mesh: MeshS
         # Later parts of an asynchronous instruction, whose `-start` is counted.
         if one.opcode.endswith(("-done", "-update")):
             continue
-        if one.opcode.removesuffix("-start") in COLLECTIVES:
+        if one.opcode.removesuffix("-start") in _COLLECTIVES:
             yield _collective(one, mesh)
             continue
         # How often the instruction runs what it calls; what a reduction applies (`to_apply`) has no collectives.
@@ -227,7 +227,7 @@ def collective_json(found: Collective) -> dict[str, Any]:
 # ---- groups of devices -----------------------------------------------------------------------------
 
 
-def replica_groups(attributes: str) -> DeviceGroups:
+def replica_groups(attributes: str) -> _DeviceGroups:
     """Return the groups of devices in an instruction's attributes; empty if there are none.
 
     XLA for TPU leaves them out of the text (``{}``) once it has chosen how to run the collective.
@@ -250,7 +250,7 @@ def replica_groups(attributes: str) -> DeviceGroups:
     return _listed_groups(text)
 
 
-def group_axes(groups: DeviceGroups, mesh: MeshSpec) -> tuple[str, ...]:
+def group_axes(groups: _DeviceGroups, mesh: MeshSpec) -> tuple[str, ...]:
     """Return the mesh axes along which devices of one group differ."""
     found = set()
     for group in groups:
@@ -263,7 +263,7 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-def _listed_groups(text: str) -> DeviceGroups:
+def _listed_groups(text: str) -> _DeviceGroups:
     """Read ``{{0,1},{2,3}}`` at the beginning of ``text``."""
     found = re.match(r"\{((?:\{[\d,]*\},?)*)\}", text)
     return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", found[1])) if found else ()
@@ -274,7 +274,7 @@ def _permuted(sizes: Sequence[int], order: str | None) -> NDArray[Any]:
     return positions.transpose(_numbers(order)) if order else positions
 
 
-def _mesh_groups(text: str) -> DeviceGroups:
+def _mesh_groups(text: str) -> _DeviceGroups:
     """Read ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a', 'b':(1)2}``."""
     sizes = {name: int(size) for name, size in _AXIS.findall(text.partition("]")[0])}
     devices = np.arange(np.prod(list(sizes.values()), dtype=int))
@@ -297,5 +297,5 @@ def _mesh_groups(text: str) -> DeviceGroups:
     return _as_groups(np.moveaxis(devices.reshape(shape), last, range(-len(last), 0)).reshape(-1, size))
 
 
-def _as_groups(found: NDArray[Any]) -> DeviceGroups:
+def _as_groups(found: NDArray[Any]) -> _DeviceGroups:
     return tuple(tuple(row) for row in found.tolist())

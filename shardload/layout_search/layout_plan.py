@@ -33,7 +33,7 @@ from shardload.stores.local import local_target
 from shardload.typing import PathLike
 from shardload.units import format_bytes, plural
 
-FORMAT = "shardload layout plan, version 1"
+_FORMAT = "shardload layout plan, version 1"
 _WRITTEN = "Use a file as LayoutPlan.save wrote it, or plan again"
 
 
@@ -189,13 +189,13 @@ class LayoutPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible data."""
-        return {"format": FORMAT, **dataclasses.asdict(self), "constants": dict(self.constants)}
+        return {"format": _FORMAT, **dataclasses.asdict(self), "constants": dict(self.constants)}
 
     @classmethod
     def from_json(cls, data: Any) -> LayoutPlan:
         """Return the plan that `to_json` wrote."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise LayoutError(f"Cannot read the plan: its format is not {FORMAT!r}")
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise LayoutError(f"Cannot read the plan: its format is not {_FORMAT!r}")
         try:
             # JSON has lists for tuples and objects for dataclasses. The file is untrusted: a wrong key or type is a
             # LayoutError below.

@@ -35,12 +35,12 @@ from shardload.layout_search.weight_options import (
 from shardload.sharding.layout import Layout
 from shardload.units import format_bytes, format_bytes_down, format_bytes_up, plural
 
-TIME_LIMIT_S = 60.0
+_TIME_LIMIT_S = 60.0
 """Seconds after which HiGHS returns the best decisions it has."""
-TIE_BREAK = 1e-4
+_TIE_BREAK = 1e-4
 """Weight of time where memory is minimised: of equal memory, the faster wins."""
 
-Moment = tuple[tuple[tuple[int, ...], float], ...]
+_Moment = tuple[tuple[tuple[int, ...], float], ...]
 """Bytes that are stored at one moment of the program, by the dim groups of the values."""
 
 
@@ -57,7 +57,7 @@ class Demand:
     """Axes that may split the storage of any large weight."""
     small: bool = False
     """Whether the storage of weights below `weight_options.LEAST_STORED_BYTES` may be split too."""
-    buffers: tuple[Moment, ...] = ()
+    buffers: tuple[_Moment, ...] = ()
     """Moments at which everything must fit."""
     forced: tuple[tuple[int, str, bool], ...] = ()
     """Decisions taken beforehand: dim group, axis and whether the axis splits it."""
@@ -130,7 +130,7 @@ class _Model:
             whole = max(sum(state.values()), 1.0)
             worst = sum(self.time) or 1.0
             peak = self._column()
-            self._objective = [*(TIE_BREAK * t / worst for t in self._objective), 1.0]
+            self._objective = [*(_TIE_BREAK * t / worst for t in self._objective), 1.0]
             self._rows += [({**total, peak: -whole}, -np.inf, 0.0) for total in memory]
         elif self.demand.limit_bytes is not None:
             self._rows += [(total, 0.0, self.demand.limit_bytes) for total in memory]
@@ -234,7 +234,7 @@ class _Model:
             constraints=LinearConstraint(matrix, low, high),
             integrality=np.array(self._integral),
             bounds=Bounds(np.zeros(count), upper_bounds),
-            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": 1e-6},
+            options={"time_limit": _TIME_LIMIT_S, "mip_rel_gap": 1e-6},
         )
         # Status 2 is infeasible, which is an answer. Without decisions for any other reason, the solver gave up.
         if found.x is None and found.status != 2:
@@ -244,7 +244,7 @@ class _Model:
 
 # ---- which optimum: the least product, or the fastest within a limit ---------------------------------
 
-TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+_TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """Multiples of the least memory for weights that are tried where no device memory is given."""
 MOMENTS = 4
 """Number of times that the peak of the last answer is added to the moments that must fit the limit."""
@@ -270,7 +270,7 @@ def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
     least = state_memory(problem, _solved(problem, replace(demand, minimise="memory"))).weights
     best: tuple[float, Demand, Solution] | None = None
     whole = sum(w.nbytes * len(w.members) for w in problem.weights)
-    for factor in TRADE_OFFS:
+    for factor in _TRADE_OFFS:
         tried = replace(demand, weight_limit_bytes=least * factor)
         solution = _solved(problem, tried)
         product = solution.seconds * state_memory(problem, solution).weights
@@ -374,12 +374,12 @@ def state_memory(problem: Problem, solution: Solution) -> DeviceBytes:
     return DeviceBytes(round(weights), round(gradients), round(slots), 0)
 
 
-def activation_peak(problem: Problem, solution: Solution) -> tuple[int, Moment]:
+def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]:
     """Return the most bytes of stored values at one moment, and what is stored then, by dim groups.
 
     The update of an optimizer is such a moment: activations are gone then.
     """
-    update: tuple[int, Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
+    update: tuple[int, _Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
     program = problem.traced.program
     weights = {id(value) for _, value in problem.traced.weights}
     # Values that need buffers of their own.

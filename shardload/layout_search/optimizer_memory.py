@@ -25,7 +25,7 @@ from shardload.layouts.model_variables import nbytes
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 
-SplitBy = Literal["weight", "rows", "nothing"]
+_SplitBy = Literal["weight", "rows", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Slot:
     shape: tuple[int, ...]
     nbytes: int
     """Bytes of the whole array."""
-    follows: SplitBy
+    follows: _SplitBy
     """The split that it follows: that of its ``weight``; as many parts as the weight has, along its own ``rows``, if
     they divide; or ``nothing``, as it is whole on every device."""
     spread: SlotSpread | None = None

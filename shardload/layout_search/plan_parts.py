@@ -10,10 +10,10 @@ from shardload.sharding.layout import Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, plural
 
-Record_co = TypeVar("Record_co", covariant=True)
+_Record_co = TypeVar("_Record_co", covariant=True)
 
 
-class PlanCheck(Protocol[Record_co]):
+class PlanCheck(Protocol[_Record_co]):
     """A check of a plan, such as a `shardload.parallel.CompiledStep`."""
 
     @property
@@ -21,7 +21,7 @@ class PlanCheck(Protocol[Record_co]):
         """The mesh that was checked."""
         ...
 
-    def for_plan(self) -> Record_co:
+    def for_plan(self) -> _Record_co:
         """Return what a plan records of the check."""
         ...
 

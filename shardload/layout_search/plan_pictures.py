@@ -21,11 +21,11 @@ from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
 
-WIDTH = 40
+_WIDTH = 40
 """Characters of a full bar."""
-NAME_WIDTH = 56
+_NAME_WIDTH = 56
 """Width of the column of names; a longer name moves the columns behind it."""
-PARTS = ("weights", "gradients", "slots", "activations")
+_PARTS = ("weights", "gradients", "slots", "activations")
 """Parts of the memory of a device, as fields of `DeviceBytes`."""
 
 SVG_WIDTH, MARGIN = 960, 24
@@ -33,13 +33,13 @@ BAR_TOP, BAR_HEIGHT = 96, 36
 ROWS_TOP, ROW_HEIGHT = 240, 30
 DIMS_LEFT, DIM_WIDTH, DIM_GAP = 392, 92, 6
 BYTES_RIGHT, SPARK_WIDTH = 856, 72
-NAME_CHARACTERS = 46
-SUBTITLE_CHARACTERS = 130
-MOST_MARKS = 16
+_NAME_CHARACTERS = 46
+_SUBTITLE_CHARACTERS = 130
+_MOST_MARKS = 16
 """Most marks of a dim, also where it is split into more parts: more would be a grey box."""
-PART_COLOURS = {"weights": "#6ea8fe", "gradients": "#f4a582", "slots": "#c2a5cf", "activations": "#8fd19e"}
-AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
-STYLE = """\
+_PART_COLOURS = {"weights": "#6ea8fe", "gradients": "#f4a582", "slots": "#c2a5cf", "activations": "#8fd19e"}
+_AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
+_STYLE = """\
 text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:#1f2328}
 .back{fill:#ffffff}.title{font-size:18px;font-weight:600}.soft{fill:#59636e;font-size:12px}
 .mono{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}.dark{fill:#16191d}
@@ -110,22 +110,22 @@ class PlanPicture:
         full = max(limit or 0, device.total, 1)
         share = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
         yield f"per device: {format_bytes(device.total)}{share}"
-        rows = [(name, getattr(device, name), block) for name in PARTS]
+        rows = [(name, getattr(device, name), block) for name in _PARTS]
         rows.append(("free", max((limit or 0) - device.total, 0), "."))
         begun = 0
         for name, nbytes, mark in rows:
             if not nbytes:
                 continue
-            first, last = (round(WIDTH * n / full) for n in (begun, begun + nbytes))
-            bar = " " * min(first, WIDTH - 1) + mark * max(last - first, 1)
-            yield f"  {name:<12}{bar[:WIDTH]:<{WIDTH}}| {format_bytes(nbytes)}"
+            first, last = (round(_WIDTH * n / full) for n in (begun, begun + nbytes))
+            bar = " " * min(first, _WIDTH - 1) + mark * max(last - first, 1)
+            yield f"  {name:<12}{bar[:_WIDTH]:<{_WIDTH}}| {format_bytes(nbytes)}"
             begun += nbytes
 
     def layout_lines(self) -> Iterator[str]:
         """One line for each different layout: name, dims with the axes that split them, bytes on each device."""
         names = [f"{g.name} x{g.count}" if g.count > 1 else g.name for g in self.rows]
         dims = [g.dims for g in self.rows]
-        wide = min(max(map(len, names), default=0), NAME_WIDTH)
+        wide = min(max(map(len, names), default=0), _NAME_WIDTH)
         wider = max(map(len, dims), default=0)
         yield "layouts (dim/axes that split it), and bytes on each device:"
         for name, shape, row in zip(names, dims, self.rows, strict=True):
@@ -138,10 +138,10 @@ class PlanPicture:
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SVG_WIDTH} {height}" width="{SVG_WIDTH}" '
             f'height="{height}" role="img" aria-label={quoteattr(f"Layout plan of {self.title}")}>',
-            f"<style>{STYLE}</style>",
+            f"<style>{_STYLE}</style>",
             f'<rect class="back" width="{SVG_WIDTH}" height="{height}"/>',
             _text(MARGIN, 36, self.title, "title"),
-            _text(MARGIN, 58, _shortened(f"inputs {self.inputs}", SUBTITLE_CHARACTERS), "soft"),
+            _text(MARGIN, 58, _shortened(f"inputs {self.inputs}", _SUBTITLE_CHARACTERS), "soft"),
             *_svg_memory(self),
             *_axes(self.mesh),
             *_rows(self.rows, self.mesh.axes),
@@ -174,10 +174,10 @@ def _svg_memory(picture: PlanPicture) -> Iterator[str]:
     of = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
     yield _text(MARGIN, BAR_TOP - 12, f"Memory per device: {format_bytes(device.total)}{of}")
     x, legend = float(MARGIN), float(MARGIN)
-    for name in PARTS:
+    for name in _PARTS:
         nbytes = getattr(device, name)
         label = f"{name} {format_bytes(nbytes)}"
-        fill = f'fill="{PART_COLOURS[name]}"'
+        fill = f'fill="{_PART_COLOURS[name]}"'
         yield _box(x, BAR_TOP, (wide * nbytes / full, BAR_HEIGHT), fill, label)
         yield _box(legend, BAR_TOP + BAR_HEIGHT + 14, (12, 12), fill)
         yield _text(legend + 18, BAR_TOP + BAR_HEIGHT + 25, label)
@@ -198,7 +198,7 @@ def _axes(mesh: MeshSpec) -> Iterator[str]:
     yield _text(BYTES_RIGHT, y, "each device", "soft", anchor="end")
     for i, (axis, size) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)):
         x = DIMS_LEFT + 110 * i
-        yield _box(x, y - 11, (12, 12), f'fill="{AXIS_COLOURS[i % len(AXIS_COLOURS)]}"')
+        yield _box(x, y - 11, (12, 12), f'fill="{_AXIS_COLOURS[i % len(_AXIS_COLOURS)]}"')
         yield _text(x + 18, y, f"{axis} ÷{size}")
 
 
@@ -208,7 +208,7 @@ def _rows(rows: Sequence[VariableRow], axes: Sequence[str]) -> Iterator[str]:
         y = ROWS_TOP + ROW_HEIGHT * i
         name = f"{row.name} x{row.count}" if row.count > 1 else row.name
         yield f"<g><title>{escape(name)}: {escape(str(row.layout))}</title>"
-        yield _text(MARGIN, y + 15, _shortened(name, NAME_CHARACTERS), "mono")
+        yield _text(MARGIN, y + 15, _shortened(name, _NAME_CHARACTERS), "mono")
         for d in range(len(row.shape)):
             yield from _dim(row, d, y, axes)
         yield _text(BYTES_RIGHT, y + 15, format_bytes(row.device_bytes), anchor="end")
@@ -227,11 +227,11 @@ def _dim(row: VariableRow, d: int, y: float, axes: Sequence[str]) -> Iterator[st
     for i, axis in enumerate(split):
         band = 22 / len(split)
         dashed = ' stroke-dasharray="3 2"' if axis in row.stored else ""
-        colour = AXIS_COLOURS[axes.index(axis) % len(AXIS_COLOURS)]
+        colour = _AXIS_COLOURS[axes.index(axis) % len(_AXIS_COLOURS)]
         style = f'fill="{colour}" class="split"{dashed}'
         title = f"stored split over {axis}, gathered for use" if axis in row.stored else f"split over {axis}"
         yield _box(x, y + band * i, (DIM_WIDTH, band), style, title)
-    marks = min(parts, MOST_MARKS)
+    marks = min(parts, _MOST_MARKS)
     for k in range(1, marks):
         at = x + DIM_WIDTH * k / marks
         yield f'<line x1="{at:.1f}" y1="{y + 17:g}" x2="{at:.1f}" y2="{y + 22:g}" class="mark"/>'

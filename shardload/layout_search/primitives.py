@@ -27,7 +27,7 @@ shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefr
 with_memory_space_constraint xor zeta
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
-VIEWS = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient"})
+_VIEWS = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "sharding_constraint", "stop_gradient"})
 _SOURCES = """
 empty empty2 full iota random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap
 random_wrap rng_bit_generator rng_uniform axis_index create_token platform_index
@@ -63,11 +63,11 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
                     known = dims[d]
                     dims[d] = n if known is None else program.unite(known, n)
         # These share the buffer of their operand.
-        view = same[0] if eqn.primitive.name in VIEWS and same else None
+        view = same[0] if eqn.primitive.name in _VIEWS and same else None
         results.append(fresh(program, var, dims, view_of=view))
         if eqn.primitive.name == "convert_element_type":
             results[-1].cast_of = operands[0]
-    if results and eqn.primitive.name not in VIEWS:
+    if results and eqn.primitive.name not in _VIEWS:
         # Fused elementwise work is bound by memory, so its flops are not counted.
         program.work("elementwise", results[0].dims, nbytes=results[0].nbytes)
     return results

@@ -22,9 +22,9 @@ from shardload.layout_search.tracing import Traced
 from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 
-LEAST_DECIDED_BYTES = 1 << 10
+_LEAST_DECIDED_BYTES = 1 << 10
 """Bytes of the smallest variable whose dims may be split: seeds and scalars of layers are smaller."""
-ROUNDS = 3
+_ROUNDS = 3
 """Rounds of comparison: two groups count as alike if all operations up to this many steps away from them are."""
 Assignment = tuple[int | None, ...]
 """For each mesh axis, the dim group that it splits, or ``None``."""
@@ -266,7 +266,7 @@ def _dim_group(program: Program, dim_groups: Mapping[int, int], node: int) -> in
 
 def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, str]]:
     # Dims of small variables alone (seeds, scalars of layers) would add decisions of no effect.
-    large = [w for w in problem.weights if w.nbytes >= LEAST_DECIDED_BYTES]
+    large = [w for w in problem.weights if w.nbytes >= _LEAST_DECIDED_BYTES]
     of_weights = sorted({k for w in large for k in w.dim_groups if k != UNSPLIT} - exclude)
     for axis in problem.mesh.axes:
         size, taken = problem.sizes[axis], problem.pinned.get(axis)
@@ -280,7 +280,7 @@ def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, s
 def _dim_groups(traced: Traced) -> dict[int, int]:
     """Number the dim groups: two groups are in one if operations and weights see them alike.
 
-    This is colour refinement on the graph of groups, weights and operations, for `ROUNDS` rounds. Groups
+    This is colour refinement on the graph of groups, weights and operations, for `_ROUNDS` rounds. Groups
     that are alike but meet in one tensor are kept apart.
     """
     program = traced.program
@@ -293,7 +293,7 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
     colour: dict[int, Any] = {g: (program.length(g), any(program.group(n) == g for n in traced.batch)) for g in groups}
     # Each round adds to a group's colour those of its neighbours: weights and operations that have it as a dim, with
     # the position and all other dims. Colours are hashes, as nested tuples would grow with every round.
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         seen: dict[int, Counter[Any]] = {g: Counter() for g in groups}
         for (dims, about), count in uses.items():
             colours = tuple(colour.get(g) for g in dims)

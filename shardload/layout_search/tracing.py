@@ -1,7 +1,7 @@
 """Trace a Keras model on shapes alone, and read its program: no value is read, no buffer is allocated.
 
 JAX records the model's call or training step once (`record_program`); `trace` reads that program, equation by equation,
-into a `Program`, with one rule for each primitive (`RULES`).
+into a `Program`, with one rule for each primitive (`_RULES`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shardload.layout_search.program import UNSPLIT, Exchange, Program, Value
 from shardload.layouts.model_variables import nested_layers
 from shardload.units import check_kind, check_no_iterator
 
-DEFAULT_SEQUENCE = 512
+_DEFAULT_SEQUENCE = 512
 """Length of dims that a model leaves open, where the caller does not give inputs."""
 
 _MOST_INPUTS = 16
 """Inputs that a plan or an error lists."""
 
-OTHER_INPUTS = "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
-VALUES_NEEDED = (
+_OTHER_INPUTS = "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
+_VALUES_NEEDED = (
     "Its call reads values of tensors (float(), if, NumPy), but a search has only shapes. Use keras.ops (where, cond), "
     "which jit_compile=True needs as well"
 )
@@ -57,7 +57,7 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
     """Return a shape and dtype for each input of a functional model, or of a task's backbone.
 
     ``batch`` and ``sequence`` are the lengths of the first and of every other dim that the model leaves open; by
-    default, ``sequence`` is `DEFAULT_SEQUENCE`, or the number of positions that the model has if that is smaller.
+    default, ``sequence`` is `_DEFAULT_SEQUENCE`, or the number of positions that the model has if that is smaller.
     """
     inputs = _declared(model)
     if inputs is None:
@@ -71,7 +71,7 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
     backbone = backbone_of(model)
     tables = [layer for layer, _ in nested_layers(backbone) if hasattr(layer, "position_embeddings")]
     rows = [getattr(backbone, "max_sequence_length", None), *(getattr(t, "sequence_length", None) for t in tables)]
-    length = sequence or min([DEFAULT_SEQUENCE, *(n for n in rows if isinstance(n, int) and n > 0)])
+    length = sequence or min([_DEFAULT_SEQUENCE, *(n for n in rows if isinstance(n, int) and n > 0)])
 
     def spec(tensor: Any) -> jax.ShapeDtypeStruct:
         first, *rest = tensor.shape
@@ -179,7 +179,7 @@ def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mappin
     except Exception as error:
         raise LayoutError(
             f"Cannot trace {model.name!r} on inputs {input_summary(specs[0])}: {type(error).__name__}: "
-            f"{reason_of(error)}. {VALUES_NEEDED if isinstance(error, jax.errors.JAXTypeError) else OTHER_INPUTS}"
+            f"{reason_of(error)}. {_VALUES_NEEDED if isinstance(error, jax.errors.JAXTypeError) else _OTHER_INPUTS}"
         ) from error
     return Recorded((*trainable, *other), len(trainable), closed, training)
 
@@ -285,7 +285,7 @@ def arguments_of(program: Program, closed: ClosedJaxpr) -> list[Value]:
 
 def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
     name = eqn.primitive.name
-    if (rule := RULES.get(name)) is not None:
+    if (rule := _RULES.get(name)) is not None:
         return rule(program, eqn, operands)
     inner = next((eqn.params[key] for key in _INNER if key in eqn.params), None)
     # The program inside a shard_map has the shapes of one device's shards: its dims cannot be compared with these.
@@ -354,7 +354,7 @@ _NAMED = """
 broadcast_in_dim concatenate dot_general dynamic_update_slice expand_dims gather reshape rev select_and_scatter_add
 squeeze stack top_k transpose unstack
 """
-RULES: dict[str, PrimitiveRule] = {
+_RULES: dict[str, PrimitiveRule] = {
     **{name: getattr(primitives, name) for name in _NAMED.split()},
     **dict.fromkeys(primitives.ELEMENTWISE, primitives.elementwise),
     **dict.fromkeys(primitives.SOURCES, primitives.source),

@@ -145,16 +145,16 @@ def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[
 
 # ---- features that are whole between blocks ------------------------------------------------------------
 
-WHOLE_FEATURES = PartitionSpec(PartitionSpec.UNCONSTRAINED)
+_WHOLE_FEATURES = PartitionSpec(PartitionSpec.UNCONSTRAINED)
 """Leaves the batch dim to XLA and gathers all others."""
-Layers = Sequence[tuple[Any, Sequence[Any]]]
+_Layers = Sequence[tuple[Any, Sequence[Any]]]
 """Each layer of a model with its direct sub-layers."""
 _OTHER_NORMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
 """Parts of the names of norms that are not over features, or have no features of the model's width."""
 
 
 def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callable[[str], Any] | None:
-    """Return a function from the path of a layer's output to `WHOLE_FEATURES`, or to ``None`` to leave it to XLA.
+    """Return a function from the path of a layer's output to `_WHOLE_FEATURES`, or to ``None`` to leave it to XLA.
 
     An embedding whose vocabulary does not divide is split by its features, and so is the input of a kernel whose
     outputs do not divide. XLA then keeps features split through the sums and norms of every block: GPT-2 with two
@@ -175,10 +175,10 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
         # Recurrent layers with one output: a head that reads split features would split their every step.
         gathered += [layer for layer, _ in every if is_kind(layer, "RNN") and not layer.return_state]
     paths = {f"{layer.path}/output" for layer in gathered if getattr(layer, "path", None)}
-    return (lambda path: WHOLE_FEATURES if path in paths else None) if paths else None
+    return (lambda path: _WHOLE_FEATURES if path in paths else None) if paths else None
 
 
-def _sources(every: Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
+def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
     """Return the layers that begin split features: embeddings that are split by them, convolutions in no pair."""
     layers = []
     for layer, children in every:
@@ -191,7 +191,7 @@ def _sources(every: Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
     return layers
 
 
-def _norms(every: Layers) -> list[Any]:
+def _norms(every: _Layers) -> list[Any]:
     """Return the norms of the model's width."""
     norms: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads

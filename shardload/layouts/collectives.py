@@ -25,8 +25,8 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.sharding.layout import Spec, spec_of
 from shardload.units import check_kind, is_integer, plural
 
-Op: TypeAlias = Literal["sum", "mean", "max", "min"]
-Axes: TypeAlias = str | Sequence[str]
+_Op: TypeAlias = Literal["sum", "mean", "max", "min"]
+_Axes: TypeAlias = str | Sequence[str]
 _REDUCE: dict[str, Callable[..., Any]] = {
     "sum": jax.lax.psum,
     "mean": jax.lax.pmean,
@@ -36,7 +36,7 @@ _REDUCE: dict[str, Callable[..., Any]] = {
 
 
 def all_reduce(
-    x: Any, op: Op = "sum", axis_name: Axes = "model", mesh: Mesh | None = None, *, spec: PartitionSpec | None = None
+    x: Any, op: _Op = "sum", axis_name: _Axes = "model", mesh: Mesh | None = None, *, spec: PartitionSpec | None = None
 ) -> Any:
     """Combine the shards along mesh axes, element by element; all devices along them get the result.
 
@@ -65,7 +65,7 @@ def all_reduce(
 
 
 def all_gather(
-    x: Any, axis: int, axis_name: Axes = "model", mesh: Mesh | None = None, *, spec: PartitionSpec | None = None
+    x: Any, axis: int, axis_name: _Axes = "model", mesh: Mesh | None = None, *, spec: PartitionSpec | None = None
 ) -> Any:
     """Concatenate the shards along mesh axes; all devices along them get the result.
 
@@ -90,7 +90,7 @@ def all_gather(
 def reduce_scatter(
     x: Any,
     axis: int,
-    axis_name: Axes = "model",
+    axis_name: _Axes = "model",
     mesh: Mesh | None = None,
     *,
     op: Literal["sum", "mean"] = "sum",
@@ -162,7 +162,7 @@ def split_tensor_for_parallelism(tensor: Any, index: int, device_count: int, dim
 # ---- what they share -----------------------------------------------------------------------------
 
 
-def _names(axis_name: Axes) -> tuple[str, ...]:
+def _names(axis_name: _Axes) -> tuple[str, ...]:
     several = isinstance(axis_name, Iterable) and not isinstance(axis_name, str)
     names: tuple[Any, ...] = tuple(axis_name) if several else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):

@@ -18,7 +18,7 @@ from shardload.layouts.model_variables import LARGE_BYTES, nbytes
 from shardload.sharding.layout import Fallback, Layout
 from shardload.sharding.mesh import MeshSpec
 
-LEAST_SPLIT_BYTES = 1 << 10
+_LEAST_SPLIT_BYTES = 1 << 10
 """Splitting less than this saves nothing and costs a collective."""
 MATRICES = "matrices"
 """Noun for a dim that stacks matrices, one for each expert."""
@@ -73,7 +73,7 @@ def by_shape(variable: Any) -> Wants:
 def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
     """Choose the layout of a variable by its own dims."""
     shape = tuple(int(n) for n in variable.shape)
-    if not role.dims or (nbytes(variable) < LEAST_SPLIT_BYTES and not role.even_small):
+    if not role.dims or (nbytes(variable) < _LEAST_SPLIT_BYTES and not role.even_small):
         # Replicated on purpose, so no fallback is reported.
         return VariableLayout.of(variable, Layout.replicated(mesh, len(shape)), role.rule if not role.dims else "small")
     spec: list[tuple[str, ...]] = [()] * len(shape)

@@ -194,7 +194,7 @@ def _separable_roles(own: dict[str, Any]) -> dict[int, Role]:
 
 _CONVOLUTIONS = ("BaseConv", "BaseConvTranspose", "BaseDepthwiseConv", "BaseSeparableConv", "ConvLSTMCell")
 """Keras' classes of layers whose kernels slide over a window."""
-BY_FEATURE = """
+_BY_FEATURE = """
 Activation ActivityRegularization AlphaDropout BaseGlobalPooling BasePooling BatchNormalization Dropout ELU
 GaussianDropout GaussianNoise Identity LeakyReLU ReLU BaseSpatialDropout UpSampling1D UpSampling2D UpSampling3D
 ZeroPadding1D ZeroPadding2D ZeroPadding3D
@@ -393,7 +393,7 @@ def _passes(layer: Any) -> bool:
     # With a multiplier, outputs of one input channel are neighbours, and vectors behind it have another length.
     if "BaseDepthwiseConv" in names:
         return last and layer.depth_multiplier == 1 and _by_feature(layer)
-    return isinstance(layer, keras.Layer) and last and not names.isdisjoint(BY_FEATURE.split()) and _by_feature(layer)
+    return isinstance(layer, keras.Layer) and last and not names.isdisjoint(_BY_FEATURE.split()) and _by_feature(layer)
 
 
 def _by_feature(layer: Any) -> bool:

@@ -38,7 +38,7 @@ from shardload.sharding.layout import Layout, Spec, spec_of
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural
 
-DEFAULTS = ("auto", "replicated")
+_DEFAULTS = ("auto", "replicated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def read_rules(path: Path) -> RuleSet:
         raise LayoutError(f"Cannot read the layout rules {path}: {error}") from error
     # Any key left after these two is a mistake.
     default, entries = content.pop("default", "auto"), content.pop("rule", [])
-    if content or default not in DEFAULTS or not isinstance(entries, list) or not entries:
+    if content or default not in _DEFAULTS or not isinstance(entries, list) or not entries:
         raise LayoutError(
             f"The layout rules {path} need [[rule]] tables and may have default = 'auto' or 'replicated'; "
             f"found keys {sorted(content)}, default {default!r}, rule {entries!r:.80}"
@@ -231,12 +231,12 @@ def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str, *, of: str =
 
 # ---- rules for classes of layers ---------------------------------------------------------------------
 
-LayerRule = Callable[[Any], Mapping[str, Sequence[int]]]
+_LayerRule = Callable[[Any], Mapping[str, Sequence[int]]]
 """From a built layer to variable name → dims to split, best first; an empty sequence keeps a variable replicated."""
-R = TypeVar("R", bound=LayerRule)
+R = TypeVar("R", bound=_LayerRule)
 
 # By class, for the life of the process: `layout_rule` decorates functions at module level.
-_rules: dict[type, LayerRule] = {}
+_rules: dict[type, _LayerRule] = {}
 
 
 def layout_rule(layer_class: type) -> Callable[[R], R]:

@@ -31,7 +31,7 @@ from shardload.stores.local import located, temporary_folder
 from shardload.transfer.byte_source import Verifier, check_tensor
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
-ITEM = "assets"
+_ITEM = "assets"
 """The item of a step; Keras' own name for it."""
 _ROWS_BYTES = 1 << 20
 """Bytes copied at once, so that a large file is never in memory as a whole."""
@@ -172,7 +172,7 @@ def _files(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, An
     spec = spec_of(manifest)
     if spec.assets is not None:
         yield from spec.assets(manifest.location)
-    elif spec.is_step and (item := manifest.location / ITEM).is_folder():
+    elif spec.is_step and (item := manifest.location / _ITEM).is_folder():
         yield from _of_step(open_orbax(item), check)
 
 

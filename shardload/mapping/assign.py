@@ -32,9 +32,9 @@ from shardload.mapping.layer_hooks import AttributeSnapshot
 from shardload.mapping.variable_map import Step, VariableMap
 from shardload.units import plural
 
-ReadTensor = Callable[[str], NDArray[Any]]
+_ReadTensor = Callable[[str], NDArray[Any]]
 """Reads a whole stored tensor by name."""
-Place = Callable[[Variable, NDArray[Any]], Any]
+_Place = Callable[[Variable, NDArray[Any]], Any]
 """Copies a host array of the variable's shape and dtype to a sharded ``jax.Array`` in the variable's layout."""
 
 
@@ -67,8 +67,8 @@ class Assigner:
     """Assigns each layer as soon as its arrays are complete."""
 
     variables: VariableMap
-    read_tensor: ReadTensor
-    place: Place
+    read_tensor: _ReadTensor
+    place: _Place
     atomic: bool = False
     _names: dict[int, str] = field(default_factory=dict)
     _before: dict[str, _Before] = field(default_factory=dict)

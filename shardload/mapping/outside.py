@@ -34,7 +34,7 @@ from shardload.mapping.variable_map import VariableMap
 from shardload.reports.facts import NoteKind, of_kind
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
-READ_BYTES = 8 << 20
+_READ_BYTES = 8 << 20
 """Bytes of each tensor read at once to compare values."""
 
 
@@ -224,11 +224,11 @@ class _Comparer:
         # As bytes: NaNs equal themselves, and -0.0 differs from 0.0.
         return all(
             self._rows(one, a, b).tobytes() == self._rows(two, a, b).tobytes()
-            for a, b in row_ranges(one, limit_bytes=READ_BYTES)
+            for a, b in row_ranges(one, limit_bytes=_READ_BYTES)
         )
 
     def is_zero(self, tensor: Tensor) -> bool:
-        return not any(np.any(self._rows(tensor, a, b)) for a, b in row_ranges(tensor, limit_bytes=READ_BYTES))
+        return not any(np.any(self._rows(tensor, a, b)) for a, b in row_ranges(tensor, limit_bytes=_READ_BYTES))
 
     def _rows(self, tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
         # A share of what is stored: a compressed tensor takes fewer bytes than its values.

@@ -225,7 +225,7 @@ def _plain(values: Any) -> Any:
     return values.view(np.ndarray) if isinstance(values, Reserved) else values
 
 
-ADDRESS_SPACE_BYTES = 1 << 47
+_ADDRESS_SPACE_BYTES = 1 << 47
 """What a process can address on x86-64 and on most ARM systems."""
 
 
@@ -237,7 +237,7 @@ def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tupl
     except (OSError, OverflowError, ValueError) as error:
         limited = LimitError.explaining(error, f"map {name} of {exact_bytes(nbytes)}")
         has_limit = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-        if limited and has_limit and nbytes < ADDRESS_SPACE_BYTES:
+        if limited and has_limit and nbytes < _ADDRESS_SPACE_BYTES:
             raise limited from error
         raise UnsupportedError(
             f"Cannot map {name} of shape {shape}: it takes {exact_bytes(nbytes)}, more than a process can address "

@@ -35,7 +35,7 @@ from shardload.keras_bridge.model_state import other_optimizers, seeds_of, varia
 from shardload.keras_bridge.saving import saved_objects, stored_by_hook, stored_variables
 from shardload.keras_bridge.variables import numbered
 
-INNER = "inner_optimizers/"
+_INNER = "inner_optimizers/"
 """Before the variables of the optimizers in a ``MultiOptimizer``, with the position and class of each."""
 _NOT_SLOTS = frozenset({"_variables", "_trainable_variables"})
 _SHORT = {"iterations": "iteration"}
@@ -72,7 +72,7 @@ _OF_OPTIONS: Mapping[str, frozenset[str]] = {
 }
 """Slots of an option (``momentum=``, ``centered=``) of an optimizer that corrects no bias by its iterations."""
 _WRAPPED = "inner_optimizer/"
-_POSITION = re.compile(rf"^{INNER}\d+/")
+_POSITION = re.compile(rf"^{_INNER}\d+/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -
             adds_own = own != {id(v) for v in value.variables}
             roles |= optimizer_roles(value, weights, f"{prefix}{name}/" if adds_own else prefix)
         elif isinstance(value, list) and any(hasattr(one, "apply_gradients") for one in value):
-            roles |= _of_several(value, weights, f"{prefix}{INNER}")
+            roles |= _of_several(value, weights, f"{prefix}{_INNER}")
         # An attribute may contain variables of others, such as the weights, so only the optimizer's own count.
         elif attribute not in _NOT_SLOTS:
             for variable, role in _attribute_roles(optimizer, value, f"{prefix}{_SHORT.get(name, name)}", weights):
@@ -150,7 +150,7 @@ def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -
 
 def owner_in(role: Role) -> str | None:
     """Return the prefix of the optimizer among several that a slot belongs to: ``inner_optimizers/1/Adam``."""
-    return None if role.slot is None or INNER not in role.slot else role.slot.rpartition("/")[0]
+    return None if role.slot is None or _INNER not in role.slot else role.slot.rpartition("/")[0]
 
 
 def _of_several(optimizers: Sequence[Any], weights: dict[int, str], prefix: str) -> dict[int, Role]:
@@ -231,7 +231,7 @@ def part_of(role: Role, forms: Forms) -> str:
         return f"{WRAPPER}{name}"
     name = name.removeprefix(_WRAPPED)
     # The weights of an optimizer tell which of several it is, if it has any; its position may change.
-    return name if role.of is None else _POSITION.sub(INNER, name)
+    return name if role.of is None else _POSITION.sub(_INNER, name)
 
 
 def meaning_of(part: str, kind: str | None) -> str:
@@ -260,13 +260,13 @@ def kind_of_name(name: str) -> str | None:
 
 def is_core(part: str, kind: str | None) -> bool:
     """Whether the count of iterations is wrong for an optimizer in which slots of this kind start at zero."""
-    own = part.removeprefix(INNER).partition("/")[0] if part.startswith(INNER) else kind
+    own = part.removeprefix(_INNER).partition("/")[0] if part.startswith(_INNER) else kind
     return attribute_of(part) not in _MAY_BEGIN_LATER | _OF_OPTIONS.get(own or "", frozenset())
 
 
 def attribute_of(part: str) -> str:
     """Return the attribute of the optimizer itself: ``momentums``, of ``inner_optimizers/Adam/momentums`` too."""
-    return part.rpartition("/")[2] if part.startswith(INNER) else part
+    return part.rpartition("/")[2] if part.startswith(_INNER) else part
 
 
 def _name(role: Role) -> str:

@@ -25,7 +25,7 @@ from shardload.mapping.roles import Forms, Role, forms_of, kind_in, meaning_of, 
 from shardload.units import plural
 
 _ACCUMULATES = "gradient_accumulation_steps"
-VERSION = 1
+_VERSION = 1
 """Version of ``structure.json``."""
 WEIGHTS = ("trainable_variables", "non_trainable_variables")
 """The groups that ``save_weights_only`` keeps."""
@@ -113,7 +113,7 @@ class StateTree:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``structure.json``."""
-        found = {"version": VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.settings)}
+        found = {"version": _VERSION, "leaves": [leaf.to_json() for leaf in self.leaves], "form": dict(self.settings)}
         found |= {"optimizers": dict(self.optimizers)} if any(leaf.kind == "optimizer" for leaf in self.leaves) else {}
         return found | ({"left_out": [leaf.to_json() for leaf in self.left_out]} if self.left_out else {})
 

@@ -31,7 +31,7 @@ LIMIT_BYTES = 8 << 20
 """Limit of all values together: JSON is read as a whole, and `json_files` reads at most four times as much."""
 _KINDS = "biufcSU"
 
-Values = Mapping[str, Mapping[str, NDArray[Any]]]
+_Values = Mapping[str, Mapping[str, NDArray[Any]]]
 """Path of an object → key → value."""
 
 
@@ -86,7 +86,7 @@ def _to_entries(
     return ({ENTRY: found} if found else {}), tuple(lost)
 
 
-def stored_values(manifest: Manifest) -> Values:
+def stored_values(manifest: Manifest) -> _Values:
     """Return the values in a step; empty for steps without any."""
     structure = manifest.metadata.get("structure")
     found = structure.get(ENTRY, {}) if isinstance(structure, Mapping) else {}
@@ -99,7 +99,7 @@ def stored_values(manifest: Manifest) -> Values:
         ) from error
 
 
-def lacking_values(model: Any, values: Values, *, where: str = "the step") -> tuple[str, ...]:
+def lacking_values(model: Any, values: _Values, *, where: str = "the step") -> tuple[str, ...]:
     """Return a sentence for each object that saves values besides variables which a checkpoint lacks."""
     found: list[str] = []
     for path, saveable in with_own_hooks(model):
@@ -109,7 +109,7 @@ def lacking_values(model: Any, values: Values, *, where: str = "the step") -> tu
     return tuple(found)
 
 
-def unstored_hook(model: Any, layer: Any, values: Values) -> str | None:
+def unstored_hook(model: Any, layer: Any, values: _Values) -> str | None:
     """Say that a step has no values of a layer, or of one in it, with a hook that saves more than variables."""
     own = next((path for path, saveable in saved_objects(model) if saveable is layer), "")
     for path, saveable in with_own_hooks(model):

@@ -235,7 +235,7 @@ def split_missing(
     return tuple(names[id(v)] for v in missing), missing, state
 
 
-SHOWN = 4
+_SHOWN = 4
 
 
 def unknown_tensor(name: str, manifest: Manifest) -> MismatchError:
@@ -250,12 +250,12 @@ def suggestion(wanted: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
     # A box of Flax (`kernel/value`): the tensors of other layers, whose names are like it, are others.
     if inside := [n for n in names if n.startswith((f"{wanted}/", f"{wanted}."))]:
-        return f". Did you mean {' or '.join(map(repr, inside[:SHOWN]))}?"
+        return f". Did you mean {' or '.join(map(repr, inside[:_SHOWN]))}?"
     # The last two parts: the variable's name alone ("kernel") would match every layer.
     ending = wanted.rsplit("/", 2)[-2:]
     close = [n for n in names if n.split("/")[-len(ending) :] == ending]
-    close += [n for n in difflib.get_close_matches(wanted, names, n=SHOWN, cutoff=0.5) if n not in close]
+    close += [n for n in difflib.get_close_matches(wanted, names, n=_SHOWN, cutoff=0.5) if n not in close]
     if close:
-        return f". Did you mean {' or '.join(map(repr, close[:SHOWN]))}?"
-    more = ", …" if len(names) > SHOWN else ""
-    return f". Available: {', '.join(map(repr, names[:SHOWN]))}{more}" if names else ""
+        return f". Did you mean {' or '.join(map(repr, close[:_SHOWN]))}?"
+    more = ", …" if len(names) > _SHOWN else ""
+    return f". Available: {', '.join(map(repr, names[:_SHOWN]))}{more}" if names else ""

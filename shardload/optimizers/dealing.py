@@ -35,7 +35,7 @@ EVERYWHERE_TIMES = 2
 CPU (1.5 to 2.1)."""
 ALONE_TIMES = 3
 """Memory of an update of dealt-out matrices, as a multiple of the state that is whole on this device (2.6 to 2.8)."""
-Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
+_Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 """From a stack of factors (b, n, n) and the old eigenpairs to the new ones."""
 
 
@@ -122,7 +122,7 @@ def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
 
 
 def decompose_dealt(
-    factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: Decompose, *, axes: tuple[str, ...], devices: int
+    factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: _Decompose, *, axes: tuple[str, ...], devices: int
 ) -> list[Eigenpairs]:
     """Inside `jax.shard_map`, decompose whole factors that every device has; every device gets all eigenpairs."""
     found: dict[int, Eigenpairs] = {}
@@ -145,7 +145,7 @@ def decompose_dealt(
     return [found[i] for i in range(len(factors))]
 
 
-def decompose_repeated(factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: Decompose) -> list[Eigenpairs]:
+def decompose_repeated(factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: _Decompose) -> list[Eigenpairs]:
     """Decompose all factors on every device, those of one size together."""
     found: dict[int, Eigenpairs] = {}
     for group in deal([factor.shape[0] for factor in factors], 1):
@@ -174,7 +174,7 @@ def _at(places: Array, stack: Array, old: Eigenpairs) -> tuple[Array, Eigenpairs
 
 
 def _rest(
-    group: Deal, share: int, stack: Array, old: Eigenpairs, decompose: Decompose, *, axes: tuple[str, ...]
+    group: Deal, share: int, stack: Array, old: Eigenpairs, decompose: _Decompose, *, axes: tuple[str, ...]
 ) -> Eigenpairs:
     """Decompose what some devices have beyond their share, one each; return the pairs in the order of devices.
 

@@ -43,9 +43,9 @@ RMS = "rms"
 """An ``init_factor``: the root mean square of each matrix's first gradient."""
 WHOLE_BYTES = 1 << 30
 """Default of ``whole_bytes``: less than a device's share of a large model's state, enough for a whole small model."""
-SMALLEST = float(np.finfo(np.float32).tiny)
+_SMALLEST = float(np.finfo(np.float32).tiny)
 """Least number that float32 has in full precision."""
-BFLOAT16_NOISE = 2.0**-8
+_BFLOAT16_NOISE = 2.0**-8
 """Precision of bfloat16."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_decay_method": DECAYS,
@@ -106,8 +106,8 @@ class Options:
                 _refuse(name, value, "an integer of at least 1")
         check_number("epsilon", self.epsilon)
         # It keeps 0 / (√0 + ε) from being NaN, for elements that never had a gradient; XLA counts subnormals as 0.
-        if self.epsilon < SMALLEST:
-            _refuse("epsilon", self.epsilon, f"a number of at least {SMALLEST:.3g}")
+        if self.epsilon < _SMALLEST:
+            _refuse("epsilon", self.epsilon, f"a number of at least {_SMALLEST:.3g}")
         if not self.starts_at_rms:
             check_number("init_factor", self.init_factor, otherwise=f", or {RMS!r}")
         if not callable(self.adamw_for) and not (
@@ -140,7 +140,7 @@ class Options:
         """Smallest eigenvalue of an active direction, as a share of the largest."""
         # Smaller eigenvalues of a factor in bfloat16 are rounding noise of the factor itself.
         is_exact = self.factor_dtype == "float32" or not self.rank_tolerance
-        return self.rank_tolerance if is_exact else max(self.rank_tolerance, BFLOAT16_NOISE)
+        return self.rank_tolerance if is_exact else max(self.rank_tolerance, _BFLOAT16_NOISE)
 
     @property
     def starts_at_rms(self) -> bool:

@@ -10,7 +10,7 @@
 `search_compiled`: a search, checked by compiling the planned step without weights::
 
     limit ─► search ─► plan ─► compile ─► fits: the plan, with what was compiled
-               ▲                  │ over the limit: a lower limit for the estimate, at most `ATTEMPTS` times
+               ▲                  │ over the limit: a lower limit for the estimate, at most `_ATTEMPTS` times
                └──────────────────┘
 
 An estimate may also be too high: where no layout fits by the estimate, the one that needs least is compiled too, if its
@@ -143,7 +143,7 @@ def tensor_parallel_mesh(device_count: int) -> MeshSpec:
 
 # ---- does it fit? ------------------------------------------------------------------------------------
 
-RESERVED_SHARE = 0.1
+_RESERVED_SHARE = 0.1
 """Fraction of device memory reserved for activations, the generation cache and the runtime; a lower bound."""
 
 
@@ -171,7 +171,7 @@ def belongs_to_a_mesh(layout: Any) -> bool:
 
 
 def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit:
-    """Compute whether ``model`` fits on the devices of ``mesh``: weights only, `RESERVED_SHARE` stays free."""
+    """Compute whether ``model`` fits on the devices of ``mesh``: weights only, `_RESERVED_SHARE` stays free."""
     is_number = isinstance(device_memory_bytes, int | float) and not isinstance(device_memory_bytes, bool)
     if not is_number or not math.isfinite(device_memory_bytes):
         raise UsageError(
@@ -179,7 +179,7 @@ def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "
             "16 << 30"
         )
     choice = choose(model, mesh, layout)
-    return MeshFit(choice.mesh, choice.device_bytes, int(device_memory_bytes * (1 - RESERVED_SHARE)))
+    return MeshFit(choice.mesh, choice.device_bytes, int(device_memory_bytes * (1 - _RESERVED_SHARE)))
 
 
 def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit | None:
@@ -210,18 +210,18 @@ def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto")
 
 # ---- compiled searches -------------------------------------------------------------------------------
 
-ATTEMPTS = 4
+_ATTEMPTS = 4
 """How many plans are compiled before the search gives up."""
-HEADROOM = 0.99
+_HEADROOM = 0.99
 """Factor on a lowered limit, beyond the ratio, so that rounding does not cost one more attempt."""
-ROUNDING = 1.005
+_ROUNDING = 1.005
 """Factor on the least memory to find its plan again, which allows for the tolerance of the solver."""
 
-WHOLE_GRADIENTS = (
+_WHOLE_GRADIENTS = (
     "XLA for CPU adds up whole gradients of weights that are stored split; XLA for accelerators does not. In Python, "
     "search_compiled(devices=...) compiles for other devices"
 )
-PlanForLimit = Callable[[int | None], LayoutPlan]
+_PlanForLimit = Callable[[int | None], LayoutPlan]
 """Function from the memory limit of a device to the best plan."""
 
 
@@ -295,7 +295,7 @@ def search_compiled(
 
 
 def first_that_fits(
-    searched: PlanForLimit, compiled: Callable[[LayoutPlan], CompiledStep], limit: int | None
+    searched: _PlanForLimit, compiled: Callable[[LayoutPlan], CompiledStep], limit: int | None
 ) -> CheckedPlan:
     """Search and compile until a compiled step keeps the limit."""
     plan, attempts = _first(searched, limit), list[Attempt]()
@@ -305,7 +305,7 @@ def first_that_fits(
             check = replace(step.for_plan(), attempts=tuple(attempts))
             return CheckedPlan(replace(plan, compiled=check, device_memory_bytes=limit), step)
         attempts.append(Attempt(plan.device.total, step.total_bytes))
-        following = _next(searched, plan, step, limit) if len(attempts) < ATTEMPTS else None
+        following = _next(searched, plan, step, limit) if len(attempts) < _ATTEMPTS else None
         if following is None:
             least = min(attempt.compiled_bytes for attempt in attempts)
             stored = plan.training and any(v.stored for v in plan.variables)
@@ -313,13 +313,13 @@ def first_that_fits(
                 f"No layout on {plan.mesh} was found whose compiled step needs at most {format_bytes_down(limit)} per "
                 f"device. For {step.platform}, {', '.join(map(str, attempts))}: at least {format_bytes(least - limit)} "
                 f"too much. Use a larger mesh, a smaller batch, or a limit of {format_bytes_up(least)}"
-                + (f". {WHOLE_GRADIENTS}" if step.platform == "cpu" and stored else ""),
+                + (f". {_WHOLE_GRADIENTS}" if step.platform == "cpu" and stored else ""),
                 least_bytes=least,
             )
         plan = following
 
 
-def _first(searched: PlanForLimit, limit: int | None) -> LayoutPlan:
+def _first(searched: _PlanForLimit, limit: int | None) -> LayoutPlan:
     """Return the plan for a limit; where the estimate says that none fits, the one that needs least."""
     try:
         return searched(limit)
@@ -335,19 +335,19 @@ def _first(searched: PlanForLimit, limit: int | None) -> LayoutPlan:
         raise DoesNotFitError(too_large, least_bytes=error.least_bytes) from None
 
 
-def _next(searched: PlanForLimit, plan: LayoutPlan, step: CompiledStep, limit: int) -> LayoutPlan | None:
+def _next(searched: _PlanForLimit, plan: LayoutPlan, step: CompiledStep, limit: int) -> LayoutPlan | None:
     """Search with the limit lowered by the ratio of what was estimated to what was compiled."""
     try:
-        found: LayoutPlan | None = searched(int(plan.device.total * limit / step.total_bytes * HEADROOM))
+        found: LayoutPlan | None = searched(int(plan.device.total * limit / step.total_bytes * _HEADROOM))
     except DoesNotFitError as error:
         found = _least(searched, error)
     # A plan that is estimated to need as much would compile to as much again.
     return found if found is not None and found.device.total < plan.device.total else None
 
 
-def _least(searched: PlanForLimit, error: DoesNotFitError) -> LayoutPlan | None:
+def _least(searched: _PlanForLimit, error: DoesNotFitError) -> LayoutPlan | None:
     """Return the plan that needs least, of which an error reports the bytes."""
     try:
-        return searched(int(error.least_bytes * ROUNDING))
+        return searched(int(error.least_bytes * _ROUNDING))
     except DoesNotFitError:
         return None

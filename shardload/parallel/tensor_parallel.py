@@ -37,9 +37,9 @@ from shardload.sharding.mesh import planned_mesh
 from shardload.typing import LayoutLike
 from shardload.units import check_kind, plural
 
-OTHER_BACKENDS = ("torch", "pytorch", "tensorflow", "horovod", "nccl")
+_OTHER_BACKENDS = ("torch", "pytorch", "tensorflow", "horovod", "nccl")
 """Values of ``distributed_backend`` in the proposals that do not run on JAX."""
-OF_THE_MODEL = """
+_OF_THE_MODEL = """
 compile fit evaluate predict train_on_batch test_on_batch predict_on_batch compute_loss compute_metrics
 get_metrics_result reset_metrics summary get_layer quantize export save_weights load_weights
 """
@@ -124,7 +124,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
             LayoutError: When a plan is for another number of devices, or for a mesh of several axes.
         """
         if not isinstance(distributed_backend, str) or distributed_backend not in ("auto", "jax"):
-            if str(distributed_backend).lower() in OTHER_BACKENDS:
+            if str(distributed_backend).lower() in _OTHER_BACKENDS:
                 raise BackendError.of_tensor_parallelism(distributed_backend)
             raise UsageError(
                 f"Cannot use distributed_backend={distributed_backend!r:.60}: XLA moves data between devices, so there "
@@ -293,7 +293,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
 
 # On the class: `keras.Model` defines these methods, so `__getattr__` would never be asked for them.
-for _name in OF_THE_MODEL.split():
+for _name in _OF_THE_MODEL.split():
     setattr(TensorParallelKeras, _name, _of_model(_name))
 
 

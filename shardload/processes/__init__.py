@@ -34,9 +34,9 @@ from shardload.processes.heartbeats import RETURN_S, Heartbeat, first_line
 
 T = TypeVar("T")
 
-WAIT_MS = 1000
+_WAIT_MS = 1000
 """After this time without a response, check the heartbeat for lost processes."""
-JOIN_S = 18.0
+_JOIN_S = 18.0
 """How long a failed process waits for the messages of the others: longer than the heartbeat takes to detect a lost
 process."""
 Word = dict[str, Any]
@@ -198,7 +198,7 @@ class Channel:
     ) -> dict[int, Word]:
         """Send a message and receive those of all members; for one that was lost or sent none, a word about that.
 
-        Each second, ``hurried`` says whether a process failed, which limits the wait to `JOIN_S`, and ``check`` may
+        Each second, ``hurried`` says whether a process failed, which limits the wait to `_JOIN_S`, and ``check`` may
         raise.
         """
         beat, client = heartbeat(), run_client()
@@ -247,14 +247,14 @@ class _Wait:
         while True:
             try:
                 # In slices: neither Ctrl-C nor a lost process interrupts the call itself.
-                return str(client.blocking_key_value_get(key, WAIT_MS))
+                return str(client.blocking_key_value_get(key, _WAIT_MS))
             except jax.errors.JaxRuntimeError as error:
                 # JAX has one class for all errors of the service; only the text tells a timeout from a failure.
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             self._beat.check(of)
             if self._until is None and self._hurried():
-                self._until = time.monotonic() + JOIN_S
+                self._until = time.monotonic() + _JOIN_S
             self._check()
             if self._until is not None and time.monotonic() > self._until:
                 return None
@@ -291,7 +291,7 @@ def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
         if is_waiting:
             beat.check(0)
 
-    if (error := run_watched(request, name="shardload-word", every_s=WAIT_MS / 1000, look=look)) is not None:
+    if (error := run_watched(request, name="shardload-word", every_s=_WAIT_MS / 1000, look=look)) is not None:
         raise error
 
 

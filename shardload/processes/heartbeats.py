@@ -24,10 +24,10 @@ from typing import Any, ClassVar
 
 from shardload.errors import ProcessLostError
 
-BEAT_S = 1.0
-SILENT_S = 15.0
+_BEAT_S = 1.0
+_SILENT_S = 15.0
 """After this silence a process counts as lost. The heartbeat has its own thread and runs while XLA compiles."""
-LEAVE_S = 10.0
+_LEAVE_S = 10.0
 """Time limit for the heartbeat thread at interpreter exit; its request returns within milliseconds, or never."""
 FIRST_S = 5.0
 """Time limit for the first beat of this process."""
@@ -62,8 +62,8 @@ class Heartbeat:
         client: Any,
         *,
         index: int,
-        beat_s: float = BEAT_S,
-        silent_s: float = SILENT_S,
+        beat_s: float = _BEAT_S,
+        silent_s: float = _SILENT_S,
         let_go: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
@@ -232,7 +232,7 @@ class Heartbeat:
         """
         self._leaving.set()
         alone = self.lost is not None or self._abandoned
-        self._thread.join(RETURN_S if alone else LEAVE_S)
+        self._thread.join(RETURN_S if alone else _LEAVE_S)
         if not self._thread.is_alive():
             with suppress(Exception):
                 self._say(_LEFT)

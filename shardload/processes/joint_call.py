@@ -29,11 +29,11 @@ from shardload.sharding.devices import available
 
 T = TypeVar("T")
 
-LOST_S = 8.0
+_LOST_S = 8.0
 """How long this process may wait inside JAX, where it cannot raise, after another process was lost."""
-FAILED_S = 20.0
+_FAILED_S = 20.0
 """How long after another process failed; longer, because this process may notice late while it computes."""
-LOOK_S = 0.2
+_LOOK_S = 0.2
 """Interval at which a process that waits for JAX to start checks that all others are still running."""
 
 
@@ -193,7 +193,7 @@ class JointCall:
                     self._beat.abandon()  # JAX would wait for processes that do not come
                 raise
 
-        error = processes.run_watched(available, name="shardload-start", every_s=LOOK_S, look=look)
+        error = processes.run_watched(available, name="shardload-start", every_s=_LOOK_S, look=look)
         if error is not None:
             self._beat.abandon()
             raise error
@@ -247,7 +247,7 @@ class JointCall:
             return
         now = time.monotonic()
         self._since = self._since or now
-        if now - self._since > (FAILED_S if lost is None else LOST_S):
+        if now - self._since > (_FAILED_S if lost is None else _LOST_S):
             why = lost or "; ".join(
                 str(processes.from_elsewhere(i, word, foreign=ProcessFailedError)) for i, word in self._failed().items()
             )
@@ -306,7 +306,7 @@ def _with_note(error: Any, own: BaseException) -> Any:
     return error
 
 
-OUTSIDE_S = 3.0
+_OUTSIDE_S = 3.0
 """JAX starts if others have not made the call after this time: one of them may be starting JAX outside of any call,
 which waits for this process."""
 
@@ -324,7 +324,7 @@ def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str 
     call = JointCall(on_end=recorder.rest)
     try:
         with call.attempt():
-            with processes.starting_meanwhile(available, OUTSIDE_S):
+            with processes.starting_meanwhile(available, _OUTSIDE_S):
                 call.require(agreement.call_topics(function, arguments))
             yield call
     finally:

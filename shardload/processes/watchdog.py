@@ -21,20 +21,20 @@ import sys
 import threading
 import time
 
-FILE = ".failures.jsonl"
+_FILE = ".failures.jsonl"
 END = "end"
-TAIL_BYTES = 64 << 10
-ANSWER_S = 3.0
+_TAIL_BYTES = 64 << 10
+_ANSWER_S = 3.0
 """Time limit for connecting to the coordination service."""
-DRAIN_S = 2.0
+_DRAIN_S = 2.0
 """Time limit for reading what the process wrote last: a program that it started may still have the pipe."""
 _FATAL = re.compile(rb"F\d{4} ")
 """How a line of Abseil's log begins that ends the process; what follows is the stack trace."""
 _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
 """How the line before it begins."""
-RECENT_S = 120.0
+_RECENT_S = 120.0
 """An exit this soon after another failure is its consequence: JAX aborts processes that wait for a dead one."""
-SETTLE_S = 2.0
+_SETTLE_S = 2.0
 """How long to wait for the record of a failure that ended this process, too."""
 
 
@@ -43,7 +43,7 @@ def write_down(folder: str, record: dict[str, object]) -> None:
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = (json.dumps({"at": at, "unix_s": time.time(), **record}) + "\n").encode()
     try:
-        fd = os.open(os.path.join(folder, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)  # noqa: PTH118
+        fd = os.open(os.path.join(folder, _FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)  # noqa: PTH118
     except OSError:
         return
     try:
@@ -57,9 +57,9 @@ def write_down(folder: str, record: dict[str, object]) -> None:
 def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
     """Return the failures recorded after ``unix_s``, oldest first, from the last 64 KiB; invalid lines are skipped."""
     try:
-        with open(os.path.join(folder, FILE), "rb") as file:  # noqa: PTH118, PTH123
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read(TAIL_BYTES).splitlines()
+        with open(os.path.join(folder, _FILE), "rb") as file:  # noqa: PTH118, PTH123
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
     except OSError:
         return []
     found = []
@@ -91,7 +91,7 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
     for line in sys.stdin:
         said = line.strip()
     if output is not None:
-        passing_on.join(DRAIN_S)
+        passing_on.join(_DRAIN_S)
     if said != END and not folder:
         is_first_gone = process > 0 and not _answers(coordinator)
         if not is_first_gone:
@@ -101,11 +101,11 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
         sys.stderr.write(f"{gone if is_first_gone else 'most likely it was killed'}. Start all processes again\n")
     elif said != END:
         doing = said or "training"
-        since = max(began, time.time() - RECENT_S)
+        since = max(began, time.time() - _RECENT_S)
         # Without the first process, the others end at once: what watches it may still be writing down why.
         before = written_since(folder, since)
         if not before and process > 0 and not _answers(coordinator):
-            time.sleep(SETTLE_S)
+            time.sleep(_SETTLE_S)
             before = written_since(folder, since)
         why = "after the failure recorded above" if before else "most likely killed,"
         what = f"Process {process} ({host} pid {pid}) exited unexpectedly, {why} while {doing}"
@@ -128,7 +128,7 @@ def _pass_on(output: int, held: list[bytes]) -> None:
 def _answers(coordinator: str) -> bool:
     host, _, port = coordinator.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
     except (OSError, ValueError):
         return False
     return True

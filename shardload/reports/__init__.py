@@ -53,14 +53,14 @@ from shardload.reports.facts import (
 from shardload.sharding.layout import Fallback
 from shardload.units import format_bytes, format_count, format_rate, format_seconds, plural
 
-TEXT_WIDTH = 100
+_TEXT_WIDTH = 100
 """Columns of ``str(report)``, which does not know the width of the reader's window."""
-MAX_DEVICE_LINES = 16
+_MAX_DEVICE_LINES = 16
 """More devices than this are shown as least, median and most: 256 bars are unreadable."""
-MAX_NAME_LINES = 12
+_MAX_NAME_LINES = 12
 """Folded names shown per list; ``to_json`` has them all."""
-BAR_WIDTH = 24
-LEAST_SHOWN = 0.01
+_BAR_WIDTH = 24
+_LEAST_SHOWN = 0.01
 """The part of the total from which imports and other times are shown."""
 
 
@@ -138,7 +138,7 @@ class Report:
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
         # Without force_jupyter=False, rich shows the table itself, and the notebook shows it again.
-        console = Console(file=io.StringIO(), width=TEXT_WIDTH, record=True, force_jupyter=False)
+        console = Console(file=io.StringIO(), width=_TEXT_WIDTH, record=True, force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
@@ -147,7 +147,7 @@ class Report:
         text = io.StringIO()
         # In a notebook, rich would display the report there and write nothing to the file.
         plain = Console(
-            file=text, width=TEXT_WIDTH, no_color=True, highlight=False, force_terminal=False, force_jupyter=False
+            file=text, width=_TEXT_WIDTH, no_color=True, highlight=False, force_terminal=False, force_jupyter=False
         )
         plain.print(self)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -218,7 +218,7 @@ def _rows(report: Report, block: str) -> Iterator[tuple[str, RenderableType]]:
 def _devices(devices: Sequence[DeviceUse], block: str) -> RenderableType:
     most = max(device.bytes for device in devices)
     table = _columns("left", "right", "left")
-    if len(devices) <= MAX_DEVICE_LINES:
+    if len(devices) <= _MAX_DEVICE_LINES:
         shown = [(f"{d.platform} {d.id}", d.bytes) for d in devices]
     else:
         ranked = sorted(devices, key=lambda d: d.bytes)
@@ -231,7 +231,7 @@ def _devices(devices: Sequence[DeviceUse], block: str) -> RenderableType:
 
 def _bar(value: float, most: float, block: str) -> Text:
     # At least one cell, so that a short stage does not look as if it had not run.
-    cells = round(BAR_WIDTH * value / most) if most > 0 else 0
+    cells = round(_BAR_WIDTH * value / most) if most > 0 else 0
     return Text(block * max(cells, 1 if value > 0 else 0), style="green")
 
 
@@ -248,7 +248,7 @@ def _stages(report: Report, block: str) -> RenderableType:
     table = _columns("left", "right", "left")
     for label, value in seconds.named().items():
         # Each row's time is rounded: what would not be seen is left out.
-        if label == "total" or (label in ("imports", "other") and (value or 0.0) < LEAST_SHOWN * seconds.total):
+        if label == "total" or (label in ("imports", "other") and (value or 0.0) < _LEAST_SHOWN * seconds.total):
             continue
         bar = _bar(value or 0.0, seconds.total, block)
         if label == "transfer" and report.throughput_gb_s is not None:
@@ -264,9 +264,9 @@ def _by_reason(head: str, named: Iterable[tuple[str, str]], *, style: str) -> Re
     for name, reason in named:
         groups.setdefault(reason, []).append(name)
     parts: list[RenderableType] = [Text(head, style="dim")]
-    for reason, names in list(groups.items())[:MAX_NAME_LINES]:
+    for reason, names in list(groups.items())[:_MAX_NAME_LINES]:
         parts += [_names(fold(names)), Text(f"    {reason}", style=style)]
-    return _with_rest(Group(*parts), [Folded("", len(names)) for names in list(groups.values())[MAX_NAME_LINES:]])
+    return _with_rest(Group(*parts), [Folded("", len(names)) for names in list(groups.values())[_MAX_NAME_LINES:]])
 
 
 def _lists(report: Report) -> Iterator[tuple[str, RenderableType]]:
@@ -286,15 +286,15 @@ def _lists(report: Report) -> Iterator[tuple[str, RenderableType]]:
     if found := report.mismatched:
         head = Text(f"{len(found):,}, left alone: the checkpoint has another shape", style="dim")
         lines = (Text(f"{printable(m.variable)}  {_shape(m.expected)}, not {_shape(m.found)}") for m in found)
-        shown = Group(head, *itertools.islice(lines, MAX_NAME_LINES))
-        yield "Mismatched", _with_rest(shown, [Folded("", 1)] * (len(found) - MAX_NAME_LINES))
+        shown = Group(head, *itertools.islice(lines, _MAX_NAME_LINES))
+        yield "Mismatched", _with_rest(shown, [Folded("", 1)] * (len(found) - _MAX_NAME_LINES))
 
 
 def _names(folded: Sequence[Folded]) -> RenderableType:
-    shown = folded[:MAX_NAME_LINES]
+    shown = folded[:_MAX_NAME_LINES]
     times = ((f" {TIMES}{name.count}" if name.count > 1 else "", "dim") for name in shown)
     lines = (Text.assemble(name.pattern, count) for name, count in zip(shown, times, strict=True))
-    return _with_rest(Group(*lines), folded[MAX_NAME_LINES:])
+    return _with_rest(Group(*lines), folded[_MAX_NAME_LINES:])
 
 
 def _casts(casts: Sequence[Cast]) -> RenderableType:

@@ -20,11 +20,11 @@ from shardload.loaders.parts import part_number, pattern_of
 from shardload.stores.local import any_home, home
 from shardload.units import plural
 
-CONNECT_S = 4.0
+_CONNECT_S = 4.0
 """Long enough for a satellite link, short enough not to look like a hang."""
 _KAGGLE_URL = "https://api.kaggle.com"
 """The server that kagglehub queries."""
-CONFIG = "config.json"
+_CONFIG = "config.json"
 _OPTIONAL_FILES = ("task.json", "metadata.json")
 _ABSENT = ("404 Client Error", "is not present in the model files")
 """Parts of kagglehub's errors for files that a model lacks, as KerasHub tests for them."""
@@ -32,7 +32,7 @@ _WEIGHT_FILES = ("model.weights.h5", "model.weights.json", "model.safetensors", 
 _HF_SMALL = ["*.json", "*.model", "*.txt", "*.spm", "*.jinja"]
 _HF_PATTERNS = [*_HF_SMALL, "*.safetensors", "*.weights.h5"]
 """Files to download: without copies of the weights in PyTorch's, TensorFlow's and GGUF's formats."""
-_HF_CONFIGURATION = [CONFIG, *_OPTIONAL_FILES]
+_HF_CONFIGURATION = [_CONFIG, *_OPTIONAL_FILES]
 
 
 def fetch(handle: str, *, weights: bool = True) -> Path:
@@ -48,12 +48,12 @@ def cached(handle: str) -> Path | None:
 
 
 def reachable(url: str) -> bool:
-    """Whether a connection to the server of ``url``, or to the proxy in front of it, opens within `CONNECT_S`."""
+    """Whether a connection to the server of ``url``, or to the proxy in front of it, opens within `_CONNECT_S`."""
     # Behind a proxy, the server itself is often unreachable, and its name unknown.
     server = urlsplit(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or url)
     port = server.port or (443 if server.scheme == "https" else 80)
     try:
-        socket.create_connection((server.hostname or "", port), timeout=CONNECT_S).close()
+        socket.create_connection((server.hostname or "", port), timeout=_CONNECT_S).close()
     except OSError:
         return False
     return True
@@ -73,7 +73,7 @@ def _kaggle_folder(name: str) -> Path:
 
 def _from_kaggle(name: str, *, weights: bool) -> Path:
     folder = _kaggle_folder(name)
-    if _is_complete(folder) or (not weights and (folder / CONFIG).exists()):
+    if _is_complete(folder) or (not weights and (folder / _CONFIG).exists()):
         return folder
     _require_cache(f"kaggle://{name}", "KAGGLEHUB_CACHE")
     _require_network(_KAGGLE_URL, f"kaggle://{name}")
@@ -95,7 +95,7 @@ def _kaggle_configuration(name: str) -> Path:
         except Exception as error:
             if not any(sign in str(error) for sign in _ABSENT):
                 raise
-    return Path(kagglehub.model_download(name, CONFIG)).parent
+    return Path(kagglehub.model_download(name, _CONFIG)).parent
 
 
 def _from_hugging_face(name: str, *, weights: bool) -> Path:
@@ -115,7 +115,7 @@ def _from_hugging_face(name: str, *, weights: bool) -> Path:
     everything = _hf_patterns(asked.path)
     try:
         cached = download(patterns=everything, local_files_only=True)
-        if _is_there(cached) or (not weights and (cached / CONFIG).exists()):
+        if _is_there(cached) or (not weights and (cached / _CONFIG).exists()):
             return cached
     except Exception:  # not in the cache, for any reason: fetch it
         pass
@@ -153,7 +153,7 @@ def _is_there(path: Path) -> bool:
 
 def _is_complete(folder: Path) -> bool:
     """Whether a cached folder has a configuration and weights; the loader reports missing shards."""
-    return (folder / CONFIG).exists() and any((folder / name).exists() for name in _WEIGHT_FILES)
+    return (folder / _CONFIG).exists() and any((folder / name).exists() for name in _WEIGHT_FILES)
 
 
 def _require_cache(handle: str, *variables: str) -> None:

@@ -23,7 +23,7 @@ from shardload.stores.location import Location
 from shardload.stores.nowhere import nowhere
 from shardload.stores.remote import RemoteStore, location_of
 
-HUGGING_FACE = "hf-safetensors"
+_HUGGING_FACE = "hf-safetensors"
 """Format of an architecture's checkpoints."""
 _UNVERIFIED = "not saved by shardload: unverified, as it has no digests"
 
@@ -132,7 +132,7 @@ def _without_weights(
 
     if resolved.architecture is not None:
         config = {**lookup(resolved.architecture)[1], "torch_dtype": "bfloat16"}
-        manifest = Manifest(nowhere(resolved.architecture), HUGGING_FACE, {}, {}, config)
+        manifest = Manifest(nowhere(resolved.architecture), _HUGGING_FACE, {}, {}, config)
         note = f"planned from the architecture: no weights of {resolved.architecture} are on this machine"
     else:
         # A Hugging Face ``config.json`` may have another name, ``my8b.json``.
@@ -140,7 +140,7 @@ def _without_weights(
             read_optional(resolved.path) if resolved.path.endswith(".json") and Path(resolved.path).is_file() else None
         )
         is_config = isinstance(read, dict) and isinstance(read.get("model_type"), str) and "weight_map" not in read
-        of_file = Manifest(nowhere(resolved.path), HUGGING_FACE, {}, {}, read or {}) if is_config else None
+        of_file = Manifest(nowhere(resolved.path), _HUGGING_FACE, {}, {}, read or {}) if is_config else None
         described = of_file or describe_folder(resolved.path, with_weights=with_weights)
         if described is None:
             return None

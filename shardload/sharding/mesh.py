@@ -31,17 +31,17 @@ from typing import Any, Literal
 from shardload.errors import MeshError
 from shardload.units import check_kind
 
-AxisKind = Literal["batch", "fsdp", "model", "expert"]
+_AxisKind = Literal["batch", "fsdp", "model", "expert"]
 """What an axis splits; see the module docstring."""
-AXIS_NAMES: dict[AxisKind, tuple[str, ...]] = {
+AXIS_NAMES: dict[_AxisKind, tuple[str, ...]] = {
     "batch": ("batch", "data", "dp", "replica"),
     "fsdp": ("fsdp", "zero"),
     "model": ("model", "tp", "tensor"),
     "expert": ("expert", "ep"),
 }
-_KINDS: dict[str, AxisKind] = {name: kind for kind, names in AXIS_NAMES.items() for name in names}
+_KINDS: dict[str, _AxisKind] = {name: kind for kind, names in AXIS_NAMES.items() for name in names}
 DEFAULT_AXES = ("batch", "model")
-MAX_POSITIONS = 1 << 20
+_MAX_POSITIONS = 1 << 20
 """More devices than any machine has; a larger mesh is a typo."""
 
 
@@ -58,8 +58,8 @@ class MeshSpec:
             raise MeshError(f"A mesh needs one name per axis, got {names or 'none'} for {sizes}")
         if len(set(self.axes)) != len(self.axes):
             raise MeshError(f"Mesh axis names must differ, got {names}")
-        if any(n < 1 for n in self.sizes) or math.prod(self.sizes) > MAX_POSITIONS:
-            raise MeshError(f"Mesh sizes must be positive and at most {MAX_POSITIONS} together, got {sizes}")
+        if any(n < 1 for n in self.sizes) or math.prod(self.sizes) > _MAX_POSITIONS:
+            raise MeshError(f"Mesh sizes must be positive and at most {_MAX_POSITIONS} together, got {sizes}")
 
     @classmethod
     def parse(cls, text: str, *, axes: str | None = None) -> MeshSpec:
@@ -103,7 +103,7 @@ class MeshSpec:
             raise MeshError(f"The mesh {self} has no axis {axis!r}; it has {', '.join(self.axes)}")
         return self.sizes[self.axes.index(axis)]
 
-    def axis_kind(self, axis: str) -> AxisKind:
+    def axis_kind(self, axis: str) -> _AxisKind:
         """Return what an axis splits, by its name, else by its position."""
         if (known := _KINDS.get(axis.lower())) is not None:
             return known
@@ -112,7 +112,7 @@ class MeshSpec:
             return "model"
         return "batch" if axis == self.axes[0] else "fsdp"
 
-    def axes_of(self, kind: AxisKind) -> tuple[str, ...]:
+    def axes_of(self, kind: _AxisKind) -> tuple[str, ...]:
         """Return the axes of one kind, in order."""
         return tuple(axis for axis in self.axes if self.axis_kind(axis) == kind)
 

@@ -339,7 +339,7 @@ def _as_write_errors(folder: Path, what: str = "") -> Iterator[None]:
 
 # ---- random weights at the speed of memory -------------------------------------------------------
 
-CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 8 << 20
 """Small enough to stay in the CPU cache until it is written, large enough to amortise each call."""
 # Seeded bits, shaped into floating-point numbers by two masks: bits that stay random, and bits that are set. A weight
 # keeps a random sign, a random mantissa and the last bit of a fixed exponent:
@@ -367,13 +367,13 @@ def _item_bytes(dtype: str) -> int:
 
 
 def random_values(size: int, *, dtype: str, near_one: bool, seed: tuple[int, int]) -> Iterator[NDArray[Any]]:
-    """Yield ``size`` values, `CHUNK_BYTES` at a time, as unsigned integers.
+    """Yield ``size`` values, `_CHUNK_BYTES` at a time, as unsigned integers.
 
     The seed is that of the checkpoint, with the number of the tensor in it.
     """
     width, around_zero, around_one = _MASKS[dtype]
     keep, base = map(width, around_one if near_one else around_zero)
-    per_chunk = CHUNK_BYTES // _item_bytes(dtype)
+    per_chunk = _CHUNK_BYTES // _item_bytes(dtype)
     # The fastest of NumPy's generators, used raw: no conversion to floats, only two masks.
     bits = np.random.SFC64(np.random.SeedSequence(seed))
     for start in range(0, size, per_chunk):

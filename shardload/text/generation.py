@@ -30,10 +30,10 @@ from shardload.text.tokenizer import Tokenizer, from_keras_hub
 from shardload.typing import PathLike
 from shardload.units import is_integer, plural
 
-LENGTH_STEP = 32
+_LENGTH_STEP = 32
 """Sequences are padded to a multiple of this, so that prompts of similar length share one compiled loop."""
 
-DEFAULT_CONTEXT = 8192
+_DEFAULT_CONTEXT = 8192
 """Context length if the checkpoint states none: that of Gemma 1 and 2. The memory for attention grows with its square,
 so an unlimited prompt could exhaust the machine."""
 
@@ -146,7 +146,7 @@ def _check_context(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
     # Multimodal models have the sizes of their language model in text_config.
     manifest = record_of(model).text_source
     config = {} if manifest is None else manifest.config.get("text_config") or manifest.config
-    context = config.get("max_position_embeddings") or DEFAULT_CONTEXT
+    context = config.get("max_position_embeddings") or _DEFAULT_CONTEXT
     if prompt_tokens + max_new_tokens > context:
         raise UnsupportedError(
             f"Cannot generate {plural(max_new_tokens, 'token')} after a prompt of {plural(prompt_tokens, 'token')}: "
@@ -173,7 +173,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
             f"model has {plural(limit, 'position')}. {_SHORTER}"
         )
     # Rounded up, as -(-a // b) is.
-    length = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
     length = min(length, limit) if limit is not None else length
     binding = binding_of(model)
     parts = 1 if binding is None else binding.mesh.axis_size(binding.mesh.batch_axis)

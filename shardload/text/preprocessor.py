@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from shardload.keras_bridge.recording import InThread
 
 _log = logging.getLogger(__name__)
-INSTEAD = "Use shardload.generate(model, prompts)"
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_INSTEAD = "Use shardload.generate(model, prompts)"
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Any of these files means that a folder has a tokenizer."""
-PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f600"
+_PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f600"
 """Where tokenizers differ: contractions, spaces, digits, other scripts."""
 
 
@@ -100,7 +100,7 @@ class TextInput:
     def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
         """Set the preprocessor that was made; return why there is none although the source has a tokenizer."""
         # A source that has none, such as a folder with weights only, needs no line in the report.
-        has_vocabulary = any((Path(manifest.source) / name).is_file() for name in VOCABULARIES)
+        has_vocabulary = any((Path(manifest.source) / name).is_file() for name in _VOCABULARIES)
         was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
         try:
             if self._making is not None:
@@ -110,7 +110,7 @@ class TextInput:
         except Exception as error:
             _log.info("No preprocessor for %s: %s", manifest.source, error)
             if has_vocabulary and not kerashub.lacks_tensorflow(cls):
-                return f"KerasHub's {cls.__name__} cannot read the tokenizer: {str(error).rstrip('.')}. {INSTEAD}"
+                return f"KerasHub's {cls.__name__} cannot read the tokenizer: {str(error).rstrip('.')}. {_INSTEAD}"
         return _lacks_tensorflow(cls) if (has_vocabulary or was_saved) and kerashub.lacks_tensorflow(cls) else None
 
 
@@ -128,7 +128,7 @@ def _is_folder(manifest: Manifest) -> bool:
 
 
 def _lacks_tensorflow(cls: Any) -> str:
-    return f"KerasHub's {cls.__name__} requires TensorFlow, which was not found. {INSTEAD}"
+    return f"KerasHub's {cls.__name__} requires TensorFlow, which was not found. {_INSTEAD}"
 
 
 _FORMS: Mapping[str, str] = {
@@ -154,7 +154,7 @@ def _why_none(cls: Any, manifest: Manifest) -> str | None:
     is_read = (is_pieces or kind == GgufTokenizer.BYTE_PAIRS) and kerashub.reads_tokenizer(cls, sentencepiece=is_pieces)
     if not is_read:
         form = _FORMS.get(kind, kind)
-        return f"the tokenizer in {source} is {form}, which KerasHub's {cls.__name__} cannot read. {INSTEAD}"
+        return f"the tokenizer in {source} is {form}, which KerasHub's {cls.__name__} cannot read. {_INSTEAD}"
     if kerashub.lacks_tensorflow(cls):
         return _lacks_tensorflow(cls)
     return None
@@ -171,17 +171,17 @@ def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
                 (folder / name).write_bytes(content)
             made = kerashub.make_preprocessor(cls, replace(manifest, location=located(folder)))
         # No tokenizer makes more tokens than bytes, but for the start token.
-        prompt = made.generate_preprocess([PROBE], sequence_length=len(PROBE.encode()) + 1)
+        prompt = made.generate_preprocess([_PROBE], sequence_length=len(_PROBE.encode()) + 1)
         ids = np.asarray(prompt["token_ids"])[0][np.asarray(prompt["padding_mask"])[0]].tolist()
-        same = ids == of_metadata(metadata, manifest.source).encode(PROBE)
+        same = ids == of_metadata(metadata, manifest.source).encode(_PROBE)
     # Of any kind, as above. Only a warning, because token ids and `shardload.generate` work without it.
     except Exception as error:
-        warn_caller(f"Cannot make the preprocessor of {manifest.source}: {error}. {INSTEAD}")
+        warn_caller(f"Cannot make the preprocessor of {manifest.source}: {error}. {_INSTEAD}")
         return None
     if not same:
         warn_caller(
             f"KerasHub's {cls.__name__} splits some texts into other tokens than the tokenizer in {manifest.source}. "
-            f"For the file's own tokens: {INSTEAD}"
+            f"For the file's own tokens: {_INSTEAD}"
         )
     return made
 

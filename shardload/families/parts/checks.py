@@ -18,7 +18,7 @@ WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_ty
 TANH = "gelu_pytorch_tanh"
 RMS = ("rms_norm_eps", 1e-6)
 SILU = ("hidden_act", "silu")
-Windows = Callable[[Config, int], list[int | None]]
+_Windows = Callable[[Config, int], list[int | None]]
 """Returns the window of each layer from a configuration and the number of layers."""
 
 
@@ -70,7 +70,7 @@ class Checks:
     activation: tuple[str, str] | None = None
     rotary: Rotary | None = None
     """``None`` for models without rotary positions."""
-    windows: Windows | None = None
+    windows: _Windows | None = None
     """``None`` if all layers attend to everything."""
     has_activation: str | None = None
     """The activation that KerasHub computes if no layer has an attribute for it."""
@@ -101,7 +101,7 @@ def if_used(config: Config, layers: int) -> list[int | None]:
     return every_layer(config, layers) if config.get("use_sliding_window") else [None] * layers
 
 
-def by_layer_type(default: Callable[[Config, int], bool], *, always: bool = True) -> Windows:
+def by_layer_type(default: Callable[[Config, int], bool], *, always: bool = True) -> _Windows:
     """Return a function for windows by ``layer_types``, or by ``default`` for older configurations without it.
 
     ``always`` says that windows apply without ``use_sliding_window``.

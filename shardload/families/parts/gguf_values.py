@@ -12,7 +12,7 @@ from shardload.errors import SourceError, UnsupportedError
 from shardload.families.parts import rope
 from shardload.units import plural
 
-Config = dict[str, Any]
+_Config = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def head_counts(values: GgufValues) -> tuple[int, int]:
     return heads, values.count("attention.head_count_kv") if values.has("attention.head_count_kv") else heads
 
 
-def model_entries(values: GgufValues, model_type: str, class_name: str) -> Config:
+def model_entries(values: GgufValues, model_type: str, class_name: str) -> _Config:
     """Return the entries that every configuration has."""
     # Rows of the embedding, not the number of tokens: an embedding may be padded beyond its vocabulary.
     vocabulary = values.rows("token_embd.weight")
@@ -113,7 +113,7 @@ def model_entries(values: GgufValues, model_type: str, class_name: str) -> Confi
     return {"model_type": model_type, "architectures": [class_name], "vocab_size": vocabulary, **special}
 
 
-def decoder_entries(values: GgufValues, model_type: str, class_name: str) -> Config:
+def decoder_entries(values: GgufValues, model_type: str, class_name: str) -> _Config:
     """Return the entries of a decoder with rotary positions and RMS norms."""
     heads, kv_heads = head_counts(values)
     hidden = values.count("embedding_length")
@@ -134,7 +134,7 @@ def decoder_entries(values: GgufValues, model_type: str, class_name: str) -> Con
     }
 
 
-def _rope_scaling(values: GgufValues) -> Config | None:
+def _rope_scaling(values: GgufValues) -> _Config | None:
     kind = values.entries.get(f"{values.architecture}.rope.scaling.type")
     if kind in (None, "none"):
         return None
@@ -149,7 +149,7 @@ def _rope_scaling(values: GgufValues) -> Config | None:
     return {"rope_type": kind, "factor": values.number("rope.scaling.factor", 1.0), **found}
 
 
-def with_llama3_scaling(values: GgufValues, base: Config) -> Config:
+def with_llama3_scaling(values: GgufValues, base: _Config) -> _Config:
     """Add the scaling rule of Llama 3.1 and later to a configuration: GGUF stores only the factors that it produces.
 
     A model whose KerasHub class has none is refused when it is built.
@@ -180,7 +180,7 @@ def with_llama3_scaling(values: GgufValues, base: Config) -> Config:
     return base | {"rope_scaling": scaling}
 
 
-def expert_entries(values: GgufValues) -> Config:
+def expert_entries(values: GgufValues) -> _Config:
     """Return the entries of a mixture; whether the router's weights are normalised, llama.cpp knows by architecture."""
     stacked = values.shape("blk.0.ffn_up_exps.weight") or (0, 0)
     return {
