@@ -36,10 +36,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.measure import Row, interleave, rows_table
 from shardload.keras_bridge.variables import relocate
 from shardload.optimizers import REKLS
-from shardload.optimizers.dealing import deal, decompose_repeated, gather, shard
+from shardload.optimizers.dealing import deal, decompose_repeated, gather_shards, shard
 from shardload.optimizers.matrices import MatrixRules
 from shardload.optimizers.rekls_math import Eigenpairs, eigenpairs
-from shardload.optimizers.rekls_setup import spec_of
+from shardload.optimizers.rekls_setup import partition_spec_of
 
 DEVICES = 8
 MODEL = "model"
@@ -70,11 +70,13 @@ class TwiceOnEveryDevice(REKLS):
         factors = [v for v in (*self.left_factors, *self.right_factors) if v is not None]
         values = [v for v in (*self.left_values, *self.right_values) if v is not None]
         vectors = [v for v in (*self.left_vectors, *self.right_vectors) if v is not None]
-        factor_specs = [spec_of(v) for v in factors]
-        pair_specs = [Eigenpairs(spec_of(a), spec_of(b)) for a, b in zip(values, vectors, strict=True)]
+        factor_specs = [partition_spec_of(v) for v in factors]
+        pair_specs = [
+            Eigenpairs(partition_spec_of(a), partition_spec_of(b)) for a, b in zip(values, vectors, strict=True)
+        ]
 
         def local(shards: list[Any]) -> Any:
-            whole = gather(shards, factor_specs)
+            whole = gather_shards(shards, factor_specs)
             old = [Eigenpairs(x[0], x) for x in whole]  # not used
             return shard(decompose_repeated(whole, old, lambda stack, _: eigenpairs(stack)), pair_specs)
 

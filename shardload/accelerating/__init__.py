@@ -42,7 +42,7 @@ from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import refresh_derived, state_of, without_walking_vocabularies
 from shardload.keras_bridge.recording import record_variables
-from shardload.keras_bridge.saving import load_assets as load_assets_of_folder
+from shardload.keras_bridge.saving import load_layer_assets as load_assets_of_folder
 from shardload.keras_bridge.variables import is_abstract, release_from_mesh
 from shardload.layouts.choice import current_devices
 from shardload.loading import Loaded, run_load_weights
@@ -83,7 +83,7 @@ def local_path(path: Any) -> Path:
     return found.absolute()
 
 
-def fill(model: Any, path: Path) -> Loaded:
+def fill_model(model: Any, path: Path) -> Loaded:
     """Load weights into a model, where Keras would put them: in its layouts, or on the default device."""
     # Without a distribution, a mesh of one device; `finish` makes the values ordinary arrays again.
     if current_devices(model) is None:
@@ -126,7 +126,7 @@ def model_call(call: EntryCall) -> Filled:
         model = model_from_config(config, call.arguments)
     if not isinstance(model, keras.Model):
         raise NotSupported(f"it is a {type(model).__name__}, expected a model")
-    loaded = fill(model, path)
+    loaded = fill_model(model, path)
     # After the weights, as hooks may use them. Keras can also save a model as a folder instead of an archive.
     if not is_step and (path / "assets").is_dir():
         for _, layer, error in load_assets_of_folder(model, path / "assets"):
@@ -148,7 +148,7 @@ def weights_call(call: EntryCall) -> Filled:
         raise NotSupported("the model has not been built")
     path = local_path(call.arguments["filepath"])
     step = step_of(path)
-    loaded = fill(model, step or path)
+    loaded = fill_model(model, step or path)
     finish(model, loaded, committed=step is not None)
     return Filled(None, loaded.report)
 
@@ -214,7 +214,7 @@ def preset_call(call: EntryCall) -> Filled:
     intercepted = calls_to(collected.call), conversions_to(loader, collected.convert)
     with record_variables() as created, intercepted[0], intercepted[1], without_walking_vocabularies():
         made = call.original()
-    loaded = fill(*collected.target(made))
+    loaded = fill_model(*collected.target(made))
     finish(made, loaded, created=created)
     return Filled(made, loaded.report)
 

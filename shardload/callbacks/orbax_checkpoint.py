@@ -24,7 +24,7 @@ from shardload import processes
 from shardload.callbacks.other_callbacks import OtherCallbacks
 from shardload.callbacks.preemption import Preemption
 from shardload.callbacks.resume import Resumption, forget_beginning, go_on, position_record
-from shardload.data import Position, follow, stop_following
+from shardload.data import Position, follow_data, stop_following
 from shardload.errors import SaveError, UsageError, require_callable_with, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.training import swaps_averages_before
@@ -231,7 +231,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._total = max(self._total, newest, iterations(model))
         # Changes between two fits, as by compile(), may show in the configuration without changing the variables.
         self._saver.contents.forget()
-        self._position = follow(model)
+        self._position = follow_data(model)
         given = {"data_iterator": self.data_iterator, "initial_epoch": self.initial_epoch}
         self._first = first = go_on(model, self.directory, self.resume, self._position, **given)
         resumed, epochs = None if first is None else first.info, (self.params or {}).get("epochs")

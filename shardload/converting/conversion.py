@@ -124,7 +124,7 @@ def convert(
     patterns = arguments.patterns(ignore)
     # Merging needs the model.
     if hugging_face_copy.is_copy(opened, kind) and not merge_lora:
-        fidelity.check_names(ignore_config)
+        fidelity.checked_fields(ignore_config)
         source = hugging_face_copy.source_of(opened, ignore=patterns)
     else:
         source = _open(found.path, base, dtype=name, ignore=patterns, ignore_config=ignore_config)

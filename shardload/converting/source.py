@@ -135,7 +135,7 @@ def open_source(
     notes = (
         *manifest.notes,
         *fidelity.notes_of(model, manifest),
-        *quantised.accepted(manifest, mapping.bindings, ignore=fidelity.check_names(ignore_config)),
+        *quantised.accepted(manifest, mapping.bindings, ignore=fidelity.checked_fields(ignore_config)),
         *companions.notes,
         *lost,
         *(note for note in mapping.notes if note not in found.notes),

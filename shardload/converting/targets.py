@@ -35,8 +35,8 @@ from shardload.loaders.orbax.loader import SPEC as ORBAX
 from shardload.loaders.registry import FormatSpec, specs
 from shardload.manifest import Manifest
 from shardload.mapping.assets import read_assets
-from shardload.mapping.state_tree import WEIGHTS, describe
-from shardload.mapping.stored_values import ENTRY as VALUES
+from shardload.mapping.state_tree import WEIGHTS, state_tree_of
+from shardload.mapping.stored_values import VALUES_ENTRY as VALUES
 from shardload.mapping.stored_values import file_values_to_json, lacking_values, stored_values
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import Binding
@@ -368,7 +368,7 @@ def _added(source: Source, dtypes: Mapping[int, Any], spec: FormatSpec, dtype: s
 def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> ConversionPlan:
     from shardload.loaders.orbax import plain_arrays as orbax
 
-    tree = describe(source.model).weights_only()
+    tree = state_tree_of(source.model).weights_only()
     copies = tuple(whole("/".join(leaf.path), source.values[id(leaf.variable)], dtypes) for leaf in tree.leaves)
     tensors = [c.wanted for c in copies]
     structure = tree.to_json()

@@ -39,7 +39,7 @@ from shardload.data.position import (
     Origin,
     Position,
     Reading,
-    follow,
+    follow_data,
     followed,
     length,
     repeated_length,
@@ -290,4 +290,4 @@ def _share_class() -> Any:
     return BatchShare
 
 
-__all__ = ["Origin", "Position", "Reading", "follow", "resumable", "resumable_of_fit", "stop_following"]
+__all__ = ["Origin", "Position", "Reading", "follow_data", "resumable", "resumable_of_fit", "stop_following"]

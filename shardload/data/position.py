@@ -242,7 +242,7 @@ class Position:
         self._states.append((self._given, copy.deepcopy(state), at_end))
 
 
-def follow(model: Any) -> Position:
+def follow_data(model: Any) -> Position:
     """Return the position of the data that ``model`` is about to be trained on in this thread."""
     position, fit = _positions.get(model), epoch_iterator_of_fit()
     if position is None or (fit is not None and fit is not position.fit):  # an earlier fit's data is over

@@ -12,7 +12,7 @@ from shardload.families.parts.config import BASE, DROPOUT, NO_DROPOUT, SIZES, Co
 from shardload.families.parts.conversion import Export, LayerSettings
 from shardload.families.parts.gguf import GgufArchitecture, PreTokenizer, Undo
 from shardload.families.parts.gguf_values import GgufValues, model_entries
-from shardload.families.parts.tensors import OPTIONAL_POOLER, Spec, affine, norm
+from shardload.families.parts.tensors import OPTIONAL_POOLER, TensorSpec, affine, norm
 from shardload.families.record import Family, KerasTokenizer, ModelType
 
 _DEFAULTS = BASE | DROPOUT | {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2}
@@ -72,11 +72,11 @@ def _has_word_pieces(values: GgufValues) -> bool:
     return values.entries.get("tokenizer.ggml.model") not in ("t5", "gpt2")
 
 
-def _bert_tensors(config: Config) -> Iterator[Spec]:
+def _bert_tensors(config: Config) -> Iterator[TensorSpec]:
     hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     sizes = {"word": "vocab_size", "position": "max_position_embeddings", "token_type": "type_vocab_size"}
     for name, size in sizes.items():
-        yield Spec(f"embeddings.{name}_embeddings.weight", (config[size], hidden))
+        yield TensorSpec(f"embeddings.{name}_embeddings.weight", (config[size], hidden))
     yield from norm("embeddings.LayerNorm", hidden)
     for i in range(config["num_hidden_layers"]):
         at = f"encoder.layer.{i}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardload.errors import UnsupportedError
 from shardload.families.parts.checks import (
-    RMS,
+    RMS_EPSILON,
     TANH,
     WINDOW,
     Caps,
@@ -102,7 +102,7 @@ GEMMA = ModelType(
     name="gemma",
     defaults=decoder_defaults(256000, 3072, 24576, 28, 16, kv=16, longest=8192) | {"head_dim": 256},
     checks=Checks(
-        RMS,
+        RMS_EPSILON,
         ("hidden_act", TANH),
         Rotary(1e4),
         has_activation=TANH,
@@ -119,7 +119,7 @@ GEMMA_2 = ModelType(
     | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     checks=Checks(
-        RMS,
+        RMS_EPSILON,
         ("hidden_activation", TANH),
         Rotary(1e4),
         by_layer_type(first_slides),
@@ -176,7 +176,7 @@ def _windows_of_gemma_3(config: Config, layers: int) -> list[int | None]:
 
 
 _GEMMA_3_CHECKS = Checks(
-    RMS,
+    RMS_EPSILON,
     ("hidden_activation", TANH),
     Rotary(1e6, sliding_theta=1e4),
     _windows_of_gemma_3,

@@ -15,7 +15,7 @@ from shardload.families.parts.config import Config
 from shardload.families.parts.conversion import Converter, Export, LayerSettings, byte_pair_tokenizer
 from shardload.families.parts.gguf import GgufArchitecture, PreTokenizer, Undo
 from shardload.families.parts.gguf_values import GgufValues, model_entries
-from shardload.families.parts.tensors import Spec, affine, norm
+from shardload.families.parts.tensors import TensorSpec, affine, norm
 from shardload.families.record import Family, KerasTokenizer, ModelType
 
 
@@ -63,10 +63,10 @@ def _gguf_gpt_2(values: GgufValues) -> dict[str, Any]:
     }
 
 
-def _gpt_2_tensors(config: Config) -> Iterator[Spec]:
+def _gpt_2_tensors(config: Config) -> Iterator[TensorSpec]:
     hidden, intermediate = config["n_embd"], config.get("n_inner") or 4 * config["n_embd"]
-    yield Spec("wte.weight", (config["vocab_size"], hidden))
-    yield Spec("wpe.weight", (config["n_positions"], hidden))
+    yield TensorSpec("wte.weight", (config["vocab_size"], hidden))
+    yield TensorSpec("wpe.weight", (config["n_positions"], hidden))
     for i in range(config["n_layer"]):
         yield from norm(f"h.{i}.ln_1", hidden)
         yield from affine(f"h.{i}.attn.c_attn", (hidden, 3 * hidden), out=3 * hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardload.families.parts.checks import RMS, SILU, Checks, by_layer_type, every_layer
+from shardload.families.parts.checks import RMS_EPSILON, SILU, Checks, by_layer_type, every_layer
 from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
 from shardload.families.parts.conversion import Export, LayerSettings, exported_decoder, exported_plain_decoder
 from shardload.families.parts.gguf import (
@@ -24,7 +24,7 @@ from shardload.families.parts.tensors import (
     DECODER_HEADS,
     OPTIONAL_OUTPUT_LAYER,
     DecoderTensors,
-    Spec,
+    TensorSpec,
     gated_mlp,
 )
 from shardload.families.record import Family, ModelType
@@ -38,8 +38,8 @@ _MIXTRAL_BLOCK = {
 """GGUF part of a block → Hugging Face's, of experts."""
 
 
-def _experts(config: Config, layer: int, at: str) -> Iterator[Spec]:
-    yield Spec(f"{at}.block_sparse_moe.gate.weight", (config["num_local_experts"], config["hidden_size"]))
+def _experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{at}.block_sparse_moe.gate.weight", (config["num_local_experts"], config["hidden_size"]))
     for i in range(config["num_local_experts"]):
         yield from gated_mlp(config, f"{at}.block_sparse_moe.experts.{i}", names=("w1", "w3", "w2"))
 
@@ -53,7 +53,7 @@ _MISTRAL_DEFAULTS = ROTARY | decoder_defaults(32000, 4096, 14336, 32, 32, kv=8, 
 MISTRAL = ModelType(
     name="mistral",
     defaults=_MISTRAL_DEFAULTS | {"sliding_window": 4096},
-    checks=Checks(RMS, SILU, Rotary(1e4), every_layer),
+    checks=Checks(RMS_EPSILON, SILU, Rotary(1e4), every_layer),
     heads=DECODER_HEADS,
     optional_part=OPTIONAL_OUTPUT_LAYER,
     tensors=DecoderTensors(reads_attention_bias=False),
@@ -155,7 +155,7 @@ LLAMA = ModelType(
     defaults=ROTARY | decoder_defaults(32000, 4096, 11008, 32, 32, kv=None, longest=2048),
     for_converter=_for_converter,
     has_tie_argument=True,
-    checks=Checks(RMS, SILU, Rotary(1e4)),
+    checks=Checks(RMS_EPSILON, SILU, Rotary(1e4)),
     heads=DECODER_HEADS,
     tensors=DecoderTensors(
         feed_forward=lambda config, layer, at: gated_mlp(config, f"{at}.mlp", biased=bool(config.get("mlp_bias")))
@@ -224,7 +224,9 @@ SMOLLM_3 = ModelType(
     | {"rope_theta": 2e6, "sliding_window": None, "use_sliding_window": False, "no_rope_layer_interval": 4}
     | {"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "tie_word_embeddings": True},
     complete=_complete_smollm_3,
-    checks=Checks(RMS, SILU, Rotary(2e6), by_layer_type(_slides_in_smollm_3, always=False), has_activation="silu"),
+    checks=Checks(
+        RMS_EPSILON, SILU, Rotary(2e6), by_layer_type(_slides_in_smollm_3, always=False), has_activation="silu"
+    ),
     heads=DECODER_HEADS,
 )
 SMOLLM_3_FAMILY = Family(

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from shardload.families.parts.checks import RMS, SILU, Checks, after_first_layers, by_layer_type, if_used
+from shardload.families.parts.checks import RMS_EPSILON, SILU, Checks, after_first_layers, by_layer_type, if_used
 from shardload.families.parts.config import ROTARY, Config, Dims, decoder_defaults, published_decoder
 from shardload.families.parts.conversion import Export, LayerSettings, exported_plain_decoder
 from shardload.families.parts.gguf import BLOCK, CONTRACTIONS, EXPERTS, WORDS, GgufArchitecture, PreTokenizer
 from shardload.families.parts.gguf_values import GgufValues, decoder_entries, expert_entries
 from shardload.families.parts.rope import Rotary
-from shardload.families.parts.tensors import DECODER_FIELDS, DECODER_HEADS, DecoderTensors, Spec, gated_mlp
+from shardload.families.parts.tensors import DECODER_FIELDS, DECODER_HEADS, DecoderTensors, TensorSpec, gated_mlp
 from shardload.families.record import Family, ModelType
 
 _MOE_FIELDS = (*DECODER_FIELDS, "num_experts", "moe_intermediate_size")
@@ -68,21 +68,21 @@ def _has_experts(config: Config, layer: int) -> bool:
     return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % config["decoder_sparse_step"] == 0
 
 
-def _experts(config: Config, layer: int, at: str) -> Iterator[Spec]:
+def _experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
     """Yield the feed-forward part of a layer, with experts or without."""
     if not _has_experts(config, layer):
         yield from gated_mlp(config, f"{at}.mlp")
         return
-    yield Spec(f"{at}.mlp.gate.weight", (config["num_experts"], config["hidden_size"]))
+    yield TensorSpec(f"{at}.mlp.gate.weight", (config["num_experts"], config["hidden_size"]))
     for i in range(config["num_experts"]):
         yield from gated_mlp(config, f"{at}.mlp.experts.{i}", size="moe_intermediate_size")
 
 
-def _with_shared_expert(config: Config, layer: int, at: str) -> Iterator[Spec]:
+def _with_shared_expert(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
     yield from _experts(config, layer, at)
     if _has_experts(config, layer):
         yield from gated_mlp(config, f"{at}.mlp.shared_expert", size="shared_expert_intermediate_size")
-        yield Spec(f"{at}.mlp.shared_expert_gate.weight", (1, config["hidden_size"]))
+        yield TensorSpec(f"{at}.mlp.shared_expert_gate.weight", (1, config["hidden_size"]))
 
 
 def _export_qwen_2(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
@@ -100,7 +100,7 @@ QWEN_2 = ModelType(
     name="qwen2",
     defaults=_DEFAULTS | decoder_defaults(151936, 4096, 22016, 32, 32, kv=32, longest=32768),
     has_tie_argument=True,
-    checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False)),
+    checks=Checks(RMS_EPSILON, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False)),
     heads=DECODER_HEADS,
     tensors=DecoderTensors(qkv_biases=True),
     tensor_fields=DECODER_FIELDS,
@@ -121,7 +121,7 @@ QWEN_2_MOE = ModelType(
     renamed={"num_experts": "num_local_experts"},
     lacking=_lacking_dense_layers,
     has_tie_argument=True,
-    checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(_slides, always=False)),
+    checks=Checks(RMS_EPSILON, SILU, Rotary(1e4), by_layer_type(_slides, always=False)),
     only={"qkv_bias": (True,)},
     heads=DECODER_HEADS,
     tensors=DecoderTensors(reads_attention_bias=False, qkv_biases=True, feed_forward=_with_shared_expert),
@@ -177,7 +177,9 @@ QWEN_3 = ModelType(
     name="qwen3",
     defaults=_DEFAULTS | decoder_defaults(151936, 4096, 22016, 32, 32, kv=32, longest=32768) | {"head_dim": 128},
     has_tie_argument=True,
-    checks=Checks(RMS, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False), has_unsized_windows=True),
+    checks=Checks(
+        RMS_EPSILON, SILU, Rotary(1e4), by_layer_type(after_first_layers, always=False), has_unsized_windows=True
+    ),
     heads=DECODER_HEADS,
     tensors=DecoderTensors(normed_heads=True),
     tensor_fields=DECODER_FIELDS,
@@ -191,7 +193,7 @@ QWEN_3_MOE = ModelType(
     renamed={"num_experts": "num_local_experts"},
     lacking=_lacking_dense_layers,
     has_tie_argument=True,
-    checks=Checks(RMS, SILU, Rotary(1e4), if_used, has_unsized_windows=True),
+    checks=Checks(RMS_EPSILON, SILU, Rotary(1e4), if_used, has_unsized_windows=True),
     heads=DECODER_HEADS,
     tensors=DecoderTensors(normed_heads=True, feed_forward=_experts),
     tensor_fields=(*_MOE_FIELDS, "decoder_sparse_step"),

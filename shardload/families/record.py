@@ -16,7 +16,7 @@ from shardload.families.parts.checks import Checks, FieldDifference
 from shardload.families.parts.config import Config
 from shardload.families.parts.conversion import Converter, Export
 from shardload.families.parts.gguf import GgufArchitecture, PreTokenizer
-from shardload.families.parts.tensors import OptionalPart, Spec
+from shardload.families.parts.tensors import OptionalPart, TensorSpec
 
 
 def _nothing(_: Any) -> None:
@@ -82,7 +82,7 @@ class ModelType:
     has_pooler_outside: bool = False
     """Whether transformers has a pooler and KerasHub has none."""
     optional_part: OptionalPart | None = None
-    tensors: Callable[[Config], Iterator[Spec]] | None = None
+    tensors: Callable[[Config], Iterator[TensorSpec]] | None = None
     """Lists all tensors of a checkpoint in the order of the file, from a completed configuration."""
     tensor_fields: tuple[str, ...] = ()
     """Fields that `tensors` reads, which must be positive whole numbers."""

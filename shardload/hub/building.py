@@ -80,7 +80,7 @@ def build_model(
     """
     manifest.require_description()
     # Cheap checks of the headers first: building a large model takes seconds.
-    ignore = fidelity.check_names(ignore_config)
+    ignore = fidelity.checked_fields(ignore_config)
     quantised.check(manifest, ignore=ignore)
     _check_layer_count(manifest)
     compiling = (note or (lambda _: None)) if compile else None
@@ -135,7 +135,7 @@ def _from_preset(manifest: Manifest, dtype: Any, task: bool, scope: Mapping[str,
     described = manifest.metadata.get("task")
     if not task or not described:
         return backbone
-    cls = kerashub.registered(described, scope["custom_objects"])
+    cls = kerashub.registered_class(described, scope["custom_objects"])
     if cls is None:
         raise UnsupportedError(
             f"Cannot build the task of {manifest.source}: task.json names the unknown class "
@@ -227,7 +227,7 @@ def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[st
     # A task's preprocessor that cannot be made here is left out.
     inner = rest.get("config")
     if isinstance(inner, dict) and isinstance(described := inner.get("preprocessor"), dict):
-        cls = kerashub.registered(described, None)
+        cls = kerashub.registered_class(described, None)
         if cls is not None and kerashub.lacks_tensorflow(cls):
             inner["preprocessor"] = None
     config_forms.tie_as_stored(rest, manifest)

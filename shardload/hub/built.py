@@ -26,7 +26,7 @@ _POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
 """Inputs at which activations are compared."""
 
 
-def blocks(backbone: Any) -> list[Any]:
+def transformer_layers_of(backbone: Any) -> list[Any]:
     """Return the transformer's layers, first to last; empty if the class names them differently."""
     found = getattr(backbone, "transformer_layers", ())
     return [block for one in found for block in (one if isinstance(one, list | tuple) else (one,))]
@@ -64,7 +64,7 @@ def _window_of(block: Any, checked: dict[str, bool]) -> int | None:
         for name in ("sliding_window_size", "sliding_window"):
             if hasattr(layer, name):
                 size = getattr(layer, name)
-                key = f"{type(layer)} {name} {settings_of(layer)}"
+                key = f"{type(layer)} {name} {settings_text(layer)}"
                 # Asking a layer compiles a program, so layers of equal settings are asked once.
                 if size and key not in checked:
                     checked[key] = _is_obeyed(layer, name)
@@ -151,7 +151,7 @@ def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
     return float(layer.max_wavelength) ** -turns / float(layer.scaling_factor)
 
 
-def settings_of(layer: Any) -> str:
+def settings_text(layer: Any) -> str:
     """Return a key that is equal for layers with equal settings."""
     public = ((k, v) for k, v in vars(layer).items() if not k.startswith("_") and k != "name")
     return repr(sorted((k, v) for k, v in public if isinstance(v, int | float | str | None)))

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardload.errors import SourceError, UnsupportedError
 from shardload.families.parts.config import GENERATORS, Config, architecture_of
-from shardload.families.parts.tensors import Spec
+from shardload.families.parts.tensors import TensorSpec
 from shardload.families.registry import families, model_type_of, model_types
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest, Tensor
@@ -33,7 +33,7 @@ def read_config(manifest: Manifest) -> dict[str, Any]:
     config = copy.deepcopy(dict(manifest.config))
     # KerasHub reads the first entry unconditionally; GGUF and KerasHub's own exports have none.
     config["architectures"] = config.get("architectures") or [""]
-    config = completed(renamed(config))
+    config = completed(_with_current_keys(config))
     # Converters call get("rope_parameters", {}).get(…), which fails on null.
     if config.get("rope_parameters", {}) is None:
         del config["rope_parameters"]
@@ -64,7 +64,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with the names that converters read for keys that other versions renamed.
 
     Before the defaults are filled in: they would fill in a key that it only has under its other name.
@@ -171,7 +171,7 @@ Without a limit, the list for a damaged configuration would fill the memory."""
 _LAYERS = ("num_hidden_layers", "n_layer")
 
 
-def transformers_tensors(config: Config) -> list[Spec]:
+def transformers_tensors(config: Config) -> list[TensorSpec]:
     """Return all tensors of a Hugging Face checkpoint with this configuration, in the order of the file.
 
     A field that the configuration omits has transformers' default. Messages of errors are clauses.
@@ -183,7 +183,7 @@ def transformers_tensors(config: Config) -> list[Spec]:
             f"the tensors of model_type {kind!r:.60} cannot be listed from a configuration, only those of "
             f"{', '.join(sorted(listed))}"
         )
-    config = completed(renamed(config))
+    config = completed(_with_current_keys(config))
     _check(config, known.tensor_fields)
     return list(known.tensors(config))
 

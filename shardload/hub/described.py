@@ -25,7 +25,7 @@ from shardload.hub.building import describe_failure
 from shardload.hub.config_forms import transformers_tensors
 from shardload.keras_bridge.abstraction import abstract
 from shardload.keras_bridge.hub_imports import backbone_of
-from shardload.keras_bridge.layer_settings import ENTRY, add_arguments, attributes_of
+from shardload.keras_bridge.layer_settings import ATTRIBUTES_ENTRY, add_arguments, attributes_of
 from shardload.keras_bridge.model_state import optimizer_variables_of, own_layers
 from shardload.keras_bridge.saving import saved_layout
 from shardload.keras_bridge.variables import stored_dtype
@@ -141,7 +141,7 @@ def save_description(
         add_arguments(inner, backbone)
         if described is not backbone and preprocessor is not None:
             written["config"]["preprocessor"] = _serialised(saver, preprocessor)
-        entries = {**extra, **({ENTRY: attributes} if attributes else {})} if described is backbone else {}
+        entries = {**extra, **({ATTRIBUTES_ENTRY: attributes} if attributes else {})} if described is backbone else {}
         (folder / name).write_text(json.dumps({**written, **entries}, indent=4), encoding="utf-8")
 
 

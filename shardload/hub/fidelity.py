@@ -26,7 +26,12 @@ from shardload.hub import built, fields, quantised
 from shardload.hub.config_forms import config_beside
 from shardload.hub.fields import text_of
 from shardload.keras_bridge.hub_imports import backbone_of
-from shardload.keras_bridge.layer_settings import ENTRY, apply_attributes, differing_attributes, lost_arguments
+from shardload.keras_bridge.layer_settings import (
+    ATTRIBUTES_ENTRY,
+    apply_attributes,
+    differing_attributes,
+    lost_arguments,
+)
 from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
@@ -34,7 +39,7 @@ from shardload.stores.json_files import read_optional
 from shardload.stores.location import Location
 
 
-def check_names(ignore: Sequence[str]) -> tuple[str, ...]:
+def checked_fields(ignore: Sequence[str]) -> tuple[str, ...]:
     """Check the names of fields to ignore: a misspelt name, of a field that is never checked, is not consent."""
     is_list = isinstance(ignore, Iterable) and not isinstance(ignore, str)
     names: tuple[Any, ...] = tuple(ignore) if is_list else (ignore,)  # first, because a generator can be read only once
@@ -111,7 +116,7 @@ def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
 
 def _saved_attributes(manifest: Manifest) -> Any:
     is_beside = spec_of(manifest).described_by == "keras-sidecar"
-    return ((config_beside(manifest) if is_beside else manifest.config) or {}).get(ENTRY, {})
+    return ((config_beside(manifest) if is_beside else manifest.config) or {}).get(ATTRIBUTES_ENTRY, {})
 
 
 def _described_part(model: Any, manifest: Manifest) -> Any:
@@ -145,7 +150,7 @@ def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
     # The block passes a constant True to its attention instead of the backbone's argument.
     if getattr(backbone, "query_head_dim_normalize", True):
         return ()
-    found = [built.attention_of(block, "query_head_dim_normalize") for block in built.blocks(backbone)]
+    found = [built.attention_of(block, "query_head_dim_normalize") for block in built.transformer_layers_of(backbone)]
     wrong = [layer for layer in found if layer is not None and layer.query_head_dim_normalize]
     for layer in wrong:
         layer.query_head_dim_normalize = False
@@ -274,4 +279,4 @@ def _module_config(folder: Location) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-__all__ = ["arguments", "check_names", "notes_of", "reconcile"]
+__all__ = ["arguments", "checked_fields", "notes_of", "reconcile"]

@@ -123,7 +123,10 @@ def _directions(config: Config, text: Config, backbone: Any) -> Iterator[FieldDi
         yield FieldDifference("is_causal", str(causal), "True", ("is_causal",))
     for field in known.checks.attention_flags if known.checks else ():
         wanted = bool(config.get(field))
-        actual = {bool(getattr(built.attention_of(block, field), field, False)) for block in built.blocks(backbone)}
+        actual = {
+            bool(getattr(built.attention_of(block, field), field, False))
+            for block in built.transformer_layers_of(backbone)
+        }
         if actual - {wanted}:
             yield FieldDifference(field, str(wanted), str(not wanted), (field,))
 
@@ -200,13 +203,13 @@ def _alike(one: Any, other: Any) -> bool:
 def _rotations(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDifference]:
     if checks.rotary is None:
         return
-    head_dim, blocks = head_dim_of(backbone), built.blocks(backbone)
+    head_dim, blocks = head_dim_of(backbone), built.transformer_layers_of(backbone)
     windows = checks.windows(config, len(blocks)) if checks.windows else [None] * len(blocks)
     seen: set[tuple[str, str]] = set()  # most blocks are alike, and measuring one takes a compilation
     for i, block in enumerate(blocks):
         kind = rope.SLIDING if windows[i] and checks.rotary.sliding_theta is not None else rope.FULL
         layer = built.rotary_of(block)
-        key = (kind, built.settings_of(layer) if layer is not None else "")
+        key = (kind, built.settings_text(layer) if layer is not None else "")
         if key in seen:
             continue
         seen.add(key)
@@ -239,7 +242,7 @@ def _turns_alike(
 
 
 def _windows(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDifference]:
-    blocks = built.blocks(backbone)
+    blocks = built.transformer_layers_of(backbone)
     # A window that the longest text fits into is none: on both sides, so that it never counts as a difference.
     windows = checks.windows(config, len(blocks)) if checks.windows else [None] * len(blocks)
     wanted = [_obeyed(window, config) for window in windows]
@@ -273,7 +276,9 @@ def _obeyed(window: int | None, config: Config) -> int | None:
 def _caps(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDifference]:
     if (caps := checks.caps) is None:
         return
-    attention = next((built.attention_of(block, "logit_soft_cap") for block in built.blocks(backbone)), None)
+    attention = next(
+        (built.attention_of(block, "logit_soft_cap") for block in built.transformer_layers_of(backbone)), None
+    )
     pairs = (
         ("attn_logit_softcapping", caps.scores, getattr(attention, "logit_soft_cap", None)),
         ("final_logit_softcapping", caps.logits, getattr(backbone, "final_logit_soft_cap", None)),
@@ -290,7 +295,7 @@ def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
     field = "query_pre_attn_scalar"
     head_dim, per_head = head_dim_of(backbone), int(backbone.hidden_dim) // _heads_of(backbone)
     wanted = config.get(field, 256)
-    found = [built.attention_of(block, "query_head_dim_normalize") for block in built.blocks(backbone)]
+    found = [built.attention_of(block, "query_head_dim_normalize") for block in built.transformer_layers_of(backbone)]
     actual = {head_dim if layer.query_head_dim_normalize else per_head for layer in found if layer is not None}
     if actual <= {wanted}:
         return

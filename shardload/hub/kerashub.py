@@ -150,7 +150,7 @@ def task_class(manifest: Manifest) -> Any:
     match spec_of(manifest).described_by:
         case "keras-hub":
             keras_hub()
-            return registered(manifest.metadata.get("task") or {}, None)
+            return registered_class(manifest.metadata.get("task") or {}, None)
         case "hugging-face":
             loader = transformers_loader(manifest)
             return task_class_of(manifest, loader.converter, loader.check_backbone_class())
@@ -172,7 +172,7 @@ def task_class_of(manifest: Manifest, convert: Any, backbone_cls: type) -> Any:
     return min(found, key=lambda cls: (cls.__name__ != exact, len(cls.__name__), cls.__name__), default=None)
 
 
-def registered(described: Mapping[str, Any], custom_objects: Mapping[str, Any] | None) -> Any:
+def registered_class(described: Mapping[str, Any], custom_objects: Mapping[str, Any] | None) -> Any:
     """Return the class that a serialised configuration names; ``None`` if it is unknown."""
     import keras
 

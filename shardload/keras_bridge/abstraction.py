@@ -34,7 +34,7 @@ from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.hub_imports import HUB, hub_patched
 from shardload.keras_bridge.model_state import refresh_derived, state_of
 from shardload.keras_bridge.patches import Patch, Patches, reading_signatures_once, replacing
-from shardload.keras_bridge.recording import record_variables, registered
+from shardload.keras_bridge.recording import record_variables, registered_variables
 from shardload.keras_bridge.variables import (
     HostConstant,
     direct_assign,
@@ -121,7 +121,7 @@ def initialise(
 
 def uninitialised(target: Model | Iterable[Variable]) -> list[str]:
     """Return the paths of variables without a value, including those on Keras' global list of uninitialised ones."""
-    waiting = [v for v in registered() if not has_value(v)]
+    waiting = [v for v in registered_variables() if not has_value(v)]
     return [v.path for v in unique([*_variables(target), *waiting]) if not has_value(v)]
 
 

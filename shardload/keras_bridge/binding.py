@@ -34,12 +34,12 @@ from shardload.keras_bridge.gathered_use import Use, gathering
 from shardload.keras_bridge.model_state import (
     models_in,
     refresh_derived,
+    slot_layouts,
     slots_of,
-    spread_slots,
     state_of,
     variables_of,
 )
-from shardload.keras_bridge.optimizer_slots import layout_of
+from shardload.keras_bridge.optimizer_slots import variable_layout
 from shardload.keras_bridge.training import batches_laid_out_singly
 from shardload.keras_bridge.variables import (
     has_value,
@@ -257,7 +257,7 @@ def _shardings(
             raise LayoutError(f"Cannot bind {model.name!r}: got {plural(len(layouts), 'layout')} for {count}")
         given = {id(v): layout for v, layout in zip(variables, layouts, strict=True)}
     weight_of = {id(slot): weight for slot, weight in slots_of(model)}
-    spread = spread_slots(model, lambda v: given.get(id(v)), batch_axis=batch_axis or mesh.batch_axis)
+    spread = slot_layouts(model, lambda v: given.get(id(v)), batch_axis=batch_axis or mesh.batch_axis)
     chosen = {**spread, **given}
     found = []
     for variable in state_of(model):
@@ -353,7 +353,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
 def _adopt(model: Model, binding: ModelBinding) -> None:
     """Move variables created since binding onto the mesh: a new optimizer, LoRA kernels, seeds."""
     slots = {id(slot): weight for slot, weight in slots_of(model)}
-    spread = spread_slots(model, layout_of, batch_axis=binding.distribution.batch_dim_name)
+    spread = slot_layouts(model, variable_layout, batch_axis=binding.distribution.batch_dim_name)
     for variable in state_of(model):
         sharding = sharding_of(variable)
         if sharding is None and id(variable) in spread:

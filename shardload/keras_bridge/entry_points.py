@@ -34,14 +34,14 @@ from shardload.keras_bridge.patches import Patches, replacing
 from shardload.keras_bridge.recording import GLOBAL_GENERATOR, NAMES, random_states
 from shardload.keras_bridge.variables import current_value, restore_value
 
-Kind = Literal["model", "weights", "preset", "layer", "legacy"]
+_CallKind = Literal["model", "weights", "preset", "layer", "legacy"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryCall:
     """One call of a loading function of Keras or KerasHub."""
 
-    kind: Kind
+    kind: _CallKind
     """``model``, ``weights`` and ``preset`` load weights; ``layer`` loads none; ``legacy`` loads HDF5 of Keras 2."""
     text: str
     """The call as a program would write it: ``GemmaCausalLM.from_preset('./gemma')``."""
@@ -105,7 +105,9 @@ def _handler() -> _Handler | None:
 # ---- Keras ---------------------------------------------------------------------------------------
 
 
-def _through(kind: Kind, text: Callable[[dict[str, Any]], str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _through(
+    kind: _CallKind, text: Callable[[dict[str, Any]], str]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a wrapper that passes calls to the handler of their context, if it has one, as an `EntryCall`."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +203,7 @@ def step_of(path: Path) -> Path | None:
 
 _MODULES = ("models.backbone", "models.task", "models.preprocessor", "tokenizers.tokenizer")
 _CONVERTERS = ("image_converter", "audio_converter", "video_converter")
-_LOADS: dict[str, Kind] = {"load_task": "preset", "load_backbone": "preset"}
+_LOADS: dict[str, _CallKind] = {"load_task": "preset", "load_backbone": "preset"}
 _LOADS |= dict.fromkeys(("load_preprocessor", "load_tokenizer", *(f"load_{name}" for name in _CONVERTERS)), "layer")
 
 
@@ -225,7 +227,7 @@ _HUB_PATCHES = Patches(
 )
 
 
-def _of_preset(loader: Any, kind: Kind, method: Callable[..., Any]) -> Callable[..., Any]:
+def _of_preset(loader: Any, kind: _CallKind, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def load(cls: Any, *args: Any, **kwargs: Any) -> Any:
         handler = _handler()

@@ -126,7 +126,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Do nothing: `update_all` applies decay, because it may scale the learning rate or skip the step."""
 
 
-def placement(variable: Variable) -> NamedSharding | None:
+def sharding_on_mesh(variable: Variable) -> NamedSharding | None:
     """Return how a variable is spread over a mesh: by its layout, else by its value; `None` on a single device."""
     found = sharding_of(variable)
     if found is None:
@@ -136,7 +136,7 @@ def placement(variable: Variable) -> NamedSharding | None:
 
 def in_place_of(gradient: Any, variable: Variable) -> Any:
     """Move a gradient to the devices of its variable; return a traced one unchanged."""
-    sharding = placement(variable)
+    sharding = sharding_on_mesh(variable)
     if sharding is None or isinstance(gradient, jax.core.Tracer):
         return gradient
     return jax.device_put(gradient, sharding)

@@ -40,7 +40,7 @@ from shardload.keras_bridge.model_state import named_weights, own_layers, policy
 from shardload.keras_bridge.recording import quantize_without_values
 from shardload.keras_bridge.saving import saved_objects, serialised_model
 
-ENTRY = "shardload_attributes"
+ATTRIBUTES_ENTRY = "shardload_attributes"
 """Name of the entry in a configuration; Keras and KerasHub ignore it."""
 _INT8 = "int8"
 _MAX_RANK = 1 << 20  # structure.json is untrusted input, and no real rank is larger
@@ -303,7 +303,7 @@ def serialised_with_attributes(model: Any) -> str:
     if isinstance(inner, dict):
         add_arguments(inner, backbone)
     attributes = attributes_of(model)
-    return json.dumps({**found, ENTRY: attributes} if attributes else found)
+    return json.dumps({**found, ATTRIBUTES_ENTRY: attributes} if attributes else found)
 
 
 def add_arguments(config: dict[str, Any], backbone: Any) -> None:

@@ -187,7 +187,7 @@ def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
     return [pair for optimizer in _optimizers_of(model) for pair in slots_in(optimizer)]
 
 
-def spread_slots(
+def slot_layouts(
     model: Model, layout_of: Callable[[Variable], Layout | None], *, batch_axis: str | None = None
 ) -> dict[int, Layout]:
     """Return the layouts of slots that do not follow their weight, by ``id(slot)``.

@@ -259,7 +259,7 @@ class _SpreadingMethod:
 
     def __call__(self, reference_variable: Variable, *args: Any, **kwargs: Any) -> Variable:
         """Create a slot, laid out as chosen if its weight is on a mesh."""
-        layout = layout_of(reference_variable)
+        layout = variable_layout(reference_variable)
         if layout is not None:
             # Keras reads shape, dtype and layout of the reference, so a shallow copy with another layout will do.
             weight, reference_variable = reference_variable, copy.copy(reference_variable)
@@ -274,7 +274,7 @@ def place_slot(slot: Variable, weight: Variable, layout: Layout) -> None:
     relocate(slot, named_sharding(layout, tuple(sharding_of(weight).mesh.devices.flat)))
 
 
-def layout_of(variable: Variable) -> Layout | None:
+def variable_layout(variable: Variable) -> Layout | None:
     """Return the layout of a variable on its mesh; ``None`` if it has none."""
     sharding = sharding_of(variable)
     if not isinstance(sharding, jax.sharding.NamedSharding):

@@ -95,7 +95,7 @@ def unregistered(since: int = 0) -> list[Variable]:
     return taken
 
 
-def registered() -> list[Variable]:
+def registered_variables() -> list[Variable]:
     """Return the variables on Keras' global list of uninitialised ones, in this thread."""
     return list(global_state.get_global_attribute(UNINITIALISED) or [])
 
@@ -103,7 +103,7 @@ def registered() -> list[Variable]:
 @contextmanager
 def record_variables() -> Iterator[list[weakref.ref[Variable]]]:
     """Inside the block, variables that this thread or task creates get an initialiser and no buffer; yield them."""
-    before = len(registered())
+    before = len(registered_variables())
     token = recording_flag.set(True)
     created: list[weakref.ref[Variable]] = []
     listed = _created.set(created)
@@ -254,14 +254,14 @@ _RECORDING_PATCHES = Patches(
 _INT8_PATCH = Patches(lambda: [(keras.quantizers.AbsMaxQuantizer, "__call__", _stand_ins)])
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-class InThread(Generic[T]):
+class InThread(Generic[_T]):
     """A function that runs in a new thread with the settings and name counters of this one."""
 
-    def __init__(self, function: Callable[[], T], *, name: str) -> None:
-        self._result: T
+    def __init__(self, function: Callable[[], _T], *, name: str) -> None:
+        self._result: _T
         self._error: BaseException | None = None
         context = contextvars.copy_context()
         # A threading.local has other attributes in each thread, so copy them here and set them there. Counters of
@@ -281,7 +281,7 @@ class InThread(Generic[T]):
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 
-    def result(self) -> T:
+    def result(self) -> _T:
         """Wait for the function; return its result, or raise its error."""
         self._thread.join()
         if self._error is not None:

@@ -244,7 +244,7 @@ def objects_with_files(model: Model) -> list[tuple[str, Any]]:
     return [(path, found) for path, found in saved_objects(model) if hasattr(found, "load_assets")]
 
 
-def load_assets(model: Model, folder: Path) -> list[tuple[str, Any, Exception]]:
+def load_layer_assets(model: Model, folder: Path) -> list[tuple[str, Any, Exception]]:
     """Let everything in ``model`` that saved files read them again; return what failed, with paths and errors."""
     failed: dict[int, tuple[Any, Exception]] = {}
     with WALK_PATCH.applied():

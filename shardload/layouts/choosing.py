@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from shardload.errors import LayoutError, did_you_mean
 from shardload.keras_bridge import distributions
 from shardload.keras_bridge.hub_imports import backbone_of
-from shardload.keras_bridge.model_state import spread_slots
+from shardload.keras_bridge.model_state import slot_layouts
 from shardload.layouts import model_variables
 from shardload.layouts import rules as rule_sets
 from shardload.layouts.choice import LayoutChoice, VariableLayout
@@ -79,7 +79,7 @@ def with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis:
     def layout_of(variable: Any) -> Layout | None:
         return placed[id(variable)].layout if id(variable) in placed else None
 
-    spread = spread_slots(model, layout_of, batch_axis=batch_axis)
+    spread = slot_layouts(model, layout_of, batch_axis=batch_axis)
     return placed | {
         key: replace(placed[key], layout=layout, rule=f"{placed[key].rule}, spread")
         for key, layout in spread.items()

@@ -57,7 +57,7 @@ class Follows:
     """The dim of the leader that each own dim matches, or ``None``."""
 
 
-Role = Wants | Follows
+LayoutRole = Wants | Follows
 
 
 def by_shape(variable: Any) -> Wants:
@@ -111,7 +111,7 @@ def lay_out_along(variable: Any, role: Follows, leader: Layout) -> VariableLayou
 
 def decide_layouts(
     variables: Mapping[int, Any],
-    roles: Mapping[int, Role],
+    roles: Mapping[int, LayoutRole],
     mesh: MeshSpec,
     *,
     fixed: Mapping[int, VariableLayout] | None = None,
@@ -139,7 +139,7 @@ def decide_layouts(
     return placed
 
 
-def as_far_as_it_divides(variable: Any, role: Role, wanted: Layout, *, rule: str) -> VariableLayout:
+def as_far_as_it_divides(variable: Any, role: LayoutRole, wanted: Layout, *, rule: str) -> VariableLayout:
     """Return the layout of a rule, with each axis that does not divide moved to another dim or dropped."""
     shape = tuple(int(n) for n in variable.shape)
     if wanted.divides(shape):

@@ -40,11 +40,11 @@ from shardload.keras_bridge.calls import sole_consumers
 from shardload.keras_bridge.model_state import slots_of
 from shardload.layouts import model_variables
 from shardload.layouts.model_variables import is_kind, own_variables
-from shardload.layouts.role_layouts import MATRICES, Dim, Follows, Role, Wants, by_shape
+from shardload.layouts.role_layouts import MATRICES, Dim, Follows, LayoutRole, Wants, by_shape
 from shardload.layouts.rules import roles_by_layer_rules
 
 
-def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
+def roles(model: Any, *, by_user: bool = True) -> dict[int, LayoutRole]:
     """Return the role of every variable of ``model`` (including optimizer slots and metrics), by ``id(variable)``.
 
     Reads layer objects, shapes and dtypes only: the variables may have no values. ``by_user`` applies the layout rules
@@ -53,7 +53,7 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     every = list(model_variables.nested_layers(model))
     own = {id(layer): model_variables.own_variables(layer, children) for layer, children in every}
     kernels = {id(layer): kernels_of(layer, own[id(layer)]) for layer, _ in every}
-    by_rule: dict[int, Role] = dict(roles_by_layer_rules(layer for layer, _ in every)) if by_user else {}
+    by_rule: dict[int, LayoutRole] = dict(roles_by_layer_rules(layer for layer, _ in every)) if by_user else {}
     # Users' rules win over everything derived below.
     by_id = dict(by_rule)
     # Outermost layers first, and the first answer stays: a block that pairs its sub-layers' kernels knows more of
@@ -76,7 +76,7 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, Role]:
     return by_id
 
 
-def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) -> dict[int, Role]:
+def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) -> dict[int, LayoutRole]:
     """Return the roles of a layer's own variables."""
     own = {v.name: v for v in variables}
     if kernels and kernels[0].variable.name == "kernel":
@@ -97,7 +97,7 @@ def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) 
     if is_kind(layer, "SimpleRNNCell"):
         # Split by outputs: each device has its units, and gathers all of them for the next step.
         features = (Dim(1, "output features"), Dim(0, "input features"))
-        by_id: dict[int, Role] = {id(v): Wants("column", features) for v in variables if len(v.shape) == 2}
+        by_id: dict[int, LayoutRole] = {id(v): Wants("column", features) for v in variables if len(v.shape) == 2}
         if "bias" in own and "kernel" in own:
             by_id[id(own["bias"])] = Follows("bias", own["kernel"], (1,))
         return by_id
@@ -107,13 +107,13 @@ def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) 
 # ---- variables that belong to a kernel, and embeddings ------------------------------------------------
 
 
-def _followers(layer: Any, kernel: Kernel, own: dict[str, Any]) -> dict[int, Role]:
+def _followers(layer: Any, kernel: Kernel, own: dict[str, Any]) -> dict[int, LayoutRole]:
     """Return the roles of bias, scale and LoRA factors of a Dense or EinsumDense, dim by dim along its kernel."""
     _, labels, output = equation_of(layer) or ("", "", "")
     aligned = {"bias": output, "kernel_scale": output}  # both are broadcast against the output
     # LoRA adds a @ b to the kernel: a has its leading dims, b its last one; "?" is the rank, too short to split.
     exact = {"lora_kernel_a": labels[:-1] + "?", "lora_kernel_b": "?" + labels[-1:]}
-    by_id: dict[int, Role] = {}
+    by_id: dict[int, LayoutRole] = {}
     for name in own.keys() & (aligned.keys() | exact.keys()):
         variable = own[name]
         rank = len(variable.shape)
@@ -133,14 +133,14 @@ def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) ->
     return Follows(rule, leader, tuple(dims))
 
 
-def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
+def _embedding_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
     """Split an embedding by rows (the vocabulary) if it is tall, by features if it is wide."""
     if (embedding := own.get("embeddings")) is None:
         return {}
     rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")
     # An embedding that is wider than tall has too few rows to split (token types, segments).
     tall = embedding.shape[0] >= embedding.shape[1]
-    by_id: dict[int, Role] = {id(embedding): Wants("vocabulary", (rows, features) if tall else (features, rows))}
+    by_id: dict[int, LayoutRole] = {id(embedding): Wants("vocabulary", (rows, features) if tall else (features, rows))}
     if (reverse := own.get("reverse_embeddings")) is not None:
         by_id[id(reverse)] = Wants("vocabulary", (Dim(1, rows.what), Dim(0, features.what)))
     for name, leader, spelt, labels in (
@@ -162,7 +162,7 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, Role]:
 # ---- convolutions and recurrent cells ---------------------------------------------------------------
 
 
-def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, Role]:
+def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, LayoutRole]:
     """Split a convolution by its output channels, else by its input channels; its bias follows."""
     kernel = own["kernel"]
     last = len(kernel.shape) - 1
@@ -170,18 +170,18 @@ def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, Role]:
     # is the one to split.
     first, second = ("output channels", "input channels") if is_kind(layer, "BaseConv") else ("channels",) * 2
     order = (last, last - 1) if is_kind(layer, "BaseConv") else (last - 1, last)
-    by_id: dict[int, Role] = {id(kernel): Wants("channels", (Dim(order[0], first), Dim(order[1], second)))}
+    by_id: dict[int, LayoutRole] = {id(kernel): Wants("channels", (Dim(order[0], first), Dim(order[1], second)))}
     # A depthwise bias has channels x multiplier entries: it follows only if the multiplier is 1.
     if (bias := own.get("bias")) is not None and bias.shape[0] == kernel.shape[order[0]]:
         by_id[id(bias)] = Follows("bias", kernel, (order[0],))
     return by_id
 
 
-def _separable_roles(own: dict[str, Any]) -> dict[int, Role]:
+def _separable_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
     """Split the second kernel by its output channels; where a pair splits it by its inputs, the first one follows."""
     pointwise, depthwise = own["pointwise_kernel"], own["depthwise_kernel"]
     inputs, outputs = len(pointwise.shape) - 2, len(pointwise.shape) - 1
-    by_id: dict[int, Role] = {
+    by_id: dict[int, LayoutRole] = {
         id(pointwise): Wants("column", (Dim(outputs, "output channels"), Dim(inputs, "input channels"))),
         id(depthwise): Follows("depthwise", pointwise, (*(None,) * inputs, inputs, None)),
     }
@@ -258,9 +258,9 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel
     return Kernel(variable, kernel, tuple(map(kernel.index, contracted)), tuple(map(kernel.index, produced)))
 
 
-def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, Role]:
+def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
     """Return the roles of one block's kernels, given in order of creation: which one feeds which decides."""
-    by_id: dict[int, Role] = {}
+    by_id: dict[int, LayoutRole] = {}
     before: list[Kernel] = []
     for kernel in kernels:
         if kernel.is_matrix:
@@ -319,10 +319,10 @@ def _projection(kernel: Kernel) -> Wants:
 
 
 def roles_by_graph(
-    model: Any, kernels: dict[int, FeatureKernel], known: dict[int, Role], by_rule: dict[int, Role]
-) -> dict[int, Role]:
+    model: Any, kernels: dict[int, FeatureKernel], known: dict[int, LayoutRole], by_rule: dict[int, LayoutRole]
+) -> dict[int, LayoutRole]:
     """Return the roles of kernels that follow each other in a model's graph, and of what is between them."""
-    changed: dict[int, Role] = {}
+    changed: dict[int, LayoutRole] = {}
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
     ends = {key for key, one in kernels.items() if getattr(known.get(id(one.kernel)), "rule", "") == "row"}
     links = list(sole_consumers(model))

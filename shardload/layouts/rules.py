@@ -33,7 +33,7 @@ from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge.distributions import variable_axes
 from shardload.layouts import model_variables
 from shardload.layouts.choice import VariableLayout
-from shardload.layouts.role_layouts import Dim, Role, Wants, as_far_as_it_divides
+from shardload.layouts.role_layouts import Dim, LayoutRole, Wants, as_far_as_it_divides
 from shardload.sharding.layout import Layout, Spec, spec_of
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural
@@ -120,7 +120,7 @@ def _as_axes(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def by_distribution(
-    distribution: Any, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, Role]
+    distribution: Any, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, LayoutRole]
 ) -> dict[int, VariableLayout]:
     """Return the layouts that a ``keras.distribution.Distribution`` gives to variables, by ``id(variable)``."""
     rule = type(distribution).__name__
@@ -142,7 +142,7 @@ def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
 
 
 def apply(
-    rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, Role]
+    rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, LayoutRole]
 ) -> dict[int, VariableLayout]:
     """Return the layouts of variables with a matching rule, by ``id(variable)``; others are left to the default."""
     variables = list(variables)
@@ -202,7 +202,7 @@ def _compiled(rule: Rule, origin: str) -> re.Pattern[str]:
         raise LayoutError(f"The rule {rule.pattern!r} of {origin} is not a regular expression: {error}") from error
 
 
-def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: Role, origin: str) -> VariableLayout:
+def _place(rule: Rule, variable: Any, *, mesh: MeshSpec, role: LayoutRole, origin: str) -> VariableLayout:
     shape = tuple(variable.shape)
     spec = (*rule.spec, *((),) * (len(shape) - len(rule.spec))) if rule.is_open else rule.spec
     if len(spec) != len(shape):
@@ -233,13 +233,13 @@ def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str, *, of: str =
 
 _LayerRule = Callable[[Any], Mapping[str, Sequence[int]]]
 """From a built layer to variable name → dims to split, best first; an empty sequence keeps a variable replicated."""
-R = TypeVar("R", bound=_LayerRule)
+_R = TypeVar("_R", bound=_LayerRule)
 
 # By class, for the life of the process: `layout_rule` decorates functions at module level.
 _rules: dict[type, _LayerRule] = {}
 
 
-def layout_rule(layer_class: type) -> Callable[[R], R]:
+def layout_rule(layer_class: type) -> Callable[[_R], _R]:
     """Register a function that says which dims of a layer's own variables ``layout="auto"`` splits.
 
     The function receives each layer of ``layer_class``, or of a subclass without a rule of its own, built but maybe
@@ -264,7 +264,7 @@ def layout_rule(layer_class: type) -> Callable[[R], R]:
             "Write @shardload.layout_rule(MyLayer)"
         )
 
-    def register(rule: R) -> R:
+    def register(rule: _R) -> _R:
         if not callable(rule) or isinstance(rule, type):
             raise UsageError(
                 f"Cannot register {rule!r:.80} as a layout rule: expected a function of the layer. "

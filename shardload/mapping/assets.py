@@ -18,13 +18,13 @@ import numpy as np
 
 from shardload.errors import SourceError, UnsafeSourceError
 from shardload.keras_bridge.extra_state import has_empty_vocabulary, is_empty_vocabulary, unadapted_layers
-from shardload.keras_bridge.saving import load_assets as load_keras_assets
+from shardload.keras_bridge.saving import load_layer_assets as load_keras_assets
 from shardload.keras_bridge.saving import objects_with_files
 from shardload.loaders import spec_of
 from shardload.loaders.contents import descendant
 from shardload.loaders.orbax.loader import open_orbax
 from shardload.manifest import Manifest
-from shardload.mapping.state_tree import renamed
+from shardload.mapping.state_tree import renamed_key
 from shardload.mapping.stored_values import stored_values, unstored_hook
 from shardload.reports.facts import Note, NoteKind
 from shardload.stores.local import located, temporary_folder
@@ -80,7 +80,7 @@ def restore_assets(
     if folder is None:
         return ()
     folders = ["", *(path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_dir())]
-    stored = {renamed(path, rename or {}): path for path in folders}
+    stored = {renamed_key(path, rename or {}): path for path in folders}
     notes, taken = [], set()
     for path, layer in objects_with_files(model):
         if (source := stored.get(path)) is None:

@@ -36,7 +36,7 @@ from shardload.mapping.optimizer_pairs import (
 from shardload.mapping.roles import optimizer_roles, roles_of
 from shardload.mapping.state_tree import Stored, find
 from shardload.mapping.stored_state import pair
-from shardload.mapping.variable_map import AssignStep, VariableMap, bind, variable_names
+from shardload.mapping.variable_map import AssignStep, VariableMap, unsharded_binding, variable_names
 
 _GROUP, _INNER = "optimizer/vars/", "optimizer/inner_optimizer/"
 _STORED = ("optimizer/vars/", "optimizer_variables/")
@@ -70,7 +70,7 @@ def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, pair
     paired, notes = resolve_optimizers(model, paired, manifest, every=True)
     names = variable_names([*model.weights, *state_of(model)])
     fits = [(tensor, leaf) for tensor, leaf in paired.pairs if tensor.shape == leaf.shape]
-    bindings = tuple(bind(leaf.variable, View.whole(tensor), names) for tensor, leaf in fits)
+    bindings = tuple(unsharded_binding(leaf.variable, View.whole(tensor), names) for tensor, leaf in fits)
     taken, filled = {b.view.tensor for b in bindings}, {id(b.variable) for b in bindings}
     wrong = [leaf for tensor, leaf in paired.pairs if tensor.shape != leaf.shape]
     return replace(

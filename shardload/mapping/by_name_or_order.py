@@ -31,11 +31,11 @@ from shardload.mapping.variable_map import (
     AssignStep,
     Mismatch,
     VariableMap,
-    bind,
     refused_among,
     split_missing,
     suggestion,
     unknown_tensor,
+    unsharded_binding,
     variable_names,
 )
 from shardload.transfer.planning import Binding
@@ -97,7 +97,7 @@ def _variable_map(
     everything = unique([*weights, *state_of(model)])
     names = variable_names(everything)
     fits = {n: pair for n, pair in chosen.items() if pair[0].shape == tuple(pair[1].shape)}
-    bindings = tuple(bind(v, View.whole(t), names) for t, v in fits.values())
+    bindings = tuple(unsharded_binding(v, View.whole(t), names) for t, v in fits.values())
     wrong = tuple(Mismatch.of_shapes(v, t.name, t.shape) for n, (t, v) in chosen.items() if n not in fits)
     provided = [v for _, v in chosen.values()] + ([*base.provided] if base else [])
     missing, missing_variables, state = split_missing(weights, everything, provided, names)
@@ -140,7 +140,7 @@ def map_by_order(model: Any, manifest: Manifest) -> VariableMap:
     owners = {id(pair.owner): pair.owner for pair in last}
     bindings: dict[int, list[Binding]] = {owner: [] for owner in owners}
     for pair in last:
-        bindings[id(pair.owner)].append(bind(pair.variable, View.whole(pair.tensor), names))
+        bindings[id(pair.owner)].append(unsharded_binding(pair.variable, View.whole(pair.tensor), names))
     steps = tuple(AssignStep(tuple(bindings[number]), owner) for number, owner in owners.items())
     missing, missing_variables, state = split_missing(weights, everything, [pair.variable for pair in pairs], names)
     used = {pair.tensor.name for pair in pairs}

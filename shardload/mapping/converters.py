@@ -32,9 +32,9 @@ from shardload.mapping.variable_map import (
     Computed,
     Runtime,
     VariableMap,
-    bind,
     refused_among,
     split_missing,
+    unsharded_binding,
     variable_names,
 )
 from shardload.reports.facts import Note, NoteKind
@@ -66,7 +66,7 @@ def _variable_map(model: Any, manifest: Manifest, recordings: list[Recording]) -
         by_hook = {id(e.variable) for e in recording.assigned if e.view is None}
         viewed = {id(e.variable): e for e in recording.assigned if id(e.variable) not in by_hook}
         rest = [e for e in recording.assigned if id(e.variable) in by_hook]
-        bindings.extend(bind(e.variable, e.view, names) for e in viewed.values() if e.view is not None)
+        bindings.extend(unsharded_binding(e.variable, e.view, names) for e in viewed.values() if e.view is not None)
         if rest:
             step = _step(recording, rest)
             late.append(step)

@@ -19,7 +19,7 @@ from shardload.keras_bridge.model_state import optimizers_by_path
 from shardload.keras_bridge.optimizer_slots import owner_of, start_of
 from shardload.manifest import Manifest, Tensor
 from shardload.mapping.roles import AVERAGE, RATE, WRAPPER, Forms, attribute_of, is_core, kind_in, owner_in, part_of
-from shardload.mapping.state_tree import Pairing, StateLeaf, Stored, describe
+from shardload.mapping.state_tree import Pairing, StateLeaf, Stored, state_tree_of
 from shardload.mapping.variable_map import Begun
 from shardload.reports.facts import Note, NoteKind
 from shardload.transfer.read_tensor import read_tensor
@@ -122,7 +122,7 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
     if not (wanted := list(leaves)):
         return ()
     optimizers = optimizers_by_path(model)
-    weights = {leaf.key: leaf.variable for leaf in describe(model).leaves if leaf.kind == "weight"}
+    weights = {leaf.key: leaf.variable for leaf in state_tree_of(model).leaves if leaf.kind == "weight"}
     found = []
     for leaf in wanted:
         part = attribute_of(part_of(leaf.role, forms))

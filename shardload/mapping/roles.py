@@ -54,7 +54,7 @@ _SHARED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Muon", "SGD", "ScheduleFreeAdamW"), _OWN),
 }
 """The optimizers of Keras, with what their slots are where others have the same; all other slots are their own."""
-KINDS = frozenset(_SHARED)
+SLOT_KINDS = frozenset(_SHARED)
 _BY_SUFFIX = {
     "average": AVERAGE,
     "gradient_accumulator": "accumulated_gradients",
@@ -255,7 +255,7 @@ def is_scalar(part: str) -> bool:
 def kind_of_name(name: str) -> str | None:
     """Return the class of an optimizer with a generated name, such as ``adam_w_1``; ``None`` for names of others."""
     plain = name.rstrip("0123456789").replace("_", "")
-    return next((kind for kind in KINDS if kind.lower() == plain), None)
+    return next((kind for kind in SLOT_KINDS if kind.lower() == plain), None)
 
 
 def is_core(part: str, kind: str | None) -> bool:

@@ -128,7 +128,7 @@ def _weight_of(leaf: StateLeaf) -> str | None:
     return leaf.key if leaf.kind == "weight" else leaf.role.of if leaf.kind == "slot" else None
 
 
-def describe(model: Any) -> StateTree:
+def state_tree_of(model: Any) -> StateTree:
     """Return the path and role of every variable that training changes; reads and computes no values."""
     roles = roles_of(model)
     counts = {
@@ -229,7 +229,7 @@ class Pairing:
 
     def weight_of(self, stored: Stored) -> str:
         """Return the model's key of the weight that a stored slot belongs to."""
-        return renamed(stored.role.of or "", self.rename)
+        return renamed_key(stored.role.of or "", self.rename)
 
 
 def find(
@@ -243,7 +243,7 @@ def find(
     listed = leaves.get("leaves") if isinstance(leaves, Mapping) else leaves
     stored = [Stored.of_json(leaf) for leaf in _listed(listed)]
     out = [Stored.of_json(leaf) for leaf in _listed(leaves.get("left_out", ()) if isinstance(leaves, Mapping) else ())]
-    tree, kinds = describe(model), kinds_in(leaves)
+    tree, kinds = state_tree_of(model), kinds_in(leaves)
     forms = forms_of([s.role for s in (*stored, *out)], kinds)
     own = forms_of([leaf.role for leaf in tree.leaves], {k: v for k, v in tree.optimizers.items() if k in kinds})
     by_identity = {_identity(s.role, rename or {}, forms): s for s in stored}
@@ -307,13 +307,13 @@ def _identity(role: Role, rename: Mapping[str, str], forms: Forms) -> Identity:
     if role.kind in ("slot", "optimizer"):
         # A slot by what it is and its weight, as its own key would keep the old name of a renamed weight.
         part = part_of(role, forms)
-        of = renamed(role.of or "", rename)
+        of = renamed_key(role.of or "", rename)
         name = f"{role.optimizer or ''}:{meaning_of(part, kind_in(forms, role)) if role.kind == 'slot' else part}"
         return (role.kind, name, of)
-    return (role.kind, "", renamed(role.key, rename) if role.kind in ("weight", "seed") else role.key)
+    return (role.kind, "", renamed_key(role.key, rename) if role.kind in ("weight", "seed") else role.key)
 
 
-def renamed(key: str, rename: Mapping[str, str]) -> str:
+def renamed_key(key: str, rename: Mapping[str, str]) -> str:
     """Replace the longest matching prefix; prefixes end at a slash."""
     for old in sorted(rename, key=len, reverse=True):
         if key == old or key.startswith(f"{old}/") or not old:

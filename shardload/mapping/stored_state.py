@@ -46,14 +46,14 @@ from shardload.mapping.roles import (
     meaning_of,
     part_of_name,
 )
-from shardload.mapping.state_tree import StateLeaf, Stored, describe, find
+from shardload.mapping.state_tree import StateLeaf, Stored, find, state_tree_of
 from shardload.mapping.variable_map import (
     AssignStep,
     Mismatch,
     VariableMap,
-    bind,
     suggestion,
     unknown_tensor,
+    unsharded_binding,
     variable_names,
 )
 from shardload.reports.facts import Note, NoteKind
@@ -152,7 +152,7 @@ def _tensor_of(stored: Stored, manifest: Manifest) -> Tensor:
 
 
 def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> Paired:
-    tree = describe(model)
+    tree = state_tree_of(model)
     leaves = tree.leaves
     by_tree = {"/".join(leaf.path): leaf for leaf in leaves}
     by_path: dict[str, list[StateLeaf]] = {}
@@ -247,7 +247,7 @@ def _summarise(model: Any, paired: Paired, items: Items, noted: tuple[str, ...] 
     wanted = [(tensor, leaf) for tensor, leaf in paired.pairs if requested(leaf.role)]
     fits = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape == leaf.shape]
     wrong = [(tensor, leaf) for tensor, leaf in wanted if tensor.shape != leaf.shape]
-    bindings = tuple(bind(leaf.variable, View.whole(tensor), names) for tensor, leaf in fits)
+    bindings = tuple(unsharded_binding(leaf.variable, View.whole(tensor), names) for tensor, leaf in fits)
     demanded = [leaf for leaf in paired.missing if requested(leaf.role) and leaf.kind not in _MINOR]
     out = [(stored, leaf) for stored, leaf in paired.left_out if requested(leaf.role) and leaf.kind == "weight"]
     unused = [found for found in paired.left if requested(found) and found.kind not in _MINOR]

@@ -26,7 +26,7 @@ from shardload.keras_bridge.saving import saved_objects
 from shardload.manifest import Manifest
 from shardload.transfer.read_tensor import read_tensor
 
-ENTRY = "values"
+VALUES_ENTRY = "values"
 LIMIT_BYTES = 8 << 20
 """Limit of all values together: JSON is read as a whole, and `json_files` reads at most four times as much."""
 _KINDS = "biufcSU"
@@ -83,13 +83,13 @@ def _to_entries(
                 f"A step cannot store {_listed(refused)}, which {_hook(saveable, path)} saves besides variables: "
                 f"expected numbers, texts and arrays, of at most {LIMIT_BYTES >> 20} MiB together"
             )
-    return ({ENTRY: found} if found else {}), tuple(lost)
+    return ({VALUES_ENTRY: found} if found else {}), tuple(lost)
 
 
 def stored_values(manifest: Manifest) -> _Values:
     """Return the values in a step; empty for steps without any."""
     structure = manifest.metadata.get("structure")
-    found = structure.get(ENTRY, {}) if isinstance(structure, Mapping) else {}
+    found = structure.get(VALUES_ENTRY, {}) if isinstance(structure, Mapping) else {}
     try:
         return {path: {key: _of_json(entry) for key, entry in entries.items()} for path, entries in found.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -31,9 +31,9 @@ from shardload.mapping.variable_map import (
     Computed,
     Mismatch,
     VariableMap,
-    bind,
     refused_among,
     split_missing,
+    unsharded_binding,
     variable_names,
 )
 from shardload.stores.nowhere import is_nowhere
@@ -181,7 +181,7 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
     bindings: list[Binding] = []
     steps: list[LayerStep] = []
     for visit in visits:
-        made = [bind(e.variable, e.view, names) for e in by_visit.get(id(visit), ()) if e.view is not None]
+        made = [unsharded_binding(e.variable, e.view, names) for e in by_visit.get(id(visit), ()) if e.view is not None]
         bindings.extend(made)
         # Or its ``load_own_variables`` is more than Keras' plain one for layers.
         hook = getattr(type(visit.saveable), "load_own_variables", None)

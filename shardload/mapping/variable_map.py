@@ -26,7 +26,7 @@ from shardload.manifest import Manifest, View
 from shardload.transfer.planning import Binding
 
 
-def bind(variable: Variable, view: View, names: Mapping[int, str]) -> Binding:
+def unsharded_binding(variable: Variable, view: View, names: Mapping[int, str]) -> Binding:
     """Return the binding of a variable to its view of a tensor; ``names`` are those of `variable_names`."""
     return Binding.unsharded(names[id(variable)], view, stored_dtype(variable), variable)
 

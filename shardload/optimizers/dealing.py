@@ -201,7 +201,7 @@ def _rest(
     return found
 
 
-def gather(shards: Any, specs: Any) -> Any:
+def gather_shards(shards: Any, specs: Any) -> Any:
     """Return the whole arrays that this device has shards of; ``specs`` has the same structure."""
 
     def one(own: Any, spec: PartitionSpec) -> Any:
@@ -226,7 +226,7 @@ def shard(arrays: Any, specs: Any) -> Any:
     return jax.tree.map(one, arrays, specs)
 
 
-def collect(stacks: Any, specs: Any, mesh: Mesh) -> Any:
+def collect_dealt(stacks: Any, specs: Any, mesh: Mesh) -> Any:
     """Turn stacks of shards into the whole arrays that this device gets; ``specs`` has the same structure.
 
     A stack has shape (c · k, …) for k devices, which get c of the arrays each, every k-th one; returns (c, …) each.
@@ -248,7 +248,7 @@ def collect(stacks: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, stacks, specs)
 
 
-def spread(arrays: Any, specs: Any, mesh: Mesh) -> Any:
+def spread_dealt(arrays: Any, specs: Any, mesh: Mesh) -> Any:
     """Return this device's shards of the arrays on all devices, as stacks: the inverse of `collect`."""
 
     def one(array: Any, spec: PartitionSpec) -> Any:

@@ -36,12 +36,12 @@ from jax.sharding import Mesh, PartitionSpec
 from shardload.optimizers import rekls_math
 from shardload.optimizers.dealing import (
     Batch,
-    collect,
+    collect_dealt,
     decompose_dealt,
     decompose_repeated,
-    gather,
+    gather_shards,
     shard,
-    spread,
+    spread_dealt,
     stacked,
 )
 from shardload.optimizers.matrices import MatrixView
@@ -147,12 +147,12 @@ def _update_each_on_one(
     assert mesh is not None
     # Shards of all matrices ─► whole matrices, `count` on each device ─► the update without a mesh ─► shards again.
     stacks = stacked(list(zip(states, gradients, strict=True)))
-    own, own_gradients = collect(stacks, (specs, specs.weight), mesh)
+    own, own_gradients = collect_dealt(stacks, (specs, specs.weight), mesh)
     count = len(states) // mesh.size
     whole = replace(plan.matrices[0], specs=jax.tree.map(lambda _: PartitionSpec(), specs))
     alone = replace(plan, matrices=(whole,) * count, mesh=None)
     found, failed = _update_everywhere(alone, _unstacked(own, count), _unstacked(own_gradients, count), step)
-    shards = spread(stacked(found), specs, mesh)
+    shards = spread_dealt(stacked(found), specs, mesh)
     # Each device counted its own matrices only.
     return _unstacked(shards, len(states)), jax.lax.psum(failed, tuple(mesh.axis_names))
 
@@ -204,7 +204,7 @@ class _OneMatrix:
 
     def old_pairs(self) -> Sides:
         """Return the eigenpairs before the step, whole."""
-        found: Sides = gather(self.state.pairs, self.matrix.specs.pairs)
+        found: Sides = gather_shards(self.state.pairs, self.matrix.specs.pairs)
         return found
 
     def whole_gradient(self, *, when: Sequence[str]) -> Array:
@@ -213,7 +213,7 @@ class _OneMatrix:
         own = self.gradient.astype(jnp.float32)
         for method in when:
             own = rekls_math.l2_gradient(own, self.state.weight, self.settings, when=method, decays=self.matrix.decays)
-        found: Array = self.matrix.view.matrix(gather(own, self.matrix.specs.weight))
+        found: Array = self.matrix.view.matrix(gather_shards(own, self.matrix.specs.weight))
         return found
 
     def new_factors(self, old: Sides) -> tuple[Sides, Array]:
@@ -239,7 +239,7 @@ class _OneMatrix:
         # Moments start one step later if the first update is skipped. Its own result is dropped, but must not be 0 / 0.
         count = self.step.number - self.settings.skip_first_update
         moments, direction = rekls_math.moments_and_direction(
-            Moments(*map(view.matrix, gather(state.moments, specs.moments))),
+            Moments(*map(view.matrix, gather_shards(state.moments, specs.moments))),
             self.whole_gradient(when=("l2_before_factors", "l2")),
             (old, new),
             step=jnp.maximum(count, 1),
@@ -267,7 +267,7 @@ def _decomposed(
     specs = jax.tree.leaves([matrix.specs.factors for matrix in plan.matrices])
 
     def run() -> tuple[list[Eigenpairs], Array]:
-        whole = [x.astype(jnp.float32) for x in gather(shards, specs)]
+        whole = [x.astype(jnp.float32) for x in gather_shards(shards, specs)]
         found = _decompose(plan, whole, old)
         finite = [rekls_math.is_finite(pair) for pair in found]
         # Every basis is an eigenbasis of zeros, and their eigenvalues would replace ``init_factor``.

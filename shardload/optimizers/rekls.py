@@ -120,7 +120,7 @@ class REKLS(JointOptimizer):
         uneven: str = "error",
         **options: Any,
     ) -> None:
-        rekls_setup.check_number("weight_decay", 0 if weight_decay is None else weight_decay)
+        rekls_setup.check_hyperparameter("weight_decay", 0 if weight_decay is None else weight_decay)
         super().__init__(learning_rate=rekls_setup.check_rate(learning_rate), weight_decay=weight_decay, **options)
         self.options = rekls_setup.Options(
             beta_1=beta_1,
@@ -255,7 +255,7 @@ class REKLS(JointOptimizer):
 
     def _specs(self, place: int) -> tuple[PartitionSpec, ...]:
         state = (getattr(self, slot)[place] for slot in rekls_setup.SLOTS)
-        return tuple(rekls_setup.spec_of(v) for v in (self.trained[place], *state) if v is not None)
+        return tuple(rekls_setup.partition_spec_of(v) for v in (self.trained[place], *state) if v is not None)
 
     def _whole_bytes(self, place: int) -> int:
         state = (getattr(self, slot)[place] for slot in rekls_setup.SLOTS)
@@ -290,7 +290,7 @@ class REKLS(JointOptimizer):
         for state, view in zip(held.matrices, views, strict=True):
             # On one device, empty specs leave nothing to gather or to slice.
             specs = jax.tree.map(
-                lambda variable: PartitionSpec() if mesh is None else rekls_setup.spec_of(variable), state
+                lambda variable: PartitionSpec() if mesh is None else rekls_setup.partition_spec_of(variable), state
             )
             matrices.append(Matrix(view, specs, self.is_decayed(state.weight)))
         joint = JointPlan(

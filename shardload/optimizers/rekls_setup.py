@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import LayoutError, UsageError
 from shardload.keras_bridge import Variable
-from shardload.keras_bridge.joint_optimizer import JointOptimizer, placement
+from shardload.keras_bridge.joint_optimizer import JointOptimizer, sharding_on_mesh
 from shardload.optimizers.matrices import MatrixRules, MatrixView
 from shardload.optimizers.rekls_math import DECAYS, DECOMPOSITIONS, Settings
 from shardload.sharding.devices import mesh_spec
@@ -99,17 +99,17 @@ class Options:
             if not isinstance(value := getattr(self, name), str | bool) or value not in choices:
                 _refuse(name, value, f"one of {', '.join(map(str, choices))}")
         for name, limit in _LIMITS.items():
-            check_number(name, getattr(self, name), below=limit)
+            check_hyperparameter(name, getattr(self, name), below=limit)
         for name in _INTEGERS:
             value = getattr(self, name)
             if not _is_integer(value) or value < 1:
                 _refuse(name, value, "an integer of at least 1")
-        check_number("epsilon", self.epsilon)
+        check_hyperparameter("epsilon", self.epsilon)
         # It keeps 0 / (√0 + ε) from being NaN, for elements that never had a gradient; XLA counts subnormals as 0.
         if self.epsilon < _SMALLEST:
             _refuse("epsilon", self.epsilon, f"a number of at least {_SMALLEST:.3g}")
         if not self.starts_at_rms:
-            check_number("init_factor", self.init_factor, otherwise=f", or {RMS!r}")
+            check_hyperparameter("init_factor", self.init_factor, otherwise=f", or {RMS!r}")
         if not callable(self.adamw_for) and not (
             _is_sequence(self.adamw_for) and all(map(_is_pattern, self.adamw_for))
         ):
@@ -155,7 +155,7 @@ class Options:
         return MatrixRules(self.max_dimension, patterns, dims)
 
 
-def check_number(name: str, value: Any, *, below: float = math.inf, otherwise: str = "") -> None:
+def check_hyperparameter(name: str, value: Any, *, below: float = math.inf, otherwise: str = "") -> None:
     """Check that an argument is a real number, at least 0 and below a limit."""
     # To Python, a bool is a Real. NaN fails every comparison.
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -189,7 +189,7 @@ def check_rate(learning_rate: Any) -> Any:
         return learning_rate
     otherwise = ", a LearningRateSchedule, or a function without arguments"
     # Keras refuses ints and NumPy's float32, which are not subclasses of float.
-    check_number("learning_rate", learning_rate, otherwise=otherwise)
+    check_hyperparameter("learning_rate", learning_rate, otherwise=otherwise)
     return float(learning_rate)
 
 
@@ -260,7 +260,7 @@ def check_variable(variable: Variable) -> None:
 
 def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> Iterator[NewSlot]:
     """Yield the state of a variable: moments of its shape, and each factor with its eigenpairs, split along dim 0."""
-    own = placement(variable)
+    own = sharding_on_mesh(variable)
     for slot in ("momentums", "velocities"):
         yield NewSlot(slot, tuple(variable.shape), "float32", own)
     for name, side in zip(("left", "right"), view.factor_sides if view else (), strict=False):
@@ -306,9 +306,9 @@ def along_first(layout: Layout, shape: tuple[int, ...]) -> Layout:
     return found if found.divides(shape) else Layout.replicated(layout.mesh, len(shape))
 
 
-def spec_of(variable: Variable) -> PartitionSpec:
+def partition_spec_of(variable: Variable) -> PartitionSpec:
     """Return how a variable is split over its mesh; a variable on no mesh counts as replicated."""
-    found = placement(variable)
+    found = sharding_on_mesh(variable)
     return PartitionSpec() if found is None else found.spec
 
 
@@ -316,7 +316,7 @@ def common_mesh(optimizer: JointOptimizer, variables: Sequence[Variable]) -> Mes
     """Return the mesh of variables and their state; `None` on one device."""
     meshes: dict[Mesh, str] = {}
     for variable in variables:
-        if (found := placement(variable)) is not None:
+        if (found := sharding_on_mesh(variable)) is not None:
             meshes.setdefault(found.mesh, variable.path)
     if len(meshes) > 1:
         (one, first), (other, second), *_ = meshes.items()

@@ -23,7 +23,7 @@ import keras
 from shardload.errors import LayoutError, UsageError, suggests_arguments
 from shardload.keras_bridge import optimizer_slots
 from shardload.keras_bridge.binding import binding_of, forget_compiled
-from shardload.keras_bridge.optimizer_slots import SlotSpread, layout_of, place_slot
+from shardload.keras_bridge.optimizer_slots import SlotSpread, place_slot, variable_layout
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.sharding.layout import Layout, why_not_spread
 from shardload.sharding.mesh import MeshSpec
@@ -100,7 +100,7 @@ def _mesh(optimizer: Any, model: Any) -> MeshSpec | None:
         weights = list(model.trainable_variables) if getattr(model, "built", False) else []
     else:
         weights = [weight for _, weight in optimizer_slots.slots_in(optimizer)]
-    layouts = [layout_of(weight) for weight in weights]
+    layouts = [variable_layout(weight) for weight in weights]
     found = next((layout for layout in layouts if layout is not None), None)
     if found is None and optimizer.built and weights:
         raise LayoutError(
@@ -111,7 +111,7 @@ def _mesh(optimizer: Any, model: Any) -> MeshSpec | None:
 
 
 def _place(slot: Any, weight: Any, axes: Sequence[str]) -> SlotLayout:
-    before, shape = layout_of(weight), tuple(map(int, slot.shape))
+    before, shape = variable_layout(weight), tuple(map(int, slot.shape))
     if before is None:
         raise LayoutError(
             f"Cannot spread {slot.path!r}: its weight {weight.path!r} is on no mesh, expected the mesh of the other "
@@ -129,7 +129,7 @@ def _others(optimizer: Any, mesh: MeshSpec) -> list[SlotLayout]:
     others = [v for v in optimizer.variables if id(v) not in slots and len(v.shape)]
     found = []
     for variable in others:
-        layout = layout_of(variable) or Layout.replicated(mesh, len(variable.shape))
+        layout = variable_layout(variable) or Layout.replicated(mesh, len(variable.shape))
         shape = tuple(map(int, variable.shape))
         found.append(SlotLayout(variable.path, shape, _nbytes(variable), layout, layout, _OWN_SHAPE))
     return found

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from shardload.errors import MeshError, UsageError
-from shardload.keras_bridge.optimizer_slots import SlotSpread, layout_of, set_spread
+from shardload.keras_bridge.optimizer_slots import SlotSpread, set_spread, variable_layout
 from shardload.keras_bridge.variables import recording
 from shardload.optimizers.sharding import SlotReport, spread_slots
 from shardload.sharding.layout import Layout
@@ -84,7 +84,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         # A load creates slots without values, to fill them on the mesh that it brings: `state_layouts` knows it.
         self._is_unchecked = recording()
         if not self._is_unchecked:
-            self._check_device_count(map(layout_of, variables))
+            self._check_device_count(map(variable_layout, variables))
         # The base first: if it refuses the variables, this optimizer does not count as built.
         self.inner_optimizer.build(variables)
         super().build(variables)
@@ -100,7 +100,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def _spread(self) -> None:
         weights = self._trainable_variables if self.built and self.shard_optimizer_states else ()
-        if any(layout_of(v) is not None for v in weights):
+        if any(variable_layout(v) is not None for v in weights):
             self._report = spread_slots(self.inner_optimizer, SlotSpread("every"))
 
     def state_layouts(self, layout_of: Callable[[Any], Layout | None]) -> dict[int, Layout]:
@@ -112,7 +112,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _check_once(self) -> None:
         """Check the mesh before the first update, if there was none when the slots were created."""
         if self._is_unchecked:
-            self._check_device_count(map(layout_of, self._trainable_variables))
+            self._check_device_count(map(variable_layout, self._trainable_variables))
             self._is_unchecked = False
 
     def _check_device_count(self, layouts: Iterable[Layout | None]) -> None:

@@ -21,7 +21,7 @@ from shardload.keras_bridge.variables import stored_dtype
 from shardload.layouts.model_variables import all_variables
 from shardload.manifest import Extent, Manifest
 from shardload.pipeline.preparing import PreparedLoad
-from shardload.processes.agreement import Facts, Topic, digest
+from shardload.processes.agreement import Facts, Topic, facts_digest
 from shardload.sharding.devices import MeshDevices
 from shardload.stores.location import Location
 from shardload.transfer.byte_source import Verifier
@@ -74,7 +74,7 @@ def source(manifest: Manifest) -> Facts:
                 where = f" in {exact_bytes(tensor.stored_bytes)}"
         found[f"Tensor {tensor.name!r}"] = f"{tensor.dtype} {tensor.shape}{where}"
     found["The sizes of its files"] = ", ".join(map(str, sorted(manifest.files.values())))
-    found["Its configuration"] = digest({"": json.dumps(manifest.config, sort_keys=True, default=repr)})
+    found["Its configuration"] = facts_digest({"": json.dumps(manifest.config, sort_keys=True, default=repr)})
     return found
 
 
@@ -83,7 +83,8 @@ def content(manifest: Manifest, check: Verifier | None) -> Facts:
     if check is None:
         return {name: _bytes_at(path, offset) for name, path, offset in _spots(manifest)}
     return {
-        f"The digests of {name}": digest({"": "".join(units)}) for name, units in sorted(check.units_by_file().items())
+        f"The digests of {name}": facts_digest({"": "".join(units)})
+        for name, units in sorted(check.units_by_file().items())
     }
 
 

@@ -182,7 +182,7 @@ class LoadRequest(_Arguments):
         return Construction(
             dtype=arguments.float_dtype(self.dtype),
             task=self.task,
-            ignore_config=fidelity.check_names(self.ignore_config),
+            ignore_config=fidelity.checked_fields(self.ignore_config),
             custom_objects=self.custom_objects,
             safe_mode=self.safe_mode,
             compile=self.compile,
@@ -191,7 +191,7 @@ class LoadRequest(_Arguments):
     @cached_property
     def matching(self) -> Matching:
         """Which tensors go where."""
-        ignore, fields = arguments.patterns(self.ignore), fidelity.check_names(self.ignore_config)
+        ignore, fields = arguments.patterns(self.ignore), fidelity.checked_fields(self.ignore_config)
         return Matching(strict=self.strict, ignore=ignore, ignore_config=fields, builds=True)
 
     def check(self) -> None:
@@ -250,7 +250,7 @@ class LoadWeightsRequest(_Arguments):
     def matching(self) -> Matching:
         """Which tensors go where."""
         check_choice("items", self.items, ("all", "weights"))
-        fields = fidelity.check_names(self.ignore_config)
+        fields = fidelity.checked_fields(self.ignore_config)
         return Matching(
             strict=self.strict, ignore_config=fields, names=self.names, items=self.items, as_keras=self.as_keras
         )
@@ -288,13 +288,13 @@ class PlanRequest(_Arguments):
     @cached_property
     def construction(self) -> Construction:
         """How to build the model."""
-        dtype, fields = arguments.float_dtype(self.dtype), fidelity.check_names(self.ignore_config)
+        dtype, fields = arguments.float_dtype(self.dtype), fidelity.checked_fields(self.ignore_config)
         return Construction(dtype=dtype, task=self.task, ignore_config=fields)
 
     @cached_property
     def matching(self) -> Matching:
         """Which tensors go where."""
-        ignore, fields = arguments.patterns(self.ignore), fidelity.check_names(self.ignore_config)
+        ignore, fields = arguments.patterns(self.ignore), fidelity.checked_fields(self.ignore_config)
         return Matching(ignore=ignore, ignore_config=fields, builds=True, reads_values=False)
 
     def check(self) -> None:

@@ -32,7 +32,7 @@ from shardload import errors
 from shardload.errors import MismatchError, ProcessLostError, SaveError, ShardloadError
 from shardload.processes.heartbeats import RETURN_S, Heartbeat, first_line
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _WAIT_MS = 1000
 """After this time without a response, check the heartbeat for lost processes."""
@@ -166,7 +166,7 @@ class Channel:
         self._members = members
         self._number = 0
 
-    def together(self, do: Callable[[], T]) -> list[T]:
+    def together(self, do: Callable[[], _T]) -> list[_T]:
         """Run ``do`` on every process, and wait until all are done; return the results, which must be JSON, in order.
 
         The first failure is raised on all, in its own class; on the process that failed, the original error.
@@ -177,7 +177,7 @@ class Channel:
         try:
             word: Word = {"value": do()}
         except BaseException as error:  # report Ctrl-C to the others, too
-            failure, word = error, described(error)
+            failure, word = error, error_word(error)
         said = self.exchange(word, check=call.check)
         # This process raises its own error, with its traceback, not the copy that the others get.
         if failure is not None:
@@ -185,7 +185,7 @@ class Channel:
         raise_failure(said)
         return [heard["value"] for heard in said.values()]
 
-    def first(self, do: Callable[[], T]) -> T:
+    def first(self, do: Callable[[], _T]) -> _T:
         """Run ``do`` on process 0 only; every process gets its JSON result, or its failure."""
         return self.together(do if is_first() else lambda: None)[0]  # type: ignore[return-value]
 
@@ -239,7 +239,7 @@ class _Wait:
         try:
             said = self.hear(client, key, of=of)
         except ProcessLostError as error:
-            return described(error)
+            return error_word(error)
         return {"absent": True} if said is None else dict(json.loads(said))
 
     def hear(self, client: Any, key: str, *, of: int) -> str | None:
@@ -300,7 +300,7 @@ def post(key: str, word: Word) -> None:
     patiently(lambda: run_client().key_value_set(key, json.dumps(word), allow_overwrite=True), heartbeat())
 
 
-def described(error: BaseException) -> Word:
+def error_word(error: BaseException) -> Word:
     """Describe an error in a message to the other processes."""
     word = {"error": str(error), "kind": type(error).__name__, "errno": getattr(error, "errno", None)}
     # Fields of an error that other processes need besides its class.

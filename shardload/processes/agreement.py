@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 from shardload import processes
 from shardload.errors import DisagreementError, UninitialisedError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 Facts = dict[str, str]
 """Name → fact, as text that is equal on every process."""
@@ -28,11 +28,11 @@ Facts = dict[str, str]
 class Meetings(Protocol):
     """The meetings of a joint call."""
 
-    def together(self, do: Callable[[], T], what: str) -> list[T]:
+    def together(self, do: Callable[[], _T], what: str) -> list[_T]:
         """As in `JointCall`."""
         ...
 
-    def first(self, do: Callable[[], T], what: str) -> T:
+    def first(self, do: Callable[[], _T], what: str) -> _T:
         """As in `JointCall`."""
         ...
 
@@ -62,7 +62,7 @@ def require(joint: Meetings, found: Sequence[Topic]) -> None:
     """Check that these topics are the same on all processes; all raise the first difference, with each side's value."""
     facts = [topic.facts() for topic in found]
     # One meeting for all topics, with digests: the facts, a line per tensor, follow only where digests differ.
-    of_each = joint.together(lambda: [digest(one) for one in facts], f"the comparison of {found[0].what}")
+    of_each = joint.together(lambda: [facts_digest(one) for one in facts], f"the comparison of {found[0].what}")
     for topic, mine, digests in zip(found, facts, zip(*of_each, strict=True), strict=True):
         if len(set(digests)) > 1:
             _raise_difference(joint, topic, mine)
@@ -82,7 +82,7 @@ def _raise_difference(joint: Meetings, topic: Topic, mine: Facts) -> NoReturn:
     )
 
 
-def digest(facts: Facts) -> str:
+def facts_digest(facts: Facts) -> str:
     """Return a short text that differs for other facts."""
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 

@@ -27,7 +27,7 @@ from shardload.processes.exit_reasons import exit_recorder
 from shardload.progress import Progress
 from shardload.sharding.devices import available
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _LOST_S = 8.0
 """How long this process may wait inside JAX, where it cannot raise, after another process was lost."""
@@ -97,7 +97,7 @@ class JointCall:
             self._from_elsewhere = processes.from_elsewhere(process, word, foreign=ProcessFailedError)
             raise self._from_elsewhere
 
-    def together(self, do: Callable[[], T], what: str) -> list[T]:
+    def together(self, do: Callable[[], _T], what: str) -> list[_T]:
         """Meet the other processes: run ``do`` on every process and return all results, which must be JSON.
 
         ``what`` names the meeting, and is the same on every process: all raise if they are at different ones.
@@ -117,7 +117,7 @@ class JointCall:
             raise self._remember(apart)
         return [heard["value"] for heard in said.values()]
 
-    def first(self, do: Callable[[], T], what: str) -> T:
+    def first(self, do: Callable[[], _T], what: str) -> _T:
         """Run ``do`` on process 0 only; every process gets its JSON result, or its failure."""
         return self.together(do if processes.is_first() else lambda: None, what)[0]  # type: ignore[return-value]
 
@@ -163,7 +163,7 @@ class JointCall:
             return self._remember(error if root is self._heard else self._lost(error))
         # The others know a failure that came from one of them: say only that this process stopped, too.
         told = root is self._from_elsewhere
-        word: Word = {"told": True} if told else processes.described(root)
+        word: Word = {"told": True} if told else processes.error_word(root)
         if not told:
             with suppress(Exception):  # the meeting reports it, too
                 processes.post(f"{self._flags}{processes.index()}", word)
@@ -344,11 +344,11 @@ class Alone:
 
     is_alone: ClassVar[bool] = True
 
-    def together(self, do: Callable[[], T], what: str) -> list[T]:
+    def together(self, do: Callable[[], _T], what: str) -> list[_T]:
         """Return the result of this process."""
         return [do()]
 
-    def first(self, do: Callable[[], T], what: str) -> T:
+    def first(self, do: Callable[[], _T], what: str) -> _T:
         """Return the result of this process."""
         return do()
 

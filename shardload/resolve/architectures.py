@@ -13,10 +13,10 @@ from typing import Any
 from shardload.errors import SourceNotFoundError
 from shardload.families.registry import families
 
-Config = dict[str, Any]
+ArchitectureConfig = dict[str, Any]
 
 
-def architectures() -> dict[str, Config]:
+def architectures() -> dict[str, ArchitectureConfig]:
     """Return the configuration of each size, by its name."""
     return {name: config for family in families() for name, config in family.sizes.items()}
 
@@ -34,7 +34,7 @@ def alias_note(asked: str, found: str) -> str | None:
     return f"{notes.get(asked, f'{asked} is an alias')}: using {found}"
 
 
-def lookup(name: str) -> tuple[str, Config]:
+def lookup(name: str) -> tuple[str, ArchitectureConfig]:
     """Return an architecture's canonical name and configuration; KerasHub's ``_en`` ending is optional."""
     known = architectures()
     for candidate in (name, name.removesuffix("_en")):
@@ -46,7 +46,7 @@ def lookup(name: str) -> tuple[str, Config]:
     raise SourceNotFoundError(f"Unknown architecture {name!r}.{hint} Available: {', '.join(known)}")
 
 
-def scaled(config: Config, scale: float) -> Config:
+def scaled(config: ArchitectureConfig, scale: float) -> ArchitectureConfig:
     """Return the architecture with smaller dims: the same heads, ``scale`` times the layers, widths and vocabulary."""
     if scale == 1.0:
         return dict(config)
@@ -63,7 +63,7 @@ def scaled(config: Config, scale: float) -> Config:
     return small
 
 
-def _scale_widths(small: Config, scale: float) -> None:
+def _scale_widths(small: ArchitectureConfig, scale: float) -> None:
     heads = small.get("num_attention_heads") or small["n_head"]
     hidden_key = "hidden_size" if "hidden_size" in small else "n_embd"
     if "head_dim" in small:

@@ -26,7 +26,7 @@ from shardload.keras_bridge.layer_settings import serialised_with_attributes
 from shardload.keras_bridge.model_state import trained_variables, variables_of
 from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
 from shardload.keras_bridge.variables import current_value
-from shardload.mapping.state_tree import StateTree, describe
+from shardload.mapping.state_tree import StateTree, state_tree_of
 from shardload.mapping.stored_values import values_to_json
 from shardload.runs.step import StepRecord
 from shardload.runs.writer import SaveJob
@@ -135,7 +135,7 @@ class Contents:
         """Return the model's state; it is described again only if the variables changed."""
         if self._whole is None or not self._whole.still_describes(model):
             # In this order: which items describe the model depends on the weights that the selection leaves out.
-            self._whole = describe(model)
+            self._whole = state_tree_of(model)
             self._hooked = with_own_hooks(model)
             self._state = self._selection.of(self._whole, model)
             self._items = {} if self.weights_only else dict(self._descriptions(model))

@@ -31,14 +31,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import WAYS_OUT, UnsupportedError, UsageError, WriteError
-from shardload.families.parts.tensors import Spec
+from shardload.families.parts.tensors import TensorSpec
 from shardload.families.registry import model_type_of
 from shardload.hub.config_forms import transformers_tensors
 from shardload.loaders import safetensors_writer
 from shardload.loaders.file_pieces import Wanted
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import root
-from shardload.resolve.architectures import Config, aliases, architectures, lookup, scaled
+from shardload.resolve.architectures import ArchitectureConfig, aliases, architectures, lookup, scaled
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import local_target
 from shardload.stores.nowhere import nowhere
@@ -65,7 +65,7 @@ class _Job:
     """Everything that determines the output; also stored in the configuration, under ``shardload``."""
 
     name: str
-    config: Config
+    config: ArchitectureConfig
     format: Format
     scale: float
     seed: int
@@ -201,7 +201,7 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
         raise WriteError(f"Cannot read back {work}: it has other tensors than were written")
 
 
-def _stream(file: Any, spec: Spec, job: _Job, *, number: int, progress: Progress) -> None:
+def _stream(file: Any, spec: TensorSpec, job: _Job, *, number: int, progress: Progress) -> None:
     """Write one tensor's random values at the file's current position."""
     size = math.prod(spec.shape)
     for chunk in random_values(size, dtype=job.dtype, near_one=spec.near_one, seed=(job.seed, number)):
@@ -235,7 +235,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
     with (work / filename).open("r+b", buffering=0) as file:
         for place, variable in zip(places, layout.variables.values(), strict=True):
             file.seek(place.pieces[0].offset)
-            spec = Spec(place.name, tuple(variable.shape), variable.path.endswith(near_one))
+            spec = TensorSpec(place.name, tuple(variable.shape), variable.path.endswith(near_one))
             _stream(file, spec, job, number=numbers[id(variable)], progress=progress)
 
 

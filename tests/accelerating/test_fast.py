@@ -275,7 +275,7 @@ def test_a_failed_attempt_uses_up_no_name_and_no_seed(saved, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("shardload.accelerating.fill", fail)
+    monkeypatch.setattr("shardload.accelerating.fill_model", fail)
     (call,) = compare(lambda: (load_model(saved / "m.keras"), build())[1])
     assert call.why == "RuntimeError: out of luck"
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from shardload.data import BatchPart, follow, part_in, resumable, stop_following
+from shardload.data import BatchPart, follow_data, part_in, resumable, stop_following
 from shardload.data.position import Origin, Reading
 from shardload.errors import UsageError
 from shardload.runs.data_records import iterator_record
@@ -41,7 +41,7 @@ class Seen(keras.callbacks.Callback):
         self.epochs, self.states, self.ends = [], [], []
 
     def on_train_begin(self, logs=None):
-        self.position = follow(self.model)
+        self.position = follow_data(self.model)
         if self.resume:
             self.position.resume(*self.resume[:1], skipped=self.resume[1])
 

@@ -32,7 +32,7 @@ from shardload.keras_bridge.recording import seeded
 from shardload.loaders import open_manifest
 from shardload.pipeline import consistency, preparing
 from shardload.pipeline.request import LoadWeightsRequest
-from shardload.processes import agreement, described, from_elsewhere, joint_call
+from shardload.processes import agreement, error_word, from_elsewhere, joint_call
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding import devices
 from shardload.sharding.mesh import MeshSpec
@@ -364,13 +364,13 @@ def test_looking_at_content_is_bounded(tmp_path):
     ],
 )
 def test_an_error_of_ours_keeps_its_class_and_words_elsewhere(error):
-    found = from_elsewhere(3, described(error), foreign=ProcessFailedError)
+    found = from_elsewhere(3, error_word(error), foreign=ProcessFailedError)
     assert type(found) is type(error)
     assert str(found) == f"On process 3: {error}"
 
 
 def test_another_error_names_its_kind():
-    found = from_elsewhere(3, described(KeyError("x")), foreign=ProcessFailedError)
+    found = from_elsewhere(3, error_word(KeyError("x")), foreign=ProcessFailedError)
     assert type(found) is ProcessFailedError and str(found) == "On process 3: KeyError: 'x'"
 
 

@@ -17,7 +17,7 @@ import shardload
 from shardload.errors import UninitialisedError, UnsupportedError
 from shardload.keras_bridge.abstraction import abstract, check_initialised, initialise, is_abstract, uninitialised
 from shardload.keras_bridge.model_state import state_of
-from shardload.keras_bridge.recording import registered, unregistered
+from shardload.keras_bridge.recording import registered_variables, unregistered
 from shardload.keras_bridge.variables import direct_assign, drop_value, has_value, recording, set_layout, sharding_of
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
@@ -382,7 +382,7 @@ def test_variables_on_keras_waiting_list_are_found():
 def test_stateless_scopes_inside_leave_no_debt():
     with abstract(), keras.StatelessScope(initialize_variables=False):
         variable = keras.Variable("zeros", shape=(2,))
-    assert registered() == []
+    assert registered_variables() == []
     assert is_abstract(variable)
     assert initialise([variable]) == [variable.path]
 

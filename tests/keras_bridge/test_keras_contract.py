@@ -29,7 +29,7 @@ from shardload.keras_bridge.recording import (
     UNINITIALISED,
     quantize_without_values,
     record_variables,
-    registered,
+    registered_variables,
     seeded,
     unregistered,
 )
@@ -111,7 +111,7 @@ def test_the_waiting_list_is_a_list_in_thread_local_state():
         variable = keras.Variable("zeros", shape=(1,))
     assert global_state.get_global_attribute(UNINITIALISED) == [variable]
     assert unregistered() == [variable]
-    assert registered() == []
+    assert registered_variables() == []
 
 
 def test_a_seed_generators_state_is_recognised():

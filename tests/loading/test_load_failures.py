@@ -30,7 +30,7 @@ from shardload.errors import (
 )
 from shardload.keras_bridge.binding import bind, binding_of
 from shardload.keras_bridge.model_state import state_of, weights_of
-from shardload.keras_bridge.recording import registered
+from shardload.keras_bridge.recording import registered_variables
 from shardload.keras_bridge.variables import current_value, has_value, sharding_of, value_of
 from shardload.mapping.assign import Assigner
 from shardload.parallel import choose
@@ -114,7 +114,7 @@ class Interfering:
 def nothing_left_behind():
     yield
     assert keras.distribution.distribution() is None
-    assert not registered()
+    assert not registered_variables()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("shardload")]
 
 

@@ -9,7 +9,7 @@ from shardload import abstract
 from shardload.errors import SourceError, UninitialisedError
 from shardload.keras_bridge.model_state import own_layers
 from shardload.keras_bridge.variables import current_value
-from shardload.mapping.state_tree import describe, find
+from shardload.mapping.state_tree import find, state_tree_of
 
 
 class Subclassed(keras.Model):
@@ -58,7 +58,7 @@ def flat(tree, path=()):
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_tree_is_keras_own(build):
     model = trained(build)
-    tree, theirs = describe(model).tree, model.get_state_tree()
+    tree, theirs = state_tree_of(model).tree, model.get_state_tree()
     assert list(tree) == ["trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"]
     ours = dict(flat(tree))
     assert list(ours) and {k: id(v) for k, v in ours.items()} == {k: id(v) for k, v in flat(theirs)}
@@ -68,7 +68,7 @@ def test_tree_is_keras_own(build):
 def test_weights_have_the_keys_of_weights_h5(build, tmp_path):
     model = trained(build, keras.optimizers.SGD())
     model.save_weights(tmp_path / "m.weights.h5")
-    leaves = {leaf.key: leaf.variable for leaf in describe(model).leaves if leaf.kind == "weight"}
+    leaves = {leaf.key: leaf.variable for leaf in state_tree_of(model).leaves if leaf.kind == "weight"}
     names = []
     with h5py.File(tmp_path / "m.weights.h5") as file:
         file.visititems(lambda name, held: names.append(name) if isinstance(held, h5py.Dataset) else None)
@@ -81,10 +81,10 @@ def test_weights_have_the_keys_of_weights_h5(build, tmp_path):
 def test_pairs_models_whose_automatic_names_differ(build):
     stored, other = trained(build), trained(build)
     assert [v.path for v in stored.weights] != [v.path for v in other.weights]
-    pairing = find(other, describe(stored).to_json())
+    pairing = find(other, state_tree_of(stored).to_json())
     assert_one_to_one(pairing)
-    assert len(pairing.pairs) == len(describe(other).leaves)
-    by_path = {leaf.path: leaf.variable for leaf in describe(stored).leaves}
+    assert len(pairing.pairs) == len(state_tree_of(other).leaves)
+    by_path = {leaf.path: leaf.variable for leaf in state_tree_of(stored).leaves}
     order = [id(v) for _, variables in groups(other) for v in variables]
     assert [id(by_path[s.path]) for s, _ in in_order(pairing, order)] == [
         id(v) for _, variables in groups(stored) for v in variables
@@ -103,10 +103,10 @@ def in_order(pairing, order):
 
 def test_slots_by_kind_and_weight():
     model = trained(sequential)
-    found = {(leaf.role.slot, leaf.role.of) for leaf in describe(model).leaves if leaf.kind == "slot"}
-    weights = {leaf.key for leaf in describe(model).leaves if leaf.kind == "weight"}
+    found = {(leaf.role.slot, leaf.role.of) for leaf in state_tree_of(model).leaves if leaf.kind == "slot"}
+    weights = {leaf.key for leaf in state_tree_of(model).leaves if leaf.kind == "weight"}
     assert found == {(s, w) for s in ("momentums", "velocities") for w in weights}
-    scalars = {leaf.key for leaf in describe(model).leaves if leaf.kind == "optimizer"}
+    scalars = {leaf.key for leaf in state_tree_of(model).leaves if leaf.kind == "optimizer"}
     assert scalars == {"iteration", "learning_rate"}
 
 
@@ -127,21 +127,21 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_every_optimizer_variable_has_a_role_of_its_own(make):
     model = trained(functional, make())
-    leaves = [leaf for leaf in describe(model).leaves if leaf.path[0] == "optimizer_variables"]
+    leaves = [leaf for leaf in state_tree_of(model).leaves if leaf.path[0] == "optimizer_variables"]
     assert len(leaves) == len({id(v) for v in model.optimizer.variables})
     assert len({(leaf.kind, leaf.key) for leaf in leaves}) == len(leaves)
     assert not [leaf.key for leaf in leaves if "variables/" in leaf.key.removeprefix("model_variables")]
-    shapes = {leaf.key: leaf.shape for leaf in describe(model).leaves if leaf.kind == "weight"}
+    shapes = {leaf.key: leaf.shape for leaf in state_tree_of(model).leaves if leaf.kind == "weight"}
     slots = [leaf for leaf in leaves if leaf.kind == "slot" and leaf.role.slot.split("/")[-1] not in "rc"]
     assert all(leaf.shape == shapes[leaf.role.of] for leaf in slots)
-    assert_one_to_one(find(trained(functional, make()), describe(model).to_json()))
+    assert_one_to_one(find(trained(functional, make()), state_tree_of(model).to_json()))
 
 
 def test_loss_scale_nests_its_inner_optimizer():
     model = trained(sequential, OPTIMIZERS["loss_scale"]())
-    keys = {leaf.key for leaf in describe(model).leaves if leaf.kind == "optimizer"}
+    keys = {leaf.key for leaf in state_tree_of(model).leaves if leaf.kind == "optimizer"}
     assert keys >= {"step_counter", "dynamic_scale", "inner_optimizer/iteration", "inner_optimizer/learning_rate"}
-    assert "inner_optimizer/momentums" in {leaf.role.slot for leaf in describe(model).leaves}
+    assert "inner_optimizer/momentums" in {leaf.role.slot for leaf in state_tree_of(model).leaves}
 
 
 def test_repeated_paths_get_unique_names():
@@ -152,7 +152,7 @@ def test_repeated_paths_get_unique_names():
     model.twin = twin
     with pytest.raises(ValueError, match="found twice"):
         model.compile("sgd"), model.get_state_tree()
-    tree = describe(model).tree["trainable_variables"]["a"]
+    tree = state_tree_of(model).tree["trainable_variables"]["a"]
     assert sorted(tree) == ["bias", "bias#2", "kernel", "kernel#2"]
 
 
@@ -168,17 +168,17 @@ def test_names_that_meet_after_joining_stay_apart():
 def test_uncompiled_and_abstract_models():
     model = sequential()
     model.build((None, 4))
-    assert list(describe(model).tree["trainable_variables"]) == [model.name]
+    assert list(state_tree_of(model).tree["trainable_variables"]) == [model.name]
     with abstract():
         empty = sequential()
         empty.build((None, 4))
     with pytest.raises(UninitialisedError, match="Cannot save the model: no value for 4 variables"):
-        _ = describe(empty).tree
-    assert len(find(empty, describe(model).to_json()).pairs) == 4
+        _ = state_tree_of(empty).tree
+    assert len(find(empty, state_tree_of(model).to_json()).pairs) == 4
 
 
 def test_lists_what_disagrees():
-    stored = describe(trained(sequential)).to_json()
+    stored = state_tree_of(trained(sequential)).to_json()
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(5), keras.layers.Dense(5)])
     pairing = find(other, [leaf for leaf in stored["leaves"] if leaf["kind"] == "weight"])
     assert [leaf.key for leaf in pairing.missing] == ["layers/dense_2/vars/0", "layers/dense_2/vars/1"]
@@ -189,7 +189,7 @@ def test_lists_what_disagrees():
 
 @pytest.mark.slow
 def test_pairs_leaves_of_other_dtypes():
-    stored = describe(models.randomise(models.build("gemma1", "bfloat16"))).to_json()
+    stored = state_tree_of(models.randomise(models.build("gemma1", "bfloat16"))).to_json()
     pairing = find(models.build("gemma1", "float32"), stored)
     assert not pairing.missing and not pairing.unexpected
     assert all(s.dtype != leaf.dtype for s, leaf in pairing.pairs)
@@ -197,9 +197,9 @@ def test_pairs_leaves_of_other_dtypes():
 
 def test_task_and_backbone():
     task, backbone = models.causal_lm("gemma1"), models.build("gemma1")
-    keys = {leaf.key for leaf in describe(task).weights_only().leaves if leaf.kind == "weight"}
+    keys = {leaf.key for leaf in state_tree_of(task).weights_only().leaves if leaf.kind == "weight"}
     assert len(keys) == len(task.weights)
-    stored = [leaf for leaf in describe(task).to_json()["leaves"] if leaf["kind"] == "weight"]
+    stored = [leaf for leaf in state_tree_of(task).to_json()["leaves"] if leaf["kind"] == "weight"]
     pairing = find(backbone, stored, rename={"layers/gemma_backbone": ""})
     assert all(s.shape == leaf.shape for s, leaf in pairing.pairs)
     assert not [leaf for leaf in pairing.missing if leaf.kind == "weight"]
@@ -210,10 +210,10 @@ def test_lora_keeps_the_keys_of_what_it_adapts():
     plain, adapted = models.build("gemma1"), models.build("gemma1")
     adapted.enable_lora(2)
     before = current_value(adapted.weights[0])
-    pairing = find(adapted, describe(plain).to_json())
+    pairing = find(adapted, state_tree_of(plain).to_json())
     assert not pairing.unexpected and all(s.shape == leaf.shape for s, leaf in pairing.pairs)
     assert {leaf.key.rsplit("/", 1)[1] for leaf in pairing.missing} == {"lora_kernel_a", "lora_kernel_b"}
-    assert_one_to_one(find(adapted, describe(adapted).to_json()))
+    assert_one_to_one(find(adapted, state_tree_of(adapted).to_json()))
     assert adapted.weights[0] is not None and current_value(adapted.weights[0]) is before
     assert any(getattr(layer, "lora_enabled", False) for layer in own_layers(adapted))
 
@@ -226,9 +226,9 @@ def test_int8_with_lora():
         model.layers[0].enable_lora(2)
         return model
 
-    leaves = describe(build()).leaves
+    leaves = state_tree_of(build()).leaves
     assert len({leaf.key for leaf in leaves}) == len(leaves)
-    assert_one_to_one(find(build(), describe(build()).to_json()))
+    assert_one_to_one(find(build(), state_tree_of(build()).to_json()))
 
 
 NAMED = {"path": ["a"], "kind": "weight", "key": "", "name": [], "shape": [], "dtype": ""}
@@ -262,5 +262,5 @@ class Pair(keras.layers.Layer):
 def test_weights_in_a_list_have_a_key_each():
     model = keras.Sequential([keras.Input((4,)), Pair()])
     model.compile("adam", "mse")
-    keys = [leaf.key for leaf in describe(model).leaves if leaf.kind == "weight"]
+    keys = [leaf.key for leaf in state_tree_of(model).leaves if leaf.kind == "weight"]
     assert len(keys) == len(set(keys)) == 4

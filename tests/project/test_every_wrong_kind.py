@@ -139,7 +139,7 @@ RESULTS = {
     *("Collective", "CompiledStep", "ComparedArray", "ConvertReport", "Counts", "FastReport", "LayoutChoice"),
     *("LayoutPlan", "LoadReport", "MeshFit", "Misplaced", "NumbersCheck", "ParallelismInfo", "PlanReport"),
     *("SetupReport", "ShardloadError", "SlotLayout", "SlotReport", "Tokenizer", "VariableLayout"),
-    *("Origin", "Position", "Reading", "follow", "resumable_of_fit", "stop_following"),  # of the callback
+    *("Origin", "Position", "Reading", "follow_data", "resumable_of_fit", "stop_following"),  # of the callback
 }
 """Classes of results: functions return them, and users never construct them."""
 

@@ -14,7 +14,7 @@ from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import MismatchError
 from shardload.keras_bridge.optimizer_slots import kind_of
 from shardload.keras_bridge.variables import value_of
-from shardload.mapping.roles import KINDS
+from shardload.mapping.roles import SLOT_KINDS
 from shardload.optimizers.tensor_parallel import TensorParallelOptimizer
 from shardload.runs.digests import Digests
 
@@ -277,10 +277,10 @@ def optimizers_of_keras():
 
 def test_every_optimizer_of_keras_is_known():
     kinds = {kind_of(c(learning_rate=0.1)) for c in optimizers_of_keras()}
-    assert kinds == {c.__name__ for c in optimizers_of_keras()} == KINDS
+    assert kinds == {c.__name__ for c in optimizers_of_keras()} == SLOT_KINDS
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(SLOT_KINDS))
 def test_every_optimizer_of_keras_continues_and_begins_its_averages(kind, tmp_path):
     make = getattr(optimizers, kind)
     source = trained(make(learning_rate=0.5))
@@ -306,7 +306,7 @@ OPTIONS = {
 COMMON = [{}, {"use_ema": True}, {"gradient_accumulation_steps": 2}]
 WITHIN = [
     pytest.param(kind, one, other, id=f"{kind} {one} to {other}")
-    for kind in sorted(KINDS)
+    for kind in sorted(SLOT_KINDS)
     for options in [[*OPTIONS.get(kind, [{}]), *COMMON[1:]]]
     for one, other in itertools.permutations(options, 2)
 ]

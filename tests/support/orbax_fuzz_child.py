@@ -23,7 +23,7 @@ import shardload
 from shardload.cli import main
 from shardload.errors import ShardloadError
 from shardload.keras_bridge.variables import has_value, value_of
-from shardload.mapping.state_tree import describe
+from shardload.mapping.state_tree import state_tree_of
 from shardload.runs.listing import list_steps
 from shardload.transfer.read_tensor import read_tensor
 from shardload.verifying import verify
@@ -133,12 +133,12 @@ def same(expected, value):
 
 def forget():
     """What was restored before must not pass for what is restored now."""
-    for leaf in describe(MODEL).leaves:
+    for leaf in state_tree_of(MODEL).leaves:
         leaf.variable.assign(np.zeros(leaf.shape, leaf.dtype))
 
 
 def state():
-    values = {leaf.path: leaf.variable for leaf in describe(MODEL).leaves}
+    values = {leaf.path: leaf.variable for leaf in state_tree_of(MODEL).leaves}
     return {"/".join(path): hash_of(np.asarray(value_of(v))) for path, v in values.items() if has_value(v)}
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from shardload.loaders.orbax import saving as orbax_writer
-from shardload.mapping.state_tree import describe
+from shardload.mapping.state_tree import state_tree_of
 from shardload.runs.digests import Digests
 from shardload.runs.publish import Staging
 
@@ -17,7 +17,7 @@ def assert_one_to_one(pairing):
 
 def save_step(model, root, step, *, compression="none", weights_only=False, **details):
     root.mkdir(exist_ok=True)
-    state = describe(model).weights_only() if weights_only else describe(model)
+    state = state_tree_of(model).weights_only() if weights_only else state_tree_of(model)
     staging = Staging.begin(root, step)
     orbax_writer.start_save(staging.path, {"pytree": state.tree}, compression=compression, step=step).result()
     own = staging.path / "shardload"

@@ -16,7 +16,7 @@ from shardload.families.parts.rope import SLIDING, Rotary
 ROPE = ("rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq")
 WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern")
 TANH = "gelu_pytorch_tanh"
-RMS = ("rms_norm_eps", 1e-6)
+RMS_EPSILON = ("rms_norm_eps", 1e-6)
 SILU = ("hidden_act", "silu")
 _Windows = Callable[[Config, int], list[int | None]]
 """Returns the window of each layer from a configuration and the number of layers."""

@@ -15,7 +15,7 @@ DECODER_FIELDS = (*SIZES, "num_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """One tensor to write."""
 
     name: str
@@ -24,16 +24,16 @@ class Spec:
     """Whether its values are around one (the scale of a norm), not around zero."""
 
 
-def affine(at: str, shape: tuple[int, int], *, out: int) -> Iterator[Spec]:
+def affine(at: str, shape: tuple[int, int], *, out: int) -> Iterator[TensorSpec]:
     """Yield a matrix and its bias."""
-    yield Spec(f"{at}.weight", shape)
-    yield Spec(f"{at}.bias", (out,))
+    yield TensorSpec(f"{at}.weight", shape)
+    yield TensorSpec(f"{at}.bias", (out,))
 
 
-def norm(at: str, hidden: int) -> Iterator[Spec]:
+def norm(at: str, hidden: int) -> Iterator[TensorSpec]:
     """Yield the scale and the bias of a norm."""
-    yield Spec(f"{at}.weight", (hidden,), near_one=True)
-    yield Spec(f"{at}.bias", (hidden,))
+    yield TensorSpec(f"{at}.weight", (hidden,), near_one=True)
+    yield TensorSpec(f"{at}.bias", (hidden,))
 
 
 def gated_mlp(
@@ -43,13 +43,13 @@ def gated_mlp(
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     size: str = "intermediate_size",
     biased: bool = False,
-) -> Iterator[Spec]:
+) -> Iterator[TensorSpec]:
     """Yield the three matrices of a gated feed-forward layer; ``size`` is the field with its width."""
     hidden, width = config["hidden_size"], config[size]
     for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
-        yield Spec(f"{at}.{name}.weight", shape)
+        yield TensorSpec(f"{at}.{name}.weight", shape)
         if biased:
-            yield Spec(f"{at}.{name}.bias", shape[:1])
+            yield TensorSpec(f"{at}.{name}.bias", shape[:1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,45 +66,45 @@ class DecoderTensors:
     """Whether the field ``attention_bias`` applies."""
     qkv_biases: bool = False
     """Whether query, key and value have biases, whatever the configuration says."""
-    feed_forward: Callable[[Config, int, str], Iterator[Spec]] = lambda config, layer, at: gated_mlp(
+    feed_forward: Callable[[Config, int, str], Iterator[TensorSpec]] = lambda config, layer, at: gated_mlp(
         config, f"{at}.mlp"
     )
     """Yields the tensors of a layer's feed-forward part: configuration, index of the layer, prefix of the layer."""
 
-    def __call__(self, config: Config) -> Iterator[Spec]:
+    def __call__(self, config: Config) -> Iterator[TensorSpec]:
         """Yield the tensors, in the order of the file."""
         vocab, hidden, one = config["vocab_size"], config["hidden_size"], not self.norms_minus_one
-        yield Spec("model.embed_tokens.weight", (vocab, hidden))
+        yield TensorSpec("model.embed_tokens.weight", (vocab, hidden))
         for i in range(config["num_hidden_layers"]):
             at = f"model.layers.{i}"
             yield from self._attention(config, f"{at}.self_attn")
             yield from self.feed_forward(config, i, at)
-            yield Spec(f"{at}.input_layernorm.weight", (hidden,), one)
-            yield Spec(f"{at}.post_attention_layernorm.weight", (hidden,), one)
+            yield TensorSpec(f"{at}.input_layernorm.weight", (hidden,), one)
+            yield TensorSpec(f"{at}.post_attention_layernorm.weight", (hidden,), one)
             if self.sandwich:
-                yield Spec(f"{at}.pre_feedforward_layernorm.weight", (hidden,), one)
-                yield Spec(f"{at}.post_feedforward_layernorm.weight", (hidden,), one)
-        yield Spec("model.norm.weight", (hidden,), one)
+                yield TensorSpec(f"{at}.pre_feedforward_layernorm.weight", (hidden,), one)
+                yield TensorSpec(f"{at}.post_feedforward_layernorm.weight", (hidden,), one)
+        yield TensorSpec("model.norm.weight", (hidden,), one)
         # A base model (LlamaModel) has no output layer; a configuration without a class is taken for a generator's.
         architecture = architecture_of(config)
         if not config.get("tie_word_embeddings", True) and (not architecture or architecture.endswith(GENERATORS)):
-            yield Spec("lm_head.weight", (vocab, hidden))
+            yield TensorSpec("lm_head.weight", (vocab, hidden))
 
-    def _attention(self, config: Config, at: str) -> Iterator[Spec]:
+    def _attention(self, config: Config, at: str) -> Iterator[TensorSpec]:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         head_dim = config.get("head_dim") or hidden // heads
         queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
         biased = self.reads_attention_bias and bool(config.get("attention_bias"))
         for letter, out in (("q", queries), ("k", keys), ("v", keys)):
-            yield Spec(f"{at}.{letter}_proj.weight", (out, hidden))
+            yield TensorSpec(f"{at}.{letter}_proj.weight", (out, hidden))
             if biased or self.qkv_biases:
-                yield Spec(f"{at}.{letter}_proj.bias", (out,))
-        yield Spec(f"{at}.o_proj.weight", (hidden, queries))
+                yield TensorSpec(f"{at}.{letter}_proj.bias", (out,))
+        yield TensorSpec(f"{at}.o_proj.weight", (hidden, queries))
         if biased:
-            yield Spec(f"{at}.o_proj.bias", (hidden,))
+            yield TensorSpec(f"{at}.o_proj.bias", (hidden,))
         if self.normed_heads:
-            yield Spec(f"{at}.q_norm.weight", (head_dim,), not self.norms_minus_one)
-            yield Spec(f"{at}.k_norm.weight", (head_dim,), not self.norms_minus_one)
+            yield TensorSpec(f"{at}.q_norm.weight", (head_dim,), not self.norms_minus_one)
+            yield TensorSpec(f"{at}.k_norm.weight", (head_dim,), not self.norms_minus_one)
 
 
 @dataclass(frozen=True, slots=True)
