@@ -26,7 +26,6 @@ from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.saving import saved_objects
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15, NumPy 2.4
     pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning"),
     # Of KerasHub's Swin, about its own masks.
     pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask:UserWarning"),

@@ -10,9 +10,6 @@ import shardload
 from shardload.comparing import diff
 from shardload.synth import synth
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 @pytest.fixture(scope="module")
 def preset(tmp_path_factory):

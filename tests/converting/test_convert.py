@@ -32,9 +32,6 @@ from shardload.runs import publish
 from shardload.synth import synth
 from shardload.verifying import verify
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 ROUND = (("safetensors", "orbax"), ("orbax", "h5"), ("h5", "safetensors"))
 WEIGHTS = ("trainable_variables", "non_trainable_variables")
 

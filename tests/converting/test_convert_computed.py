@@ -23,9 +23,7 @@ from shardload.keras_bridge.variables import value_of
 from shardload.synth import synth
 from shardload.transfer import read_tensor
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning"),  # KerasHub's Swin
     # KerasHub leaves the vocabulary open when it builds a tokenizer.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

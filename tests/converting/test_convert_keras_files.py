@@ -17,9 +17,6 @@ import shardload
 from shardload.errors import UnsupportedError, WriteError
 from shardload.loaders import open_manifest
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 @pytest.fixture(scope="module")
 def preset(presets):

@@ -13,9 +13,6 @@ import shardload
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError
 from shardload.keras_bridge.lora import lora_kernels, lora_layers, merge
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 NAME = "gemma2_9b"
 
 

@@ -17,10 +17,8 @@ import shardload
 from shardload.synth import synth
 from shardload.text.sources import tokenizer_of
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     # KerasHub leaves the vocabulary open when it builds a tokenizer.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),

@@ -16,9 +16,6 @@ from shardload.manifest import Extent, Tensor, View
 from shardload.stores.local import located
 from shardload.synth import synth
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 FUSED = Tensor("c_attn", (4, 6), np.dtype("f4"), Extent(located(""), 0))
 
 

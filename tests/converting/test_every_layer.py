@@ -34,9 +34,6 @@ from written_everywhere import check
 import shardload
 from shardload.errors import UnsupportedError
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = [pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
-
 
 def reloaded_by_keras(model, folder):
     model.save(folder / "keras.keras")

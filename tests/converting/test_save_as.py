@@ -21,11 +21,6 @@ from shardload.converting.live_source import boxes_of_run, local_boxes_of, reade
 from shardload.errors import UninitialisedError, UnsupportedError, UsageError, WriteError
 from shardload.synth import synth
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
-
 MESH = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
 
 

@@ -21,8 +21,6 @@ from shardload.errors import SourceError, UnsupportedError
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.saving import saved_objects
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, NumPy 2.4
-
 WRITTEN = ("preset", "m.weights.h5", "m.weights.json", "step", "orbax")
 FOLDERS = {
     "qwen3": {"rms_norm_eps": 1e-6},  # KerasHub's norms of queries and keys have a constant epsilon

@@ -27,8 +27,6 @@ from shardload.loaders import open_manifest
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15, NumPy 2.4
-
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}

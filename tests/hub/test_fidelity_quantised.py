@@ -20,10 +20,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
 FLOAT8 = ml_dtypes.float8_e4m3fn
 OPTION = "quantization_config"
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
-    pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 
 
 def scales(value, suffix):

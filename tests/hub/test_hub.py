@@ -16,9 +16,6 @@ from shardload.hub import building, kerashub
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

@@ -10,8 +10,6 @@ import shardload
 from shardload.hub.kerashub import as_with_tensorflow
 
 pytestmark = [
-    # Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     # KerasHub leaves the vocabulary open when it builds a tokenizer.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),

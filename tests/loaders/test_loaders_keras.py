@@ -31,9 +31,6 @@ from shardload.manifest import Decoded, Extent
 from shardload.stores import private_copies
 from shardload.stores.local import located
 
-# Keras 3.15's own variables: `Variable.__array__` takes no `copy` keyword.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-
 
 def model(dtype="float32"):
     """A small model with several kinds of variables, seeded ones among them."""

@@ -12,8 +12,6 @@ from shardload.errors import SourceError, UnsupportedError
 from shardload.loaders import open_manifest, recognise
 from shardload.manifest import Decoded, Extent
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 def model():
     keras.utils.set_random_seed(3)

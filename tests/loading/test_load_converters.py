@@ -17,10 +17,7 @@ from shardload.hub import kerashub
 from shardload.manifest import Manifest
 from shardload.stores.local import located
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning"),  # KerasHub's T5
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning")  # KerasHub's T5
 
 INDEXED = {"gemma3n", "qwen3_5"}
 """KerasHub loads Gemma 3n only where there is an index; with one, Qwen 3.5's converter looks at all names."""

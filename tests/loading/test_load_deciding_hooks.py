@@ -7,9 +7,6 @@ from keras import layers
 
 import shardload
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
-]
 registered = keras.saving.register_keras_serializable("deciding_hooks")
 
 

@@ -38,10 +38,6 @@ from shardload.pipeline import filling
 from shardload.sharding.devices import resolve_devices
 from shardload.synth import synth
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
-]
-
 SMALL = 1 << 20
 """A budget under which a stack's kernels are read in four blocks each."""
 

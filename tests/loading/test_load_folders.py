@@ -18,10 +18,7 @@ from safetensors.numpy import load_file, save_file
 import shardload
 from shardload.errors import MismatchError, SourceError, UnsupportedError, UsageError
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning"),  # KerasHub's Swin
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning")  # KerasHub's Swin
 WEIGHTS = "model.safetensors"
 TRIANGLE = np.tril(np.ones((1, 1, 24, 24), np.bool_))
 HEAD = np.ones((3, 32), np.float32)

@@ -15,7 +15,6 @@ from shardload.keras_bridge.variables import value_of
 from shardload.synth import synth
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
     pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning"),  # norms stay float
     # The reference's own remark on int8 presets; that every weight is equal is what these tests show.
     pytest.mark.filterwarnings("ignore:Skipping nested container:UserWarning"),

@@ -28,8 +28,6 @@ from shardload.stores.store import UNIT_BYTES
 from shardload.transfer.read_tensor import read_rows, read_tensor
 from shardload.verifying import verify
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 def small_model():
     inputs = keras.Input((4,))

@@ -10,9 +10,6 @@ import pytest
 import shardload
 from shardload.text.generation import generate_ids
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 FAMILIES = ("gemma1", "gemma2", "gemma3", "llama")
 MESHES = ("1x8", "2x4", "8x1", "1x3")
 NEW_TOKENS = 6

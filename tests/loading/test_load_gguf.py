@@ -14,7 +14,7 @@ from twins import DTYPES, abstract_twin, assert_on, assert_same
 import shardload
 from shardload.keras_bridge.variables import value_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
+pytestmark = pytest.mark.slow
 
 
 CASES = [

@@ -15,7 +15,7 @@ from transformers_cross import folders, running
 import shardload
 from shardload.families.registry import gguf_architectures
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
+pytestmark = pytest.mark.slow
 
 CASES = {
     "gemma": ["gemma, tied"],

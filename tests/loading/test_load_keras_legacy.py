@@ -12,10 +12,7 @@ from legacy_h5 import OLD_CONFIG, OLD_TRAINING, write_described, write_variable,
 import shardload
 from shardload.errors import MismatchError, ShardloadError, UnsupportedError
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5")
 
 
 class Scaled(keras.Model):

@@ -14,7 +14,6 @@ from shardload.keras_bridge.model_state import slots_of, state_of
 from shardload.keras_bridge.variables import sharding_of, value_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
     # Keras' own words where model or checkpoint has an optimizer that never trained; the report repeats them.
     pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning"),
     pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning"),  # norms stay float

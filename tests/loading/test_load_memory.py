@@ -25,10 +25,6 @@ from shardload.pipeline.request import Construction
 from shardload.synth import synth
 from shardload.transfer import execution
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
-]
-
 MIB = 1 << 20
 BUDGET = MIB
 """Smaller than every kernel of `stack`, so that all of them are read in pieces."""

@@ -9,10 +9,6 @@ import shardload
 from shardload.errors import MismatchError
 from shardload.keras_bridge.variables import value_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
-]
-
 
 def network(outputs=8, *, seed=0):
     keras.utils.set_random_seed(seed)

@@ -22,8 +22,6 @@ from shardload.resolve.architectures import lookup, scaled
 from shardload.synth import synth
 from shardload.verifying import verify
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 FAMILIES = [
     "gemma_2b",
     "gemma2_9b",

@@ -14,8 +14,6 @@ from shardload.loaders import open_manifest
 from shardload.mapping.assign import as_keras_casts
 from shardload.mapping.structural import map_keras
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-
 
 class Doubling(layers.Dense):
     """Computes its kernel."""

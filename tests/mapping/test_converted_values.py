@@ -16,10 +16,7 @@ from shardload.keras_bridge.variables import value_of
 from shardload.loaders import open_manifest
 from shardload.mapping.converters import map_hub
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning"),  # KerasHub's Swin
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning")  # KerasHub's Swin
 
 EXTREMES = {
     "float32": (1e5, -3e38, 3e-9, 1e-40, 1 / 3),

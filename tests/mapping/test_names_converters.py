@@ -21,10 +21,7 @@ from shardload.loaders import open_manifest
 from shardload.mapping.converter_run import Run, record
 from shardload.mapping.converters import map_hub
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning"),  # KerasHub's Swin
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning")  # KerasHub's Swin
 
 COMPUTING = {"mixtral", "qwen2_moe", "qwen3_moe", "xlm-roberta", "dinov2", "swin", "gpt_oss"}
 """Architectures whose converters do more than transpose, reshape and cut."""

@@ -12,8 +12,6 @@ from shardload.loaders import open_manifest
 from shardload.mapping import map_weights
 from shardload.mapping.by_name_or_order import map_by_name
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-
 
 def model(names=("a", "a_1"), *, use_bias=True):
     inputs = keras.Input((8,))

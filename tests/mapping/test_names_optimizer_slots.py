@@ -15,7 +15,6 @@ from shardload.keras_bridge.variables import value_of
 from shardload.transfer import execution
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras 3.15 under NumPy 2.4
     # Keras' own words where model or checkpoint has an optimizer of another kind; the report repeats them.
     pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning"),
 ]

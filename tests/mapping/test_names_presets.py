@@ -9,8 +9,6 @@ from shardload.keras_bridge.model_state import optimizer_variables_of
 from shardload.loaders import open_manifest
 from shardload.mapping import map_weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-
 
 def classifier():
     return keras_hub.models.BertTextClassifier(backbone=models.build("bert"), num_classes=3, preprocessor=None)

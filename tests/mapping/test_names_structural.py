@@ -13,8 +13,6 @@ from shardload.keras_bridge.variables import current_value
 from shardload.loaders import open_manifest
 from shardload.mapping.structural import map_keras
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-
 
 @keras.saving.register_keras_serializable("test")
 class Transposing(layers.Layer):

@@ -25,9 +25,6 @@ from shardload.keras_bridge.abstraction import abstract
 from shardload.resolve.architectures import architectures, scaled
 from shardload.synth import DTYPES, names, random_values, synth
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 FAMILIES = {
     "gemma_2b": "Gemma",
     "gemma2_9b": "Gemma",

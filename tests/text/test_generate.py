@@ -29,9 +29,6 @@ from shardload.text import gguf_tokenizer, sources, tokenizer
 from shardload.text.generation import generate_ids
 from shardload.text.sources import tokenizer_of
 
-# Keras 3.15 converts its variables with an old signature of __array__ that NumPy 2.4 warns about.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 TEXT = ["The quick brown fox jumps over the lazy dog.", "  def f(x):\n    return x", "naïve café", "日本語"] * 20
 HARD = [
     "The capital of France is",
