@@ -266,8 +266,8 @@ def _handle(text: str, *, weights: bool) -> Resolved:
     scheme = text.split("://", 1)[0]
     if scheme in SCHEMES and scheme not in REMOTE_SCHEMES:
         raise UnsupportedError(
-            f"Cannot read {text} here: only load, load_weights, plan and inspect read {scheme}://. Copy the files to a "
-            "local folder first"
+            f"Cannot read {text} here: only load, load_arrays, load_weights, plan and inspect read "
+            f"{scheme}://. Copy the files to a local folder first"
         )
     if scheme not in ("kaggle", "hf"):
         raise UnsupportedError(

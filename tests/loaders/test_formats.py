@@ -163,7 +163,7 @@ def test_the_command_knows_formats_that_packages_announce(saved, installed):
     done = command("inspect", str(saved[0]), "--format", "npz", "--json", **env)
     assert done.code == 0, done.stderr
     assert json.loads(done.stdout)["format"] == "npz"
-    assert re.search(r"orbax\|(\w+\|)*npz", re.sub(r"[\s│]", "", command("inspect", "--help", **env).stdout))
+    assert re.search(r"orbax\|([\w-]+\|)*npz", re.sub(r"[\s│]", "", command("inspect", "--help", **env).stdout))
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ def test_a_url_whose_scheme_names_a_store(tmp_path, monkeypatch):
     assert report.source == "memory://model.weights.h5"
     assert all(map(np.array_equal, original.get_weights(), filled.get_weights()))
     assert shardload.inspect("memory://model.weights.h5").source == report.source
-    copy_first = r"only load, load_weights, plan and inspect read memory://.*Copy the files to a local folder first"
+    copy_first = r"load_arrays, load_weights, plan and inspect read memory://.*Copy the files to a local folder first"
     for other in (verify, lambda url: shardload.convert(url, tmp_path / "copy", to="orbax")):
         with pytest.raises(UnsupportedError, match=copy_first):
             other("memory://model.weights.h5")
