@@ -137,12 +137,21 @@ class Checkpointer:
         model = plain_model(model)
         arguments.check_model(model)
         step, epoch = _count("step", step), None if epoch is None else _count("epoch", epoch)
-        logs = _scalars(metrics)
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise UsageError(f"Cannot use metrics={metrics!r:.60}: expected a mapping from names to numbers")
+        logs = plain_logs(metrics)
+        if left := [name for name in metrics or () if str(name) not in logs]:
+            raise UsageError(f"Cannot use the metric {left[0]!r}: expected a number")
         saver = self._saver
         saver.writer.wait()
         # Not in the constructor: with mode="auto" the model's metrics say which direction is better.
         if not self._has_begun:
-            self._begin(model)
+            saver.begin()
+            steps = self.steps()
+            for line in saver.compare(model, steps):
+                _log.info("%s", line)
+            self._newest = max((info.step for info in steps), default=-1)
+            self._has_begun = True
         # Not <=: an equal number is refused by `Staging.begin`, which can say who saved that step.
         if step < self._newest:
             raise UsageError(
@@ -163,14 +172,6 @@ class Checkpointer:
                 in_background=self._background,
             )
         self._newest = step
-
-    def _begin(self, model: Any) -> None:
-        self._saver.begin()
-        steps = self.steps()
-        for line in self._saver.compare(model, steps):
-            _log.info("%s", line)
-        self._newest = max((info.step for info in steps), default=-1)
-        self._has_begun = True
 
     def wait(self) -> None:
         """Return when no save is running.
@@ -321,9 +322,6 @@ def save(
     return checkpointer.directory / str(_count("step", step))
 
 
-__all__ = ["Checkpointer", "save"]
-
-
 def _count(argument: str, value: Any) -> int:
     """Return a non-negative integer, also one of NumPy or JAX, as a Python int."""
     try:
@@ -333,14 +331,4 @@ def _count(argument: str, value: Any) -> int:
         found = -1
     if found < 0:
         raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a non-negative integer")
-    return found
-
-
-def _scalars(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return metrics as Python floats."""
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise UsageError(f"Cannot use metrics={metrics!r:.60}: expected a mapping from names to numbers")
-    found = plain_logs(metrics)
-    if left := [name for name in metrics or () if str(name) not in found]:
-        raise UsageError(f"Cannot use the metric {left[0]!r}: expected a number")
     return found

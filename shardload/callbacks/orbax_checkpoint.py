@@ -21,9 +21,8 @@ from typing import Any, Literal
 import keras
 
 from shardload import processes
-from shardload.callbacks.other_callbacks import OtherCallbacks
 from shardload.callbacks.preemption import Preemption
-from shardload.callbacks.resume import Resumption, forget_beginning, go_on, position_record
+from shardload.callbacks.resume import OtherCallbacks, Resumption, forget_first_epoch, position_record, resume_training
 from shardload.data import Position, follow_data, stop_following
 from shardload.errors import SaveError, UsageError, require_callable_with, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
@@ -38,7 +37,7 @@ from shardload.runs.step import StepInfo, StepRecord
 from shardload.units import is_function, is_integer
 
 DEFAULT_MONITOR = "val_loss"
-"""That of Keras. Steps saved without validation data lack it, which is no reason to warn."""
+"""Keras' default. Steps saved without validation data lack it, which is no reason to warn."""
 SaveDecision = Callable[[int, Mapping[str, float]], bool]
 
 
@@ -233,9 +232,9 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._saver.contents.forget()
         self._position = follow_data(model)
         given = {"data_iterator": self.data_iterator, "initial_epoch": self.initial_epoch}
-        self._first = first = go_on(model, self.directory, self.resume, self._position, **given)
+        self._first = first = resume_training(model, self.directory, self.resume, self._position, **given)
         resumed, epochs = None if first is None else first.info, (self.params or {}).get("epochs")
-        self._others = OtherCallbacks.of_fit(self)
+        self._others = OtherCallbacks(self)
         if swaps_averages_before(self):
             warn_caller(
                 "SwapEMAWeights(swap_on_epoch=True) comes before OrbaxCheckpoint: steps saved at the end of an epoch "
@@ -243,7 +242,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 "first in callbacks"
             )
         if first is None:
-            forget_beginning(model)
+            forget_first_epoch(model)
         elif first.is_due and (ended_by := self._others.resume(first.info)) and epochs is not None:
             first.end(model, epochs, ended_by)
         for notice in () if first is None else first.notices(epochs=epochs, newest=newest):
@@ -271,7 +270,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._skipped = 0 if first is None else first.skipped
         self._epoch, self._in_epoch = epoch, self._skipped
         if first is not None:
-            forget_beginning(self.model)
+            forget_first_epoch(self.model)
             # Not in on_train_begin: Keras resets metrics after it, and other callbacks reset their state in it.
             first.restore_metrics()
             for lost in self._others.restore(self.model, first.info):
@@ -294,7 +293,12 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._since_save = 0
             self._consider(logs, f"batch {batch + 1}", epoch_done=self._at_end)
         if self._preemption.is_announced():
-            self._end_early(logs)
+            # Preempted: save if needed, regardless of the metric, and end `fit`.
+            if self._total > self._last_saved:
+                self._save(plain_logs(logs), epoch_done=self._at_end)
+            self._saver.writer.wait()
+            self.model.stop_training = True
+            self._say(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` is ``"epoch"``; raise the failure of the last save."""
@@ -314,23 +318,13 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 self._say(f"{line}\n")
         self._saver.writer.settle()
 
-    # ---- ending early -------------------------------------------------------------------------------
+    # ---- saving -------------------------------------------------------------------------------------
 
     @property
     def _at_end(self) -> bool:
         """Whether the last trained batch was the last one of its epoch, as far as known."""
         steps = (self.params or {}).get("steps")
         return self._position.at_end or (steps is not None and self._in_epoch >= steps)
-
-    def _end_early(self, logs: Mapping[str, Any] | None) -> None:
-        """On preemption, save if needed, regardless of the metric, and end ``fit``."""
-        if self._total > self._last_saved:
-            self._save(plain_logs(logs), epoch_done=self._at_end)
-        self._saver.writer.wait()
-        self.model.stop_training = True
-        self._say(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")
-
-    # ---- saving -------------------------------------------------------------------------------------
 
     def _consider(self, logs: Mapping[str, Any] | None, when: str, *, epoch_done: bool) -> None:
         plain = plain_logs(logs)

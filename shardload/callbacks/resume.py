@@ -3,37 +3,48 @@
 saved                          the next fit continues
 at the end of epoch 4          with epoch 5
 after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position was saved, else from batch 1
+
+The state of Keras' own callbacks that decide by earlier epochs, ``EarlyStopping`` and ``ReduceLROnPlateau``, continues
+with it (`OtherCallbacks`)::
+
+    step.json    "callbacks": [{"callback": "EarlyStopping", "monitor": "val_loss", "wait": 2, "best": 0.25, …}]
+
+Keras resets them when ``fit`` begins, and a resumed run would count its patience again. So the state is restored with
+the first epoch. `OrbaxCheckpoint` moves behind them in ``fit``: a step saved at the end of an epoch then contains
+their decision about this epoch, with the learning rate that it led to.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import keras
+
 from shardload import processes
 from shardload.data import Origin, Position, Reading, resumable_of_fit
-from shardload.errors import MismatchError
+from shardload.errors import MismatchError, ShardloadError
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import learning_rates_of, plain_model
-from shardload.keras_bridge.training import initial_epoch_of_fit, set_initial_epoch
+from shardload.keras_bridge.training import initial_epoch_of_fit, run_after, set_initial_epoch
 from shardload.pipeline.reporting import changed_rates
 from shardload.pipeline.request import RestoreRequest
 from shardload.reports.facts import NoteKind, of_kind
-from shardload.restoring import Restored, metric_values, run_restore
+from shardload.restoring import Restored, metric_values, run_restore, weight_values
 from shardload.runs.contents import trained_batches
 from shardload.runs.data_records import data_records, of_this_process, set_position
 from shardload.runs.listing import list_steps
 from shardload.runs.step import StepInfo
 from shardload.units import plural
 
-ITERATOR_FILE = "iterator.json"
 _OWN_RATE = "To train with another, call shardload.restore before fit and set it then"
 
-_END = {
+_SAVED = {
     False: "Step {step} was saved after {place}, without a data position.",
     True: "Step {step} was saved after {place}, with a data position, but this data cannot continue there.",
 }
@@ -77,7 +88,7 @@ class Resumption:
         """Train nothing: ``ended_by`` had ended training at this step."""
         # An epoch at or after `epochs` leaves nothing to train, and `fit` ends in its usual way.
         self.ended_by, self.epoch = ended_by, max(epochs, self.epoch)
-        _begun(model, self)
+        _with_first_epoch(model, self)
 
     def restore_metrics(self) -> None:
         """Assign the saved values to the metrics, which Keras has just reset."""
@@ -87,7 +98,7 @@ class Resumption:
 
     def give_up(self, model: Any) -> None:
         """Leave the resumption to the next ``fit``, because this one began no epoch."""
-        forget_beginning(model)
+        forget_first_epoch(model)
         if self.restored_before:
             record_of(model).restored = self.info
 
@@ -101,28 +112,24 @@ class Resumption:
             yield f"Resumed step {self.info.step}: {changed}"
         if self.averages is not None:
             yield f"Resumed step {self.info.step}: {self.averages}"
-        if notice := self._notice(epochs=epochs, newest=newest):
-            yield notice
-
-    def _notice(self, *, epochs: int | None, newest: int) -> str | None:
         which = f"Resumed step {self.info.step} of {self.info.path.parent}"
         if self.ended_by is not None:
             ended = f"{self.ended_by} ended training after epoch {self.complete}, so nothing is left to train"
-            return f"{which}: {ended}. To continue, leave it out, or give it a larger patience"
-        if epochs is not None and self.epoch >= epochs:
+            yield f"{which}: {ended}. To continue, leave it out, or give it a larger patience"
+        elif epochs is not None and self.epoch >= epochs:
             given = f"fit() was given epochs={epochs}, so nothing is left to train."
-            if self.epoch != self.complete:
-                return f"{which}: training begins with epoch {self.epoch + 1}, and {given}"
+            if not self.is_due:
+                yield f"{which}: training begins with epoch {self.epoch + 1}, and {given}"
+                return
             done = f"{plural(self.complete, 'epoch')} {'is' if self.complete == 1 else 'are'}"
             way_out = "OrbaxCheckpoint(initial_epoch=0) to continue from this step and count epochs from 0."
-            return f"{which}: {done} complete, and {given} Pass a larger epochs, or {way_out}"
-        if self.info.step < newest:
+            yield f"{which}: {done} complete, and {given} Pass a larger epochs, or {way_out}"
+        elif self.info.step < newest:
             numbers = f"new steps are numbered from {newest + 1} on"
-            return f"{which}, which has later steps: {numbers}, and the latest is {newest} until one of them is saved."
-        return None
+            yield f"{which}, which has later steps: {numbers}, and the latest is {newest} until one of them is saved."
 
 
-def go_on(
+def resume_training(
     model: Any,
     directory: Path,
     resume: bool | int | Literal["latest", "best"],
@@ -131,15 +138,10 @@ def go_on(
     data_iterator: Any,
     initial_epoch: int | None,
 ) -> Resumption | None:
-    """Continue after the step that was restored into a model, or restore the step that ``resume`` requests.
-
-    Raises:
-        UsageError: As for `resumption`.
-        DamagedError: If the step is damaged; other errors of `shardload.restore` likewise.
-    """
+    """Continue after the step that was restored into a model, or restore the step that ``resume`` requests."""
     record = record_of(model)
     info, record.restored = record.restored, None
-    before = info is not None and _lies_in(directory, info)
+    before = info is not None and _is_in(directory, info)
     trained = undone = 0
     changed: tuple[str, ...] = ()
     averages = None
@@ -159,7 +161,7 @@ def go_on(
         changed += of_kind(report.notes, NoteKind.BATCHES_RECOUNTED)
         # A weights-only step does not change the optimizer's count.
         undone = max(0, trained - min(trained_batches(model), info.step))
-    if info is None or not _lies_in(directory, info):
+    if info is None or not _is_in(directory, info):
         return None
     if not info.ours:
         warn_caller(
@@ -189,7 +191,7 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
         ) from error
 
 
-def _lies_in(directory: Path, info: StepInfo) -> bool:
+def _is_in(directory: Path, info: StepInfo) -> bool:
     """Whether a step is in a folder, regardless of the spelling of the two paths."""
     return info.path.parent.resolve() == directory.resolve()
 
@@ -199,17 +201,7 @@ def resumption(
 ) -> Resumption:
     """Prepare the data and Keras' epoch count to continue after a step.
 
-    Args:
-        model: The model that was restored.
-        info: The step.
-        position: The position of the data that is about to be read.
-        data_iterator: The user's own source, if any.
-        initial_epoch: The epoch to begin with, unless ``fit`` got one. The data then starts at its beginning.
-
-    Raises:
-        UsageError: If the step stores a position that the user's source cannot accept, or a position of a
-            resumable dataset that does not apply to this one.
-        DamagedError: If the step is damaged.
+    With another ``initial_epoch`` than the one that is due, the data starts at its beginning.
     """
     epoch, batch = info.epoch or 0, info.batch or 0
     complete = epoch + 1 if info.recorded.epoch_done else epoch
@@ -217,28 +209,41 @@ def resumption(
     given = initial_epoch_of_fit() or initial_epoch
     # Another epoch than the one that is due: the stored position does not apply to it.
     if given is not None and given != complete:
-        return _begun(model, Resumption(info, given, complete))
+        return _with_first_epoch(model, Resumption(info, given, complete))
     records = data_records(info)
-    own_goes_on = data_iterator is not None and set_position(data_iterator, records, info)
-    stood = _where_it_stood(records, info)
-    goes_on = None if stood is None else resumable_of_fit()
+    is_own_resumed = data_iterator is not None and set_position(data_iterator, records, info)
+    mine = of_this_process(records)
+    # The position of another process never reaches the data: an empty `Reading` makes its origin be refused.
+    stored = mine or next(iter(records), {})
+    has_position = stored.get("position") is not None
+    dataset = resumable_of_fit() if has_position else None
+
+    def resume_data(dataset: Any, skipped: int) -> None:
+        reading = Reading() if mine is None else Reading.of_record(stored.get("reading"))
+        saved_by = info.recorded.processes or 1
+        origin = Origin(info.step, reading, processes=saved_by, processes_now=processes.count())
+        # Now, not when the data is read: Keras has then taken the values out of the model, and an error would lose
+        # them.
+        dataset.check(origin)
+        position.resume(stored["position"], skipped=skipped, origin=origin)
+
     if info.recorded.epoch_done:
         # At the end of an epoch only data with one iterator for all epochs has a position to return to.
-        if stood is not None and stood.spans_epochs:
-            if goes_on is not None:
-                _go_on(position, stood, goes_on, skipped=0)
-            elif not own_goes_on:
+        if has_position and stored.get("spans_epochs"):
+            if dataset is not None:
+                resume_data(dataset, skipped=0)
+            elif not is_own_resumed:
                 place = f"epoch {epoch + 1}"
-                warn_caller(f"{_END[True].format(step=info.step, place=place)} The data starts from its beginning.")
-        return _begun(model, Resumption(info, complete, complete))
-    if goes_on is None and not own_goes_on:
+                warn_caller(f"{_SAVED[True].format(step=info.step, place=place)} The data starts from its beginning.")
+        return _with_first_epoch(model, Resumption(info, complete, complete))
+    if dataset is None and not is_own_resumed:
         # Within an epoch, but no data can return to that batch.
         place = f"{plural(batch, 'batch')} of epoch {epoch + 1}"
-        warn_caller(f"{_END[stood is not None].format(step=info.step, place=place)} The epoch starts again.{_WAY_OUT}")
-        return _begun(model, Resumption(info, complete, complete))
-    if stood is not None and goes_on is not None:
-        _go_on(position, stood, goes_on, skipped=batch)
-    return _begun(model, Resumption(info, complete, complete, batch, metric_values(model, info)))
+        warn_caller(f"{_SAVED[has_position].format(step=info.step, place=place)} The epoch starts again.{_WAY_OUT}")
+        return _with_first_epoch(model, Resumption(info, complete, complete))
+    if dataset is not None:
+        resume_data(dataset, skipped=batch)
+    return _with_first_epoch(model, Resumption(info, complete, complete, batch, metric_values(model, info)))
 
 
 def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
@@ -251,13 +256,13 @@ def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
     return {**own, **at, "reading": position.reading}
 
 
-def _begun(model: Any, found: Resumption) -> Resumption:
+def _with_first_epoch(model: Any, found: Resumption) -> Resumption:
     set_initial_epoch(model, found.epoch)
     record_of(model).first_epoch = found.epoch
     return found
 
 
-def forget_beginning(model: Any) -> None:
+def forget_first_epoch(model: Any) -> None:
     """Remove the epoch set for the next ``fit``, but not one set by another callback (Keras' BackupAndRestore)."""
     # Keras keeps `_initial_epoch` for all later fits of the model.
     record = record_of(model)
@@ -266,28 +271,98 @@ def forget_beginning(model: Any) -> None:
         set_initial_epoch(model, None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stood:
-    """The saved position of `shardload.data.resumable`."""
-
-    state: dict[str, Any]
-    spans_epochs: bool
-    origin: Origin
+_KINDS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+_COUNTS = ("wait", "best_epoch", "stopped_epoch", "cooldown_counter")
 
 
-def _where_it_stood(records: list[dict[str, Any]], info: StepInfo) -> _Stood | None:
-    """Return the saved position, or ``None``. One of another process never reaches the data: its origin is refused."""
-    mine = of_this_process(records)
-    record = mine or next(iter(records), {})
-    if record.get("position") is None:
+class OtherCallbacks:
+    """The other callbacks of one ``fit`` whose state belongs to its steps."""
+
+    def __init__(self, saver: Any = None) -> None:
+        """Find them in the calling ``fit``, and let them run before ``saver``; none without one."""
+        self._found = () if saver is None else tuple(run_after(saver, _KINDS))
+        self._waiting: list[tuple[Any, dict[str, Any]]] = []
+
+    def record(self) -> tuple[dict[str, Any], ...]:
+        """Return their state for ``step.json``."""
+        found: list[dict[str, Any]] = []
+        for callback in self._found:
+            name, monitor = _name_of(callback)
+            best = None if callback.best is None else float(callback.best)
+            # JSON has no NaN, and a best value of NaN is never beaten.
+            known = best if best is None or math.isfinite(best) else str(best)
+            counts = {count: int(getattr(callback, count)) for count in _COUNTS if hasattr(callback, count)}
+            found.append({"callback": name, "monitor": monitor, "best": known, **counts})
+        return tuple(found)
+
+    def resume(self, info: StepInfo) -> str | None:
+        """Prepare to restore the state that a step stores; return the callback that ended the run, if one did."""
+        stored = list(info.recorded.callbacks)
+        self._waiting = []
+        for callback in self._found:
+            name = _name_of(callback)
+            known = next((state for state in stored if (state.get("callback"), state.get("monitor")) == name), None)
+            if known is not None:
+                # Remove it, so that two callbacks of the same kind and metric get the two states in order.
+                stored.remove(known)
+                self._waiting.append((callback, _valid(known)))
+        for callback, state in self._waiting:
+            # It would end the run again, unless it got a larger `patience`.
+            if state.get("stopped_epoch") and state["wait"] >= callback.patience:
+                return _shown(callback)
         return None
-    reading = Reading() if mine is None else Reading.of_record(record.get("reading"))
-    saved_by = info.recorded.processes or 1
-    origin = Origin(info.step, reading, processes=saved_by, processes_now=processes.count())
-    return _Stood(record["position"], bool(record.get("spans_epochs")), origin)
+
+    def restore(self, model: Any, info: StepInfo) -> Iterator[str]:
+        """Restore the state, once; yield warnings about weights that are lost."""
+        waiting, self._waiting = self._waiting, []
+        for callback, state in waiting:
+            for name, value in state.items():
+                setattr(callback, name, value)
+            if not getattr(callback, "restore_best_weights", False) or state["best"] is None:
+                continue
+            callback.best_weights = _best_weights(model, info, state["best_epoch"])
+            if callback.best_weights is None:
+                yield (
+                    f"{_shown(callback)} restores its best weights, those of epoch {state['best_epoch'] + 1}, but no "
+                    f"step in {info.path.parent} has them: if no later epoch is better, the weights after the first "
+                    "one that is trained now take their place. OrbaxCheckpoint(keep_best=1) with the same monitor "
+                    "keeps them"
+                )
+
+    def finish(self, model: Any, info: StepInfo) -> Iterator[str]:
+        """Restore the best weights after a ``fit`` that trains nothing, as the run did that ended; say so."""
+        waiting = [callback for callback, _ in self._waiting]
+        yield from self.restore(model, info)
+        for callback in waiting:
+            if getattr(callback, "best_weights", None) is not None:
+                model.set_weights(callback.best_weights)
+                yield f"{_shown(callback)} restored its best weights, those of epoch {callback.best_epoch + 1}"
 
 
-def _go_on(position: Position, stood: _Stood, dataset: Any, *, skipped: int) -> None:
-    # Now, not when the data is read: Keras has then taken the values out of the model, and an error would lose them.
-    dataset.check(stood.origin)
-    position.resume(stood.state, skipped=skipped, origin=stood.origin)
+def _name_of(callback: Any) -> tuple[str, str]:
+    kind = next(kind for kind in _KINDS if isinstance(callback, kind))
+    return kind.__name__, str(callback.monitor)
+
+
+def _shown(callback: Any) -> str:
+    return "{}({!r})".format(*_name_of(callback))
+
+
+def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes in a stored state; a value that no callback can have becomes the initial one."""
+    found: dict[str, Any] = {name: state[name] if type(state[name]) is int else 0 for name in _COUNTS if name in state}
+    best = state.get("best")
+    known = best in ("nan", "inf", "-inf") or (isinstance(best, (int, float)) and not isinstance(best, bool))
+    return {**found, "best": float(best) if known and best is not None else None}
+
+
+def _best_weights(model: Any, info: StepInfo, epoch: int) -> list[Any] | None:
+    """Return the weights after an epoch, in Keras' order, from the step or another one of its run; ``None`` if lost."""
+    for found in (info, *(step for step in list_steps(info.path.parent) if step.ours and step.run == info.run)):
+        if found.epoch == epoch and found.recorded.epoch_done and found.problems is None:
+            try:
+                return weight_values(model, found)
+            # Damaged, or of another model: another step of the run may have the same epoch.
+            except ShardloadError:
+                continue
+    return None

@@ -163,7 +163,7 @@ def _resumable_class() -> Any:
             self._position = position if position is not None and position.opened(self, reading) else None
 
         def __next__(self) -> Any:
-            if self._position is not None and not self._position.goes_on():
+            if self._position is not None and not self._position.may_continue():
                 raise StopIteration
             try:
                 batch = self._ahead.pop() if self._ahead else next(self._inner)

@@ -214,7 +214,7 @@ class Position:
         self._states.append((0, copy.deepcopy(iterator.get_state()), False))
         return True
 
-    def goes_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Whether the live iterator may return another batch: a resumed epoch may be shorter than its data."""
         if self._left is None or self._given < self._left:
             return True
