@@ -71,11 +71,7 @@ class Task:
 
 
 class BlockCopier:
-    """Moves blocks; one instance serves all threads of a transfer.
-
-    Args:
-        source: Where their bytes come from.
-    """
+    """Moves blocks; one instance serves all threads of a transfer."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -84,12 +80,7 @@ class BlockCopier:
         self._own = threading.local()
 
     def move(self, task: Task) -> BlockTimes:
-        """Read one block into its parts.
-
-        Raises:
-            TransferError: When the file ends early or cannot be read.
-            DamagedError: When verified reads find a digest mismatch.
-        """
+        """Read one block into its parts."""
         overflowed = self.overflowed.add
         try:
             with np.errstate(all="ignore", over="call", call=lambda *_: overflowed(task.block.tensor)):
@@ -104,16 +95,17 @@ class BlockCopier:
             ) from error
 
     def move_together(self, tasks: Sequence[Task]) -> BlockTimes:
-        """Read blocks that follow each other in a file at once, and copy each into its parts.
-
-        Raises:
-            TransferError: When the file ends early or cannot be read.
-            DamagedError: When verified reads find a digest mismatch.
-        """
+        """Read blocks that follow each other in a file at once, and copy each into its parts."""
         first, last = tasks[0].block, tasks[-1].block
         began, n_bytes = time.perf_counter(), last.offset + last.read_bytes - first.offset
         whole = BlockMemory(self._scratch(n_bytes), np.dtype(np.uint8), 0)
-        if not self._fill_together(whole, n_bytes, first):
+        try:
+            arrived = self.source.fill(whole, n_bytes, path=first.path, offset=first.offset)
+        except OSError as error:
+            if isinstance(error, ShardloadError):
+                raise
+            arrived = 0
+        if arrived != n_bytes:
             # One by one, for the error to name the tensor.
             alone = (Task.of(task.block, task.tensor, task.parts) for task in tasks)
             return sum((self.move(task) for task in alone), BlockTimes(0.0, 0.0))
@@ -127,19 +119,14 @@ class BlockCopier:
                     copy(part.target, flat.source(part))
         return BlockTimes(read - began, time.perf_counter() - read)
 
-    def _fill_together(self, whole: BlockMemory, n_bytes: int, first: Block) -> bool:
-        """Read into scratch; return whether everything arrived."""
-        try:
-            return self.source.fill(whole, n_bytes, path=first.path, offset=first.offset) == n_bytes
-        except OSError as error:
-            if isinstance(error, ShardloadError):
-                raise
-            return False
-
     def _move(self, task: Task) -> BlockTimes:
         block, began = task.block, time.perf_counter()
         if block.how == "direct":
-            self._scatter(block, task.grids)
+            assert isinstance(self.source, FileReads), "verified and remote bytes pass through scratch"
+            stop, gap_memory = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
+            wanted = calls(task.grids, start=block.offset, stop=stop, gap_memory=gap_memory)
+            received = self.source.scatter(wanted, path=block.path, offset=block.offset)
+            self._check(block, block.offset, block.read_bytes, received)
             return BlockTimes(time.perf_counter() - began, 0.0)
         if block.how == "staged":
             return self._stage(task)
@@ -149,13 +136,6 @@ class BlockCopier:
         for part in task.parts:
             copy(part.target, flat.source(part))
         return BlockTimes(read - began, time.perf_counter() - read)
-
-    def _scatter(self, block: Block, grids: Sequence[Grid]) -> None:
-        assert isinstance(self.source, FileReads), "verified and remote bytes pass through scratch"
-        stop, gap_memory = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
-        wanted = calls(grids, start=block.offset, stop=stop, gap_memory=gap_memory)
-        received = self.source.scatter(wanted, path=block.path, offset=block.offset)
-        self._check(block, block.offset, block.read_bytes, received)
 
     def _stage(self, task: Task) -> BlockTimes:
         """Read and distribute one scratch fill after another."""
@@ -196,22 +176,20 @@ class BlockCopier:
         return BlockMemory(rows.reshape(-1).view(np.uint8), tensor.dtype, block.start)
 
     def _unpack(self, block: Block, tensor: Tensor, packed: Packed) -> BlockMemory:
-        found = packed.codec.decode(self._stored(block, packed))
+        if isinstance(self.source, FileReads) or not packed.n_bytes:
+            stored = stored_of(packed)
+        else:
+            # Units end anywhere in a chunk, but a codec needs all of its bytes in one piece.
+            stored = bytearray(packed.n_bytes)
+            whole = BlockMemory(np.frombuffer(stored, np.uint8), np.dtype(np.uint8), 0)
+            self.source.fill(whole, packed.n_bytes, path=block.path, offset=packed.offset)
+        found = packed.codec.decode(stored)
         if found.size != block.stop or found.dtype != tensor.dtype:
             raise TransferError(
                 f"Cannot decode the chunk of tensor {tensor.name!r} at byte {packed.offset} of {block.path}: found "
                 f"{plural(found.size, 'element')} of {found.dtype}, expected {block.stop} of {tensor.dtype}"
             )
         return BlockMemory(found.reshape(-1).view(np.uint8), tensor.dtype, 0)
-
-    def _stored(self, block: Block, packed: Packed) -> bytes | bytearray:
-        if isinstance(self.source, FileReads) or not packed.n_bytes:
-            return stored_of(packed)
-        # Units end anywhere in a chunk, but a codec needs all of its bytes in one piece.
-        stored = bytearray(packed.n_bytes)
-        flat = BlockMemory(np.frombuffer(stored, np.uint8), np.dtype(np.uint8), 0)
-        self.source.fill(flat, packed.n_bytes, path=block.path, offset=packed.offset)
-        return stored
 
     def _scratch(self, n_bytes: int) -> NDArray[np.uint8]:
         held: NDArray[np.uint8] | None = getattr(self._own, "scratch", None)

@@ -100,11 +100,7 @@ class Verifier(Protocol):
 
 
 def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
-    """Verify everything a tensor is read from; for a decoded tensor, whole files.
-
-    Raises:
-        DamagedError: When a digest does not match.
-    """
+    """Verify everything a tensor is read from; for a decoded tensor, whole files."""
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
             verifier.check(path, 0, path.size)
@@ -132,10 +128,7 @@ class ByteSource(ABC):
 
     @abstractmethod
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """Copy ``n_bytes`` of a file, from ``offset`` on, to the start of scratch.
-
-        Returns:
-            The number of bytes copied; fewer only if the file ends early.
+        """Copy bytes from ``offset`` on to the start of scratch; return their number, fewer only at the file's end.
 
         Raises:
             DamagedError: When they do not match their digest; names step, file and offset.
@@ -152,11 +145,7 @@ class ByteSource(ABC):
         return block.how in IN_SCRATCH
 
     def check(self, block: Block, tensor: Tensor) -> None:
-        """Verify a block before it is read, unless `fill` does.
-
-        Raises:
-            DamagedError: When its bytes do not match their digest.
-        """
+        """Verify a block before it is read, unless `fill` does."""
         if self.verifier is None:
             return
         if isinstance(tensor.storage, Decoded):
@@ -169,11 +158,7 @@ class ByteSource(ABC):
         """Release what is kept for a block that has been moved."""
 
     def open(self, path: Location) -> File:
-        """Return a file that stays open until `close`.
-
-        Raises:
-            TransferError: When it cannot be opened.
-        """
+        """Return a file that stays open until `close`."""
         if (found := self._files.get(path)) is not None:
             return found
         try:
@@ -195,11 +180,7 @@ class ByteSource(ABC):
 
 
 def source_kind(plan: LoadPlan, verifier: Verifier | None) -> SourceKind:
-    """Return how the files of a plan are read.
-
-    Raises:
-        BudgetError: When they are in a remote store, and the budget has no room for ranges.
-    """
+    """Return how the files of a plan are read."""
     stores = {path.store for path in plan.files}
     is_verifying = any(store.is_verifying for store in stores)
     if any(store.is_remote for store in stores) and (verifier is None or is_verifying):
@@ -228,11 +209,7 @@ def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> B
 
 
 class FileReads(ByteSource):
-    """Bytes straight from files, by ``preadv`` where they are local.
-
-    Args:
-        verifier: Verifies each block by a read of its own, before the block is read.
-    """
+    """Bytes straight from files, by ``preadv`` where they are local."""
 
     def __init__(self, verifier: Verifier | None = None) -> None:
         super().__init__(verifier)
@@ -270,17 +247,12 @@ def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
 
 
 class UnitReads(ByteSource):
-    """Bytes of local files that are verified: by a verifier, or else by their store.
-
-    Args:
-        blocks: All blocks that pass through scratch, each passed to `release` once.
-        kept_units: Most units kept for later blocks; a unit that does not fit is read again.
-        verifier: Compares units with their digests; by default, the store does.
-    """
+    """Bytes of local files that are verified: by a verifier, or else by their store."""
 
     def __init__(self, blocks: Iterable[Block], *, kept_units: int, verifier: Verifier | None) -> None:
+        """Prepare for all blocks that pass through scratch, each passed to `release` once."""
         super().__init__(verifier)
-        self.kept_units = kept_units
+        self.kept_units = kept_units  # at most; a unit that does not fit is read again
         self.shared_bytes = kept_units * UNIT_BYTES
         self._left = Counter(unit for block in blocks for unit in units_of(block))
         self._kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
@@ -329,8 +301,7 @@ class UnitReads(ByteSource):
     def _unit(self, unit: Unit) -> NDArray[np.uint8]:
         # 1. The unit in this thread's own buffer.
         if getattr(self._own, "unit", None) == unit:
-            own: NDArray[np.uint8] = self._own.data
-            return own
+            return cast("NDArray[np.uint8]", self._own.data)
         with self._lock:
             # 2. A unit that another thread has read, or is reading.
             known = self._kept.get(unit)
@@ -344,23 +315,20 @@ class UnitReads(ByteSource):
             return known.result()  # safe to wait: the thread that reads it never waits for others
         # 4. Else read it for this thread alone.
         if promise is None:
-            return self._read_own(unit)
+            # Into this thread's buffer, which its next own read overwrites. The number is forgotten first: a read that
+            # fails must not leave half of another unit under it.
+            if not hasattr(self._own, "memory"):
+                self._own.memory = memory(UNIT_BYTES)
+            self._own.unit = None
+            data = self._own.data = self._read(unit, self._own.memory)
+            self._own.unit = unit
+            return data
         try:
             data = self._read(unit, memory(UNIT_BYTES) if into is None else into)
         except BaseException as error:
             promise.set_exception(error)
             raise
         promise.set_result(data)
-        return data
-
-    def _read_own(self, unit: Unit) -> NDArray[np.uint8]:
-        """Read into this thread's buffer, which its next own read overwrites."""
-        if not hasattr(self._own, "memory"):
-            self._own.memory = memory(UNIT_BYTES)
-        # Forgotten first: a read that fails must not leave half of another unit under this number.
-        self._own.unit = None
-        data = self._own.data = self._read(unit, self._own.memory)
-        self._own.unit = unit
         return data
 
     def _read(self, unit: Unit, into: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -395,18 +363,12 @@ class _Range:
 
 
 class RangeReads(ByteSource):
-    """Bytes of remote files, requested in advance; a store that verifies returns them verified.
-
-    Args:
-        blocks: All blocks that pass through scratch, in submission order.
-        limit_bytes: Memory limit for ranges in use and in flight.
-        threads: Number of reading threads.
-        verifier: Verifies all other blocks.
-    """
+    """Bytes of remote files, requested in advance; a store that verifies returns them verified."""
 
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
+        """Prepare for the blocks that pass through scratch, in submission order; ``verifier`` is for all others."""
         super().__init__(verifier)
         self.shared_bytes = limit_bytes
         # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.
@@ -432,7 +394,12 @@ class RangeReads(ByteSource):
                 raise _too_short(path, offset + n_bytes)
             flat.write(part, at)
             at += part.size
-            self._used(wanted, part.size)
+            with self._lock:
+                wanted.left_bytes -= part.size
+                if wanted.left_bytes <= 0:
+                    wanted.data = wanted.pending = None
+                    self.held_bytes -= wanted.n_bytes
+                    self._top_up()
         return n_bytes
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
@@ -481,14 +448,6 @@ class RangeReads(ByteSource):
                 with self._lock:
                     self._range_bytes += wanted.data.nbytes
             return wanted.data
-
-    def _used(self, one: _Range, n_bytes: int) -> None:
-        with self._lock:
-            one.left_bytes -= n_bytes
-            if one.left_bytes <= 0:
-                one.data = one.pending = None
-                self.held_bytes -= one.n_bytes
-                self._top_up()
 
     def _top_up(self) -> None:
         while self._next < len(self._ranges):

@@ -37,11 +37,7 @@ def _range(dtype: DType) -> tuple[int, int] | None:
 
 
 def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> None:
-    """Raise for a cast that is not value-preserving up to float rounding.
-
-    Raises:
-        MismatchError: For float to int, narrowing integers, complex, bool and everything else.
-    """
+    """Raise for a cast that is not value-preserving up to float rounding."""
     if source == target:
         return
     # bool and complex have no range and are no floats here, so they load unchanged or not at all.
@@ -50,8 +46,11 @@ def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> N
         return
     if stored and wanted and wanted[0] <= stored[0] and stored[1] <= wanted[1]:
         return
+    why = "it would change what the values mean"
+    if wanted and (stored or is_float(source)):
+        why = f"integers of {source} may not fit into {target}" if stored else "fractions would be cut off"
     raise MismatchError(
-        f"Cannot cast tensor {tensor!r} from {source} to {target} for {variable!r}: {_why_not(source, target)}. Give "
+        f"Cannot cast tensor {tensor!r} from {source} to {target} for {variable!r}: {why}. Give "
         f"it the dtype {source}{wide(source)}, or store {target} in the checkpoint"
     )
 
@@ -71,15 +70,6 @@ def needs_64_bits(variable: str, dtype: DType) -> MismatchError:
     return MismatchError(
         f"Cannot load variable {variable!r} as {dtype}: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}{other}"
     )
-
-
-def _why_not(source: DType, target: DType) -> str:
-    """Say which values a cast could change."""
-    if _range(source) and _range(target):
-        return f"integers of {source} may not fit into {target}"
-    if is_float(source) and _range(target):
-        return "fractions would be cut off"
-    return "it would change what the values mean"
 
 
 def overflow_notes(tensors: Sequence[str]) -> tuple[str, ...]:

@@ -104,29 +104,29 @@ def execute(
     check: Verifier | None = None,
     shardings: Mapping[str, Any] | None = None,
 ) -> TransferStats:
-    """Read everything in a plan and pass on each variable as a sharded array.
+    """Read everything in a plan and pass on each variable as a sharded array, with all calls on this thread.
 
     Args:
         plan: What to read, and where to put it.
         manifest: The manifest the plan was made from.
         devices: One per mesh position, in order.
-        on_ready: Called on this thread with name and array when a variable is complete.
-        on_start: Called on this thread with a variable's name before memory is taken for it: the time to release
-            the value it replaces.
-        progress: Called on this thread with the number of bytes read since the last call.
+        on_ready: Called with name and array when a variable is complete.
+        on_start: Called with a variable's name before memory is taken for it: the time to release the value it
+            replaces.
+        progress: Called with the number of bytes read since the last call.
         threads: Worker threads; by default one per core, at most `shardload.transfer.workers.MAX_THREADS`.
         placement: ``adopt``: devices adopt host buffers; ``upload``: they get a copy; ``auto``: by platform.
         check: Verifies everything that is read, if the checkpoint has digests.
         shardings: By variable, the sharding object that its array gets, if not that of `named_sharding`; both must
             place every shard on the same device, in its default memory.
-
-    Raises:
-        TransferError: When a file changed since its headers were read, ends early or cannot be read.
-        BudgetError: When the budget is too small for memory needed at once.
-        MeshError: When the number of devices differs from the mesh's size.
-        MismatchError: When JAX does not support a dtype (64 bits without ``jax_enable_x64``).
     """
-    _check(plan, manifest, devices)
+    if plan.bindings:
+        check_devices(plan.bindings[0].layout.mesh, devices)
+    narrowed = {dtype for dtype in {b.dtype for b in plan.bindings} if jax.dtypes.canonicalize_dtype(dtype) != dtype}
+    for binding in plan.bindings:
+        if binding.dtype in narrowed:
+            raise needs_64_bits(binding.name, binding.dtype)
+    plan.check_files(manifest)
     if placement == "auto":
         placement = "adopt" if all(d.platform == "cpu" for d in devices) else "upload"
     began, cpu = time.perf_counter(), time.process_time()
@@ -157,16 +157,6 @@ def execute(
     )
 
 
-def _check(plan: LoadPlan, manifest: Manifest, devices: Sequence[Any]) -> None:
-    if plan.bindings:
-        check_devices(plan.bindings[0].layout.mesh, devices)
-    narrowed = {dtype for dtype in {b.dtype for b in plan.bindings} if jax.dtypes.canonicalize_dtype(dtype) != dtype}
-    for binding in plan.bindings:
-        if binding.dtype in narrowed:
-            raise needs_64_bits(binding.name, binding.dtype)
-    plan.check_files(manifest)
-
-
 class Transfer:
     """One run of one plan; only the jobs that it submits leave the calling thread."""
 
@@ -193,7 +183,12 @@ class Transfer:
         self.uploads: deque[tuple[list[Any], int]] = deque()
         self.copier = BlockCopier(self.source)
         self.variables = [self._variable(t) for t in plan.bindings]
-        self.chunks = self._make_chunks()
+        # The chunk that each (block, piece) belongs to.
+        if placement == "adopt":
+            self.chunks = whole_chunks(plan.blocks, self.variables)
+        else:
+            free = self.budget.limit_bytes - self.budget.taken_bytes - plan.decoded_bytes
+            self.chunks = limited_chunks(plan.blocks, self.variables, free_bytes=free)
         self.complete: list[Chunk] = []
         if placement == "adopt":
             # Mapping memory later would wait for the threads that touch it for the first time, and then block them.
@@ -245,13 +240,6 @@ class Transfer:
         stored = self.manifest.tensors[binding.view.tensor].dtype
         widens = self.placement == "upload" and widens_on_device(stored, binding.dtype)
         return Variable(binding, local_bounds(binding, self.plan.positions), stored if widens else binding.dtype)
-
-    def _make_chunks(self) -> dict[tuple[int, int], Chunk]:
-        """Return the chunk that each (block, piece) belongs to."""
-        if self.placement == "adopt":
-            return whole_chunks(self.plan.blocks, self.variables)
-        free = self.budget.limit_bytes - self.budget.taken_bytes - self.plan.decoded_bytes
-        return limited_chunks(self.plan.blocks, self.variables, free_bytes=free)
 
     def _jobs(self) -> Iterator[list[range]]:
         """Yield runs of blocks to submit together: short ones that take nothing from the budget."""
@@ -341,9 +329,9 @@ class Transfer:
             if done.error is not None:
                 raise done.error
             assert done.result is not None
-            self._complete_one(done.job, done.result)
+            self._account(done.job, done.result)
 
-    def _complete_one(self, job: list[range], moved: BlockTimes) -> None:
+    def _account(self, job: list[range], moved: BlockTimes) -> None:
         self.read_s += moved.read_s
         self.copy_s += moved.copy_s
         indices = range(job[0].start, job[-1].stop)

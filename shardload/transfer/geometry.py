@@ -99,11 +99,7 @@ def regions(tensor: Tensor) -> Iterator[Region]:
 
 
 def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | None:
-    """Return the part of a view in a region; None if they do not overlap.
-
-    Raises:
-        LayoutError: When a view of a chunked tensor does more than select, reorder and slice dims.
-    """
+    """Return the part of a view in a region; None if they do not overlap."""
     if 0 in view.shape:
         return None
     if region.origin is None:
@@ -230,11 +226,7 @@ def is_injective(view: View) -> bool:
 
 
 def run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
-    """Find the longest trailing run that is contiguous in both stride systems.
-
-    Returns:
-        Its length in elements and the number of leading dims outside it.
-    """
+    """Return the elements of the longest trailing run contiguous in both stride systems, and the dims before it."""
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
         outer -= 1
@@ -243,16 +235,7 @@ def run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
 
 
 def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
-    """Cut into boxes that each span at most ``limit`` elements, in address order.
-
-    Args:
-        whole: The box to cut; yields nothing when it is empty.
-        limit: Longest span in elements, at least 1.
-        skip: Gaps of at least this many elements inside a box are cut out.
-
-    Yields:
-        Boxes in the view's index space that tile it.
-    """
+    """Cut into boxes of the view that tile it, of at most ``limit`` elements, without gaps of ``skip`` or more."""
     if 0 in whole.shape:
         return
     level, rows = _level(whole, limit, skip)

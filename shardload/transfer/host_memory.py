@@ -94,11 +94,7 @@ class Budget:
         self.peak_bytes = 0
 
     def try_take(self, n_bytes: int, *, what: str) -> bool:
-        """Take ``n_bytes`` if they are free now; return whether they were.
-
-        Raises:
-            BudgetError: When they exceed the whole budget.
-        """
+        """Take ``n_bytes`` if they are free now; return whether they were."""
         if n_bytes > self.limit_bytes:
             raise BudgetError(
                 f"{what} needs {exact_bytes(n_bytes)} of host memory at once, but the budget is "

@@ -192,11 +192,7 @@ class LoadPlan:
         return max((b.host_bytes for b in self.blocks if b.is_decoded), default=0)
 
     def check_files(self, manifest: Manifest) -> None:
-        """Compare the sizes of the files to read with those in the manifest.
-
-        Raises:
-            TransferError: If one has another size or is gone.
-        """
+        """Compare the sizes of the files to read with those in the manifest."""
         for path in self.files:
             if path.store.is_verifying:  # its bytes are compared with digests as they are read
                 continue
@@ -224,10 +220,7 @@ class LoadPlan:
 def joined_runs(blocks: Sequence[Block], *, staged: Callable[[Block], int], limit_bytes: int) -> Iterator[range]:
     """Yield ranges of blocks to read together; of a large model, nearly all have one block.
 
-    Args:
-        blocks: In file order.
-        staged: Returns the host memory that the shards of a block take.
-        limit_bytes: Most of it per run, as a run takes all of it at once.
+    A run takes all the host memory that its shards take, as ``staged`` says, at once: ``limit_bytes`` at most.
     """
     first = read_bytes = staged_bytes = 0
     before: Block | None = None

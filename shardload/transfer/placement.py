@@ -40,11 +40,7 @@ def check_devices(mesh: MeshSpec, devices: Sequence[Any]) -> None:
 
 
 def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:
-    """Return the sharding of a layout over real devices, given in mesh-position order.
-
-    Raises:
-        MeshError: When the number of devices differs from the mesh's size.
-    """
+    """Return the sharding of a layout over real devices, given in mesh-position order."""
     check_devices(layout.mesh, devices)
     spec = (None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in layout.spec)
     return NamedSharding(jax_mesh(layout.mesh, tuple(devices)), PartitionSpec(*spec))
@@ -74,17 +70,7 @@ def _bounds(index: tuple[tuple[int | None, int | None], ...], shape: tuple[int, 
 
 
 def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
-    """Copy a host array into a sharded `jax.Array`.
-
-    Args:
-        value: The whole variable; may be changed or freed afterwards.
-        layout: How the array is sharded.
-        devices: In mesh-position order.
-
-    Raises:
-        LayoutError: When a dim is not divisible by its mesh axes.
-        MeshError: When the number of devices differs from the mesh's size.
-    """
+    """Copy a host array, which may change afterwards, into a sharded `jax.Array`."""
     value = np.asarray(value)
     layout.shard_shape(value.shape)  # clearer error than JAX's for an indivisible dim
     sharding = named_sharding(layout, devices)
@@ -151,14 +137,7 @@ class IncrementalArray:
         }
 
     def put(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[Any]:
-        """Upload pieces and write them into place.
-
-        Args:
-            pieces: For each shard to update: a box of the variable, and its content.
-
-        Returns:
-            The uploaded pieces; once they are ready, the host buffers may be reused.
-        """
+        """Upload the box and content for each shard; return the pieces. When they are ready, buffers may be reused."""
         uploaded = []
         for device, (bounds, shard) in self.shards.items():
             if bounds in pieces:

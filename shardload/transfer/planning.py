@@ -94,14 +94,13 @@ def make_plan(
         scatter: Whether bytes may go straight from files to shards; False if a verifier compares them in between.
             Never of remote and verifying stores.
         uploads: Whether shards are staged too, because devices have separate memory.
-
-    Raises:
-        LayoutError: When a layout does not divide its variable, or meshes differ.
-        MismatchError: When a view exceeds its tensor, or a cast would lose more than float precision.
-        BudgetError: When the budget cannot hold a single block.
     """
     bindings = tuple(bindings)
-    _check_meshes(bindings)
+    if len(meshes := {t.layout.mesh for t in bindings}) > 1:
+        raise LayoutError(
+            f"Cannot load onto several meshes at once: found {', '.join(sorted(map(str, meshes)))}, expected one. Give "
+            "all variables layouts on the same mesh"
+        )
     wanted = {binding.view.tensor: None for binding in bindings}
     # Names without a tensor are left to `Planner`, whose error names the variable.
     tensors = [manifest.tensors[name] for name in wanted if name in manifest.tensors]
@@ -150,15 +149,6 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool
     return asked
 
 
-def _check_meshes(bindings: Sequence[Binding]) -> None:
-    meshes = {t.layout.mesh for t in bindings}
-    if len(meshes) > 1:
-        raise LayoutError(
-            f"Cannot load onto several meshes at once: found {', '.join(sorted(map(str, meshes)))}, expected one. Give "
-            "all variables layouts on the same mesh"
-        )
-
-
 def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
     """Return the smallest budget that can decode every chunk of a tensor; 0 if no chunk decodes as a whole.
 
@@ -168,8 +158,13 @@ def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
             most. Scratch alone takes a quarter, `SCRATCH_BYTES` at most.
         uploads: Whether shards are staged as well, in at most half of the rest.
     """
-    if not _is_packed(tensor):
-        return 0
+    match tensor.storage:
+        case Packed():
+            pass
+        case Chunked(extents=extents) if any(isinstance(extent, Packed) for extent in extents.values()):
+            pass
+        case _:
+            return 0
     most = max(region.unpacking_bytes(tensor.dtype) for region in regions(tensor))
     # Twice a chunk's shards, as they get half of what is left.
     if uploads:
@@ -178,14 +173,6 @@ def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
     if through_units:
         return min(2 * most, most + CHECKING_BYTES) + (2 << 20)
     return min(most * 4 // 3, most + SCRATCH_BYTES)
-
-
-def _is_packed(tensor: Tensor) -> bool:
-    match tensor.storage:
-        case Chunked(extents=extents):
-            return any(isinstance(extent, Packed) for extent in extents.values())
-        case storage:
-            return isinstance(storage, Packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +259,23 @@ class Planner:
         part = TensorPart(tensor, region, {i: seen for i, seen in views if seen is not None})
         if not part.views:
             return
-        if region.packed is not None:
-            yield from self._packed_block(part, region.packed)
+        if (packed := region.packed) is not None:
+            boxes = ((i, seen.view, box) for i, seen in part.views.items() for box in self._boxes(i, seen))
+            if pieces := tuple(BlockPiece(i, box, view) for i, view, box in boxes):
+                yield Block(
+                    tensor.name,
+                    region.path,
+                    region.offset,
+                    start=0,
+                    stop=region.size,
+                    read_bytes=packed.n_bytes,
+                    host_bytes=region.unpacking_bytes(tensor.dtype) + self._cast_bytes(tensor, region.size, pieces),
+                    row_elements=0,
+                    step=region.size,
+                    how="packed",
+                    pieces=pieces,
+                    packed=packed,
+                )
             return
         if isinstance(tensor.storage, Decoded):  # readers of equal shape may still differ, so never reuse a plan
             yield from self._part_blocks(part)
@@ -287,22 +289,23 @@ class Planner:
 
     def _part_blocks(self, part: TensorPart) -> Iterator[Block]:
         tensor = part.tensor
-        how = self._how(part)
+        if isinstance(tensor.storage, Decoded):
+            how: How = "decoded"
+        else:
+            # A scatter read sends each byte to one address, so elements that two variables share need scratch.
+            disjoint = self.scatter and all(a[1] <= b[0] for a, b in itertools.pairwise(part.ranges()))
+            how = "direct" if disjoint and all(self._is_direct(part, i) for i in part.views) else "staged"
         limit = self._limit_bytes(part, how) // tensor.dtype.itemsize
-        spans = sorted(
-            ((start, stop, piece) for i in part.views for start, stop, piece in self._cut(i, part, limit)),
-            key=lambda s: s[:2],
-        )
+        skip = max(1, SKIP_BYTES // tensor.dtype.itemsize)
+        spans = []
+        for i, seen in part.views.items():
+            for whole in self._boxes(i, seen):
+                for box in cut(Ordered.of(seen.view, whole), limit=limit, skip=skip):
+                    start = address(seen.view, box.start)
+                    spans.append((start, start + span(box.shape, seen.view.strides), BlockPiece(i, box, seen.view)))
+        spans.sort(key=lambda s: s[:2])
         for start, stop, pieces in _merge(spans, limit):
             yield self._block(part, start, stop, how, pieces)
-
-    def _cut(self, index: int, part: TensorPart, limit: int) -> Iterator[tuple[int, int, BlockPiece]]:
-        seen = part.views[index]
-        skip = max(1, SKIP_BYTES // part.tensor.dtype.itemsize)
-        for box in self._boxes(index, seen):
-            for cut_out in cut(Ordered.of(seen.view, box), limit=limit, skip=skip):
-                start = address(seen.view, cut_out.start)
-                yield start, start + span(cut_out.shape, seen.view.strides), BlockPiece(index, cut_out, seen.view)
 
     def _boxes(self, index: int, seen: RegionView) -> list[Bounds]:
         """Return the boxes of a variable's part that the local shards need."""
@@ -311,35 +314,6 @@ class Planner:
         if shards and sum(b.size for b in shards) == math.prod(seen.view.shape):
             return [seen.box]
         return [both for b in shards if (both := b.intersect(seen.box)) is not None]
-
-    def _packed_block(self, part: TensorPart, packed: Packed) -> Iterator[Block]:
-        tensor, region = part.tensor, part.region
-        pieces = tuple(BlockPiece(i, box, seen.view) for i, seen in part.views.items() for box in self._boxes(i, seen))
-        if not pieces:
-            return
-        yield Block(
-            tensor.name,
-            region.path,
-            region.offset,
-            start=0,
-            stop=region.size,
-            read_bytes=packed.n_bytes,
-            host_bytes=region.unpacking_bytes(tensor.dtype) + self._cast_bytes(tensor, region.size, pieces),
-            row_elements=0,
-            step=region.size,
-            how="packed",
-            pieces=pieces,
-            packed=packed,
-        )
-
-    def _how(self, part: TensorPart) -> How:
-        if isinstance(part.tensor.storage, Decoded):
-            return "decoded"
-        if not self.scatter:
-            return "staged"
-        # A scatter read sends each byte to one address, so elements that two variables share need scratch.
-        disjoint = all(a[1] <= b[0] for a, b in itertools.pairwise(part.ranges()))
-        return "direct" if disjoint and all(self._is_direct(part, i) for i in part.views) else "staged"
 
     def _is_direct(self, part: TensorPart, index: int) -> bool:
         """Whether the shards of a variable consist of long, unchanged runs of the file."""
@@ -353,7 +327,12 @@ class Planner:
         else:
             common = (b.intersect(seen.box) for b in self.shards[index])
             boxes = {Bounds.whole(both.shape) for both in common if both is not None}
-        return all(_has_long_runs(seen.view, box, shard, part.tensor.dtype.itemsize) for box in boxes)
+        for box in boxes:
+            length, outer = shard_run(seen.view, box, shard)
+            is_whole = length == box.size and outer == 0
+            if not is_whole and length * part.tensor.dtype.itemsize < DIRECT_RUN_BYTES:
+                return False
+        return True
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
         """Return the longest block of a region in bytes, a multiple of the element size or decoding unit."""
@@ -392,7 +371,12 @@ class Planner:
         if row_elements:
             # A fill is whole rows: a row copy moves rows, and each fill starts at row 0 of scratch.
             step = min(-(-step // row_elements), max(1, STAGED_BYTES // (row_elements * itemsize))) * row_elements
-        host_bytes = self._host_bytes(tensor, step, how, pieces)
+        host_bytes = 0
+        if how != "direct":
+            # The block as read, a cast copy, and spacing between its rows (see `scratch`): 64 bytes (`PAD_BYTES`) per
+            # row of 1 KiB (`PITCH_ROW_BYTES`) or more, which is a sixteenth, rounded up.
+            padding = step * itemsize // 16 + 64 if how == "staged" else 0
+            host_bytes = step * itemsize + self._cast_bytes(tensor, step, pieces) + padding
         return Block(
             tensor.name, region.path, offset, start, stop, read_bytes, host_bytes, row_elements, step, how, pieces
         )
@@ -411,15 +395,6 @@ class Planner:
             if repeated or (address(view, piece.box.start) - start) % row_elements + length > row_elements:
                 return 0
         return row_elements
-
-    def _host_bytes(self, tensor: Tensor, elements: int, how: How, pieces: tuple[BlockPiece, ...]) -> int:
-        """Return memory for the block as read, spacing between its rows (see `scratch`), and a cast copy."""
-        if how == "direct":
-            return 0
-        stored_bytes = elements * tensor.dtype.itemsize
-        # 64 bytes (`PAD_BYTES`) per row of 1 KiB (`PITCH_ROW_BYTES`) or more: a sixteenth, rounded up.
-        padding = stored_bytes // 16 + 64 if how == "staged" else 0
-        return stored_bytes + self._cast_bytes(tensor, elements, pieces) + padding
 
     def _cast_bytes(self, tensor: Tensor, elements: int, pieces: tuple[BlockPiece, ...]) -> int:
         wanted = {self.bindings[p.binding].dtype for p in pieces} - {tensor.dtype}
@@ -456,11 +431,6 @@ def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> I
             *(part.tensor.name, part.region.path, b.offset + by, b.start, b.stop, b.read_bytes, b.host_bytes),
             *(b.row_elements, b.step, b.how, pieces),
         )
-
-
-def _has_long_runs(view: View, box: Bounds, shard: tuple[int, ...], itemsize: int) -> bool:
-    length, outer = shard_run(view, box, shard)
-    return (length == box.size and outer == 0) or length * itemsize >= DIRECT_RUN_BYTES
 
 
 def _distinct(view: View, bounds: Collection[Bounds]) -> int:

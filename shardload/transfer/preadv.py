@@ -83,16 +83,16 @@ class Grid:
 def calls(grids: Sequence[Grid], *, start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Iterator[ReadCall]:
     """Yield calls that together read ``start`` to ``stop`` in file order; unneeded bytes go to ``gap_memory``.
 
-    Args:
-        grids: Runs that do not overlap in the file, between ``start`` and ``stop``.
-        start: Byte offset in the file.
-        stop: One past the last byte.
-        gap_memory: Memory to overwrite, at least as long as the longest gap.
-
-    Yields:
-        The next call; its entries are valid only until the following one is requested.
+    The grids do not overlap in the file, and no gap is longer than that memory. The entries of a call are valid only
+    until the next one is requested.
     """
-    groups = _interleaved(sorted(grids, key=lambda g: g.start))
+    # Grids whose runs alternate form a group: one begins before the last run of another one.
+    groups: list[list[Grid]] = []
+    for grid in sorted(grids, key=lambda g: g.start):
+        if groups and grid.start < groups[-1][0].stop:
+            groups[-1].append(grid)
+        else:
+            groups.append([grid])
     # Nearly always, shards cover the block without a gap, and a few NumPy operations per group do. The general case
     # sorts every single run.
     reached = start
@@ -141,18 +141,6 @@ def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
 
 def _count(group: list[Grid]) -> int:
     return math.prod(group[0].shape) * len(group)
-
-
-def _interleaved(grids: Sequence[Grid]) -> list[list[Grid]]:
-    """Return grids in file order, grouping those whose runs alternate."""
-    groups: list[list[Grid]] = []
-    # Sorted by their first runs: a grid that begins before the last run of another one alternates with it.
-    for grid in grids:
-        if groups and grid.start < groups[-1][0].stop:
-            groups[-1].append(grid)
-        else:
-            groups.append([grid])
-    return groups
 
 
 def _tiles(group: list[Grid]) -> bool:
@@ -204,22 +192,14 @@ def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArr
 
 
 def scatter_read(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
-    """Read one range of a file into many memory locations.
-
-    Args:
-        file: An open file.
-        wanted: Destinations, in file order.
-        offset: Byte offset in the file.
-
-    Returns:
-        Bytes received; fewer than requested only at the end of the file.
-
-    Raises:
-        OSError: When a read fails.
-    """
-    if (fd := file.descriptor) is None:
-        return _copied(file, wanted, offset)
+    """Read one range of a file into many memory locations; return the bytes received, fewer only at its end."""
     received = 0
+    if (fd := file.descriptor) is None:
+        for address, n_bytes in (entry for call in wanted for entry in call.entries.tolist()):
+            # Entries are bare addresses: ctypes makes a buffer of each, without owning its memory.
+            file.read_into(memoryview((ctypes.c_char * n_bytes).from_address(address)).cast("B"), offset + received)
+            received += n_bytes
+        return received
     for call in wanted:
         got = preadv(fd, call.entries, offset + received)
         if got < call.n_bytes:
@@ -228,17 +208,6 @@ def scatter_read(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
         if got < call.n_bytes:
             break
     return received
-
-
-def _copied(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
-    """Read piece by piece from a file without a descriptor."""
-    at = offset
-    for call in wanted:
-        for address, n_bytes in call.entries.tolist():
-            # Entries are bare addresses: ctypes makes a buffer of each, without owning its memory.
-            file.read_into(memoryview((ctypes.c_char * n_bytes).from_address(address)).cast("B"), at)
-            at += n_bytes
-    return at - offset
 
 
 def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
@@ -258,11 +227,7 @@ def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
 
 
 def preadv(fd: int, wanted: Entries, offset: int) -> int:
-    """Call ``preadv`` once: ``wanted`` is an array of (address, bytes) pairs.
-
-    Raises:
-        OSError: When the system call fails, except for interruptions by signals.
-    """
+    """Call ``preadv`` once: ``wanted`` is an array of (address, bytes) pairs."""
     while True:
         got = int(_libc.preadv(fd, wanted.ctypes.data, len(wanted), offset))
         if got >= 0:

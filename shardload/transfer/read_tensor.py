@@ -16,21 +16,13 @@ from shardload.stores.location import Location
 
 
 def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
-    """Read a whole tensor into a new array.
-
-    Raises:
-        TransferError: When the file no longer matches its headers.
-    """
+    """Read a whole tensor into a new array."""
     tensor = manifest.tensors[name]
     return read_rows(tensor, 0, tensor.rows)
 
 
 def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
-    """Read rows ``[start, stop)`` of a tensor; a rank-0 tensor counts as one row and gives shape ``()``.
-
-    Raises:
-        TransferError: When the file no longer matches its headers.
-    """
+    """Read rows ``[start, stop)`` of a tensor; a rank-0 tensor counts as one row and gives shape ``()``."""
     match tensor.storage:
         case Decoded(reader):
             return reader.read_rows(start, stop)
@@ -64,11 +56,7 @@ def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]
 
 
 def stored_of(packed: Packed) -> bytes | bytearray:
-    """Read the stored bytes of a chunk.
-
-    Raises:
-        TransferError: When the file no longer contains them.
-    """
+    """Read the stored bytes of a chunk."""
     if not packed.n_bytes:
         return packed.kept
     found = bytearray(packed.n_bytes)
@@ -77,11 +65,7 @@ def stored_of(packed: Packed) -> bytes | bytearray:
 
 
 def stored_chunks(rows: EncodedRows, *, limit_bytes: int) -> Iterator[NDArray[np.uint8]]:
-    """Yield the stored bytes of encoded rows, without decoding them.
-
-    Raises:
-        TransferError: When a file no longer contains them.
-    """
+    """Yield the stored bytes of encoded rows, without decoding them."""
     for path, offset, n_bytes in rows.ranges:
         for start in range(0, n_bytes, limit_bytes):
             value = np.empty(min(limit_bytes, n_bytes - start), np.uint8)
@@ -93,12 +77,7 @@ def stored_chunks(rows: EncodedRows, *, limit_bytes: int) -> Iterator[NDArray[np
 
 
 def require_decoders(tensors: Iterable[Tensor]) -> None:
-    """Raise before tensors are read, if some cannot be decoded here.
-
-    Raises:
-        UnsupportedError: When no package decodes one of them.
-        MissingExtraError: When a package that decodes them is not installed.
-    """
+    """Raise before tensors are read, if some cannot be decoded here."""
     # One of each encoding: to find a package searches the disk.
     readers: dict[Hashable, EncodedRows] = {}
     for tensor in tensors:

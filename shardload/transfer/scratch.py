@@ -108,12 +108,6 @@ class RowCopy:
     """One part of a block that passes through scratch a few rows of ``row_elements`` elements at a time.
 
     It is created before anything is read: the layout of scratch is known, its address is not.
-
-    Args:
-        part: Destination in the shard buffers.
-        flat: Layout of scratch; its memory is not accessed.
-        row_elements: Elements per row.
-        rows: Rows per scratch fill.
     """
 
     def __init__(self, part: CopyPart, flat: BlockMemory, *, row_elements: int, rows: int) -> None:

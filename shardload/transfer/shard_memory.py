@@ -125,31 +125,25 @@ class Chunk:
         return {shard: box for shard, box in pairs if box is not None}
 
     def take_memory(self) -> None:
-        """Allocate memory for the overlap with every shard.
-
-        Raises:
-            TransferError: When memory is exhausted.
-        """
+        """Allocate memory for the overlap with every shard."""
+        common, dtype = self.common, self.variable.staged
+        boxes = tuple(common.values())
+        dim = stacked_dim(boxes)
         try:
-            self._take_memory()
+            if dim is None:
+                held = list(zip(boxes, arena([box.shape for box in boxes], dtype), strict=True))
+            else:
+                # Regular shards, which nearly all are, get one array with a dim for the shard.
+                whole = stack(len(boxes), boxes[0].shape, dtype)
+                held = list(zip(boxes, whole, strict=True))
+                self.stack = StackedShards(dim, boxes[0], whole, held)
         except (OSError, MemoryError) as error:
-            n_bytes = sum(box.size for box in self.common.values()) * self.variable.staged.itemsize
+            n_bytes = sum(box.size for box in boxes) * dtype.itemsize
             raise TransferError(
                 f"Cannot allocate {exact_bytes(n_bytes)} for the shards of variable {self.variable.binding.name!r} "
                 f"on this host: {error}. Use a mesh over more hosts, a smaller dtype, or a smaller model"
             ) from error
 
-    def _take_memory(self) -> None:
-        common, dtype = self.common, self.variable.staged
-        boxes = tuple(common.values())
-        dim = stacked_dim(boxes)
-        if dim is None:
-            held = list(zip(boxes, arena([box.shape for box in boxes], dtype), strict=True))
-        else:
-            # Regular shards, which nearly all are, get one array with a dim for the shard.
-            whole = stack(len(boxes), boxes[0].shape, dtype)
-            held = list(zip(boxes, whole, strict=True))
-            self.stack = StackedShards(dim, boxes[0], whole, held)
         self.buffers = dict(zip(common, held, strict=True))
 
     def parts(self, piece: BlockPiece, *, by_rows: bool = True) -> list[CopyPart]:

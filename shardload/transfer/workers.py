@@ -43,11 +43,7 @@ class Completed(Generic[T]):
 
 
 class WorkerThreads(Generic[T]):
-    """Threads that run jobs in the order of submission.
-
-    Args:
-        threads: Number of threads.
-    """
+    """Threads that run jobs in the order of submission."""
 
     def __init__(self, threads: int) -> None:
         self.in_flight = 0
@@ -72,11 +68,7 @@ class WorkerThreads(Generic[T]):
         self._table.jobs.put((job, work))
 
     def collect(self, at_least: int = 1) -> list[Completed[T]]:
-        """Return finished jobs in completion order.
-
-        Args:
-            at_least: Number of jobs to wait for; fewer are returned if fewer remain, or if one failed.
-        """
+        """Return finished jobs in completion order, after ``at_least`` of them, all that remain, or one that failed."""
         table = self._table
         # Set before looking: a worker that finishes in between sees the new number and wakes us.
         table.wanted = max(1, min(at_least, self.in_flight))
