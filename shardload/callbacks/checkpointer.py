@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +27,10 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline import arguments
 from shardload.pipeline.request import RestoreRequest
-from shardload.runs.best import Monitor, plain_logs
+from shardload.runs.best import Monitor, Retention, plain_logs
 from shardload.runs.contents import Selection, Variables, checked_metadata
-from shardload.runs.data_records import iterator_record, restore_iterator
+from shardload.runs.data_records import check_settable, iterator_record, restore_iterator
 from shardload.runs.listing import Which, list_steps
-from shardload.runs.retention import Retention
 from shardload.runs.saver import StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.stores.local import expanded
@@ -93,7 +92,7 @@ class Checkpointer:
             compression=compression,
             timeout_s=async_timeout_s,
         )
-        self._background, self._compression, self._timeout_s = save_on_background, compression, async_timeout_s
+        self._background = save_on_background
         self._has_begun = False
         self._newest = -1
 
@@ -167,8 +166,6 @@ class Checkpointer:
                 metadata=checked_metadata(metadata),
                 position={} if iterator is None else iterator_record(iterator),
                 checkpointables=checkpointables,
-                compression=self._compression,
-                timeout_s=self._timeout_s,
                 in_background=self._background,
             )
         self._newest = step
@@ -215,12 +212,8 @@ class Checkpointer:
         model = plain_model(model)
         arguments.check_model(model)
         self.wait()
-        # Check before the restore changes the model.
-        if iterator is not None and not hasattr(iterator, "set_state"):
-            raise UsageError(
-                f"Cannot restore the position of iterator: {type(iterator).__name__} has no set_state(state). Pass an "
-                "object that has one"
-            )
+        if iterator is not None:  # before the restore changes the model
+            check_settable(iterator, "iterator")
         if step == "latest" and self.latest() is None:
             return None
         request = RestoreRequest(
@@ -257,20 +250,6 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         """Wait for the last save; raise its failure."""
         self.wait()
-
-
-@contextmanager
-def _no_empty_folders(directory: PathLike) -> Iterator[None]:
-    """If a call fails, remove the empty folders that it created for ``directory``."""
-    path = expanded(directory).absolute() if isinstance(directory, str | os.PathLike) else Path()
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # the first that is not empty, or that another process removed, ends it
-            for folder in missing:
-                folder.rmdir()
-        raise
 
 
 @suggests_arguments
@@ -312,13 +291,19 @@ def save(
         SaveError: If the step could not be saved; earlier steps are untouched.
     """
     options: dict[str, Any] = {"save_trainable_only": save_trainable_only, "variables": variables}
-    with (
-        _no_empty_folders(directory),
-        Checkpointer(directory, compression=compression, **options) as checkpointer,
-    ):
-        checkpointer.save(
-            step, model, optimizer=optimizer, metrics=metrics, epoch=epoch, metadata=metadata, iterator=iterator
-        )
+    path = expanded(directory).absolute() if isinstance(directory, str | os.PathLike) else Path()
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        with Checkpointer(directory, compression=compression, **options) as checkpointer:
+            checkpointer.save(
+                step, model, optimizer=optimizer, metrics=metrics, epoch=epoch, metadata=metadata, iterator=iterator
+            )
+    except BaseException:
+        # Leave no empty folders behind. The first that is not empty, or that another process removed, ends it.
+        with suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
+        raise
     return checkpointer.directory / str(_count("step", step))
 
 

@@ -27,11 +27,10 @@ from shardload.data import Position, follow_data, stop_following
 from shardload.errors import SaveError, UsageError, require_callable_with, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.training import swaps_averages_before
-from shardload.runs.best import Monitor, plain_logs
+from shardload.runs.best import Monitor, Retention, plain_logs
 from shardload.runs.contents import Selection, Variables, checked_items, checked_metadata, iterations
 from shardload.runs.data_records import iterator_record
 from shardload.runs.listing import list_steps
-from shardload.runs.retention import Retention
 from shardload.runs.saver import Metadata, StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.units import is_function, is_integer
@@ -156,13 +155,10 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if not is_function(checkpointables):
             checked_items({} if checkpointables is None else checkpointables)
         self.data_iterator = data_iterator
-        self.compression = compression
         self.background_delete = background_delete
         self.save_decision = save_decision
         self.post_finalization = post_finalization
-        self.async_timeout_s = async_timeout_s
         self.resume = resume
-        self.best_of = best_of
         self.initial_epoch = None if initial_epoch is None else int(initial_epoch)
         best_kept = 1 if save_best_only and keep_best is None else keep_best
         self._saver = StepSaver(
@@ -335,26 +331,28 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         else:  # process 0 decides, so that all processes save or none does
             wanted = self._decisions.first(lambda: self._is_wanted(plain, when))
         asked = self._saver.retention.best or self.monitor != DEFAULT_MONITOR
-        if wanted and asked and self._saver.monitor.value_in(plain) is None:
+        if wanted and asked and self.monitor not in plain:
             self._warn(f"Cannot rank steps by {self.monitor!r}. {self._saver.monitor.absent_from(plain)}.")
         if wanted:
             self._save(plain, epoch_done=epoch_done)
 
     def _is_wanted(self, logs: dict[str, float], when: str) -> bool:
-        value = self._saver.monitor.value_in(logs)
         if self.save_best_only:
+            monitor, value = self._saver.monitor, logs.get(self.monitor)
             if value is None:
-                lacking = self._saver.monitor.absent_from(logs)
+                lacking = monitor.absent_from(logs)
                 self._warn(
                     f"Can save best model only with {self.monitor} available, skipping save at {when}. {lacking}."
                 )
-            elif not math.isfinite(value):
+                return False
+            if not math.isfinite(value):
                 self._warn(
                     f"{self.monitor} is {value} at {when}, which is never the best: nothing is saved.",
                     kind="never the best",
                 )
-            if value is None or not self._saver.monitor.improves(value, self.model):
-                if self.verbose and value is not None and math.isfinite(value):
+                return False
+            if not monitor.improves(value, self.model):
+                if self.verbose:
                     self._say(f"\n{self.monitor}={value:.6g} does not beat {self.best} at {when}: nothing is saved\n")
                 return False
         return self.save_decision is None or bool(self.save_decision(self._total, logs))
@@ -382,8 +380,6 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             metadata=self.metadata,
             position=position_record(self._position, own),
             checkpointables=self.checkpointables,
-            compression=self.compression,
-            timeout_s=self.async_timeout_s,
             in_background=self.save_on_background,
             remove_later=self.background_delete,
             then=self.post_finalization,

@@ -1,4 +1,6 @@
-"""Find the value that a new step has to beat: the best of the undamaged steps in the folder, of the runs that count.
+"""Which step is the best, and which steps stay.
+
+The value that a new step has to beat is the best of the undamaged steps in the folder, of the runs that count::
 
     best_of="folder"    all runs that saved to the folder
     best_of="run"       this run and the steps it resumed; Keras' own callbacks compare like this
@@ -6,6 +8,10 @@
 It is determined each time ``fit`` begins, because earlier steps may have been removed or damaged in the meantime.
 `Monitor` compares the values as Keras' callbacks do, except that NaN and infinities are never an improvement: no later
 value could beat them.
+
+A step stays if any rule of `Retention` keeps it; without a limit for the latest steps, all stay. Only undamaged steps
+saved by shardload are counted and removed. Users remove damaged and foreign steps themselves. The best steps that
+another callback or run keeps also stay, so one callback for the latest steps and one for the best can share a folder.
 """
 
 from __future__ import annotations
@@ -13,32 +19,27 @@ from __future__ import annotations
 import difflib
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shardload.errors import UsageError
+from shardload.errors import SaveError, ShardloadError, UsageError
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.training import metric_direction
 from shardload.processes import Channel
 from shardload.runs.digests import verify
-from shardload.runs.retention import BestRule, recorded_damage
-from shardload.runs.step import StepInfo
-from shardload.units import check_choice
+from shardload.runs.listing import list_steps
+from shardload.runs.publish import remove_step
+from shardload.runs.step import StepInfo, ranked
+from shardload.units import check_choice, is_integer, is_real
 
 READ_BYTES = 4 << 30
 """Steps up to this size are read completely before they count, which takes seconds; of larger ones, names and sizes."""
 
 
 class Best:
-    """The best value so far, and the steps it is compared with.
-
-    Args:
-        monitor: The monitored metric.
-        of: ``"folder"`` or ``"run"``.
-        rule: The name of the callback's argument that requires the best value, if any.
-    """
+    """The best value so far, and the steps it is compared with; ``rule`` is the argument that requires it, if any."""
 
     def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
         self.monitor, self.of, self.rule = monitor, of, rule
@@ -49,8 +50,10 @@ class Best:
         self, model: Any, steps: Sequence[StepInfo], folder: Path, resumed: StepInfo | None, *, channel: Channel
     ) -> list[str]:
         """Determine the value to beat, on process 0 for all processes; return notices for the user, one per line."""
-        self.run = channel.first(lambda: _run_of(model, folder, resumed))
-        record_of(model).runs[folder] = self.run
+        # The run of the step that was resumed, of the model's last ``fit`` in this process, or a new one.
+        runs = record_of(model).runs
+        known_run = runs.get(folder) if resumed is None else resumed.run
+        self.run = runs[folder] = channel.first(lambda: known_run or secrets.token_hex(8))
         direction = self.monitor.direction(model)
         known = recorded_damage(steps) & {info.step for info in steps}
         if direction is None:  # no rule needs a direction
@@ -102,23 +105,13 @@ def find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Fo
     unknown = (info for info in steps if info.hides_rank)
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
     for info in by.best(info for info in steps if info.ours):
-        value = info.metrics[by.monitor]
-        if (what := _damage(info, read_bytes)) is None:
+        value, damage = info.metrics[by.monitor], info.problems
+        if damage is None and info.n_bytes <= read_bytes:
+            damage = next((str(found) for found in verify(info.path)), None)
+        if damage is None:
             return Found(value, info.step, info.run, damaged)
-        damaged.append((info.step, value, what))
+        damaged.append((info.step, value, damage))
     return Found(damaged=damaged)
-
-
-def _damage(info: StepInfo, read_bytes: int) -> str | None:
-    if info.problems is not None or info.n_bytes > read_bytes:
-        return info.problems
-    return next((str(found) for found in verify(info.path)), None)
-
-
-def _run_of(model: Any, folder: Path, resumed: StepInfo | None) -> str:
-    """Return the run of a model: of the step it resumed, of its last ``fit`` in this process, or a new one."""
-    found = record_of(model).runs.get(folder) if resumed is None else resumed.run
-    return found or secrets.token_hex(8)
 
 
 def _notices(
@@ -143,13 +136,7 @@ Mode = Literal["min", "max"]
 
 
 class Monitor:
-    """One metric from the logs of ``fit``.
-
-    Args:
-        name: Its name in the logs, such as ``val_loss``.
-        mode: ``min``, ``max``, or ``auto``: use the direction of the model's metric of that name.
-        threshold: The initial value to beat, if any.
-    """
+    """One metric from the logs of ``fit``; ``mode="auto"`` uses the direction of the model's metric of that name."""
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         check_choice("mode", mode, ("auto", "min", "max"))
@@ -165,28 +152,20 @@ class Monitor:
         return "min" if metric == "loss" else metric_direction(model, metric)
 
     def require_direction(self, model: Any) -> Mode:
-        """Return the same as `direction`.
-
-        Raises:
-            UsageError: If the direction is unknown.
-        """
-        found = self.direction(model)
-        if found is None:
-            raise UsageError(
-                f"Cannot tell from the model's metrics whether a higher or a lower {self.name!r} is better. "
-                f"Check the name{_similar(self.name, _metrics_of(model))}, or pass "
-                "mode='max' or mode='min'"
-            )
-        return found
+        """Return the `direction`; raise if it is unknown."""
+        if (found := self.direction(model)) is not None:
+            return found
+        names = {"loss", *(str(metric.name) for metric in getattr(model, "metrics", ()))}
+        known = [f"{prefix}{name}" for name in sorted(names) for prefix in ("", "val_")]
+        raise UsageError(
+            f"Cannot tell from the model's metrics whether a higher or a lower {self.name!r} is better. "
+            f"Check the name{_similar(self.name, known)}, or pass mode='max' or mode='min'"
+        )
 
     def begin(self, found: float | None, model: Any) -> bool:
         """Set the value to beat to the better of threshold and ``found``; return whether it is ``found``."""
         self.best = self._threshold
         return self.note(found, model)
-
-    def value_in(self, logs: Mapping[str, float]) -> float | None:
-        """Return the metric's value, or ``None`` if the logs lack it."""
-        return logs.get(self.name)
 
     def absent_from(self, logs: Mapping[str, float]) -> str:
         """Return a sentence that names the metrics in the logs, for a warning that this one is not among them."""
@@ -226,12 +205,118 @@ def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
     return found
 
 
-def _metrics_of(model: Any) -> list[str]:
-    names = {"loss", *(str(metric.name) for metric in getattr(model, "metrics", ()))}
-    return [f"{prefix}{name}" for name in sorted(names) for prefix in ("", "val_")]
-
-
 def _similar(name: str, known: Iterable[str]) -> str:
     """Return a hint at the known metric with the most similar name, if there is one."""
     close = difflib.get_close_matches(name, set(known) - {name}, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+@dataclass(frozen=True, slots=True)
+class BestRule:
+    """The definition of "best" that a callback uses."""
+
+    monitor: str
+    mode: Literal["min", "max"] | None
+    """Which direction is better; ``None`` if unknown."""
+    runs: Collection[str | None] | None = None
+    """The runs whose steps are compared; ``None`` compares all."""
+    damaged: Collection[int] = ()
+    """Steps that look intact but are damaged."""
+
+    def covers(self, info: StepInfo) -> bool:
+        """Whether a step was saved under the same definition, so that this callback ranks it."""
+        ours = self.runs is None or info.run in self.runs
+        return ours and (info.recorded.monitor, info.recorded.mode) == (self.monitor, self.mode)
+
+    def best(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
+        """Return the steps that can be compared, best first."""
+        return ranked(steps, monitor=self.monitor, mode=self.mode or "min", runs=self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A retention policy: the union of up to four rules."""
+
+    latest: int | None
+    """How many of the newest steps stay; ``None`` keeps all."""
+    best: int | None = None
+    """How many of the best steps by the monitored metric stay."""
+    every_steps: int | None = None
+    """Keep the first step at or after each multiple of this number."""
+    every_hours: float | None = None
+    """Keep the oldest step, then each step saved at least this long after the previously kept one."""
+
+    def __post_init__(self) -> None:
+        names = {"latest": "max_to_keep", "best": "keep_best", "every_steps": "keep_every_steps"}
+        for name, argument in names.items():
+            value = getattr(self, name)
+            if value is not None and not (is_integer(value) and value >= 1):
+                raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a positive integer or None")
+            # Stored in the step, as JSON, which has no integers of NumPy.
+            object.__setattr__(self, name, None if value is None else int(value))
+        hours = self.every_hours
+        if hours is not None and not (is_real(hours) and hours > 0):
+            raise UsageError(f"Cannot use keep_every_hours={self.every_hours!r:.60}: expected more than 0, or None")
+
+    def removable(self, steps: Sequence[StepInfo], *, newest: int, by: BestRule) -> list[int]:
+        """Return the ``steps`` that no rule keeps, oldest first; never the ``newest``, which was just saved."""
+        if self.latest is None:
+            return []
+        damaged = {*by.damaged, *recorded_damage(steps)}
+        ours = [s for s in steps if s.ours and s.problems is None and s.step not in damaged]
+        # The union of all rules. The newest stays even if it does not rank: a resume needs it.
+        keep = {newest, *(s.step for s in ours[-self.latest :])}
+        keep.update(s.step for s in by.best(ours)[: self.best or 0])
+        # Steps that this callback ranks follow its own rule; of the others, keep what their callbacks promised to keep.
+        keep.update(_promised(s for s in ours if not (self.best and by.covers(s))))
+        keep.update(_first_at_multiples(ours, self.every_steps), _hours_apart(ours, self.every_hours))
+        return [s.step for s in ours if s.step not in keep]
+
+
+def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int, Path], None]:
+    """Return a function to call after each save, which removes the steps that no rule keeps."""
+
+    def remove(step: int, path: Path) -> None:
+        # Nothing to remove: do not even list the steps, so that an unreadable one does not fail the save.
+        if retention.latest is None:
+            return
+        try:
+            for old in retention.removable(list_steps(root), newest=step, by=by):
+                remove_step(root, old)
+        except ShardloadError as error:
+            raise SaveError(f"the steps beyond max_to_keep={retention.latest} could not be removed: {error}") from error
+
+    return remove
+
+
+def recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
+    """Return the steps recorded as damaged in other steps, since a run that reads no data would not notice."""
+    return {step for info in steps for step in info.recorded.damaged}
+
+
+def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
+    """Yield the best steps by each metric that some callback keeps the best of; the newest such step says how many."""
+    groups: dict[tuple[str, str], list[StepInfo]] = {}
+    for info in steps:
+        if info.recorded.monitor is not None and info.recorded.keep_best is not None:
+            groups.setdefault((info.recorded.monitor, info.recorded.mode), []).append(info)
+    for (monitor, mode), group in groups.items():
+        yield from (s.step for s in ranked(group, monitor=monitor, mode=mode)[: group[-1].recorded.keep_best])
+
+
+def _first_at_multiples(steps: Iterable[StepInfo], every: int | None) -> list[int]:
+    if every is None:
+        return []
+    first: dict[int, int] = {}
+    for info in steps:
+        first.setdefault(info.step // every, info.step)
+    # Steps below the first multiple do not count.
+    return [step for multiple, step in first.items() if multiple > 0]
+
+
+def _hours_apart(steps: Iterable[StepInfo], hours: float | None) -> list[int]:
+    kept: list[StepInfo] = []
+    for info in steps if hours is not None else ():
+        if not kept or info.saved_s >= kept[-1].saved_s + (hours or 0) * 3600:
+            kept.append(info)
+    return [info.step for info in kept]

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import metadata as distributions
 from typing import Any
@@ -40,11 +40,7 @@ Variables = Sequence[str] | Callable[[Any], bool] | None
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The weights that the steps of one callback store.
-
-    Raises:
-        UsageError: If both arguments are given, or one is of the wrong kind.
-    """
+    """The weights that the steps of one callback store: all, or those of one argument."""
 
     trainable_only: bool = False
     variables: Variables = None
@@ -74,11 +70,7 @@ class Selection:
         return None if self.variables is None or callable(self.variables) else tuple(self.variables)
 
     def of(self, state: StateTree, model: Any) -> StateTree:
-        """Return the part of a model's state that a step stores.
-
-        Raises:
-            UsageError: If no weight is selected, or a pattern matches none.
-        """
+        """Return the part of a model's state that a step stores; raise if it has no weights."""
         if not self.is_partial:
             return state
         # By identity: == of Keras variables compares their values.
@@ -113,10 +105,8 @@ ALL = Selection()
 class Contents:
     """The content of the steps saved by one callback.
 
-    Args:
-        weights_only: Omit optimizer, metrics and the model's configuration.
-        warn: Called with a message about a part that cannot be saved.
-        selection: The weights to save. A partial step omits the assets, which come with the other weights.
+    ``warn`` gets a message about a part that cannot be saved. A partial step omits the assets, which come with the
+    other weights.
     """
 
     def __init__(self, *, weights_only: bool, warn: Callable[[str], None], selection: Selection = ALL) -> None:
@@ -150,16 +140,11 @@ class Contents:
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         **how: Any,
     ) -> SaveJob:
-        """Return everything needed to write one step.
-
-        Args:
-            model: The model to save.
-            record: The step's record; what the step contains and where it was saved is filled in.
-            position: The position of the data; empty if there is none.
-            checkpointables: The user's own items.
-            how: Further arguments of `SaveJob`.
-        """
+        """Return everything needed to write one step; what it contains and where it was saved goes into ``record``."""
         state = self.state_of(model)
+        shardings = (getattr(current_value(leaf.variable), "sharding", None) for leaf in state.leaves)
+        meshes = (one.mesh.shape for one in shardings if isinstance(one, jax.sharding.NamedSharding))
+        mesh = next(({"axes": list(shape), "sizes": list(shape.values())} for shape in meshes), None)
         record = replace(
             record,
             save_weights_only=self.weights_only,
@@ -168,9 +153,11 @@ class Contents:
             left_out=sum(leaf.kind == "weight" for leaf in state.left_out),
             versions=versions(),
             saved_unix_s=time.time(),
-            **placement(state),
+            mesh=mesh,
+            devices=jax.device_count(),
+            processes=jax.process_count(),
         )
-        records = {"step.json": record.to_json(), "structure.json": state.to_json() | self._values()}
+        records = {"step.json": asdict(record), "structure.json": state.to_json() | self._values()}
         if position:
             records["iterator.json"] = dict(position)
         items = {"pytree": for_all_processes(state.tree), **self._items}
@@ -224,19 +211,6 @@ def prepare_serialising() -> None:
     keras.saving.serialize_keras_object(keras.layers.Identity())
 
 
-def placement(state: StateTree) -> dict[str, Any]:
-    """Return the mesh of the state (axis names and sizes; ``None`` without a mesh), device count and process count."""
-    mesh = None
-    for leaf in state.leaves:
-        value = current_value(leaf.variable)
-        sharding = getattr(value, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            axes, sizes = zip(*sharding.mesh.shape.items(), strict=True)
-            mesh = {"axes": list(axes), "sizes": list(sizes)}
-            break
-    return {"mesh": mesh, "devices": jax.device_count(), "processes": jax.process_count()}
-
-
 def for_all_processes(tree: Any) -> Any:
     """Return a state tree that several processes can save together.
 
@@ -253,11 +227,7 @@ def for_all_processes(tree: Any) -> Any:
 
 
 def checked_metadata(found: Any) -> Any:
-    """Return a user's metadata after a round trip through JSON.
-
-    Raises:
-        UsageError: If the metadata is not JSON.
-    """
+    """Return a user's metadata after a round trip through JSON."""
     try:
         return json.loads(json.dumps(found, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -265,11 +235,7 @@ def checked_metadata(found: Any) -> Any:
 
 
 def checked_items(checkpointables: Any) -> dict[str, Any]:
-    """Return the user's further items by name; a callable is called to get them.
-
-    Raises:
-        UsageError: If a name or a value is not supported.
-    """
+    """Return the user's further items by name; a callable is called to get them."""
     found = checkpointables() if is_function(checkpointables) else checkpointables
     if not isinstance(found, Mapping):
         raise UsageError(
@@ -286,17 +252,13 @@ def checked_items(checkpointables: Any) -> dict[str, Any]:
                 f"The checkpointable {name!r} is a single value, expected a tree in which every value has a name. "
                 f'Put it into a dict: {{"{name}": {{"value": …}}}}'
             )
-        _refuse_empty(name, found[name])
+        for path, leaf in jax.tree_util.tree_flatten_with_path(found[name])[0]:
+            if isinstance(leaf, (jax.Array, np.ndarray)) and not leaf.size:
+                raise UsageError(
+                    f"Cannot save the checkpointable {name!r}: its array {jax.tree_util.keystr(path)} of shape "
+                    f"{leaf.shape} has no elements, and Orbax stores no such arrays. Leave it out"
+                )
     return dict(found)
-
-
-def _refuse_empty(name: str, item: Any) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(item)[0]:
-        if isinstance(leaf, (jax.Array, np.ndarray)) and not leaf.size:
-            raise UsageError(
-                f"Cannot save the checkpointable {name!r}: its array {jax.tree_util.keystr(path)} of shape "
-                f"{leaf.shape} has no elements, and Orbax stores no such arrays. Leave it out"
-            )
 
 
 def iterations(model: Any) -> int:

@@ -16,17 +16,10 @@ from shardload.stores.json_files import read_object
 from shardload.units import is_function, plural
 
 VERSION = 1
-ITERATOR_FILE = "iterator.json"
-MAX_SHOWN = 200
-"""The number of characters of a user's value shown in a message."""
 
 
 def iterator_record(source: Any) -> dict[str, Any]:
-    """Return the position of a data iterator as JSON: from its ``get_state()``, a callable, or the value itself.
-
-    Raises:
-        UsageError: If the position is neither bytes nor preserved by a round trip through JSON.
-    """
+    """Return the position of a data iterator as JSON: from its ``get_state()``, a callable, or the value itself."""
     state = source.get_state() if hasattr(source, "get_state") else source() if is_function(source) else source
     if isinstance(state, bytes):
         return {"version": VERSION, "state_base64": base64.b64encode(state).decode()}
@@ -37,15 +30,15 @@ def iterator_record(source: Any) -> dict[str, Any]:
     # Tuples become lists and number keys become strings, which set_state might accept and misread.
     if held != state:
         raise UsageError(
-            "Cannot save the state of data_iterator: a round trip through JSON turns "
-            f"{_shown(state)} into {_shown(held)}. Use lists instead of tuples and strings as keys, or bytes"
+            f"Cannot save the state of data_iterator: a round trip through JSON turns {_shortened(state)} into "
+            f"{_shortened(held)}. Use lists instead of tuples and strings as keys, or bytes"
         )
     return {"version": VERSION, "state": held}
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " …"
+    return text if len(text) <= 200 else f"{text[:200]} …"
 
 
 def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -55,7 +48,7 @@ def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def data_records(info: StepInfo) -> list[dict[str, Any]]:
     """Return the data records: one per process, one for all if they are equal, or none."""
-    path = Path(info.path) / OWN_FOLDER / ITERATOR_FILE
+    path = Path(info.path) / OWN_FOLDER / "iterator.json"
     try:
         found = read_object(path)
     except SourceNotFoundError:
@@ -67,15 +60,14 @@ def data_records(info: StepInfo) -> list[dict[str, Any]]:
         raise DamagedError(f"Step {info.step}: {path} should contain one object, or a list of them for its processes")
     for record in records:
         if "state_base64" in record:
-            record["state"] = _decoded(record["state_base64"], f"Step {info.step}: {path}")
+            try:
+                record["state"] = base64.b64decode(record["state_base64"], validate=True)
+            except (TypeError, ValueError) as error:
+                raise DamagedError(
+                    f"Step {info.step}: {path} should contain the iterator's state in base64, but has "
+                    f"{record['state_base64']!r:.80}"
+                ) from error
     return records
-
-
-def _decoded(found: Any, where: str) -> bytes:
-    try:
-        return base64.b64decode(found, validate=True)
-    except (TypeError, ValueError) as error:
-        raise DamagedError(f"{where} should contain the iterator's state in base64, but has {found!r:.80}") from error
 
 
 def of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -96,27 +88,24 @@ def set_position(source: Any, records: list[dict[str, Any]], info: StepInfo) -> 
         )
     if record is None or "state" not in record:
         return False
-    _set_state(source, record["state"])
+    # A function or a JSON value as ``data_iterator`` only gives positions.
+    if hasattr(source, "set_state") or hasattr(source, "get_state"):
+        check_settable(source, "data_iterator")
+        source.set_state(record["state"])
     return True
 
 
 def restore_iterator(source: Any, info: StepInfo) -> None:
-    """Set the position of a data source to the one that a step stores; warn if it stores none for this process.
-
-    Raises:
-        UsageError: If the source has no ``set_state``.
-        DamagedError: If the stored position is damaged.
-    """
+    """Set the position of a data source to the one that a step stores; warn if it stores none for this process."""
     records = data_records(info)
     if not set_position(source, records, info) and not any("state" in one for one in records):
         warn_caller(f"Step {info.step} stores no position of a data iterator, so this one stays where it is.")
 
 
-def _set_state(source: Any, state: Any) -> None:
-    if hasattr(source, "set_state"):
-        source.set_state(state)
-    elif hasattr(source, "get_state"):
+def check_settable(source: Any, argument: str) -> None:
+    """Raise unless the position of a data source can be set."""
+    if not hasattr(source, "set_state"):
         raise UsageError(
-            f"Cannot restore the position of data_iterator: {type(source).__name__} has no set_state(state). Pass an "
+            f"Cannot restore the position of {argument}: {type(source).__name__} has no set_state(state). Pass an "
             "object that has one"
         )

@@ -41,6 +41,9 @@ TASK_UNITS = 64
 THREADS = 4
 """xxh3 hashes tens of GiB/s on one core; more threads hide the latency of reads."""
 
+_SYNC_THREADS = 8
+"""`fsync` waits for the disk, not for the CPU; concurrent calls let the disk reorder the writes."""
+_FORMAT: dict[str, Any] = {"version": 1, "algorithm": "xxh3_64", "unit_bytes": UNIT_BYTES}
 _HEX = re.compile(r"[0-9a-f]{16}")
 
 
@@ -89,40 +92,26 @@ class Digests:
 
     @classmethod
     def compute(cls, folder: str | os.PathLike[str], *, of: Callable[[str], bool] | None = None) -> Digests:
-        """Compute the digests of the files in ``folder`` by reading them.
-
-        Args:
-            folder: The step's folder.
-            of: Selects files by name; all files by default.
-
-        Raises:
-            SourceError: If the folder contains something that is not a regular file.
-            OSError: If a file cannot be read.
-        """
+        """Compute the digests of the files in ``folder`` by reading them; ``of`` selects files by name."""
         where, tree = located(folder), scan(folder)
         for name, what in tree.others.items():
             raise SourceError(f"{os.fspath(folder)}/{name} is {what}; a step can contain regular files only")
-        wanted = of or (lambda _: True)
-        sizes = {name: size for name, size in tree.files.items() if is_saved(name) and wanted(name)}
+        sizes = {name: size for name, size in tree.files.items() if is_saved(name) and (of is None or of(name))}
         pieces = [piece for name, size in sizes.items() for piece in pieces_of(name, size)]
         units: dict[str, list[str]] = {name: [] for name in sizes}
         with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-digest") as pool:
             # map keeps the order, so the pieces of a file arrive in file order
-            for piece, found in zip(
-                pieces, pool.map(lambda p: digest_piece(where, p, sizes[p.path]), pieces), strict=True
-            ):
+            results = pool.map(lambda p: digest_piece(where, p, sizes[p.path]), pieces)
+            for piece, found in zip(pieces, results, strict=True):
                 units[piece.path] += found
         return cls({name: FileDigest(size, tuple(units[name])) for name, size in sizes.items()})
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``shardload/digests.json`` atomically and flush it to disk.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Write ``shardload/digests.json`` atomically and flush it to disk."""
         target = Path(folder, DIGESTS_FILE)
         target.parent.mkdir(exist_ok=True)
-        body = self._body()
+        files = {name: {"bytes": f.n_bytes, "units": list(f.units)} for name, f in self.files.items()}
+        body = _FORMAT | {"files": files}
         draft = target.with_suffix(".tmp")
         draft.write_bytes(canonical_json(body | {"self": hash_of(canonical_json(body))}))
         # Flush before the rename: after a crash, some file systems keep the new name with the old, empty content.
@@ -131,12 +120,7 @@ class Digests:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str] | Location) -> Digests:
-        """Read the digests of a step and check them against their own digest.
-
-        Raises:
-            SourceNotFoundError: If the folder has no digests, so it is not a shardload step.
-            DamagedError: If ``digests.json`` is damaged.
-        """
+        """Read the digests of a step and check them; `SourceNotFoundError` if it has none: not a shardload step."""
         path = located(folder) / DIGESTS_FILE
         # The check of all names reports links as well, but only after this file was read through one.
         if path.is_link() or path.parent.is_link():
@@ -152,19 +136,17 @@ class Digests:
         body = {key: value for key, value in found.items() if key != "self"}
         if found.get("self") != hash_of(canonical_json(body)):
             raise _bad_list(folder, "its own digest does not match its content")
-        return cls(_parse_files(body, folder))
+        for key, expected in _FORMAT.items():
+            if body.get(key) != expected:
+                raise _bad_list(folder, f"{key} is {body.get(key)!r}, expected {expected!r}")
+        files = body.get("files")
+        if not isinstance(files, dict):
+            raise _bad_list(folder, "it lists no files")
+        return cls({name: _parse_file(name, entry, folder) for name, entry in files.items()})
 
     def check_names(self, folder: str | os.PathLike[str]) -> list[Damage]:
-        """Return missing files, unexpected files and files of the wrong size, without reading any data.
-
-        Raises:
-            OSError: If a folder of the step cannot be listed.
-        """
+        """Return missing files, unexpected files and files of the wrong size, without reading any data."""
         return name_damage(self, scan(folder), step_name(folder))
-
-    def _body(self) -> dict[str, Any]:
-        files = {name: {"bytes": f.n_bytes, "units": list(f.units)} for name, f in self.files.items()}
-        return {"version": 1, "algorithm": "xxh3_64", "unit_bytes": UNIT_BYTES, "files": files}
 
 
 def is_saved(name: str) -> bool:
@@ -260,17 +242,6 @@ def _bad_list(folder: str | os.PathLike[str] | Location, why: str | SourceError)
     )
 
 
-def _parse_files(body: Mapping[str, Any], folder: str | os.PathLike[str] | Location) -> dict[str, FileDigest]:
-    known = {"version": 1, "algorithm": "xxh3_64", "unit_bytes": UNIT_BYTES}
-    for key, expected in known.items():
-        if body.get(key) != expected:
-            raise _bad_list(folder, f"{key} is {body.get(key)!r}, expected {expected!r}")
-    files = body.get("files")
-    if not isinstance(files, dict):
-        raise _bad_list(folder, "it lists no files")
-    return {name: _parse_file(name, entry, folder) for name, entry in files.items()}
-
-
 def _parse_file(name: str, entry: Any, folder: str | os.PathLike[str] | Location) -> FileDigest:
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
         raise _bad_list(folder, f"the path {name!r} leads out of the step's folder, or is not a path")
@@ -283,20 +254,14 @@ def _parse_file(name: str, entry: Any, folder: str | os.PathLike[str] | Location
     return FileDigest(size, tuple(units))
 
 
-SYNC_THREADS = 8
-"""`fsync` waits for the disk, not for the CPU; concurrent calls let the disk reorder the writes."""
-
-
 @dataclass(frozen=True, slots=True)
 class FileTree:
     """The content of a folder; names are relative to the folder, separated by ``/``."""
 
     files: dict[str, int]
     """Regular files and their sizes in bytes."""
-
     folders: tuple[str, ...]
     """Subfolders, parents first; without the folder itself."""
-
     others: dict[str, str]
     """Symbolic links, pipes, sockets and devices, each with a description of its kind."""
 
@@ -307,11 +272,7 @@ class FileTree:
 
 
 def scan(folder: str | os.PathLike[str]) -> FileTree:
-    """List everything below ``folder``.
-
-    Raises:
-        OSError: If a folder cannot be listed.
-    """
+    """List everything below ``folder``; raise if a folder cannot be listed."""
     files: dict[str, int] = {}
     folders: list[str] = []
     others: dict[str, str] = {}
@@ -342,8 +303,7 @@ def is_empty(path: Path) -> bool:
 def sync(path: str | os.PathLike[str]) -> None:
     """Flush a file's data, or a folder's directory entries, so that they survive a power loss.
 
-    Raises:
-        OSError: If the disk rejects the data; then it is not safe, even if a later call succeeds.
+    If the disk rejects the data, it is not safe, even if a later call succeeds.
     """
     # A folder can only be opened for reading, and fsync accepts such a descriptor for files, too.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -355,7 +315,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 def sync_files(folder: Path, names: Iterable[str]) -> None:
     """`sync` the named files of a folder."""
-    with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardload-sync") as pool:
+    with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="shardload-sync") as pool:
         # list: map raises the error of a call only when its result is taken.
         list(pool.map(sync, [folder / name for name in names]))
 

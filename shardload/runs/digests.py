@@ -46,7 +46,7 @@ from shardload.runs.digest_list import (
     size_damage,
     step_name,
 )
-from shardload.runs.step import STEP_FILE, check_number, number_damage
+from shardload.runs.step import STEP_FILE, check_folder_number, number_damage
 from shardload.stores.local import located
 from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES, File
@@ -54,7 +54,7 @@ from shardload.units import exact_bytes
 
 __all__ = ["DIGESTS_FILE", "Checker", "Damage", "Digests", "SavedUnits", "verify"]
 
-PIECE_BYTES = 128 << 10
+_PIECE_BYTES = 128 << 10
 """Bytes per read in `Checker.check`: fits into the L2 cache and is small compared with any budget."""
 
 
@@ -67,11 +67,8 @@ def _close_all(files: dict[str, File]) -> None:
 class SavedUnits:
     """The digests that a step was saved with, and the comparison of its bytes with them. Thread-safe.
 
-    Args:
-        digests: The content of ``digests.json``.
-        step: The name of the step.
-        shown: The step's path or URL, for messages.
-        explain: Returns the error for a file whose bytes are not damaged but something else; ``None`` if they are.
+    ``shown`` is the step's path or URL, for messages. ``explain`` returns the error for a file whose bytes are not
+    damaged but something else; ``None`` if they are damaged.
     """
 
     def __init__(
@@ -88,13 +85,8 @@ class SavedUnits:
         self._lock = threading.Lock()
 
     def of_file(self, name: str) -> FileDigest:
-        """Return the digest of a file, named relative to the step's folder.
-
-        Raises:
-            DamagedError: If the file was not saved with the step.
-        """
-        found = self.digests.files.get(name)
-        if found is None:
+        """Return the digest of a file, named relative to the step's folder, that was saved with the step."""
+        if (found := self.digests.files.get(name)) is None:
             raise self.damaged(Damage(name, "was not saved with the step"))
         return found
 
@@ -104,15 +96,11 @@ class SavedUnits:
         return first, min(first + UNIT_BYTES, self.of_file(name).n_bytes)
 
     def compare(self, name: str, unit: int, data: memoryview) -> None:
-        """Compare the bytes of a unit with its digest.
-
-        Raises:
-            DamagedError: If they differ.
-        """
+        """Raise a `DamagedError` unless the bytes of a unit match its digest."""
         self.compare_digest(name, unit, hash_of(data))
 
     def compare_digest(self, name: str, unit: int, found: str) -> None:
-        """Compare the digest of a unit with the saved one; raises like `compare`."""
+        """Raise a `DamagedError` unless a digest of a unit is the saved one."""
         first, last = self.span(name, unit)
         with self._lock:
             self.bytes_checked += last - first
@@ -125,10 +113,6 @@ class SavedUnits:
         if found is not None:
             return self.damaged(size_damage(name, found, expected, ""))
         return self.damaged(Damage(name, f"was truncated: it was saved with {exact_bytes(expected)}, and has fewer"))
-
-    def missing(self, name: str) -> DamagedError | TransferError:
-        """Return the error for a missing file."""
-        return self.damaged(Damage(name, "is missing"))
 
     def damaged(self, found: Damage) -> DamagedError | TransferError:
         """Return the error for a defect."""
@@ -145,10 +129,7 @@ class SavedUnits:
 class VerifyingStore(Protocol):
     """A store that contains one step and compares what it reads with the step's digests."""
 
-    @property
-    def saved(self) -> SavedUnits:
-        """The step's digests."""
-        ...
+    saved: SavedUnits
 
     def name_damage(self) -> list[Damage]:
         """Return the missing and the unexpected files."""
@@ -156,17 +137,10 @@ class VerifyingStore(Protocol):
 
 
 class Checker:
-    """A checker for the parts of a step that are read; it checks each MiB at most once. Thread-safe.
-
-    Args:
-        folder: The step's folder.
-
-    Raises:
-        SourceNotFoundError: If the step has no digests.
-        DamagedError: If ``digests.json`` is damaged.
-    """
+    """A checker for the parts of a step that are read; it checks each MiB at most once. Thread-safe."""
 
     def __init__(self, folder: str | os.PathLike[str] | Location) -> None:
+        """Read the digests of a step's folder; `SourceNotFoundError` if it has none."""
         self.folder = located(folder)
         store = self.folder.store
         if isinstance(store, VerifyingStore):
@@ -181,11 +155,6 @@ class Checker:
         self._units: dict[tuple[str, int], Future[None]] = {}
 
     @property
-    def digests(self) -> Digests:
-        """The digests of all files."""
-        return self.saved.digests
-
-    @property
     def bytes_checked(self) -> int:
         """Bytes read and compared so far."""
         return self.saved.bytes_checked
@@ -194,9 +163,7 @@ class Checker:
     def of_step(cls, folder: str | os.PathLike[str] | Location) -> Checker:
         """Open a step; check its names, sizes and files up to 1 MiB. Larger files are checked as they are read.
 
-        Raises:
-            DamagedError: At the first damage; also if the digests are missing, or if the folder is named after
-                another step.
+        Damage is also that the digests are missing, or that the folder is named after another step.
         """
         where = located(folder)
         if where.store.is_verifying:  # small files were checked when they were fetched
@@ -206,26 +173,20 @@ class Checker:
         except SourceNotFoundError as error:
             raise DamagedError(f"Step {where.name} in {where.parent} lost its digests: {error}") from error
         # Names and sizes first: that needs no reads, and finds interrupted copies.
-        if damage := found.digests.check_names(where.local_path()):
+        if damage := found.saved.digests.check_names(where.local_path()):
             raise DamagedError(str(damage[0]))
-        for name, digest in found.digests.files.items():
-            # `check_number` trusts step.json, which may exceed 1 MiB: it contains the user's metadata.
+        for name, digest in found.saved.digests.files.items():
+            # `check_folder_number` trusts step.json, which may exceed 1 MiB: it contains the user's metadata.
             if digest.n_bytes <= UNIT_BYTES or name == STEP_FILE:
                 found.check_whole(name)
-        check_number(where)
+        check_folder_number(where)
         return found
 
     def check(self, path: str | os.PathLike[str] | Location, start: int, stop: int) -> None:
-        """Return once every MiB that overlaps ``[start, stop)`` of a file is verified.
+        """Return once every MiB that overlaps bytes ``[start, stop)`` of a file is verified.
 
-        Args:
-            path: The file: relative to the step's folder, or absolute within it.
-            start: First byte.
-            stop: One past the last byte.
-
-        Raises:
-            DamagedError: If the bytes differ from the saved ones; names step, file and offset. Later calls repeat it.
-            TransferError: If the file cannot be read.
+        The path is relative to the step's folder, or absolute within it. A `DamagedError` names step, file and offset;
+        later calls repeat it, but not a `TransferError` for a file that cannot be read.
         """
         name = self._relative(path)
         size = self.saved.of_file(name).n_bytes
@@ -237,28 +198,21 @@ class Checker:
             return
         file = self._open(name)
         wanted = range(start // UNIT_BYTES, (stop - 1) // UNIT_BYTES + 1)
-        mine, others = self._claim(name, wanted)
+        mine: list[int] = []
+        with self._lock:
+            for unit in wanted:
+                if (name, unit) not in self._units:
+                    self._units[name, unit] = Future()
+                    mine.append(unit)
+            results = {unit: self._units[name, unit] for unit in wanted}
         # First check all own units, then wait: two threads with overlapping ranges would otherwise wait for each other.
-        for unit, done in mine:
-            self._settle(done, name, unit, file=file)
-        for done in [*(done for _, done in mine), *others]:
+        for unit in mine:
+            self._settle(results[unit], name, unit, file=file)
+        for done in results.values():
             done.result()
 
     def read_unit(self, path: str | os.PathLike[str] | Location, unit: int, into: memoryview) -> int:
-        """Read one unit of a file and check the bytes.
-
-        Args:
-            path: The file, as for `check`.
-            unit: The index of the unit, counted from 0.
-            into: A buffer of at least 1 MiB.
-
-        Returns:
-            The size of the unit in bytes: 1 MiB, less at the end of the file, 0 past the end.
-
-        Raises:
-            DamagedError: If the bytes differ from the saved ones; names step, file and offset.
-            TransferError: If the file cannot be read.
-        """
+        """Read one unit of a file into a buffer of 1 MiB, and check the bytes, like `check`; return its size."""
         name = self._relative(path)
         first, last = self.saved.span(name, unit)
         if first >= last:
@@ -271,7 +225,7 @@ class Checker:
 
     def units_by_file(self) -> dict[str, tuple[str, ...]]:
         """Return the digests of all units, by file name relative to the step's folder."""
-        return {name: digest.units for name, digest in self.digests.files.items()}
+        return {name: digest.units for name, digest in self.saved.digests.files.items()}
 
     def check_whole(self, path: str | os.PathLike[str] | Location) -> None:
         """`check` a whole file; an empty file must still be empty."""
@@ -322,24 +276,16 @@ class Checker:
             self._files[name] = file
             return file
 
-    def _claim(self, name: str, wanted: range) -> tuple[list[tuple[int, Future[None]]], list[Future[None]]]:
-        """Return the units that this thread must check, and the futures of units that other threads claimed before."""
-        mine: list[tuple[int, Future[None]]] = []
-        others: list[Future[None]] = []
-        with self._lock:
-            for unit in wanted:
-                known = self._units.get((name, unit))
-                if known is not None:
-                    others.append(known)
-                    continue
-                done = self._units[name, unit] = Future()
-                mine.append((unit, done))
-        return mine, others
-
     def _settle(self, done: Future[None], name: str, unit: int, *, file: File) -> None:
         """Check one unit and pass the result to all threads that wait for it."""
         try:
-            self._check_unit(name, unit, file=file)
+            first, last = self.saved.span(name, unit)
+            running, piece = hasher(), memoryview(bytearray(min(_PIECE_BYTES, last - first)))
+            for start in range(first, last, _PIECE_BYTES):
+                part = piece[: min(_PIECE_BYTES, last - start)]
+                file.read_into(part, start)
+                running.update(part)
+            self.saved.compare_digest(name, unit, running.hexdigest())
         except BaseException as error:
             # A failed read does not prove damage: forget the unit, so that a later call reads it again.
             if not isinstance(error, DamagedError):
@@ -349,25 +295,11 @@ class Checker:
         else:
             done.set_result(None)
 
-    def _check_unit(self, name: str, unit: int, *, file: File) -> None:
-        first, last = self.saved.span(name, unit)
-        running, piece = hasher(), memoryview(bytearray(min(PIECE_BYTES, last - first)))
-        for start in range(first, last, PIECE_BYTES):
-            part = piece[: min(PIECE_BYTES, last - start)]
-            file.read_into(part, start)
-            running.update(part)
-        self.saved.compare_digest(name, unit, running.hexdigest())
-
 
 def verify(folder: str | os.PathLike[str] | Location, *, progress: Callable[[int], None] | None = None) -> list[Damage]:
     """Read a whole shardload step and return its damage; an empty list means that the step is intact.
 
-    Args:
-        folder: The step's folder.
-        progress: Called in this thread with the number of bytes checked since the previous call.
-
-    Raises:
-        SourceNotFoundError: If the folder does not exist.
+    ``progress`` is called in this thread with the number of bytes checked since the previous call.
     """
     where = located(folder)
     if not where.is_folder():

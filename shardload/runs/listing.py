@@ -45,8 +45,7 @@ from shardload.runs.step import (
     StepInfo,
     StepRecord,
     best_first,
-    check_number,
-    described,
+    check_folder_number,
     ranking_record,
     with_best,
 )
@@ -63,15 +62,7 @@ _ONLY_STEPS = "Only training steps can be read remotely"
 
 
 def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
-    """Return the steps in ``root`` in ascending order, or the step itself if ``root`` is the URL of a step.
-
-    Raises:
-        UsageError: If ``root`` is neither a path nor a URL.
-        SourceNotFoundError: If the folder does not exist, or there is nothing at the URL.
-        SourceError: If the folder, or a subfolder that may be a step, cannot be read.
-        UnsupportedError: If the store cannot list.
-        TransferError: If the store does not respond.
-    """
+    """Return the steps in ``root`` in ascending order, or the step itself if ``root`` is the URL of a step."""
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise UsageError(f"Cannot list the steps in {root!r}: expected a path or URL")
     root = without_file_scheme(root)
@@ -99,20 +90,11 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
 
 
 def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | int) -> StepInfo:
-    """Return the step for "latest", "best" or a number.
-
-    Raises:
-        UsageError: If ``step`` is neither "latest", "best" nor a number.
-        SourceNotFoundError: If there is no such step; lists the existing steps.
-        DamagedError: If "best" is requested and the record of a step that may be the best cannot be trusted.
-    """
-    # True == 1: without the check for bool, step=True would find step 1.
-    if not isinstance(step, str):
-        if not is_integer(step):
-            raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
-        step = int(step)
-    elif step not in ("latest", "best"):
+    """Return the step for "latest", "best" or a number; the error lists the existing steps."""
+    # `is_integer` refuses bool: True == 1, so step=True would find step 1.
+    if not (step in ("latest", "best") if isinstance(step, str) else is_integer(step)):
         raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
+    step = step if isinstance(step, str) else int(step)
     root = without_file_scheme(root)
     remote = remote_store(root)
     steps = list_steps(root) if remote is None else _remote_steps(remote, step)
@@ -195,11 +177,10 @@ def _look(path: Path) -> StepInfo | None:
             if not problems:
                 with Checker(path) as checker:
                     # A converted step is saved without one.
-                    if has_record := STEP_FILE in checker.digests.files:
+                    digests = checker.saved.digests
+                    if has_record := STEP_FILE in digests.files:
                         checker.check_whole(STEP_FILE)
-                    problems += [
-                        f"{found.path} {found.what}" for found in name_damage(checker.digests, tree, path.name)[:1]
-                    ]
+                    problems += [f"{found.path} {found.what}" for found in name_damage(digests, tree, path.name)[:1]]
             record = StepRecord.read(path) if has_record else None
         except LimitError:
             raise
@@ -207,9 +188,9 @@ def _look(path: Path) -> StepInfo | None:
             if limit := LimitError.explaining(error, f"read {path}"):
                 raise limit from error
             problems.append(f"{STEP_FILE} cannot be read: {error}")
-    problem = "; ".join(problems) or None
-    return described(
-        number_of(path.name) or 0, path, record, ours=ours, n_bytes=tree.n_bytes, changed_s=changed_s, problems=problem
+    number, n_bytes = number_of(path.name) or 0, tree.n_bytes
+    return StepInfo.of_record(
+        number, path, record, ours=ours, n_bytes=n_bytes, changed_s=changed_s, problems="; ".join(problems) or None
     )
 
 
@@ -273,14 +254,12 @@ def _remote_numbers(store: RemoteStore) -> dict[int, bool]:
 
 
 def _look_remotely(store: RemoteStore, number: int, *, ours: bool) -> StepInfo:
-    problem = None
-    if ours:
-        try:
-            if (stored := open_step(store, str(number))) is not None:
-                return _remote_info(stored)
-            problem = f"{DIGESTS_FILE} is missing"
-        except DamagedError as error:
-            problem = str(error)
+    problem = f"{DIGESTS_FILE} is missing" if ours else None
+    try:
+        if ours and (stored := open_step(store, str(number))) is not None:
+            return _remote_info(stored)
+    except DamagedError as error:
+        problem = str(error)
     url = store.shown(str(number))
     return StepInfo(number, Path(url), ours=ours, url=url, problems=problem)
 
@@ -297,7 +276,8 @@ def _remote_info(stored: RemoteStep) -> StepInfo:
         problems = f"{STEP_FILE} cannot be read: {error}"
     url, name = str(stored.root), stored.root.name
     number = int(name) if NAME.fullmatch(name) else (record and record.step)
-    found = described(number or 0, Path(url), record, ours=True, n_bytes=stored.n_bytes, problems=problems)
+    n_bytes = stored.n_bytes
+    found = StepInfo.of_record(number or 0, Path(url), record, ours=True, n_bytes=n_bytes, problems=problems)
     return replace(found, url=url, remote=stored.root)
 
 
@@ -324,20 +304,14 @@ def foreign(url: str) -> UnsupportedError:
 
 
 def prepared(info: StepInfo) -> StepInfo:
-    """Return a step after fetching all files that opening it requires; nothing is fetched for a local step.
-
-    Raises:
-        UnsupportedError: If it is remote and shardload did not save it.
-        DamagedError: If it has no digests, a small file is damaged, or the number is another step's.
-        TransferError: If the store does not respond.
-    """
+    """Return a step after fetching all files that opening it requires; nothing is fetched for a local step."""
     if info.url is not None:
         if not info.ours:
             raise foreign(info.url)
         if info.remote is None:
             raise DamagedError(f"Step {info.step} at {info.url} is damaged: {info.problems}")
         info.remote.local_path()
-        check_number(info.remote)
+        check_folder_number(info.remote)
     return info
 
 
@@ -369,13 +343,9 @@ class Alternative:
 def alternative(
     directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]
 ) -> Alternative:
-    """Find a step to use instead of a damaged one.
+    """Find a step to use instead of ``bad``, which is damaged; ``None`` if damage hides which step is the best.
 
-    Args:
-        directory: The folder or URL of the steps.
-        which: The requested step, as for `find_step`.
-        bad: The damaged step; ``None`` if damage hides which step is the best.
-        tried: The numbers of all steps already found to be damaged.
+    ``which`` step was requested, as for `find_step`, and all steps in ``tried`` have been found to be damaged.
     """
     # HTTP cannot list, and the URL of a single step says nothing about the steps next to it.
     store = remote_store(directory)

@@ -31,11 +31,11 @@ from shardload.runs.digests import Digests
 from shardload.runs.step import NAME
 from shardload.stores.local import expanded
 
-STAGING = ".staging"
-STEP_FOLDER = "step"
+_STAGING = ".staging"
+_STEP_FOLDER = "step"
 
-REMOVALS = 10
-REMOVAL_PAUSE_S = 0.05
+_REMOVALS = 10
+_REMOVAL_PAUSE_S = 0.05
 """Adds up to half a second: cheap compared with a failed save."""
 
 _published: dict[Path, float] = {}
@@ -51,26 +51,27 @@ class Root:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False) -> None:
-        """Open the root.
+        """Open the root; a relative path is resolved once, against the current directory.
 
-        Args:
-            path: The folder; a relative path is resolved once, against the current directory.
-            create: Create the folder and its parents if missing.
-
-        Raises:
-            SaveError: If it is missing, not a folder, or cannot be created; with ``create``, also if the user cannot
-                write to it, so that training does not start without a place to save to.
+        With ``create``, create it and its parents if missing, and raise if the user cannot write to it, so that
+        training does not start without a place to save to.
         """
         # Resolve links now: if a link changes later, this run keeps its folder.
         self.path = expanded(path).resolve()
         self.opened_s = time.time()
         try:
             if create:
-                _make_folders(self.path)
+                missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+                self.path.mkdir(parents=True, exist_ok=True)
+                for folder in missing:  # a new folder is an entry of its parent, and must survive a power loss, too
+                    sync(folder.parent)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._close = weakref.finalize(self, os.close, self.fd)
-            if create:
-                _check_writable(self.path)
+            if create and not os.access(self.path, os.W_OK | os.X_OK):
+                # os.access does not say why: on a read-only disk, other permissions would not help.
+                read_only = os.statvfs(self.path).f_flag & os.ST_RDONLY
+                number = errno.EROFS if read_only else errno.EACCES
+                raise OSError(number, os.strerror(number))
         except OSError as error:
             made = SaveError(
                 f"Cannot save steps to {self.path}: {error.strerror}. Give a folder that this user may write to"
@@ -79,11 +80,7 @@ class Root:
             raise made from error
 
     def check(self, step: int | str = "?") -> None:
-        """Check that the path still leads to the folder that was opened.
-
-        Raises:
-            SaveError: If the folder is gone or was replaced.
-        """
+        """Raise unless the path still leads to the folder that was opened."""
         try:
             found = self.path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -108,37 +105,27 @@ class Staging:
         self.root = root
         self.step = step
         self.home = home
-        self.path = home / STEP_FOLDER
+        self.path = home / _STEP_FOLDER
         """The folder to write; it does not exist yet, because Orbax creates it."""
         self._lock = lock
 
     @classmethod
     def begin(cls, root: Root | str | os.PathLike[str], step: int) -> Staging:
-        """Start a step in a new folder that no other process writes to.
-
-        Raises:
-            UsageError: If ``step`` is not a valid step number.
-            StepExistsError: If the root already contains this step.
-            SaveError: If the root is missing, was replaced, or is not writable.
-        """
+        """Start a step, which must not exist yet, in a new folder that no other process writes to."""
         if isinstance(step, bool) or not isinstance(step, int) or not NAME.fullmatch(str(step)):
             raise UsageError(f"Cannot save step {step!r}: expected a non-negative integer of at most 18 digits")
         root = root if isinstance(root, Root) else Root(root)
         root.check(step)
         refuse_existing(root, step)
         try:
-            lock = _locked_folder(root.path / STAGING, step)
+            lock = _locked_folder(root.path / _STAGING, step)
         except OSError as error:
-            raise save_error(error, step=step, folder=root.path / STAGING) from error
+            raise save_error(error, step=step, folder=root.path / _STAGING) from error
         return cls(root, step, lock.home, lock)
 
     @classmethod
     def join(cls, path: str | os.PathLike[str]) -> Staging:
-        """Open a staging folder that another process created; only its creator can publish or discard it.
-
-        Raises:
-            SaveError: If this process cannot see the folder, so the root is not shared by all processes.
-        """
+        """Open a staging folder that another process created; only its creator can publish or discard it."""
         home = Path(path).parent
         if not home.is_dir():
             raise SaveError(
@@ -149,11 +136,7 @@ class Staging:
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
     def check(self) -> None:
-        """Check that the folder was not removed; a writer may have recreated it without noticing.
-
-        Raises:
-            SaveError: If the folder or the root is gone or was replaced.
-        """
+        """Raise if the folder or the root was removed or replaced; a writer may have recreated it without noticing."""
         self.root.check(self.step)
         if self._lock is not None and not self._lock.is_in_place:
             why = f"the folder {self.home} was removed"
@@ -162,10 +145,7 @@ class Staging:
     def publish(self) -> Path:
         """Flush all files to disk, rename the folder to its step number and return the new path.
 
-        Raises:
-            StepExistsError: If a step of this number was published in the meantime. The folder stays, to be discarded.
-            SaveError: If the step does not match its digests, the root or the folder is gone, or the disk fails.
-            UsageError: If another process began the step, or it was published or discarded before.
+        If a step of this number was published in the meantime, the folder stays, to be discarded.
         """
         target = self.root.path / str(self.step)
         if self._lock is None:
@@ -221,12 +201,11 @@ class Staging:
 
 
 def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
-    """Remove staging folders whose writer has died, never a folder that another process writes to.
+    """Remove staging folders whose writer has died, never a folder that another process writes to; return them.
 
-    Returns:
-        The folders removed. A folder that cannot be removed is tried again next time.
+    A folder that cannot be removed is tried again next time.
     """
-    staging = Path(root).absolute() / STAGING
+    staging = Path(root).absolute() / _STAGING
     folders = sorted(staging.iterdir()) if staging.is_dir() else []
     # Each lock is held until its folder is gone, so that two processes do not remove the same one.
     stale = [lock for folder in folders if (lock := _stale_lock(folder)) is not None]
@@ -239,31 +218,26 @@ def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
 def remove_staging(root: str | os.PathLike[str]) -> None:
     """Remove the staging folder, if no step is being written or was left there."""
     with suppress(OSError):
-        (Path(root) / STAGING).rmdir()
+        (Path(root) / _STAGING).rmdir()
 
 
 def remove_step(root: str | os.PathLike[str], step: int) -> None:
-    """Remove a step: from the list first, then from disk. If killed in between, `remove_stale` completes the removal.
-
-    Raises:
-        SourceNotFoundError: If there is no such step.
-        WriteError: If it cannot be moved or removed.
-    """
+    """Remove a step: from the list first, then from disk; killed in between, `remove_stale` completes the removal."""
     base = Path(root).absolute()
     source = base / str(step)
     if not os.path.lexists(source):
         raise SourceNotFoundError(f"Cannot remove step {step} from {base}: there is no such step")
     try:
-        lock = _locked_folder(base / STAGING, step)
+        lock = _locked_folder(base / _STAGING, step)
         home = lock.home
         try:
             # One rename hides the step: nobody sees it with some of its files deleted.
-            os.rename(source, home / STEP_FOLDER)  # noqa: PTH104
+            os.rename(source, home / _STEP_FOLDER)  # noqa: PTH104
             # Before any file is deleted: else a power loss could bring the step back without some of its files.
             sync(base)
             # Remove only the link of a linked step: other runs may use the folder it leads to.
-            if (home / STEP_FOLDER).is_symlink():
-                (home / STEP_FOLDER).unlink()
+            if (home / _STEP_FOLDER).is_symlink():
+                (home / _STEP_FOLDER).unlink()
             _remove_moved(home, step, base)
         finally:
             lock.release()
@@ -330,29 +304,12 @@ def remove_for_good(folder: Path) -> None:
     After a failure, threads of Orbax run on for a moment: new files keep a folder from being removed, and the threads
     recreate missing parents. Files they create after the last attempt become stale.
     """
-    for _ in range(REMOVALS):
+    for _ in range(_REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)
         # Pause before looking, even after a success: a thread may just be recreating the folder.
-        time.sleep(REMOVAL_PAUSE_S)
+        time.sleep(_REMOVAL_PAUSE_S)
         if not folder.exists():
             return
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise the error that the first save would raise."""
-    if not os.access(folder, os.W_OK | os.X_OK):
-        # os.access does not say why: on a read-only disk, other permissions would not help.
-        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
-        number = errno.EROFS if read_only else errno.EACCES
-        raise OSError(number, os.strerror(number), str(folder))
-
-
-def _make_folders(path: Path) -> None:
-    """Create a folder and its parents, each flushed so that it survives a power loss."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:  # a new folder is an entry of its parent
-        sync(folder.parent)
 
 
 def refuse_existing(root: Root, step: int) -> None:
@@ -406,15 +363,7 @@ class FolderLock:
 
     @classmethod
     def take(cls, home: Path, *, wait: bool = False) -> FolderLock:
-        """Open the lock file of ``home``, creating it if needed, and lock it if it is free.
-
-        Args:
-            home: The folder.
-            wait: Wait until the lock is free.
-
-        Raises:
-            OSError: If the lock file cannot be opened.
-        """
+        """Open the lock file of ``home``, creating it if needed, and lock it if it is free, or wait until it is."""
         # O_CLOEXEC: a child process that inherited the open file would keep the lock after this process died.
         fd = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:

@@ -52,21 +52,12 @@ _DATA = re.compile(r"(?:^|/)d/[^/]+$")
 
 
 class RemoteStep(Store):
-    """A remote step. Its private folder is removed when this object is garbage-collected.
-
-    Args:
-        remote: The store that contains it.
-        folder: The key of its folder there.
-        digests: The content of its ``digests.json``.
-
-    Raises:
-        DamagedError: If the digests are damaged.
-        TransferError: If they are a web page.
-    """
+    """A remote step. Its private folder is removed when this object is garbage-collected."""
 
     is_remote = is_verifying = True
 
     def __init__(self, remote: RemoteStore, folder: str, digests: bytes) -> None:
+        """Open the step in ``folder`` of a store; ``digests`` is the content of its ``digests.json``."""
         self._remote, self._key = remote, folder
         base, name = private_copies.make(), self.root.name
         self._folder = base / name
@@ -130,13 +121,7 @@ class RemoteStep(Store):
         return FileIdentity(self.saved.of_file(key).n_bytes)
 
     def local_path(self, key: str) -> Path:
-        """Return the path of a private copy: of one file, or of all small files in a folder.
-
-        Raises:
-            UnsupportedError: If the file is too large to be fetched.
-            DamagedError: If a file is missing or differs from the saved one.
-            TransferError: If the store does not return it.
-        """
+        """Return the path of a private copy: of one file, or of all small files in a folder."""
         with self._lock:
             if self.kind(key) == "file":
                 self._fetch([key])
@@ -147,11 +132,7 @@ class RemoteStep(Store):
         return self._folder / key
 
     def name_damage(self) -> list[Damage]:
-        """Return missing and unexpected files, as far as the store can list them; reads no data.
-
-        Raises:
-            TransferError: If the store does not respond.
-        """
+        """Return missing and unexpected files, as far as the store can list them; reads no data."""
         listed, step = {*self.saved.digests.files, DIGESTS_FILE}, self.root.name
         if self._remote.can_list:
             there = set(self._remote.requests.names(self._key))
@@ -276,17 +257,12 @@ def _present(saved: SavedUnits, name: str, fetch: Fetch) -> bytes:
             raise saved.wrong_size(name) from error
         raise
     if found is None:
-        raise saved.missing(name)
+        raise saved.damaged(Damage(name, "is missing"))
     return found
 
 
 def open_step(remote: RemoteStore, folder: str = "") -> RemoteStep | None:
-    """Open the shardload step in a folder of a remote store; ``None`` if the folder has no digests.
-
-    Raises:
-        DamagedError: If the digests are damaged.
-        TransferError: If the store does not respond.
-    """
+    """Open the shardload step in a folder of a remote store; ``None`` if the folder has no digests."""
     found = remote.requests.read_small(_joined(folder, DIGESTS_FILE), limit=MAX_JSON_BYTES)
     return None if found is None else RemoteStep(remote, folder, found)
 

@@ -18,38 +18,23 @@ import numpy as np
 
 from shardload.errors import UsageError
 from shardload.processes import Channel
-from shardload.runs.best import Best, Monitor
+from shardload.runs.best import Best, Monitor, Retention, remover
 from shardload.runs.contents import Contents, Selection, checked_metadata, prepare_serialising
 from shardload.runs.data_records import joined
 from shardload.runs.publish import Root
-from shardload.runs.retention import Retention, remover
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.runs.writer import Writer
 from shardload.stores.local import local_target
 from shardload.units import check_choice, is_real
 
-Compression = Literal["none", "zstd"]
 Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str, Any]] | None
 
 
 class StepSaver:
-    """Saves the steps of one run to a folder.
+    """Saves the steps of one run to a folder; `shardload.callbacks.OrbaxCheckpoint` describes the arguments.
 
-    Args:
-        directory: The folder of the steps, created if missing.
-        monitor: The metric that ranks steps.
-        rule: The name of the argument that needs the best step, if any.
-        retention: The steps to keep.
-        selection: The weights to save.
-        warn: Called with a message about a part that cannot be saved.
-        best_of: The steps that the metric is compared with, of all runs in the ``"folder"`` or of this ``"run"``.
-        weights_only: Omit optimizer, metrics and the model's configuration.
-        compression: How values are compressed.
-        timeout_s: The time limit of a save in seconds.
-
-    Raises:
-        UsageError: If an argument is invalid.
-        SaveError: If the folder cannot be created or is not writable.
+    ``rule`` is the name of the argument that needs the best step; ``warn`` gets a message about a part that cannot be
+    saved.
     """
 
     def __init__(
@@ -63,7 +48,7 @@ class StepSaver:
         warn: Callable[[str], None],
         best_of: Literal["folder", "run"] = "folder",
         weights_only: bool = False,
-        compression: Compression = "none",
+        compression: Literal["none", "zstd"] = "none",
         timeout_s: float | None = None,
     ) -> None:
         _check_directory(directory)
@@ -73,6 +58,7 @@ class StepSaver:
             )
         check_choice("compression", compression, ("none", "zstd"))
         check_choice("best_of", best_of, ("folder", "run"))
+        self.compression, self.timeout_s = compression, timeout_s
         self.monitor, self.retention = monitor, retention
         self.best = Best(monitor, of=best_of, rule=rule if retention.best else None)
         self.contents = Contents(weights_only=weights_only, warn=warn, selection=selection)
@@ -81,11 +67,7 @@ class StepSaver:
         self.writer = Writer(root)
 
     def begin(self) -> None:
-        """Prepare the folder for the steps of one run: wait for other savers, and remove remains of dead ones.
-
-        Raises:
-            SaveError: If the folder cannot be written to.
-        """
+        """Prepare the folder for the steps of one run: wait for other savers, and remove remains of dead ones."""
         self.writer.begin()
         prepare_serialising()
 
@@ -103,33 +85,20 @@ class StepSaver:
         metadata: Metadata,
         position: dict[str, Any],
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
-        compression: Compression,
-        timeout_s: float | None,
         in_background: bool,
         remove_later: bool = False,
         then: Callable[[int, Path], None] | None = None,
     ) -> None:
         """Save a step after the last one is complete; the arrays may change when this returns.
 
-        Args:
-            model: The model to save.
-            record: What the caller knows about the step: its number, epoch and metrics.
-            metadata: The user's JSON value, or a function of the step and its metrics that returns one.
-            position: The position of the data on this process; empty if there is none.
-            checkpointables: The user's own items.
-            compression: How values are compressed.
-            timeout_s: The time limit of the save in seconds.
-            in_background: Return while the step is written.
-            remove_later: Do not let the next save wait until old steps are removed.
-            then: Called with the step and its folder after publishing.
-
-        Raises:
-            ShardloadError: If the last save failed, or this one failed to start.
+        ``record`` is what the caller knows about the step: its number, epoch and metrics; ``position`` is the position
+        of the data on this process, empty if there is none. With ``remove_later``, the next save does not wait until
+        old steps are removed. ``then`` is called with the step and its folder after publishing.
         """
         self.writer.wait()
         assert record.step is not None
         if record.ranks and self.best.comparison.mode is not None:
-            self.monitor.note(self.monitor.value_in(record.logs), model)
+            self.monitor.note(record.logs.get(self.monitor.name), model)
         given = checked_metadata(metadata(record.step, record.logs) if callable(metadata) else metadata)
         record = replace(record, keep_best=self.retention.best, metadata=given, **self.best.record())
         remove = remover(self.retention, self.directory, by=self.best.comparison)
@@ -140,8 +109,8 @@ class StepSaver:
             # All processes exchange positions, also those without one: an exchange needs every process.
             position=joined(self.writer.channel.together(lambda: position)),
             checkpointables=checkpointables,
-            compression=compression,
-            timeout_s=timeout_s,
+            compression=self.compression,
+            timeout_s=self.timeout_s,
             after=after,
         )
         self.writer.start(job)

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,7 @@ class StepRecord:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str] | Location) -> StepRecord:
-        """Read the record of a step.
-
-        Raises:
-            SourceError: If the file is missing or is not a JSON object.
-        """
+        """Read the record of a step; the file must be a JSON object."""
         return cls.of_json(json_files.read_object(located(folder) / STEP_FILE))
 
     @classmethod
@@ -109,10 +105,6 @@ class StepRecord:
             versions=versions if isinstance(versions, dict) else {},
             saved_unix_s=_number(found.get("saved_unix_s")),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object."""
-        return asdict(self)
 
     def ranks_by(self, monitor: str) -> bool:
         """Whether the step can be ranked by ``monitor``: it has that metric, measured over a complete epoch."""
@@ -172,12 +164,8 @@ def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
     return [Damage(STEP_FILE, f"{mismatch(numbers[1])}. {_advice(numbers[1])}", step=str(numbers[0]))]
 
 
-def check_number(folder: str | os.PathLike[str] | Location) -> None:
-    """Check that the name of a step's folder matches its stored number.
-
-    Raises:
-        DamagedError: If the folder was copied or renamed.
-    """
+def check_folder_number(folder: str | os.PathLike[str] | Location) -> None:
+    """Raise if a step's folder was copied or renamed, so that its name differs from the stored number."""
     if (numbers := other_number(folder)) is not None:
         named, stated = numbers
         raise DamagedError(
@@ -220,6 +208,25 @@ class StepInfo:
     """The URL of a remote step; ``path`` is then the URL, too."""
     remote: Location | None = field(default=None, repr=False, compare=False)
     """The folder of a remote step; ``None`` if it cannot be read."""
+
+    @classmethod
+    def of_record(
+        cls,
+        step: int,
+        path: Path,
+        record: StepRecord | None,
+        *,
+        ours: bool,
+        n_bytes: int,
+        changed_s: float = 0.0,
+        problems: str | None = None,
+    ) -> StepInfo:
+        """Describe a step by the content of its ``step.json``."""
+        # The digests protect the number in step.json; anyone can rename the folder.
+        if problems is None and record is not None and record.step not in (None, step):
+            problems = mismatch(record.step)
+        saved_s = (record and record.saved_unix_s) or changed_s
+        return cls(step, path, ours, None, n_bytes, saved_s, problems, record)
 
     @property
     def location(self) -> Location:
@@ -272,43 +279,15 @@ class StepInfo:
         return self.url or str(self.path)
 
 
-def described(
-    step: int,
-    path: Path,
-    record: StepRecord | None,
-    *,
-    ours: bool,
-    n_bytes: int,
-    changed_s: float = 0.0,
-    problems: str | None = None,
-) -> StepInfo:
-    """Build a `StepInfo` from the content of ``step.json``."""
-    # The digests protect the number in step.json; anyone can rename the folder.
-    if problems is None and record is not None and record.step not in (None, step):
-        problems = mismatch(record.step)
-    return StepInfo(
-        step=step,
-        path=path,
-        ours=ours,
-        n_bytes=n_bytes,
-        saved_s=(record and record.saved_unix_s) or changed_s,
-        problems=problems,
-        record=record,
-    )
-
-
 def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
     """Return the same steps, with the best one marked if there is one."""
-    best = next((info.step for info in best_first(found)), None)
-    return [replace(info, best_by=_best_by(info, found)) if info.step == best else info for info in found]
-
-
-def _best_by(best: StepInfo, found: Sequence[StepInfo]) -> str:
-    last = ranking_record(found)
-    assert last is not None  # with_best found a best step, so some step has a metric
+    last, best = ranking_record(found), next(iter(best_first(found)), None)
+    if last is None or best is None:
+        return list(found)
     monitor = last.monitor or ""
     better = "higher" if _is_higher_better(last.mode, monitor) else "lower"
-    return f"{monitor}={best.metrics[monitor]:.6g} ({better} is better)"
+    best_by = f"{monitor}={best.metrics[monitor]:.6g} ({better} is better)"
+    return [replace(info, best_by=best_by) if info.step == best.step else info for info in found]
 
 
 def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
@@ -322,13 +301,9 @@ def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
 def ranked(
     steps: Iterable[StepInfo], *, monitor: str, mode: str, runs: Collection[str | None] | None = None
 ) -> list[StepInfo]:
-    """Return the steps ranked from best to worst, without steps that lack the metric.
+    """Return the steps from best to worst, without steps that lack the metric or are of other runs than ``runs``.
 
-    Args:
-        steps: The steps. Of equal ones, the original precedes a copy and the earlier precedes the later.
-        monitor: The metric to rank by.
-        mode: ``min``, ``max``, or ``auto``: decide by the metric's name.
-        runs: Rank the steps of these runs only.
+    Of equal steps, the original precedes a copy and the earlier precedes the later.
     """
     # Negate the value instead of reversing the order, which would also reverse the order of equal ones.
     sign = -1 if _is_higher_better(mode, monitor) else 1

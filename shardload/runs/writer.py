@@ -3,19 +3,25 @@
     training thread   wait for the last save · begin staging · snapshot the arrays ─► returns
     worker thread     Orbax writes · shardload/*.json · digests · publish · remove old steps · post_finalization
 
-Arrays of CPU devices are not copied (`snapshot`). For other arrays, and if several processes save
-together, Orbax copies the data off the devices in the training thread.
+Arrays of CPU devices are not copied: `snapshot` keeps a NumPy view of every shard, and the worker makes arrays of them.
+`fit` donates its state to the next batch: XLA deletes the arrays and reuses their memory, unless something outside JAX
+still refers to it; then XLA allocates new memory. Orbax keeps arrays of CPU devices in the same way, but runs its own
+slow Python code first. Other items go to Orbax in the training thread, and all if several processes save together:
+arrays of accelerators, which must be copied off before the next batch, and objects that only their handlers understand.
 
 Several processes do each of these stages together: process 0 begins, publishes and removes, each process writes its own
 shards and computes the digests of its files, and a failure on one process fails on all.
 
 A process that exits, even through an exception in ``fit``, first finishes the current save. A failure is kept until
 `raise_failure` or `wait`. The root never contains a partial step: before the publishing rename, all is in staging.
+
+Longer than other modules: the stages of one save, read in order.
 """
 
 from __future__ import annotations
 
 import concurrent.futures.thread  # imported first: exit functions registered after its own run before it
+import copy
 import errno
 import json
 import logging
@@ -29,6 +35,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import jax
+import numpy as np
 
 from shardload import processes
 from shardload.errors import (
@@ -49,7 +58,6 @@ from shardload.runs.digest_list import sync_files
 from shardload.runs.digests import Digests
 from shardload.runs.listing import TREE_FILE
 from shardload.runs.publish import Root, Staging, remove_staging, remove_stale
-from shardload.runs.snapshot import snapshot
 from shardload.stores.local import located
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -87,13 +95,14 @@ class Writer:
         _WRITERS.add(self)
 
     def begin(self) -> None:
-        """Prepare the root for the steps of one run: wait for other savers, and remove remains of dead ones.
-
-        Raises:
-            SaveError: If the folder cannot be written to.
-        """
-        # A save of an interrupted `fit` may still publish a step: wait, so that the list of steps is final.
-        finish_others(self.root, but=self)
+        """Prepare the root for the steps of one run: wait for other savers, and remove remains of dead ones."""
+        # A save of an interrupted `fit` may still publish a step: wait, so that the list of steps is final. Failures
+        # of other callbacks are not raised here.
+        for writer in list(_WRITERS):
+            if writer is not self and writer.root.path == self.root.path:
+                for thread in (writer._worker, writer._later):
+                    if thread is not None:
+                        thread.wait()
         self.witness.begin()
         orbax_writer.prepare()
         self.channel.first(self._clear_up)
@@ -103,29 +112,22 @@ class Writer:
         remove_stale(self.root.path)
 
     def start(self, job: SaveJob) -> None:
-        """Start a save and return as soon as the arrays may change again; wait for the previous save first.
-
-        Raises:
-            ShardloadError: If the previous save failed, or this one failed to start.
-        """
+        """Start a save and return as soon as the arrays may change again; wait for the previous save first."""
         self.wait()
         self.witness.note(f"step {job.step} was being saved")
         # Until the worker has the step: from then on, it is finished even if `fit` fails.
         with defer_interrupt():
-            self._start(job)
-
-    def _start(self, job: SaveJob) -> None:
-        staging = self._staging(job.step)
-        try:
-            begin = _begin(job, staging)
-            self._worker = Worker(lambda: self._run(job, staging, begin), name=f"shardload-step-{job.step}")
-        except BaseException as error:  # also for a second Ctrl-C: leave nothing behind
-            failure = _as_failure(error, job, staging)
-            staging.discard()
-            if not isinstance(error, Exception):
-                raise
-            self.witness.write(str(failure))
-            raise failure from failure.__cause__
+            staging = self._staging(job.step)
+            try:
+                begin = _begin(job, staging)
+                self._worker = Worker(lambda: self._run(job, staging, begin), name=f"shardload-step-{job.step}")
+            except BaseException as error:  # also for a second Ctrl-C: leave nothing behind
+                failure = _as_failure(error, job, staging)
+                staging.discard()
+                if not isinstance(error, Exception):
+                    raise
+                self.witness.write(str(failure))
+                raise failure from failure.__cause__
 
     def _staging(self, step: int) -> Staging:
         """Return the staging folder that process 0 began, after all processes have opened it."""
@@ -150,11 +152,7 @@ class Writer:
         return mine[0]
 
     def wait(self) -> None:
-        """Wait for the current save.
-
-        Raises:
-            ShardloadError: If it failed.
-        """
+        """Wait for the current save; raise its failure."""
         if self._worker is not None:
             self._worker.wait()
             self._worker = None
@@ -183,11 +181,7 @@ class Writer:
         return start
 
     def settle(self) -> None:
-        """Wait for the current save and for the calls wrapped by `later`.
-
-        Raises:
-            ShardloadError: If one of them failed.
-        """
+        """Wait for the current save and for the calls wrapped by `later`; raise the failure of one of them."""
         if self._worker is not None:
             self._worker.wait()
         if self._later is not None:
@@ -225,23 +219,16 @@ class Writer:
             finally:
                 self._failure = failure
             return
+
+        def follow_up() -> None:
+            for call in job.after:
+                call(job.step, path)
+
         try:
             # The step is published: a failure from here on must not discard it.
-            self.channel.first(lambda: _follow_up(job, path))
+            self.channel.first(follow_up)
         except BaseException as error:
             self._failure = _after_failed(error, job.step, path)
-
-
-def finish_others(root: Root, *, but: Writer) -> None:
-    """Wait for saves to this folder by other callbacks of this process, for example of an interrupted ``fit``.
-
-    Their failures are not raised here; the steps they publish count.
-    """
-    for writer in list(_WRITERS):
-        if writer is not but and writer.root.path == root.path:
-            for thread in (writer._worker, writer._later):
-                if thread is not None:
-                    thread.wait()
 
 
 def _finish_all() -> None:
@@ -265,19 +252,17 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
 
 def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingSave]:
     """Start a save or snapshot its arrays; return a function that returns the save. The arrays may then change."""
+
+    def begin(items: Mapping[str, Any]) -> orbax_writer.PendingSave:
+        options: Any = {"compression": job.compression, "step": job.step, "timeout_s": job.timeout_s}
+        return orbax_writer.start_save(staging.path, items, **options)
+
     # With several processes, all must start Orbax in the same order, which only their training threads guarantee.
-    held = snapshot(job.items) if processes.count() == 1 else None
-    if held is None:
-        pending = _start_save(job, staging, job.items)
+    if processes.count() > 1 or (kept := snapshot(job.items)) is None:
+        pending = begin(job.items)
         return lambda: pending
-    take = held.take
-    return lambda: _start_save(job, staging, take())
-
-
-def _start_save(job: SaveJob, staging: Staging, items: Mapping[str, Any]) -> orbax_writer.PendingSave:
-    return orbax_writer.start_save(
-        staging.path, items, compression=job.compression, step=job.step, timeout_s=job.timeout_s
-    )
+    take = kept.take
+    return lambda: begin(take())
 
 
 def _finish(
@@ -349,7 +334,14 @@ def _digest(job: SaveJob, staging: Staging) -> None:
         own.mkdir(exist_ok=True)
         for name, content in job.records.items():
             (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
-    part = Digests.compute(staging.path, of=_is_ours_to_digest)
+
+    def is_ours(name: str) -> bool:
+        """Whether this process wrote a file; process 0 also digests files without an owner."""
+        found = _OF_PROCESS.match(name)
+        writer = int(found.group(1)) if found else 0
+        return (writer if writer < processes.count() else 0) == processes.index()
+
+    part = Digests.compute(staging.path, of=is_ours)
     if processes.count() > 1:
         # `publish` flushes on process 0 only, which cannot flush what another machine has not sent to the disk yet.
         sync_files(staging.path, part.files)
@@ -358,21 +350,9 @@ def _digest(job: SaveJob, staging: Staging) -> None:
     part.write(folder)
 
 
-def _is_ours_to_digest(name: str) -> bool:
-    """Whether this process wrote a file; process 0 also digests files without an owner."""
-    found = _OF_PROCESS.match(name)
-    writer = int(found.group(1)) if found else 0
-    return (writer if writer < processes.count() else 0) == processes.index()
-
-
 def _part(staging: Staging, process: int) -> Path:
     """Return the folder of a process' part of the digests, next to the step."""
     return staging.home / f"digests-{process}"
-
-
-def _follow_up(job: SaveJob, path: Path) -> None:
-    for call in job.after:
-        call(job.step, path)
 
 
 def _as_failure(error: BaseException, job: SaveJob, staging: Staging) -> ShardloadError:
@@ -406,3 +386,70 @@ def _finite(content: Any) -> Any:
     if isinstance(content, Mapping):
         return {key: _finite(value) for key, value in content.items()}
     return [_finite(value) for value in content] if isinstance(content, (list, tuple)) else content
+
+
+_WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
+"""JAX has these types with ``jax_enable_x64`` only, which can be set per thread; other threads narrow them."""
+
+_PLAIN = bool, int, float, complex, str, bytes, np.generic
+"""Types of immutable leaves."""
+
+
+class _KeptArray:
+    """Views of the shards of one array."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self.shape, self.sharding = array.shape, array.sharding
+        self.values = [np.asarray(shard.data) for shard in array.addressable_shards]
+        self.devices = [shard.device for shard in array.addressable_shards]
+
+    def array(self) -> jax.Array:
+        """Return the kept array as a `jax.Array`."""
+        # On CPU, device_put uses the memory of a view as it is, without a copy; one call serves all shards.
+        placed = jax.device_put(self.values, self.devices)
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
+
+
+class ArraySnapshot:
+    """The values of pytrees of arrays at one moment; `take` returns them once, from any thread."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        # NumPy arrays can change in place, so they are copied; a copy of an immutable leaf costs nothing.
+        self._kept = jax.tree.map(lambda x: _KeptArray(x) if isinstance(x, jax.Array) else copy.copy(x), dict(items))
+
+    def take(self) -> dict[str, Any]:
+        """Return the pytrees and drop the references to their memory."""
+        taken: dict[str, Any] = jax.tree.map(lambda x: x.array() if isinstance(x, _KeptArray) else x, self._kept)
+        # While a view exists, XLA cannot reuse the memory, and a second copy of the state stays allocated.
+        self._kept = {}
+        return taken
+
+
+def snapshot(items: Mapping[str, Any]) -> ArraySnapshot | None:
+    """Keep the current values of pytrees without copying any JAX array.
+
+    Returns ``None`` if an item contains anything but CPU arrays of this process and plain values.
+    """
+    return ArraySnapshot(items) if all(map(_is_plain_tree, items.values())) else None
+
+
+def _is_plain_tree(item: Any) -> bool:
+    """Accept Python's own containers only: JAX treats others as leaves, and a copy of a leaf shares its content."""
+    if type(item) is dict:
+        return all(map(_is_plain_tree, item.values()))
+    if type(item) in {list, tuple}:
+        return all(map(_is_plain_tree, item))
+    return item is None or isinstance(item, (np.ndarray, *_PLAIN)) or (isinstance(item, jax.Array) and _is_host(item))
+
+
+def _is_host(array: jax.Array) -> bool:
+    """Whether NumPy can view an array's memory, and any thread can rebuild the array from that view."""
+    # Extended types (PRNG keys) have no NumPy type. Shards of other processes are out of reach.
+    if not array.is_fully_addressable or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return False
+    if array.dtype in _WIDE:
+        return False
+    devices = array.sharding.device_set
+    # Another kind, such as pinned_host, is lost in a view: device_put would use the default kind.
+    usual = {None, *(device.default_memory().kind for device in devices)}
+    return all(device.platform == "cpu" for device in devices) and array.sharding.memory_kind in usual

@@ -15,7 +15,7 @@ from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import SaveError
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.loaders.orbax.saving import save_error
-from shardload.runs import retention, writer
+from shardload.runs import best, writer
 from shardload.runs.digests import verify
 from shardload.runs.listing import list_steps
 
@@ -225,7 +225,7 @@ CHILD = """
 import conftest, os, signal
 from callback_models import *
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.runs import retention
+from shardload.runs import best
 def fail(): raise RuntimeError("on purpose")
 def interrupt(): os.kill(os.getpid(), signal.SIGINT)
 fit(compiled(), OrbaxCheckpoint({root!r}, save_freq=1, max_to_keep=3), Batches({at}), epochs={epochs})
@@ -269,14 +269,14 @@ def test_a_script_that_ends_in_an_exception_ends_cleanly(tmp_path, how, told):
 
 @pytest.mark.slow
 def test_saves_do_not_wait_for_steps_to_be_removed_but_fit_does(tmp_path, monkeypatch):
-    real, go, seen = retention.remove_step, threading.Event(), []
+    real, go, seen = best.remove_step, threading.Event(), []
 
     def slow(root, step):
         seen.append(steps_in(tmp_path))
         assert go.wait(60)
         real(root, step)
 
-    monkeypatch.setattr(retention, "remove_step", slow)
+    monkeypatch.setattr(best, "remove_step", slow)
     callback = OrbaxCheckpoint(tmp_path, save_freq=1, background_delete=True)
     fit(compiled(), callback, Batches({3: lambda: (settle(), go.set())}))
     assert seen[0] == [1, 2] and steps_in(tmp_path) == [4]
@@ -286,7 +286,7 @@ def test_a_failure_to_remove_in_the_background_is_raised(tmp_path, monkeypatch):
     def fail(root, step):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(retention, "remove_step", fail)
+    monkeypatch.setattr(best, "remove_step", fail)
     with pytest.raises(SaveError, match=r"Step \d is saved in .*Permission denied"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, background_delete=True))
     assert steps_in(tmp_path) == [2, 4]

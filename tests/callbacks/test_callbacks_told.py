@@ -19,7 +19,7 @@ from shardload.interrupts import Worker, defer_interrupt, number_of, raise_inter
 from shardload.loaders.orbax import saving
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.processes import watchdog
-from shardload.runs import retention, writer
+from shardload.runs import best, writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
@@ -68,7 +68,7 @@ def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_
     def deny(root):
         raise SourceError(f"Cannot read {root}/1, which may be a step: Permission denied. Grant this user read access")
 
-    monkeypatch.setattr(retention, "list_steps", deny)
+    monkeypatch.setattr(best, "list_steps", deny)
     with pytest.raises(SaveError) as caught:
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = str(caught.value)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from shardload.errors import UsageError
-from shardload.runs.retention import BestRule, Retention
+from shardload.runs.best import BestRule, Retention
 from shardload.runs.step import StepInfo, StepRecord
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.runs.snapshot import snapshot
+from shardload.runs.writer import snapshot
 
 
 def sharding(*spec):
