@@ -101,7 +101,7 @@ def _remote(info: StepInfo, shown: Progress) -> Verdict:
     if info.remote is None:
         return Verdict(info.where, "damaged", None, info.n_bytes, (str(info.problems),))
     shown.start(info.n_bytes, f"Verifying {info.where}")
-    problems = tuple(str(found) for found in digests.verify(info.remote, progress=shown.advance))
+    problems = tuple(str(found) for found in digests.find_damage(info.remote, progress=shown.advance))
     verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
     left_out = info.recorded.left_out
     return Verdict(info.where, verdict, None, info.n_bytes, _shortened(problems), left_out)
@@ -110,7 +110,7 @@ def _remote(info: StepInfo, shown: Progress) -> Verdict:
 def _with_digests(path: Path, shown: Progress) -> Verdict:
     size = _size(path)
     shown.start(size, f"Verifying {path}")
-    damage = digests.verify(path, progress=shown.advance)
+    damage = digests.find_damage(path, progress=shown.advance)
     problems = tuple(str(found) for found in damage)
     verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
     has_record = not problems and (path / STEP_FILE).is_file()  # a converted step has none

@@ -35,10 +35,6 @@ from shardload.runs.saver import Metadata, StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.units import is_function, is_integer
 
-DEFAULT_MONITOR = "val_loss"
-"""Keras' default. Steps saved without validation data lack it, which is no reason to warn."""
-SaveDecision = Callable[[int, Mapping[str, float]], bool]
-
 
 class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     """Save weights, optimizer, metrics, seeds and the position in training, in the background.
@@ -96,7 +92,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(  # noqa: PLR0917  # in the order of Keras' own
         self,
         directory: str | os.PathLike[str],
-        monitor: str = DEFAULT_MONITOR,
+        monitor: str = "val_loss",
         verbose: int = 0,
         save_best_only: bool = False,
         mode: str = "auto",
@@ -116,7 +112,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         keep_every_steps: int | None = None,
         keep_every_hours: float | None = None,
         background_delete: bool = False,
-        save_decision: SaveDecision | None = None,
+        save_decision: Callable[[int, Mapping[str, float]], bool] | None = None,
         post_finalization: Callable[[int, Path], None] | None = None,
         async_timeout_s: float | None = None,
         resume: bool | int | Literal["latest", "best"] = False,
@@ -330,7 +326,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             wanted = True
         else:  # process 0 decides, so that all processes save or none does
             wanted = self._decisions.first(lambda: self._is_wanted(plain, when))
-        asked = self._saver.retention.best or self.monitor != DEFAULT_MONITOR
+        # Steps saved without validation data lack the default metric, which is no reason to warn.
+        asked = self._saver.retention.best or self.monitor != "val_loss"
         if wanted and asked and self.monitor not in plain:
             self._warn(f"Cannot rank steps by {self.monitor!r}. {self._saver.monitor.absent_from(plain)}.")
         if wanted:

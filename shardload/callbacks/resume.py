@@ -42,14 +42,11 @@ from shardload.runs.listing import list_steps
 from shardload.runs.step import StepInfo
 from shardload.units import plural
 
-_OWN_RATE = "To train with another, call shardload.restore before fit and set it then"
-
 _SAVED = {
     False: "Step {step} was saved after {place}, without a data position.",
     True: "Step {step} was saved after {place}, with a data position, but this data cannot continue there.",
 }
 """The messages for a step without and with a saved data position."""
-_WAY_OUT = " To continue within the epoch, use shardload.data.resumable(grain_dataset)."
 
 
 @dataclass(slots=True)
@@ -75,9 +72,7 @@ class Resumption:
     ended_by: str | None = None
     """The callback that had ended training at this step."""
     changed: tuple[str, ...] = ()
-    """What the step did to the learning rates of the model, and to its count of batches."""
-    averages: str | None = None
-    """Whether the model has moving averages, of an optimizer with ``use_ema``."""
+    """What the step did to the learning rates of the model, its count of batches, and its moving averages."""
 
     @property
     def is_due(self) -> bool:
@@ -88,7 +83,12 @@ class Resumption:
         """Train nothing: ``ended_by`` had ended training at this step."""
         # An epoch at or after `epochs` leaves nothing to train, and `fit` ends in its usual way.
         self.ended_by, self.epoch = ended_by, max(epochs, self.epoch)
-        _with_first_epoch(model, self)
+        self.set_first_epoch(model)
+
+    def set_first_epoch(self, model: Any) -> None:
+        """Let the next ``fit`` begin with this epoch."""
+        set_initial_epoch(model, self.epoch)
+        record_of(model).first_epoch = self.epoch
 
     def restore_metrics(self) -> None:
         """Assign the saved values to the metrics, which Keras has just reset."""
@@ -110,8 +110,6 @@ class Resumption:
             yield f"Resumed step {self.info.step} (epoch {(self.info.epoch or 0) + 1}); {had}. {way_out}"
         for changed in self.changed:
             yield f"Resumed step {self.info.step}: {changed}"
-        if self.averages is not None:
-            yield f"Resumed step {self.info.step}: {self.averages}"
         which = f"Resumed step {self.info.step} of {self.info.path.parent}"
         if self.ended_by is not None:
             ended = f"{self.ended_by} ended training after epoch {self.complete}, so nothing is left to train"
@@ -144,7 +142,6 @@ def resume_training(
     before = info is not None and _is_in(directory, info)
     trained = undone = 0
     changed: tuple[str, ...] = ()
-    averages = None
     if resume is not False and not before:
         # A first run has nothing to resume; only a step that was named must exist.
         if resume is True and not list_steps(directory):
@@ -156,9 +153,10 @@ def resume_training(
             warn_caller(f"Resuming from {directory}: {lacking}")
         for note in of_kind(report.notes, NoteKind.ASSETS):
             warn_caller(f"Resuming from {directory}: {note}")
-        averages = next(iter(of_kind(report.notes, NoteKind.AVERAGES)), None)
-        changed = changed_rates(rates, learning_rates_of(model), advice=_OWN_RATE)
+        advice = "To train with another, call shardload.restore before fit and set it then"
+        changed = changed_rates(rates, learning_rates_of(model), advice=advice)
         changed += of_kind(report.notes, NoteKind.BATCHES_RECOUNTED)
+        changed += of_kind(report.notes, NoteKind.AVERAGES)[:1]
         # A weights-only step does not change the optimizer's count.
         undone = max(0, trained - min(trained_batches(model), info.step))
     if info is None or not _is_in(directory, info):
@@ -169,9 +167,9 @@ def resume_training(
             "epoch 1, or with the initial_epoch of fit()"
         )
         return None
-    found = resumption(model, info, position, data_iterator=data_iterator, initial_epoch=initial_epoch)
-    found.restored_before, found.trained, found.undone, found.averages = before, trained, undone, averages
-    found.changed = changed
+    found = _resumption(model, info, position, data_iterator=data_iterator, initial_epoch=initial_epoch)
+    found.restored_before, found.trained, found.undone, found.changed = before, trained, undone, changed
+    found.set_first_epoch(model)
     return found
 
 
@@ -196,20 +194,17 @@ def _is_in(directory: Path, info: StepInfo) -> bool:
     return info.path.parent.resolve() == directory.resolve()
 
 
-def resumption(
+def _resumption(
     model: Any, info: StepInfo, position: Position, *, data_iterator: Any, initial_epoch: int | None
 ) -> Resumption:
-    """Prepare the data and Keras' epoch count to continue after a step.
-
-    With another ``initial_epoch`` than the one that is due, the data starts at its beginning.
-    """
+    """Prepare the data to continue after a step; return the epoch and batch to begin with."""
     epoch, batch = info.epoch or 0, info.batch or 0
     complete = epoch + 1 if info.recorded.epoch_done else epoch
     # `fit` has priority, except for 0: that is its default, so one cannot tell whether the user passed it.
     given = initial_epoch_of_fit() or initial_epoch
-    # Another epoch than the one that is due: the stored position does not apply to it.
+    # Another epoch than the one that is due: the stored position does not apply, and the data starts at its beginning.
     if given is not None and given != complete:
-        return _with_first_epoch(model, Resumption(info, given, complete))
+        return Resumption(info, given, complete)
     records = data_records(info)
     is_own_resumed = data_iterator is not None and set_position(data_iterator, records, info)
     mine = of_this_process(records)
@@ -235,15 +230,18 @@ def resumption(
             elif not is_own_resumed:
                 place = f"epoch {epoch + 1}"
                 warn_caller(f"{_SAVED[True].format(step=info.step, place=place)} The data starts from its beginning.")
-        return _with_first_epoch(model, Resumption(info, complete, complete))
+        return Resumption(info, complete, complete)
     if dataset is None and not is_own_resumed:
         # Within an epoch, but no data can return to that batch.
         place = f"{plural(batch, 'batch')} of epoch {epoch + 1}"
-        warn_caller(f"{_SAVED[has_position].format(step=info.step, place=place)} The epoch starts again.{_WAY_OUT}")
-        return _with_first_epoch(model, Resumption(info, complete, complete))
+        warn_caller(
+            f"{_SAVED[has_position].format(step=info.step, place=place)} The epoch starts again. To continue within "
+            "the epoch, use shardload.data.resumable(grain_dataset)."
+        )
+        return Resumption(info, complete, complete)
     if dataset is not None:
         resume_data(dataset, skipped=batch)
-    return _with_first_epoch(model, Resumption(info, complete, complete, batch, metric_values(model, info)))
+    return Resumption(info, complete, complete, batch, metric_values(model, info))
 
 
 def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
@@ -254,12 +252,6 @@ def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
     # default=int: a state may count with integers of NumPy, which JSON does not take.
     at = {"position": json.loads(json.dumps(state, default=int)), "spans_epochs": position.spans_epochs}
     return {**own, **at, "reading": position.reading}
-
-
-def _with_first_epoch(model: Any, found: Resumption) -> Resumption:
-    set_initial_epoch(model, found.epoch)
-    record_of(model).first_epoch = found.epoch
-    return found
 
 
 def forget_first_epoch(model: Any) -> None:

@@ -207,7 +207,7 @@ def _check_digests(source: Source, progress: Progress) -> None:
         if spec_of(manifest).is_step and is_ours(path):
             progress.start(sum(manifest.files.values()), f"Verifying {path}")
             try:
-                damage = digests.verify(path, progress=progress.advance)
+                damage = digests.find_damage(path, progress=progress.advance)
             finally:
                 progress.stop()
             if damage:

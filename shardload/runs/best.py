@@ -28,7 +28,7 @@ from shardload.errors import SaveError, ShardloadError, UsageError
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.training import metric_direction
 from shardload.processes import Channel
-from shardload.runs.digests import verify
+from shardload.runs.digests import find_damage
 from shardload.runs.listing import list_steps
 from shardload.runs.publish import remove_step
 from shardload.runs.step import StepInfo, ranked
@@ -69,8 +69,9 @@ class Best:
         if self.rule is not None:
             known.discard(found.step)
         self.comparison = replace(by, damaged=known | {step for step, *_ in found.damaged})
+        self.monitor.best = self.monitor.threshold
         # The user's threshold is better, so no step is what later values are compared with.
-        if not self.monitor.begin(found.value, model):
+        if not self.monitor.note(found.value, model):
             found = replace(found, value=None)
         if self.rule is None:
             return []
@@ -107,7 +108,7 @@ def find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Fo
     for info in by.best(info for info in steps if info.ours):
         value, damage = info.metrics[by.monitor], info.problems
         if damage is None and info.n_bytes <= read_bytes:
-            damage = next((str(found) for found in verify(info.path)), None)
+            damage = next((str(found) for found in find_damage(info.path)), None)
         if damage is None:
             return Found(value, info.step, info.run, damaged)
         damaged.append((info.step, value, damage))
@@ -142,7 +143,7 @@ class Monitor:
         check_choice("mode", mode, ("auto", "min", "max"))
         self.name = name
         self.mode = mode
-        self.best = self._threshold = threshold
+        self.best = self.threshold = threshold
 
     def direction(self, model: Any) -> Mode | None:
         """Return which direction is better; ``None`` if neither ``mode`` nor the model defines it."""
@@ -161,11 +162,6 @@ class Monitor:
             f"Cannot tell from the model's metrics whether a higher or a lower {self.name!r} is better. "
             f"Check the name{_similar(self.name, known)}, or pass mode='max' or mode='min'"
         )
-
-    def begin(self, found: float | None, model: Any) -> bool:
-        """Set the value to beat to the better of threshold and ``found``; return whether it is ``found``."""
-        self.best = self._threshold
-        return self.note(found, model)
 
     def absent_from(self, logs: Mapping[str, float]) -> str:
         """Return a sentence that names the metrics in the logs, for a warning that this one is not among them."""
@@ -269,7 +265,15 @@ class Retention:
         keep.update(s.step for s in by.best(ours)[: self.best or 0])
         # Steps that this callback ranks follow its own rule; of the others, keep what their callbacks promised to keep.
         keep.update(_promised(s for s in ours if not (self.best and by.covers(s))))
-        keep.update(_first_at_multiples(ours, self.every_steps), _hours_apart(ours, self.every_hours))
+        if self.every_steps is not None:
+            first = {s.step // self.every_steps: s.step for s in reversed(ours)}
+            keep.update(step for multiple, step in first.items() if multiple > 0)
+        if self.every_hours is not None:
+            due_s = -math.inf
+            for s in ours:
+                if s.saved_s >= due_s:
+                    keep.add(s.step)
+                    due_s = s.saved_s + self.every_hours * 3600
         return [s.step for s in ours if s.step not in keep]
 
 
@@ -302,21 +306,3 @@ def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
             groups.setdefault((info.recorded.monitor, info.recorded.mode), []).append(info)
     for (monitor, mode), group in groups.items():
         yield from (s.step for s in ranked(group, monitor=monitor, mode=mode)[: group[-1].recorded.keep_best])
-
-
-def _first_at_multiples(steps: Iterable[StepInfo], every: int | None) -> list[int]:
-    if every is None:
-        return []
-    first: dict[int, int] = {}
-    for info in steps:
-        first.setdefault(info.step // every, info.step)
-    # Steps below the first multiple do not count.
-    return [step for multiple, step in first.items() if multiple > 0]
-
-
-def _hours_apart(steps: Iterable[StepInfo], hours: float | None) -> list[int]:
-    kept: list[StepInfo] = []
-    for info in steps if hours is not None else ():
-        if not kept or info.saved_s >= kept[-1].saved_s + (hours or 0) * 3600:
-            kept.append(info)
-    return [info.step for info in kept]

@@ -195,7 +195,7 @@ def digest_piece(folder: Location, piece: DigestTask, size: int) -> list[str]:
     with closing((folder / piece.path).open()) as file:
         for start in range(piece.first * UNIT_BYTES, stop, READ_UNITS * UNIT_BYTES):
             block = buffer[: min(READ_UNITS * UNIT_BYTES, stop - start)]
-            # Unchecked, because `read_into` of a remote file raises at the first damaged MiB; `verify` lists them all.
+            # Unchecked, because `read_into` of a remote file raises at the first damaged MiB, and all are listed.
             file.read_unchecked(block, start)
             found += [hash_of(block[at : at + UNIT_BYTES]) for at in range(0, len(block), UNIT_BYTES)]
     return found

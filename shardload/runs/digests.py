@@ -5,9 +5,7 @@
 
 `Digests` is the list of digests (``shardload/digests.json``), one xxh3-64 per MiB of every file, written last and read
 first. `SavedUnits` compares bytes with them; a `Checker` checks only the units that a partial read overlaps, each once;
-`verify` reads a whole step.
-
-Longer than other modules: two ways to the same comparison.
+`find_damage` reads a whole step.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from shardload.stores.location import Location
 from shardload.stores.store import UNIT_BYTES, File
 from shardload.units import exact_bytes
 
-__all__ = ["DIGESTS_FILE", "Checker", "Damage", "Digests", "SavedUnits", "verify"]
+__all__ = ["DIGESTS_FILE", "Checker", "Damage", "Digests", "SavedUnits", "find_damage"]
 
 _PIECE_BYTES = 128 << 10
 """Bytes per read in `Checker.check`: fits into the L2 cache and is small compared with any budget."""
@@ -296,7 +294,9 @@ class Checker:
             done.set_result(None)
 
 
-def verify(folder: str | os.PathLike[str] | Location, *, progress: Callable[[int], None] | None = None) -> list[Damage]:
+def find_damage(
+    folder: str | os.PathLike[str] | Location, *, progress: Callable[[int], None] | None = None
+) -> list[Damage]:
     """Read a whole shardload step and return its damage; an empty list means that the step is intact.
 
     ``progress`` is called in this thread with the number of bytes checked since the previous call.

@@ -37,7 +37,7 @@ from shardload.errors import (
 )
 from shardload.loaders.orbax.loader import OWN_FOLDER, number_of, numbered
 from shardload.runs.digest_list import FileTree, name_damage, scan
-from shardload.runs.digests import DIGESTS_FILE, Checker, verify
+from shardload.runs.digests import DIGESTS_FILE, Checker, find_damage
 from shardload.runs.remote_store import RemoteStep, open_step
 from shardload.runs.step import (
     NAME,
@@ -374,4 +374,4 @@ def _take(found: StepInfo, rank: str) -> Alternative:
 
 def _first_good(steps: Iterable[StepInfo]) -> StepInfo | None:
     """Return the first undamaged step; remote steps are not read completely, only their listing."""
-    return next((s for s in steps if s.problems is None and (s.url is not None or not verify(s.path))), None)
+    return next((s for s in steps if s.problems is None and (s.url is not None or not find_damage(s.path))), None)

@@ -46,8 +46,8 @@ _MOVED = "Earlier steps may have moved with the folder"
 class Root:
     """The folder of the steps, identified by its inode, not only by its path.
 
-    The folder stays open, so its inode number cannot be reused: a root that was removed or replaced
-    is noticed before anything is written to it.
+    The folder stays open until garbage collection, so its inode number cannot be reused: a root that was removed or
+    replaced is noticed before anything is written to it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False) -> None:
@@ -66,7 +66,7 @@ class Root:
                 for folder in missing:  # a new folder is an entry of its parent, and must survive a power loss, too
                     sync(folder.parent)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._close = weakref.finalize(self, os.close, self.fd)
+            weakref.finalize(self, os.close, self.fd)
             if create and not os.access(self.path, os.W_OK | os.X_OK):
                 # os.access does not say why: on a read-only disk, other permissions would not help.
                 read_only = os.statvfs(self.path).f_flag & os.ST_RDONLY
@@ -92,10 +92,6 @@ class Root:
         if (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino):
             why = "another folder has replaced the one that was opened"
             raise describe(why, step=step, folder=self.path, others=_MOVED)
-
-    def close(self) -> None:
-        """Close the folder; garbage collection does it, too."""
-        self._close()
 
 
 class Staging:
@@ -320,29 +316,27 @@ def refuse_existing(root: Root, step: int) -> None:
 
 
 def _exists(root: Root, step: int) -> StepExistsError:
+    """Build the error; who saved the step decides what to do."""
     target = root.path / str(step)
-    return StepExistsError(
-        f"Cannot save step {step}: {target} exists, and a saved step is never overwritten. {_way_out(root, target)}"
-    )
-
-
-def _way_out(root: Root, target: Path) -> str:
-    """Say who saved the step, as that decides what to do."""
     # lstat: the name may be a link that leads nowhere.
     saved_s = os.lstat(target).st_mtime if os.path.lexists(target) else root.opened_s
     if _published.get(target) == root.opened_s or (target in _published and saved_s < root.opened_s):
-        return "This process saved it. Save under another number, or to another folder, or remove it first"
-    if target in _published:
-        return (
+        way_out = "This process saved it. Save under another number, or to another folder, or remove it first"
+    elif target in _published:
+        way_out = (
             "This process saved it. Two callbacks of one fit() cannot share a folder: give one of them all rules "
             "(max_to_keep, keep_best, keep_every_steps, …), or each its own folder"
         )
-    if saved_s < root.opened_s:
-        return "It was saved before this run. Remove it, resume from it, or save to another folder"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved_s))
-    return (
-        f"Another run saved it meanwhile, at {when}: two runs cannot share a folder. Give this run its own folder, or "
-        "end the other run and continue from its latest step with resume=True"
+    elif saved_s < root.opened_s:
+        way_out = "It was saved before this run. Remove it, resume from it, or save to another folder"
+    else:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved_s))
+        way_out = (
+            f"Another run saved it meanwhile, at {when}: two runs cannot share a folder. Give this run its own folder, "
+            "or end the other run and continue from its latest step with resume=True"
+        )
+    return StepExistsError(
+        f"Cannot save step {step}: {target} exists, and a saved step is never overwritten. {way_out}"
     )
 
 

@@ -37,13 +37,13 @@ from shardload.stores.requests import Fetch, Requests
 from shardload.stores.store import UNIT_BYTES, File, FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural
 
-MAX_FILE_BYTES = 64 << 20
+_MAX_FILE_BYTES = 64 << 20
 """The largest file fetched as a whole: JSON is read up to 32 MiB, B-tree nodes take a few MiB, tokenizers 40."""
-MAX_COPIED_BYTES = 512 << 20
+_MAX_COPIED_BYTES = 512 << 20
 """The limit for all fetched files together, on this machine's disk."""
-MAX_FILES = 1 << 14
+_MAX_FILES = 1 << 14
 """The limit for their number; each process that saved wrote two or three."""
-IN_FLIGHT = 16
+_IN_FLIGHT = 16
 """Small files fetched concurrently: their cost is one round trip each."""
 _ITEMS = frozenset({OWN_FOLDER, "pytree", "model_config", "assets"})
 """Folders of a step that loading reads; other checkpointables may be of any size."""
@@ -153,8 +153,8 @@ class RemoteStep(Store):
         wanted = [name for name in names if name not in self._here]
         # Before the first request: digests.json, which names files and sizes, is untrusted.
         self._bound(wanted)
-        for first in range(0, len(wanted), IN_FLIGHT):
-            files = [self._remote_file(name) for name in wanted[first : first + IN_FLIGHT]]
+        for first in range(0, len(wanted), _IN_FLIGHT):
+            files = [self._remote_file(name) for name in wanted[first : first + _IN_FLIGHT]]
             pending = [file.begin(0, file.n_bytes) for file in files]
             for file, fetched in zip(files, pending, strict=True):
                 self._write(file.name, fetched.result())
@@ -163,15 +163,15 @@ class RemoteStep(Store):
     def _bound(self, names: list[str]) -> None:
         sizes = {name: self.saved.digests.files[name].n_bytes for name in {*self._here, *names} - {DIGESTS_FILE}}
         for name in names:
-            if sizes[name] > MAX_FILE_BYTES:
+            if sizes[name] > _MAX_FILE_BYTES:
                 raise UnsupportedError(
                     f"{self.shown(name)} has {exact_bytes(sizes[name])} and would have to be fetched whole; the limit "
-                    f"is {MAX_FILE_BYTES}. {COPY_FIRST}"
+                    f"is {_MAX_FILE_BYTES}. {COPY_FIRST}"
                 )
-        if sum(sizes.values()) > MAX_COPIED_BYTES or len(sizes) > MAX_FILES:
+        if sum(sizes.values()) > _MAX_COPIED_BYTES or len(sizes) > _MAX_FILES:
             raise UnsafeSourceError(
                 f"{self.root} lists {plural(len(sizes), 'small file')} ({exact_bytes(sum(sizes.values()))} in "
-                f"total); at most {MAX_FILES} files and {MAX_COPIED_BYTES} bytes are fetched. {COPY_FIRST}"
+                f"total); at most {_MAX_FILES} files and {_MAX_COPIED_BYTES} bytes are fetched. {COPY_FIRST}"
             )
 
     def _write(self, name: str, data: bytes | memoryview) -> None:
@@ -208,7 +208,7 @@ class _RemoteFile:
             )
         while rest:
             unit, skip = divmod(offset, UNIT_BYTES)
-            units = min(-(-(skip + len(rest)) // UNIT_BYTES), READ_UNITS)
+            units = min(-(-(skip + len(rest)) // UNIT_BYTES), _READ_UNITS)
             part = self.begin(offset - skip, (unit + units) * UNIT_BYTES).result()[skip : skip + len(rest)]
             rest[: len(part)] = part
             rest, offset = rest[len(part) :], offset + len(part)
@@ -224,7 +224,7 @@ class _RemoteFile:
         pass
 
 
-READ_UNITS = 8
+_READ_UNITS = 8
 """MiB per request."""
 
 

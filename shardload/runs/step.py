@@ -76,15 +76,16 @@ class StepRecord:
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> StepRecord:
         """Build a record from the valid fields of a JSON object."""
-        damaged, callbacks = found.get("damaged"), found.get("callbacks")
-        mesh, versions = found.get("mesh"), found.get("versions")
+        damaged, callbacks, variables = found.get("damaged"), found.get("callbacks"), found.get("variables")
+        logs, mesh, versions = found.get("logs"), found.get("mesh"), found.get("versions")
+        numbers = {name: _number(value) for name, value in logs.items()} if isinstance(logs, dict) else {}
         return cls(
             version=_integer(found.get("version")) or VERSION,
             step=_integer(found.get("step")),
             epoch=_count(found.get("epoch")),
             batch=_count(found.get("batch")),
             epoch_done=bool(found.get("epoch_done")),
-            logs=_numbers(found.get("logs")),
+            logs={name: number for name, number in numbers.items() if number is not None},
             monitor=_text(found.get("monitor")),
             mode=_text(found.get("mode")) or "auto",
             best=_number(found.get("best")),
@@ -95,7 +96,7 @@ class StepRecord:
             keep_best=_integer(found.get("keep_best")),
             save_weights_only=bool(found.get("save_weights_only")),
             save_trainable_only=bool(found.get("save_trainable_only")),
-            variables=_texts(found.get("variables")),
+            variables=tuple(filter(_text, variables)) if isinstance(variables, list) else None,
             left_out=_count(found.get("left_out")) or 0,
             callbacks=tuple(c for c in callbacks if isinstance(c, dict)) if isinstance(callbacks, list) else (),
             metadata=found.get("metadata"),
@@ -115,10 +116,6 @@ def _text(found: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _texts(found: Any) -> tuple[str, ...] | None:
-    return tuple(filter(_text, found)) if isinstance(found, list) else None
-
-
 def _integer(found: Any) -> int | None:
     # Not isinstance: true is an int in Python, but not a number in JSON.
     return found if type(found) is int else None
@@ -134,12 +131,6 @@ def _number(found: Any) -> float | None:
     usable = isinstance(found, (int, float)) and not isinstance(found, bool) and abs(found) < _LARGEST
     # Python writes and reads infinities in JSON as Infinity, although the standard has none.
     return float(found) if usable or found in (math.inf, -math.inf) else None
-
-
-def _numbers(found: Any) -> dict[str, float]:
-    if not isinstance(found, dict):
-        return {}
-    return {name: number for name, value in found.items() if (number := _number(value)) is not None}
 
 
 NAME = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -183,9 +174,6 @@ def _advice(stated: int) -> str:
     return f"Rename it to {stated}; a copy needs a name that is not a number"
 
 
-_EMPTY = StepRecord()
-
-
 @dataclass(frozen=True, slots=True)
 class StepInfo:
     """A step as described by its file names and ``step.json``."""
@@ -201,7 +189,7 @@ class StepInfo:
     saved_s: float = 0.0
     """The time of the save in seconds since 1970."""
     problems: str | None = None
-    """Problems found without reading the data; `shardload.runs.digests.verify` reads all of it."""
+    """Problems found without reading the data; `shardload.runs.digests.find_damage` reads all of it."""
     record: StepRecord | None = None
     """The content of ``step.json``; ``None`` if the file is missing or unreadable."""
     url: str | None = None
@@ -241,7 +229,7 @@ class StepInfo:
     @property
     def recorded(self) -> StepRecord:
         """The record, or an empty record if there is none."""
-        return self.record or _EMPTY
+        return self.record or StepRecord()
 
     @property
     def epoch(self) -> int | None:

@@ -1,7 +1,7 @@
 """From bytes in files to shards on devices.
 
-    planning ─► load_plan ─► execution: workers move blocks (block_copy) ─► jax.Array (placement)
-    (decides)   (values)       byte_source ─► host_memory: scratch, or shard_memory
+    planning ─► load_plan ─► execution: workers move blocks ─► jax.Array (placement)
+    (decides)   (values)       byte_source ─► scratch, or the shards (placement), in host_memory
 
 `geometry` knows where elements lie in files, `scratch` how a block lies in memory, `preadv` how one system call fills
 many places; `read_tensor` reads whole tensors for code that computes with them; `casts` says which casts are allowed.

@@ -56,13 +56,13 @@ from shardload.units import exact_bytes
 MAX_RANGE_UNITS = 4
 """4 MiB per request: at 60 MB/s per connection it takes 70 ms, much longer than a round
 trip. Longer requests would leave fewer in flight."""
-MAX_AHEAD_BYTES = 64 << 20
+_MAX_AHEAD_BYTES = 64 << 20
 """Enough for twelve ranges with two threads."""
-MIN_REMOTE_BUDGET_BYTES = 16 << 20
+_MIN_REMOTE_BUDGET_BYTES = 16 << 20
 """The smallest budget that leaves room for ranges."""
-MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
+_MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
 """Smallest budget with room for units; with less, bytes are read a second time to verify them."""
-IN_SCRATCH = ("staged", "packed")
+_IN_SCRATCH = ("staged", "packed")
 """The blocks that units and ranges are for."""
 
 Unit = tuple[Location, int]
@@ -142,7 +142,7 @@ class ByteSource(ABC):
 
     def verifies(self, block: Block) -> bool:
         """Whether `fill` returns only verified bytes of a block."""
-        return block.how in IN_SCRATCH
+        return block.how in _IN_SCRATCH
 
     def check(self, block: Block, tensor: Tensor) -> None:
         """Verify a block before it is read, unless `fill` does."""
@@ -184,19 +184,19 @@ def source_kind(plan: LoadPlan, verifier: Verifier | None) -> SourceKind:
     stores = {path.store for path in plan.files}
     is_verifying = any(store.is_verifying for store in stores)
     if any(store.is_remote for store in stores) and (verifier is None or is_verifying):
-        if plan.host_memory_bytes < MIN_REMOTE_BUDGET_BYTES:
+        if plan.host_memory_bytes < _MIN_REMOTE_BUDGET_BYTES:
             raise BudgetError(
                 f"Cannot load from a remote store with a host-memory budget of {exact_bytes(plan.host_memory_bytes)}. "
-                f"Raise it to at least {MIN_REMOTE_BUDGET_BYTES >> 20}MiB"
+                f"Raise it to at least {_MIN_REMOTE_BUDGET_BYTES >> 20}MiB"
             )
         return "ranges"
-    has_room = plan.host_memory_bytes >= MIN_UNITS_BUDGET_BYTES
+    has_room = plan.host_memory_bytes >= _MIN_UNITS_BUDGET_BYTES
     return "units" if has_room and (verifier is not None or is_verifying) else "files"
 
 
 def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> ByteSource:
     """Return the source of a transfer's bytes for ``threads`` threads; raises like `source_kind`."""
-    blocks = (block for block in plan.blocks if block.how in IN_SCRATCH)
+    blocks = (block for block in plan.blocks if block.how in _IN_SCRATCH)
     match source_kind(plan, verifier):
         case "files":
             return FileReads(verifier)
@@ -204,7 +204,7 @@ def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> B
             kept = max(1, min(threads + 2, plan.host_memory_bytes // (8 * UNIT_BYTES)))
             return UnitReads(blocks, kept_units=kept, verifier=verifier)
         case "ranges":
-            limit = min(MAX_AHEAD_BYTES, plan.host_memory_bytes // 4)
+            limit = min(_MAX_AHEAD_BYTES, plan.host_memory_bytes // 4)
             return RangeReads(blocks, limit_bytes=limit, threads=threads, verifier=verifier)
 
 
@@ -282,7 +282,7 @@ class UnitReads(ByteSource):
 
     def release(self, block: Block) -> None:
         """Release the units that no later block needs."""
-        if block.how not in IN_SCRATCH:
+        if block.how not in _IN_SCRATCH:
             return
         with self._lock:
             for unit in units_of(block):
@@ -296,7 +296,7 @@ class UnitReads(ByteSource):
         """Return the bytes of whole units, and those of blocks that are not in units."""
         # A verifier counts the units, too, and what it read of other blocks.
         checked = self._unit_bytes if self.verifier is None else self.verifier.bytes_checked - self._checked_before
-        return sum(block.read_bytes for block in blocks if block.how not in IN_SCRATCH) + checked
+        return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + checked
 
     def _unit(self, unit: Unit) -> NDArray[np.uint8]:
         # 1. The unit in this thread's own buffer.
@@ -404,7 +404,7 @@ class RangeReads(ByteSource):
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
         """Return the bytes of all ranges, and those of blocks that are not in ranges."""
-        return sum(block.read_bytes for block in blocks if block.how not in IN_SCRATCH) + self._range_bytes
+        return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + self._range_bytes
 
     def cancel(self) -> None:
         """See `ByteSource.cancel`."""

@@ -15,8 +15,6 @@ import numpy as np
 from shardload.errors import MismatchError
 
 DType = np.dtype[Any]
-SHOWN = 4
-"""Tensors that a note lists before it counts the rest."""
 
 
 def is_float(dtype: DType) -> bool:
@@ -76,6 +74,6 @@ def overflow_notes(tensors: Sequence[str]) -> tuple[str, ...]:
     """Say that a cast made values of these tensors infinite, if it did."""
     if not tensors:
         return ()
-    more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
-    names = ", ".join(tensors[:SHOWN])
+    more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
+    names = ", ".join(tensors[:4])
     return (f"values beyond the range of the new dtype became infinite: {names}{more}. Load them in a wider dtype",)

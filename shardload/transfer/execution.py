@@ -1,4 +1,4 @@
-"""Carry out a `LoadPlan`: read blocks, copy them into shards (`block_copy`) and place shards on devices (`placement`).
+"""Carry out a `LoadPlan`: read blocks, copy them into shards (`workers`) and place shards on devices (`placement`).
 
 The calling thread submits blocks in file order and places variables as they complete; a few worker threads
 read and copy (both release the GIL)::
@@ -35,35 +35,37 @@ from shardload.errors import BudgetError
 from shardload.manifest import Manifest
 from shardload.sharding.layout import Bounds
 from shardload.stores.store import UNIT_BYTES
-from shardload.transfer.block_copy import BlockCopier, BlockTimes, Task
 from shardload.transfer.byte_source import Verifier, byte_source, source_kind
 from shardload.transfer.casts import needs_64_bits
 from shardload.transfer.host_memory import Budget, arena_bytes
 from shardload.transfer.load_plan import BUDGET_PARTS, Binding, Block, LoadPlan, local_bounds
 from shardload.transfer.placement import (
+    Chunk,
     IncrementalArray,
+    Variable,
     assemble,
     check_devices,
+    limited_chunks,
     named_sharding,
     place,
+    whole_chunks,
     widen,
     widens_on_device,
 )
 from shardload.transfer.planning import SCRATCH_BYTES
-from shardload.transfer.shard_memory import Chunk, Variable, limited_chunks, whole_chunks
-from shardload.transfer.workers import WorkerThreads, default_threads
+from shardload.transfer.workers import BlockCopier, BlockTimes, Task, WorkerThreads, default_threads
 from shardload.units import exact_bytes
 
 __all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
-QUEUED_PER_THREAD = 4
+_QUEUED_PER_THREAD = 4
 """Jobs submitted per thread, `BUDGET_PARTS` in all: one running, others waiting while the caller is busy."""
-JOB_BYTES = 4 << 20
+_JOB_BYTES = 4 << 20
 """Short blocks are submitted together up to this size: 1 ms of work per 0.1 ms of Python; less in a small plan."""
 PREPARED = 1024
 """Staged blocks prepared before the first read: 16 µs and 2 kB each, not the 100 µs it takes once copying has emptied
 the caches. (Direct ones take longer.)"""
-PLACED_TOGETHER = 32
+_PLACED_TOGETHER = 32
 """Variables placed per call: between reads each alone takes 0.4 ms, not 0.1. With 8, column shards took 5 % longer."""
 
 TransferMode = Literal["auto", "adopt", "upload"]
@@ -111,10 +113,9 @@ def execute(
         manifest: The manifest the plan was made from.
         devices: One per mesh position, in order.
         on_ready: Called with name and array when a variable is complete.
-        on_start: Called with a variable's name before memory is taken for it: the time to release the value it
-            replaces.
+        on_start: Called with a variable's name before memory is taken for it, to release the value it replaces.
         progress: Called with the number of bytes read since the last call.
-        threads: Worker threads; by default one per core, at most `shardload.transfer.workers.MAX_THREADS`.
+        threads: Worker threads; see `default_threads`.
         placement: ``adopt``: devices adopt host buffers; ``upload``: they get a copy; ``auto``: by platform.
         check: Verifies everything that is read, if the checkpoint has digests.
         shardings: By variable, the sharding object that its array gets, if not that of `named_sharding`; both must
@@ -130,15 +131,8 @@ def execute(
     if placement == "auto":
         placement = "adopt" if all(d.platform == "cpu" for d in devices) else "upload"
     began, cpu = time.perf_counter(), time.process_time()
-    transfer = Transfer(
-        plan,
-        manifest,
-        devices,
-        placement,
-        threads=threads or default_threads(),
-        check=check,
-        shardings=shardings or {},
-    )
+    options: Any = {"threads": threads or default_threads(), "check": check, "shardings": shardings or {}}
+    transfer = Transfer(plan, manifest, devices, placement, **options)
     try:
         transfer.run(on_ready, on_start or (lambda _: None), progress or (lambda _: None))
     finally:
@@ -187,7 +181,8 @@ class Transfer:
         if placement == "adopt":
             self.chunks = whole_chunks(plan.blocks, self.variables)
         else:
-            free = self.budget.limit_bytes - self.budget.taken_bytes - plan.decoded_bytes
+            decoded = max((block.host_bytes for block in plan.blocks if block.is_decoded), default=0)
+            free = self.budget.limit_bytes - self.budget.taken_bytes - decoded
             self.chunks = limited_chunks(plan.blocks, self.variables, free_bytes=free)
         self.complete: list[Chunk] = []
         if placement == "adopt":
@@ -210,7 +205,7 @@ class Transfer:
         for variable in self.variables:  # without elements, so no block completes them
             if not variable.chunks_left:
                 self._place(Chunk(variable, Bounds.whole(variable.binding.view.shape)))
-        most = min(self.threads * QUEUED_PER_THREAD, BUDGET_PARTS)
+        most = min(self.threads * _QUEUED_PER_THREAD, BUDGET_PARTS)
         for job in self._jobs():
             if self.workers.in_flight >= most:
                 # Half of them at once: whenever the caller wakes, it takes a core from the workers.
@@ -239,13 +234,14 @@ class Transfer:
     def _variable(self, binding: Binding) -> Variable:
         stored = self.manifest.tensors[binding.view.tensor].dtype
         widens = self.placement == "upload" and widens_on_device(stored, binding.dtype)
-        return Variable(binding, local_bounds(binding, self.plan.positions), stored if widens else binding.dtype)
+        shards = local_bounds(binding.layout, binding.view.shape, self.plan.positions)
+        return Variable(binding, shards, stored if widens else binding.dtype)
 
     def _jobs(self) -> Iterator[list[range]]:
         """Yield runs of blocks to submit together: short ones that take nothing from the budget."""
         # In a small plan, jobs are small enough for every thread to get several.
-        share = self.plan.read_bytes // (self.threads * QUEUED_PER_THREAD * 2)
-        most = min(JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)
+        share = self.plan.read_bytes // (self.threads * _QUEUED_PER_THREAD * 2)
+        most = min(_JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)
         job: list[range] = []
         n_bytes = 0
         for run in self.plan.runs:
@@ -329,27 +325,24 @@ class Transfer:
             if done.error is not None:
                 raise done.error
             assert done.result is not None
-            self._account(done.job, done.result)
-
-    def _account(self, job: list[range], moved: BlockTimes) -> None:
-        self.read_s += moved.read_s
-        self.copy_s += moved.copy_s
-        indices = range(job[0].start, job[-1].stop)
-        for index in indices:
-            block = self.plan.blocks[index]
-            if block.is_decoded:
-                self.budget.give_back(block.host_bytes)
-            for p in range(len(block.pieces)):
-                chunk = self.chunks.pop((index, p))
-                chunk.blocks_left -= 1
-                if not chunk.blocks_left:
-                    self.complete.append(chunk)
-        self.progress(sum(self.plan.blocks[index].read_bytes for index in indices))
-        if self.placement == "upload" or len(self.complete) >= PLACED_TOGETHER:
-            self._place_complete()
-        # Free without waiting: budget that is returned early keeps the workers busy.
-        while self.uploads and all(a.is_ready() for a in self.uploads[0][0]):
-            self._finish_upload()
+            self.read_s += done.result.read_s
+            self.copy_s += done.result.copy_s
+            indices = range(done.job[0].start, done.job[-1].stop)
+            for index in indices:
+                block = self.plan.blocks[index]
+                if block.is_decoded:
+                    self.budget.give_back(block.host_bytes)
+                for p in range(len(block.pieces)):
+                    chunk = self.chunks.pop((index, p))
+                    chunk.blocks_left -= 1
+                    if not chunk.blocks_left:
+                        self.complete.append(chunk)
+            self.progress(sum(self.plan.blocks[index].read_bytes for index in indices))
+            if self.placement == "upload" or len(self.complete) >= _PLACED_TOGETHER:
+                self._place_complete()
+            # Free without waiting: budget that is returned early keeps the workers busy.
+            while self.uploads and all(a.is_ready() for a in self.uploads[0][0]):
+                self._finish_upload()
 
     def _place_complete(self) -> None:
         chunks, self.complete = self.complete, []

@@ -225,7 +225,7 @@ def is_injective(view: View) -> bool:
     return all(n == 1 or t >= i for n, t, i in zip(ordered.shape, ordered.strides, inner, strict=True))
 
 
-def run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
+def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
     """Return the elements of the longest trailing run contiguous in both stride systems, and the dims before it."""
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
@@ -281,4 +281,4 @@ def shard_run(view: View, box: Bounds, shard: tuple[int, ...]) -> tuple[int, int
     """Return the longest run of ``box`` contiguous in the file and in a C-ordered buffer of shape ``shard``."""
     ordered = Ordered.of(view, box)
     strides = c_strides(shard)
-    return run(ordered.shape, ordered.strides, tuple(strides[d] for d in ordered.order))
+    return contiguous_run(ordered.shape, ordered.strides, tuple(strides[d] for d in ordered.order))

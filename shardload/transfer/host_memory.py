@@ -49,7 +49,7 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
     return raw[start : start + n_bytes]
 
 
-def stack(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+def stacked_arrays(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return ``count`` uninitialised C-ordered arrays of one shape as a single array, in one piece of memory."""
     # Built from strides, as no reshape skips the padding between two shards.
     strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -127,24 +127,19 @@ class Block:
         return self.how in ("packed", "decoded")
 
     @property
-    def gap_bytes(self) -> int:
-        """Bytes that a direct read skips, in total."""
-        wanted = sum(piece.box.size for piece in self.pieces) if self.how == "direct" else self.stop - self.start
-        return self.read_bytes * (self.stop - self.start - wanted) // max(1, self.stop - self.start)
-
-    @property
     def scratch_bytes(self) -> int:
         """Scratch memory for the thread that moves the block."""
-        return {"direct": min(SKIP_BYTES, self.gap_bytes), "staged": self.host_bytes}.get(self.how, 0)
-
-
-def local_bounds(binding: Binding, positions: Iterable[int]) -> tuple[Bounds, ...]:
-    """Return the distinct shards of a variable at the given mesh positions."""
-    return _local_bounds(binding.layout, binding.view.shape, tuple(positions))
+        if self.how == "direct":
+            # The bytes that the read skips, in total.
+            size = self.stop - self.start
+            gap_bytes = self.read_bytes * (size - sum(piece.box.size for piece in self.pieces)) // max(1, size)
+            return min(SKIP_BYTES, gap_bytes)
+        return self.host_bytes if self.how == "staged" else 0
 
 
 @functools.lru_cache(maxsize=1024)
-def _local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, ...]) -> tuple[Bounds, ...]:
+def local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, ...]) -> tuple[Bounds, ...]:
+    """Return the distinct shards of a variable at the given mesh positions."""
     # Equal boxes are one object (`Layout.bounds`): ids are enough, and fast on meshes of thousands of devices.
     everywhere = layout.bounds(shape)
     return tuple({id(box): box for box in map(everywhere.__getitem__, positions)}.values())
@@ -185,11 +180,6 @@ class LoadPlan:
         """Bytes that are read straight into shard memory."""
         alone = (self.blocks[r.start] for r in self.runs if len(r) == 1)
         return sum(block.read_bytes for block in alone if block.how == "direct")
-
-    @property
-    def decoded_bytes(self) -> int:
-        """Size of the largest decoded block."""
-        return max((b.host_bytes for b in self.blocks if b.is_decoded), default=0)
 
     def check_files(self, manifest: Manifest) -> None:
         """Compare the sizes of the files to read with those in the manifest."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardload.errors import BudgetError, LayoutError, MismatchError
@@ -57,18 +57,18 @@ BLOCK_BYTES = 16 << 20
 STAGED_BYTES = 2 << 20
 """One scratch fill, about the size of an L2. Half of it takes twice as many Python calls; with 16 MiB the second copy
 comes from memory, a quarter slower."""
-DECODED_BYTES = 2 << 20
+_DECODED_BYTES = 2 << 20
 """Longest decoded block, unless the reader's unit is longer."""
 DIRECT_RUN_BYTES = 2 << 10
 """Shortest run worth its own entry in a scatter read (35 ns); below, two cached copies are faster."""
-MIN_BLOCK_BYTES = 4 << 10
+_MIN_BLOCK_BYTES = 4 << 10
 """One page; a budget smaller than sixteen of them is refused."""
 DEFAULT_HOST_MEMORY = 256 << 20
 """Most bytes staged. Enough to keep every reader thread busy with several blocks, and small compared with any model;
 more does not make loading faster (docs/performance.md)."""
 SCRATCH_BYTES = 64 << 20
 """Most scratch per transfer, with fewer threads if necessary: 8 MiB for each of eight."""
-CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
+_CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
 """Most scratch per transfer if verified units are kept or prefetched as well."""
 
 
@@ -91,8 +91,7 @@ def make_plan(
             that decodes as a whole needs.
         block_bytes: Longest single read.
         positions: Mesh positions of this process; all by default.
-        scatter: Whether bytes may go straight from files to shards; False if a verifier compares them in between.
-            Never of remote and verifying stores.
+        scatter: Whether bytes may go straight from files to shards, which a verifier that compares them rules out.
         uploads: Whether shards are staged too, because devices have separate memory.
     """
     bindings = tuple(bindings)
@@ -104,6 +103,7 @@ def make_plan(
     wanted = {binding.view.tensor: None for binding in bindings}
     # Names without a tensor are left to `Planner`, whose error names the variable.
     tensors = [manifest.tensors[name] for name in wanted if name in manifest.tensors]
+    # Bytes of remote and verifying stores are compared, or arrive in ranges, before they go to shards.
     stores = {path.store for path in manifest.files}
     scatter = scatter and not any(store.is_remote or store.is_verifying for store in stores)
     budget = _budget(tensors, host_memory_bytes, through_units=not scatter, uploads=uploads)
@@ -134,10 +134,10 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool
     # A default may grow to what a chunk needs; a budget that the user stated is a promise, so too little is an error.
     if asked is None:
         return max(DEFAULT_HOST_MEMORY, least)
-    if asked < BUDGET_PARTS * MIN_BLOCK_BYTES:
+    if asked < BUDGET_PARTS * _MIN_BLOCK_BYTES:
         raise BudgetError(
             f"Cannot load with a host-memory budget of {exact_bytes(asked)}: expected room for {BUDGET_PARTS} "
-            f"blocks. Raise it to at least {BUDGET_PARTS * MIN_BLOCK_BYTES >> 10}KiB"
+            f"blocks. Raise it to at least {BUDGET_PARTS * _MIN_BLOCK_BYTES >> 10}KiB"
         )
     if asked < least:
         tensor = next(tensor for tensor in tensors if needs[tensor.name] == least)
@@ -152,11 +152,9 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool
 def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
     """Return the smallest budget that can decode every chunk of a tensor; 0 if no chunk decodes as a whole.
 
-    Args:
-        tensor: The tensor.
-        through_units: Whether reads are verified or remote, which takes up to half of the budget, `CHECKING_BYTES` at
-            most. Scratch alone takes a quarter, `SCRATCH_BYTES` at most.
-        uploads: Whether shards are staged as well, in at most half of the rest.
+    Verified or remote reads (``through_units``) take up to half of the budget, `_CHECKING_BYTES` at most; scratch
+    alone takes a quarter, `SCRATCH_BYTES` at most. Shards that are staged as well (``uploads``) take at most half of
+    the rest.
     """
     match tensor.storage:
         case Packed():
@@ -171,7 +169,7 @@ def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
         most += 2 * max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
     # ``most`` must fit into what units and scratch leave: the shares above, solved for the budget.
     if through_units:
-        return min(2 * most, most + CHECKING_BYTES) + (2 << 20)
+        return min(2 * most, most + _CHECKING_BYTES) + (2 << 20)
     return min(most * 4 // 3, most + SCRATCH_BYTES)
 
 
@@ -223,7 +221,7 @@ class Planner:
         self.block_bytes = block_bytes
         self.budget = budget
         self.scatter = scatter
-        self.shards = [local_bounds(t, positions) for t in bindings]
+        self.shards = [local_bounds(t.layout, t.view.shape, positions) for t in bindings]
         self.by_tensor: dict[str, list[int]] = {}
         self._planned: dict[Hashable, tuple[TensorPart, tuple[Block, ...]]] = {}
         # Every view is checked before any is cut: views come from converters and layer hooks, which may be wrong.
@@ -340,8 +338,8 @@ class Planner:
         # A block longer than scratch passes through it row by row, so at least two rows must fit.
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
         staged = self.block_bytes if fits else STAGED_BYTES
-        wanted = {"direct": self.block_bytes, "staged": staged, "decoded": DECODED_BYTES}[how]
-        most = max(MIN_BLOCK_BYTES, self.budget // (BUDGET_PARTS * sharing))
+        wanted = {"direct": self.block_bytes, "staged": staged, "decoded": _DECODED_BYTES}[how]
+        most = max(_MIN_BLOCK_BYTES, self.budget // (BUDGET_PARTS * sharing))
         limit = max(min(wanted, self.block_bytes, most), tensor.dtype.itemsize)
         if not isinstance(tensor.storage, Decoded):
             return limit
@@ -415,8 +413,13 @@ class Planner:
             for i in indices if len(indices) > 1 else ():
                 seen.setdefault(self.bindings[i].view, set()).update(self.shards[i])
             pairs = seen.items() or [(self.bindings[indices[0]].view, self.shards[indices[0]])]
-            elements = min(sum(_distinct(view, bounds) for view, bounds in pairs), tensor.size)
-            total += tensor.stored_bytes * elements // max(1, tensor.size)
+            elements = 0
+            for view, boxes in pairs:
+                # A broadcast dim (stride 0) counts once.
+                real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
+                needed = sum(math.prod(box.shape[d] for d in real) for box in boxes)
+                elements += min(math.prod(view.shape[d] for d in real), needed)
+            total += tensor.stored_bytes * min(elements, tensor.size) // max(1, tensor.size)
         return total
 
 
@@ -431,12 +434,6 @@ def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> I
             *(part.tensor.name, part.region.path, b.offset + by, b.start, b.stop, b.read_bytes, b.host_bytes),
             *(b.row_elements, b.step, b.how, pieces),
         )
-
-
-def _distinct(view: View, bounds: Collection[Bounds]) -> int:
-    """Count the distinct tensor elements in some boxes of a view; a broadcast dim (stride 0) counts once."""
-    real = [d for d, t in enumerate(view.strides) if t or not view.shape[d]]
-    return min(math.prod(view.shape[d] for d in real), sum(math.prod(b.shape[d] for d in real) for b in bounds))
 
 
 def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tuple[int, int, tuple[BlockPiece, ...]]]:

@@ -28,7 +28,7 @@ from shardload.stores.store import File
 Entries = NDArray[np.int64]
 """Rows of (address, bytes), laid out like ``struct iovec`` on 64-bit systems."""
 
-IOV_MAX = 1024
+_IOV_MAX = 1024
 """Most entries per call on Linux and macOS."""
 
 # use_errno: ctypes keeps errno per thread, so another thread's call cannot overwrite it before it is read.
@@ -43,7 +43,7 @@ class ReadCall:
     """Arguments of one system call."""
 
     entries: Entries
-    """At most `IOV_MAX`."""
+    """At most `_IOV_MAX`."""
     n_bytes: int
     """Bytes of all entries."""
 
@@ -102,21 +102,16 @@ def calls(grids: Sequence[Grid], *, start: int, stop: int, gap_memory: NDArray[n
         reached = max(g.stop for g in group)
     else:
         if reached == stop:
-            return _regular_calls(groups)
+            if sum(map(_count, groups)) <= _IOV_MAX:  # all groups fit into one system call
+                return _sliced(np.concatenate([_zipped(group) for group in groups]))
+            each = (_stencilled(group) if _count(group) > _IOV_MAX else _sliced(_zipped(group)) for group in groups)
+            return itertools.chain.from_iterable(each)
     return _sliced(_any_entries(grids, start, stop, gap_memory))
 
 
-def _regular_calls(groups: list[list[Grid]]) -> Iterator[ReadCall]:
-    if sum(_count(group) for group in groups) <= IOV_MAX:  # all groups fit into one system call
-        yield from _sliced(np.concatenate([_zipped(group) for group in groups]))
-        return
-    for group in groups:
-        yield from _stencilled(group) if _count(group) > IOV_MAX else _sliced(_zipped(group))
-
-
 def _sliced(found: Entries) -> Iterator[ReadCall]:
-    for at in range(0, len(found), IOV_MAX):
-        part = found[at : at + IOV_MAX]
+    for at in range(0, len(found), _IOV_MAX):
+        part = found[at : at + _IOV_MAX]
         yield ReadCall(part, int(part[:, 1].sum()))
 
 
@@ -124,7 +119,7 @@ def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
     """Yield the calls of one group by shifting one small list: a list of all entries costs more than the copying."""
     first = group[0]
     per_row = _count(group) // first.shape[0]
-    rows = IOV_MAX // per_row
+    rows = _IOV_MAX // per_row
     if not rows:
         yield from _sliced(_zipped(group))
         return

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from shardload.manifest import View
 from shardload.sharding.layout import Bounds
-from shardload.transfer.geometry import Ordered, address, run, span
+from shardload.transfer.geometry import Ordered, address, contiguous_run, span
 from shardload.transfer.load_plan import Block
 from shardload.transfer.preadv import Grid
 
@@ -34,7 +34,7 @@ PITCH_ROW_BYTES = 1 << 10
 """Shorter rows already spread over enough cache sets."""
 PAD_BYTES = 64
 """One cache line."""
-UNLOCKED = 500
+_UNLOCKED = 500
 """NumPy holds the GIL while it copies at most this many elements."""
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -128,18 +128,12 @@ class RowCopy:
         self.is_cast = part.target.dtype != flat.dtype
         bits = _UNSIGNED.get(flat.dtype.itemsize)
         if not self.is_cast and bits is not None:
-            self._join(np.dtype(bits))
-
-    def _join(self, bits: np.dtype[Any]) -> None:
-        """Copy elements as unsigned integers, or as runs of them."""
-        run = _run(self.target, self.shape, self.strides)
-        if run is None:
-            self.dtype = bits
-        else:
-            self.shape = (*self.shape[:-1], self.shape[-1] * bits.itemsize // run.itemsize)
-            self.strides = (*self.strides[:-1], run.itemsize)
-            self.dtype = run
-        self.target = self.target.view(self.dtype)
+            # Elements are copied as unsigned integers, or as runs of them.
+            if (run := _run(self.target, self.shape, self.strides)) is not None:
+                self.shape = (*self.shape[:-1], self.shape[-1] * flat.dtype.itemsize // run.itemsize)
+                self.strides = (*self.strides[:-1], run.itemsize)
+            self.dtype = np.dtype(bits) if run is None else run
+            self.target = self.target.view(self.dtype)
 
     def source(self, scratch: NDArray[np.uint8]) -> NDArray[Any]:
         """Return the elements of this part in scratch."""
@@ -160,15 +154,15 @@ class RowCopy:
 def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> np.dtype[np.void] | None:
     """Return contiguous runs shared by both, or fractions of them, as a dtype; ``None`` if there are none.
 
-    Fractions, so that more than `UNLOCKED` elements remain.
+    Fractions, so that more than `_UNLOCKED` elements remain.
     """
     itemsize = target.itemsize
     if len(shape) < 2 or target.strides[-1] != itemsize or strides[-1] != itemsize:
         return None
     length, count = shape[-1], math.prod(shape) // max(1, shape[-1])
-    while count <= UNLOCKED and length % 2 == 0:
+    while count <= _UNLOCKED and length % 2 == 0:
         length, count = length // 2, count * 2
-    return np.dtype((np.void, length * itemsize)) if length > 1 and count > UNLOCKED else None
+    return np.dtype((np.void, length * itemsize)) if length > 1 and count > _UNLOCKED else None
 
 
 def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
@@ -198,7 +192,7 @@ def grid_of(block: Block, part: CopyPart, itemsize: int) -> Grid:
     """Map each contiguous run of a part from the file to its shard buffer."""
     ordered = Ordered.of(part.view, part.box)
     buffer = tuple(part.target.strides[d] // itemsize for d in ordered.order)
-    length, outer = run(ordered.shape, ordered.strides, buffer)
+    length, outer = contiguous_run(ordered.shape, ordered.strides, buffer)
     return Grid(
         block.offset + (ordered.offset - block.start) * itemsize,
         part.target.ctypes.data,

@@ -1,8 +1,10 @@
-"""Worker threads that wake their caller only when enough jobs have finished.
+"""Worker threads, and what they do with one block: read it and copy each part into its shard buffer.
 
 The caller competes with its workers for cores, so it states how many jobs must finish before it wakes; alone,
 that made no measurable difference. The threads start before there is work: starting one while
-another touches fresh memory took 3 ms, a tenth of reading 300 MB.
+another touches fresh memory took 3 ms, a tenth of reading 300 MB. A `Task` is everything that can be computed about a
+block before it is read; the caller prepares some tasks ahead. Scratch memory belongs to one thread, is reused from
+block to block and never leaves this module.
 
 Ctrl-C may interrupt the caller between any two instructions. Inside `threading.Condition`, or an executor or
 event built on it, that leaves its lock taken, and a worker waits for it forever. So all shared objects are
@@ -14,11 +16,25 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardload.errors import ShardloadError, TransferError
+from shardload.manifest import Decoded, Packed, Tensor
+from shardload.transfer.byte_source import ByteSource, FileReads
+from shardload.transfer.host_memory import memory
+from shardload.transfer.load_plan import Block
+from shardload.transfer.preadv import Grid, calls
+from shardload.transfer.read_tensor import stored_of
+from shardload.transfer.scratch import PAD_BYTES, BlockMemory, CopyPart, RowCopy, copy, grid_of, pitch_row
+from shardload.units import exact_bytes, plural
 
 T = TypeVar("T")
 
@@ -118,3 +134,190 @@ class _Table(Generic[T]):
         # Appended before this check, and the caller checks after setting `wanted`: no wake-up is lost.
         if self.failed or len(self.completed) >= self.wanted:
             self.wakeups.put(None)
+
+
+_NOWHERE = np.empty(0, np.uint8)
+"""Placeholder for scratch memory when only its layout is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """Time that blocks took, in thread-seconds."""
+
+    read_s: float
+    copy_s: float
+
+    def __add__(self, other: BlockTimes) -> BlockTimes:
+        return BlockTimes(self.read_s + other.read_s, self.copy_s + other.copy_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One block, and everything computed about it before it is read."""
+
+    block: Block
+    tensor: Tensor
+    """The stored tensor that the block belongs to."""
+    parts: list[CopyPart]
+    """Destinations in the shard buffers; all boxes lie inside the block."""
+    grids: Sequence[Grid] = ()
+    """Runs of a direct block."""
+    row: int = 0
+    """Elements per row in the scratch of a staged block; 0: a single row."""
+    row_copies: Sequence[RowCopy] = ()
+    """Parts of a staged block that goes through scratch a few rows at a time."""
+
+    @classmethod
+    def of(cls, block: Block, tensor: Tensor, parts: list[CopyPart]) -> Task:
+        """Prepare a task, before the first byte is read: Python is slow once copying has emptied the caches."""
+        itemsize = tensor.dtype.itemsize
+        if block.how == "direct":
+            return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts])
+        row = pitch_row(block, parts, itemsize) if block.how == "staged" else 0
+        row_copies: list[RowCopy] = []
+        if block.how == "staged" and block.row_elements:
+            flat, rows = _flat(_NOWHERE, block, tensor, row), block.step // block.row_elements
+            row_copies = [RowCopy(part, flat, row_elements=block.row_elements, rows=rows) for part in parts]
+        return cls(block, tensor, parts, (), row, row_copies)
+
+
+class BlockCopier:
+    """Moves blocks; one instance serves all threads of a transfer."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self.source = source
+        self.overflowed: set[str] = set()
+        """Tensors of which a cast made finite values infinite, as in JAX and Keras."""
+        self._own = threading.local()
+
+    def move(self, task: Task) -> BlockTimes:
+        """Read one block into its parts."""
+        overflowed = self.overflowed.add
+        try:
+            with np.errstate(all="ignore", over="call", call=lambda *_: overflowed(task.block.tensor)):
+                return self._move(task)
+        except OSError as error:
+            if isinstance(error, ShardloadError):  # TransferError is an OSError and already says what failed
+                raise
+            block = task.block
+            raise TransferError(
+                f"Cannot read tensor {block.tensor!r}, {exact_bytes(block.read_bytes)} at offset {block.offset} of "
+                f"{block.path}: {error}"
+            ) from error
+
+    def move_together(self, tasks: Sequence[Task]) -> BlockTimes:
+        """Read blocks that follow each other in a file at once, and copy each into its parts."""
+        first, last = tasks[0].block, tasks[-1].block
+        began, n_bytes = time.perf_counter(), last.offset + last.read_bytes - first.offset
+        whole = BlockMemory(self._scratch(n_bytes), np.dtype(np.uint8), 0)
+        try:
+            arrived = self.source.fill(whole, n_bytes, path=first.path, offset=first.offset)
+        except OSError as error:
+            if isinstance(error, ShardloadError):
+                raise
+            arrived = 0
+        if arrived != n_bytes:
+            # One by one, for the error to name the tensor.
+            alone = (Task.of(task.block, task.tensor, task.parts) for task in tasks)
+            return sum((self.move(task) for task in alone), BlockTimes(0.0, 0.0))
+        read, block = time.perf_counter(), first
+        with np.errstate(all="ignore", over="call", call=lambda *_: self.overflowed.add(block.tensor)):
+            for task in tasks:
+                block = task.block  # which the lambda above sees, too
+                at = block.offset - first.offset
+                flat = BlockMemory(whole.memory[at : at + block.read_bytes], task.tensor.dtype, block.start)
+                for part in task.parts:
+                    copy(part.target, flat.source(part))
+        return BlockTimes(read - began, time.perf_counter() - read)
+
+    def _move(self, task: Task) -> BlockTimes:
+        block, began = task.block, time.perf_counter()
+        if block.how == "direct":
+            assert isinstance(self.source, FileReads), "verified and remote bytes pass through scratch"
+            stop, gap_memory = block.offset + block.read_bytes, self._scratch(block.scratch_bytes)
+            wanted = calls(task.grids, start=block.offset, stop=stop, gap_memory=gap_memory)
+            received = self.source.scatter(wanted, path=block.path, offset=block.offset)
+            self._check(block, block.offset, block.read_bytes, received)
+            return BlockTimes(time.perf_counter() - began, 0.0)
+        if block.how == "staged":
+            return self._stage(task)
+        tensor, packed = task.tensor, block.packed
+        flat = self._decode(block, tensor) if packed is None else self._unpack(block, tensor, packed)
+        read = time.perf_counter()
+        for part in task.parts:
+            copy(part.target, flat.source(part))
+        return BlockTimes(read - began, time.perf_counter() - read)
+
+    def _stage(self, task: Task) -> BlockTimes:
+        """Read and distribute one scratch fill after another."""
+        block = task.block
+        itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
+        padding = block.step // task.row * PAD_BYTES if task.row else 0
+        flat = _flat(self._scratch(block.step * itemsize + padding), block, task.tensor, task.row)
+        # Each fill overwrites the same scratch, so the views of it are made once per block.
+        row_copies = [(row_copy, row_copy.source(flat.memory)) for row_copy in task.row_copies]
+        rows = block.step // block.row_elements if row_copies else 0
+        read_s = copy_s = 0.0
+        for step, start in enumerate(range(0, elements, block.step)):
+            began = time.perf_counter()
+            n_bytes = min(block.step, elements - start) * itemsize
+            offset = block.offset + start * itemsize
+            self._check(block, offset, n_bytes, self.source.fill(flat, n_bytes, path=block.path, offset=offset))
+            read = time.perf_counter()
+            # Fill ``step`` has the rows from ``step * rows`` on. If the last fill is short, so are the parts.
+            for row_copy, source in row_copies:
+                row_copy.move(source, step * rows, step * rows + rows)
+            if not row_copies:
+                for part in task.parts:
+                    copy(part.target, flat.source(part))
+            read_s, copy_s = read_s + read - began, copy_s + time.perf_counter() - read
+        return BlockTimes(read_s, copy_s)
+
+    def _decode(self, block: Block, tensor: Tensor) -> BlockMemory:
+        assert isinstance(tensor.storage, Decoded)
+        row = max(1, tensor.size // max(1, tensor.rows))
+        first, last = block.start // row, block.stop // row
+        # Readers of any installed format run here, so what they return is checked before it is taken apart.
+        rows = np.ascontiguousarray(tensor.storage.reader.read_rows(first, last))
+        if rows.size != block.stop - block.start or rows.dtype != tensor.dtype:
+            raise TransferError(
+                f"Cannot decode rows {first} to {last} of tensor {tensor.name!r} in {block.path}: found "
+                f"{plural(rows.size, 'element')} of {rows.dtype}, expected {block.stop - block.start} of {tensor.dtype}"
+            )
+        return BlockMemory(rows.reshape(-1).view(np.uint8), tensor.dtype, block.start)
+
+    def _unpack(self, block: Block, tensor: Tensor, packed: Packed) -> BlockMemory:
+        if isinstance(self.source, FileReads) or not packed.n_bytes:
+            stored = stored_of(packed)
+        else:
+            # Units end anywhere in a chunk, but a codec needs all of its bytes in one piece.
+            stored = bytearray(packed.n_bytes)
+            whole = BlockMemory(np.frombuffer(stored, np.uint8), np.dtype(np.uint8), 0)
+            self.source.fill(whole, packed.n_bytes, path=block.path, offset=packed.offset)
+        found = packed.codec.decode(stored)
+        if found.size != block.stop or found.dtype != tensor.dtype:
+            raise TransferError(
+                f"Cannot decode the chunk of tensor {tensor.name!r} at byte {packed.offset} of {block.path}: found "
+                f"{plural(found.size, 'element')} of {found.dtype}, expected {block.stop} of {tensor.dtype}"
+            )
+        return BlockMemory(found.reshape(-1).view(np.uint8), tensor.dtype, 0)
+
+    def _scratch(self, n_bytes: int) -> NDArray[np.uint8]:
+        held: NDArray[np.uint8] | None = getattr(self._own, "scratch", None)
+        if held is None or held.nbytes < n_bytes:
+            held = self._own.scratch = memory(n_bytes)
+        return held
+
+    @staticmethod
+    def _check(block: Block, offset: int, expected: int, received: int) -> None:
+        if received != expected:
+            raise TransferError(
+                f"Cannot read tensor {block.tensor!r}: {block.path} ends early. Found {exact_bytes(received)} at "
+                f"offset {offset}, expected {expected}. The file changed while it was read; copy or download it again"
+            )
+
+
+def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> BlockMemory:
+    """Return a staged block's layout in ``scratch``: rows of ``row`` elements, padded; 0 for a single row."""
+    pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
+    return BlockMemory(scratch, tensor.dtype, block.start, row, pitch)

@@ -16,7 +16,7 @@ from shardload.errors import SaveError
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.loaders.orbax.saving import save_error
 from shardload.runs import best, writer
-from shardload.runs.digests import verify
+from shardload.runs.digests import find_damage
 from shardload.runs.listing import list_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -94,7 +94,7 @@ def test_what_follows_a_save_may_fail_too(tmp_path):
 
     with pytest.raises(SaveError, match=r"Step 4 is saved in .*ConnectionError: no route"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, post_finalization=upload))
-    assert verify(tmp_path / "4") == []
+    assert find_damage(tmp_path / "4") == []
 
 
 def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
@@ -247,7 +247,7 @@ def test_kill_leaves_only_whole_steps(tmp_path):
     run.send_signal(signal.SIGKILL)
     run.communicate()
     steps = list_steps(tmp_path)
-    assert steps and [verify(info.path) for info in steps] == [[]] * len(steps)
+    assert steps and [find_damage(info.path) for info in steps] == [[]] * len(steps)
     newest = steps[-1].step
     callback = OrbaxCheckpoint(tmp_path, max_to_keep=None)
     fit(compiled(), callback)
@@ -260,7 +260,7 @@ def test_a_script_that_ends_in_an_exception_ends_cleanly(tmp_path, how, told):
     run = child(tmp_path, at=f"{{3: {how}}}")
     _, stderr = run.communicate(timeout=60)
     assert run.returncode != 0 and re.search(told, stderr), stderr
-    assert [verify(tmp_path / str(n)) for n in steps_in(tmp_path)] == [[]] * len(steps_in(tmp_path))
+    assert [find_damage(tmp_path / str(n)) for n in steps_in(tmp_path)] == [[]] * len(steps_in(tmp_path))
     assert steps_in(tmp_path) == [1, 2, 3] and list((tmp_path / ".staging").glob("*")) == []
 
 

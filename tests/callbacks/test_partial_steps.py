@@ -14,7 +14,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import MismatchError, UsageError
 from shardload.keras_bridge.model_state import trained_variables
-from shardload.runs.digests import Digests, verify
+from shardload.runs.digests import Digests, find_damage
 
 
 def saver(folder, **named):
@@ -39,7 +39,7 @@ def assert_equal(one, other):
 def test_a_partial_step_has_what_training_changes_and_says_what_it_lacks(run):
     folder, model = run
     step, structure = record(folder, 8), record(folder, 8, "structure")
-    assert verify(folder / "8") == []
+    assert find_damage(folder / "8") == []
     assert (step["save_trainable_only"], step["variables"], step["left_out"]) == (True, None, 2)
     left_out = {leaf["key"]: leaf["shape"] for leaf in structure["left_out"]}
     assert left_out == {"layers/dense/vars/0": [8, 8], "layers/dense/vars/1": [8]}

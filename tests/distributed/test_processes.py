@@ -14,7 +14,7 @@ from process_runs import Run
 
 import shardload
 from shardload.processes.watchdog import written_since
-from shardload.runs.digests import verify
+from shardload.runs.digests import find_damage
 from shardload.runs.listing import find_step, list_steps
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def saved(request, trained):
 def test_processes_that_save_together_publish_whole_steps(saved):
     folder, end = saved
     assert [info.step for info in list_steps(folder)] == [12, 14, 16]
-    assert all(verify(folder / str(step)) == [] for step in (12, 14, 16))
+    assert all(find_damage(folder / str(step)) == [] for step in (12, 14, 16))
     assert list((folder / ".staging").glob("*")) == []
     assert json.loads((folder / "16/shardload/step.json").read_text())["processes"] > 1
     assert end["step"] == 16
@@ -114,7 +114,7 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
     )
     steps = [info.step for info in list_steps(folder)]
     assert steps
-    assert all(verify(folder / str(step)) == [] for step in steps)
+    assert all(find_damage(folder / str(step)) == [] for step in steps)
     shown = written_since(str(folder), max((info.saved_s for info in list_steps(folder)), default=0.0))
     assert any(f"Process {victim} (" in found["cause"] for found in shown)
     model = process_child.model()
@@ -150,7 +150,7 @@ def test_sigterm_does_not_cost_the_best_step_which_process_0_chooses(tmp_path):
         ends = run.finish()
     steps = list_steps(folder)
     assert [info.step for info in steps] == [8, ends[1]["step"]] and all(end["stopped"] for end in ends)
-    assert find_step(folder, "best").step == 8 and all(verify(info.path) == [] for info in steps)
+    assert find_step(folder, "best").step == 8 and all(find_damage(info.path) == [] for info in steps)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Where pieces of a variable go: `shardload.transfer.shard_memory`."""
+"""Where pieces of a variable go: `shardload.transfer.placement`."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ import pytest
 from shardload.manifest import View
 from shardload.sharding.layout import Bounds, Layout
 from shardload.sharding.mesh import MeshSpec
+from shardload.transfer.placement import Chunk, Variable, stacked_dim
 from shardload.transfer.planning import Binding, BlockPiece, local_bounds
 from shardload.transfer.scratch import BlockMemory, copy
-from shardload.transfer.shard_memory import Chunk, Variable, stacked_dim
 
 MESH = MeshSpec.parse("2x4")
 ROWS, COLUMNS = 16, 24
@@ -28,7 +28,8 @@ def chunk_of(view, dims):
     for dim, axis in dims.items():
         spec[dim] = (axis,)
     target = Binding("v", view, U16, Layout(MESH, tuple(spec)))
-    chunk = Chunk(Variable(target, local_bounds(target, range(8)), U16), Bounds.whole(view.shape))
+    shards = local_bounds(target.layout, view.shape, tuple(range(8)))
+    chunk = Chunk(Variable(target, shards, U16), Bounds.whole(view.shape))
     chunk.take_memory()
     return chunk
 

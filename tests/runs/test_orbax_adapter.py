@@ -19,7 +19,7 @@ from shardload.errors import SaveError, SourceError, UsageError
 from shardload.loaders import open_manifest
 from shardload.loaders.orbax import saving
 from shardload.loaders.orbax.saving import PendingSave, save_error, start_save, write_plain_arrays
-from shardload.runs.digests import Digests, verify
+from shardload.runs.digests import Digests, find_damage
 from shardload.runs.listing import list_steps
 from shardload.runs.publish import Root, Staging
 
@@ -62,7 +62,7 @@ def test_orbax_reads_what_was_published(tmp_path):
     assert found["model_config"] == {"config": "{}"}
     assert found["shardload"] == {"format": "1"}
     jax.tree.map(np.testing.assert_array_equal, found["pytree"], tree)
-    assert verify(step) == []
+    assert find_damage(step) == []
 
 
 @pytest.mark.parametrize("name", ["run[lr=0.1]", "a[b", "what?", "a*b"])
@@ -74,7 +74,7 @@ def test_a_folder_whose_name_is_a_pattern_is_saved_to(name, tmp_path, monkeypatc
     tree, run = arrays(), tmp_path / name / "run"
     run.mkdir(parents=True)
     step = save(run, 3, {"pytree": tree})
-    assert verify(step) == []
+    assert find_damage(step) == []
     shutil.copytree(step, tmp_path / "plain")  # Orbax reads by patterns, too
     jax.tree.map(np.testing.assert_array_equal, ocp.load_checkpointables(tmp_path / "plain")["pytree"], tree)
     write_plain_arrays(run / "plain", {"pytree": tree})
@@ -226,7 +226,7 @@ def test_a_full_disk_is_told_and_older_steps_stay(tmp_path):
             save(disk, 2, {"pytree": arrays(1 << 23)})
         assert caught.value.errno == errno.ENOSPC
         assert [info.step for info in list_steps(disk)] == [1]
-        assert verify(disk / "1") == []
+        assert find_damage(disk / "1") == []
 
 
 @pytest.mark.parametrize(

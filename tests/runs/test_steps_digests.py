@@ -10,7 +10,7 @@ import xxhash
 from step_folders import MIB, files_of, save_step
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
-from shardload.runs.digests import Checker, Damage, Digests, verify
+from shardload.runs.digests import Checker, Damage, Digests, find_damage
 from shardload.stores import local
 
 BIG = "pytree/d/big"
@@ -40,7 +40,7 @@ def rewrite(step, change):
 
 
 def test_a_step_as_saved_is_not_accused(step):
-    assert verify(step) == []
+    assert find_damage(step) == []
     assert Digests.read(step) == Digests.compute(step)
 
 
@@ -75,19 +75,19 @@ def test_every_flipped_bit_is_found_and_named(step):
             continue
         offset, bit = rng.randrange(size), rng.randrange(8)
         flip(path, offset=offset, bit=bit)
-        (found,) = verify(step)
+        (found,) = find_damage(step)
         assert found.path == path.relative_to(step).as_posix()
         assert found.step == "7"
         if found.offset is not None:
             assert found.offset == offset // MIB * MIB
         flip(path, offset=offset, bit=bit)
-    assert verify(step) == []
+    assert find_damage(step) == []
 
 
 def test_neighbouring_damage_is_reported_once(step):
     flip(step / BIG, offset=5)
     flip(step / BIG, offset=MIB + 5)
-    (found,) = verify(step)
+    (found,) = find_damage(step)
     assert str(found) == (f"step 7: {BIG} from byte 0 is damaged: the digest does not match the next {2 * MIB} bytes")
 
 
@@ -105,7 +105,7 @@ def test_neighbouring_damage_is_reported_once(step):
 )
 def test_a_file_that_is_not_as_saved(step, damage, says):
     damage(step / BIG)
-    named = {found.path: found for found in verify(step)}
+    named = {found.path: found for found in find_damage(step)}
     assert says in str(named[BIG])
     assert {found.path for found in Digests.read(step).check_names(step)} == set(named)
 
@@ -113,25 +113,25 @@ def test_a_file_that_is_not_as_saved(step, damage, says):
 def test_unexpected_files_and_linked_folders_are_damage(step, tmp_path):
     (step / "extra").write_text("x")
     (step / "pytree" / "link").symlink_to(tmp_path, target_is_directory=True)
-    assert [found.path for found in verify(step)] == ["extra", "pytree/link"]
+    assert [found.path for found in find_damage(step)] == ["extra", "pytree/link"]
 
 
 @pytest.mark.parametrize("name", [".DS_Store", "pytree/._big", "pytree/d/Thumbs.db", "shardload/desktop.ini"])
 def test_files_that_systems_leave_in_a_step_are_no_damage(step, name):
     (step / name).write_text("x")
-    assert verify(step) == [] == Digests.read(step).check_names(step)
+    assert find_damage(step) == [] == Digests.read(step).check_names(step)
     assert Digests.compute(step) == Digests.read(step)
 
 
 def test_a_grown_empty_file_is_damage(step):
     (step / "pytree/d/empty").write_text("x")
-    assert verify(step)[0].path == "pytree/d/empty"
+    assert find_damage(step)[0].path == "pytree/d/empty"
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"nonsense", b"\xff", b'{"self": 3}', b"[" * 50_000])
 def test_digests_that_are_none(step, content):
     (step / "shardload" / "digests.json").write_bytes(content)
-    (found,) = verify(step)
+    (found,) = find_damage(step)
     assert found.path == "shardload/digests.json"
     with pytest.raises(DamagedError, match="Step 7 is damaged"):
         Digests.read(step)
@@ -139,11 +139,11 @@ def test_digests_that_are_none(step, content):
 
 def test_missing_digests(step, tmp_path):
     (step / "shardload" / "digests.json").unlink()
-    assert [found.path for found in verify(step)] == ["shardload/digests.json"]
+    assert [found.path for found in find_damage(step)] == ["shardload/digests.json"]
     with pytest.raises(SourceNotFoundError, match="shardload did not save it"):
         Digests.read(step)
     with pytest.raises(SourceNotFoundError, match="there is no such folder"):
-        verify(tmp_path / "8")
+        find_damage(tmp_path / "8")
 
 
 @pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/../../b", "", "a//b", "./a", "a\0b"])
@@ -179,7 +179,7 @@ def test_links_cannot_be_given_digests(step):
 
 def test_progress_adds_up_to_all_bytes(step):
     seen = []
-    verify(step, progress=seen.append)
+    find_damage(step, progress=seen.append)
     assert sum(seen) == sum(file.n_bytes for file in Digests.read(step).files.values())
 
 
@@ -188,7 +188,7 @@ def test_an_unreadable_file_is_damage(step, monkeypatch):
         raise TransferError(f"{piece.path}: Input/output error")
 
     monkeypatch.setattr("shardload.runs.digests.digest_piece", fail)
-    assert "Input/output error" in str(verify(step)[0])
+    assert "Input/output error" in str(find_damage(step)[0])
 
 
 def test_damage_reads_well():

@@ -18,7 +18,7 @@ from step_folders import fill, names, save_step
 
 from shardload.errors import SaveError, SourceNotFoundError, StepExistsError, UsageError, WriteError
 from shardload.runs import publish
-from shardload.runs.digests import Digests, verify
+from shardload.runs.digests import Digests, find_damage
 from shardload.runs.listing import list_steps
 from shardload.runs.publish import Root, Staging, remove_stale, remove_step
 
@@ -37,7 +37,7 @@ def test_nothing_shows_before_publish(tmp_path):
     staging = ready(tmp_path)
     assert names(tmp_path) == [".staging"]
     assert staging.publish() == tmp_path / "7"
-    assert verify(tmp_path / "7") == []
+    assert find_damage(tmp_path / "7") == []
     assert names(tmp_path / ".staging") == []
 
 
@@ -126,7 +126,7 @@ def test_a_writer_who_wins_in_the_last_moment_keeps_the_step(tmp_path, monkeypat
 def test_an_empty_folder_in_the_way_is_no_step(tmp_path):
     (tmp_path / "7").mkdir()
     ready(tmp_path).publish()
-    assert verify(tmp_path / "7") == []
+    assert find_damage(tmp_path / "7") == []
 
 
 def test_a_missing_root_is_not_made(tmp_path):
@@ -138,7 +138,6 @@ def test_a_missing_root_is_not_made(tmp_path):
 def test_a_root_can_be_made_on_request(tmp_path):
     root = Root(tmp_path / "a" / "b", create=True)
     ready(root).publish()
-    root.close()
     (tmp_path / "file").touch()
     with pytest.raises(SaveError, match=r"Not a directory|File exists"):
         Root(tmp_path / "file", create=True)
@@ -170,7 +169,7 @@ def test_a_folder_that_may_not_be_written(tmp_path):
             with ordinary_user(), pytest.raises(WriteError, match="Cannot remove step 1"):
                 remove_step(root, 1)
         Path(root).chmod(0o755)
-        assert verify(Path(root) / "1") == []
+        assert find_damage(Path(root) / "1") == []
 
 
 def test_a_root_that_vanished_is_noticed(tmp_path):
@@ -248,7 +247,7 @@ def test_stale_staging_is_removed_and_nothing_else(tmp_path):
     save_step(tmp_path, 1)
     assert remove_stale(tmp_path) == [stale]
     assert names(tmp_path / ".staging") == ["4-00", "notes"]
-    assert verify(tmp_path / "1") == []
+    assert find_damage(tmp_path / "1") == []
 
 
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
@@ -289,7 +288,7 @@ def test_a_linked_step_is_unlinked_not_emptied(tmp_path):
     elsewhere = save_step(tmp_path, 1).rename(tmp_path / "elsewhere")
     (tmp_path / "2").symlink_to(elsewhere)
     remove_step(tmp_path, 2)
-    assert verify(elsewhere) == []
+    assert find_damage(elsewhere) == []
     assert not (tmp_path / "2").is_symlink()
 
 
@@ -302,7 +301,7 @@ def test_a_step_that_cannot_be_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(WriteError, match="Permission denied"):
         remove_step(tmp_path, 1)
-    assert verify(tmp_path / "1") == []
+    assert find_damage(tmp_path / "1") == []
 
 
 def kill_often(root, kind, *, times, rng, patience_s):
@@ -319,7 +318,7 @@ def kill_often(root, kind, *, times, rng, patience_s):
         steps = list_steps(root)
         assert steps
         assert {path.name for path in root.iterdir() if path.name.isdigit()} == {str(info.step) for info in steps}
-        assert [damage for info in steps for damage in verify(info.path)] == []
+        assert [damage for info in steps for damage in find_damage(info.path)] == []
     return left
 
 

@@ -100,7 +100,7 @@ def test_a_link_with_another_number_is_no_newer_step(run):
 def test_the_list_and_verify_say_so(run):
     assert [info.problems for info in list_steps(run)] == [None, None, "contains step 4: copied or renamed"]
     assert [verdict.verdict for verdict in verify(run)] == ["verified", "verified", "damaged"]
-    (found,) = digests.verify(run / "9")
+    (found,) = digests.find_damage(run / "9")
     assert "contains step 4" in str(found) and "step 9" in str(found)
 
 
@@ -127,7 +127,7 @@ def test_an_older_step_whose_record_has_no_number_is_read(tmp_path):
     digests.Digests.compute(path).write(path)
     path.rename(tmp_path / "9")
     assert [info.problems for info in list_steps(tmp_path)] == [None]
-    assert digests.verify(tmp_path / "9") == []
+    assert digests.find_damage(tmp_path / "9") == []
 
 
 @pytest.mark.parametrize("is_remote", [False, True])

@@ -12,7 +12,7 @@ from saved_steps import assert_one_to_one
 
 from shardload.keras_bridge.variables import value_of
 from shardload.mapping.state_tree import find
-from shardload.runs.digests import verify
+from shardload.runs.digests import find_damage
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 
@@ -79,7 +79,7 @@ def record(root, step, name="step"):
 
 def assert_holds(folder, model):
     """The step is sound and holds exactly the state the model has now."""
-    assert verify(folder) == []
+    assert find_damage(folder) == []
     tree = ocp.load_checkpointables(str(folder), {"pytree": None})["pytree"]
     pairing = find(model, json.loads((folder / "shardload" / "structure.json").read_text()))
     assert_one_to_one(pairing)

@@ -6,8 +6,8 @@ import weakref
 
 import jax
 
-import shardload.transfer.block_copy
 import shardload.transfer.byte_source
+import shardload.transfer.workers
 from shardload.mapping.assign import Assigner
 
 _BUFFERS = {}
@@ -79,12 +79,12 @@ def watch(monkeypatch):
 
 def scratch_taken(monkeypatch):
     """Host memory that reader threads really take, in bytes, none of it counted as given back."""
-    taken, original = [], shardload.transfer.block_copy.memory
+    taken, original = [], shardload.transfer.workers.memory
 
     def memory(n_bytes):
         taken.append(n_bytes)
         return original(n_bytes)
 
-    for module in (shardload.transfer.block_copy, shardload.transfer.byte_source):
+    for module in (shardload.transfer.workers, shardload.transfer.byte_source):
         monkeypatch.setattr(module, "memory", memory)
     return taken

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardload.transfer.host_memory import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, MAPPED_BYTES, arena, memory, stack
+from shardload.transfer.host_memory import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, MAPPED_BYTES, arena, memory, stacked_arrays
 
 
 @pytest.mark.parametrize("n_bytes", [1, 1000, MAPPED_BYTES, HUGE_PAGE_BYTES - 1])
@@ -32,7 +32,7 @@ def test_an_arena_holds_all_shards_apart():
     ("shape", "dtype"), [((3, 5), np.float32), ((7,), np.int8), ((300, 2000), np.uint16), ((1, 16), np.float64)]
 )
 def test_a_stack_holds_arrays_of_one_shape_apart_and_aligned(shape, dtype):
-    whole = stack(4, shape, np.dtype(dtype))
+    whole = stacked_arrays(4, shape, np.dtype(dtype))
     for k, one in enumerate(whole):
         assert one.shape == shape and one.flags.c_contiguous and one.ctypes.data % ALIGNMENT_BYTES == 0
         one[...] = k
