@@ -28,8 +28,14 @@ from shardload.keras_bridge.model_state import plain_model, with_optimizer
 from shardload.pipeline import arguments
 from shardload.pipeline.request import RestoreRequest
 from shardload.runs.best import Monitor, Retention, plain_logs
-from shardload.runs.contents import Selection, Variables, checked_metadata
-from shardload.runs.data_records import check_settable, iterator_record, restore_iterator
+from shardload.runs.contents import (
+    Selection,
+    Variables,
+    check_settable,
+    checked_metadata,
+    iterator_record,
+    restore_iterator,
+)
 from shardload.runs.listing import Which, list_steps
 from shardload.runs.saver import StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord

@@ -28,8 +28,7 @@ from shardload.errors import SaveError, UsageError, require_callable_with, sugge
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.training import swaps_averages_before
 from shardload.runs.best import Monitor, Retention, plain_logs
-from shardload.runs.contents import Selection, Variables, checked_items, checked_metadata, iterations
-from shardload.runs.data_records import iterator_record
+from shardload.runs.contents import Selection, Variables, checked_items, checked_metadata, iterations, iterator_record
 from shardload.runs.listing import list_steps
 from shardload.runs.saver import Metadata, StepSaver, check_flags
 from shardload.runs.step import StepInfo, StepRecord
@@ -206,8 +205,6 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """
         self._saver.writer.settle()
 
-    # ---- Keras' callback methods --------------------------------------------------------------------
-
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Read the folder and continue after the step to resume from, if any."""
         self._saver.writer.settle()
@@ -309,8 +306,6 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             for line in () if self._first.restored_before else self._others.finish(self.model, self._first.info):
                 self._say(f"{line}\n")
         self._saver.writer.settle()
-
-    # ---- saving -------------------------------------------------------------------------------------
 
     @property
     def _at_end(self) -> bool:

@@ -36,8 +36,7 @@ from shardload.pipeline.reporting import changed_rates
 from shardload.pipeline.request import RestoreRequest
 from shardload.reports.facts import NoteKind, of_kind
 from shardload.restoring import Restored, metric_values, run_restore, weight_values
-from shardload.runs.contents import trained_batches
-from shardload.runs.data_records import data_records, of_this_process, set_position
+from shardload.runs.contents import data_records, of_this_process, set_position, trained_batches
 from shardload.runs.listing import list_steps
 from shardload.runs.step import StepInfo
 from shardload.units import plural

@@ -141,8 +141,7 @@ class Monitor:
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         check_choice("mode", mode, ("auto", "min", "max"))
-        self.name = name
-        self.mode = mode
+        self.name, self.mode = name, mode
         self.best = self.threshold = threshold
 
     def direction(self, model: Any) -> Mode | None:

@@ -1,10 +1,12 @@
-"""The parts of a model that are saved in a step: its state, and the configuration from which it can be rebuilt.
+"""The content of a step: a model's state, the configuration from which it can be rebuilt, and positions of the data.
 
-`Selection` says which weights a step stores: all, those that training changes, or those that the user names.
+`Selection` says which weights a step stores: all, those that training changes, or those that the user names. Positions
+of data iterators are in ``shardload/iterator.json``: one record per process, or one for all if they are equal.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import metadata as distributions
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,17 +23,20 @@ import keras
 import numpy as np
 
 from shardload import processes
-from shardload.errors import UsageError, require_callable_with
+from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UsageError, require_callable_with
+from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.extra_state import assets_of, unadapted_layers, with_own_hooks
 from shardload.keras_bridge.layer_settings import serialised_with_attributes
 from shardload.keras_bridge.model_state import trained_variables, variables_of
 from shardload.keras_bridge.optimizer_slots import accumulations_in, innermost
 from shardload.keras_bridge.variables import current_value
+from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.mapping.state_tree import StateTree, state_tree_of
 from shardload.mapping.stored_values import values_to_json
-from shardload.runs.step import StepRecord
+from shardload.runs.step import StepInfo, StepRecord
 from shardload.runs.writer import SaveJob
-from shardload.units import check_kind, is_function
+from shardload.stores.json_files import read_object
+from shardload.units import check_kind, is_function, plural
 
 _PACKAGES = ("shardload", "keras", "jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
 _TAKEN = frozenset({"pytree", "model_config", "assets", "shardload"})
@@ -217,13 +223,11 @@ def for_all_processes(tree: Any) -> Any:
     An array that is not distributed over all processes (seeds, counters of a model without a distribution) belongs to
     one process, and Orbax refuses it. Process 0 stores its value, which is the same on all: they train the same model.
     """
-    if processes.count() == 1:
-        return tree
 
     def plain(value: Any) -> Any:
         return np.asarray(value) if isinstance(value, jax.Array) and value.is_fully_addressable else value
 
-    return jax.tree.map(plain, tree)
+    return tree if processes.count() == 1 else jax.tree.map(plain, tree)
 
 
 def checked_metadata(found: Any) -> Any:
@@ -272,3 +276,96 @@ def trained_batches(model: Any) -> int:
     optimizer = innermost(getattr(model, "optimizer", None))
     counts = [one.count for one in accumulations_in(optimizer)][:1]
     return int(counts[0]) if counts else iterations(model)
+
+
+def iterator_record(source: Any) -> dict[str, Any]:
+    """Return the position of a data iterator as JSON: from its ``get_state()``, a callable, or the value itself."""
+    state = source.get_state() if hasattr(source, "get_state") else source() if is_function(source) else source
+    if isinstance(state, bytes):
+        return {"version": 1, "state_base64": base64.b64encode(state).decode()}
+    try:
+        held = json.loads(json.dumps(state, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"Cannot save the state of data_iterator: {error}. Expected bytes or JSON") from error
+    # Tuples become lists and number keys become strings, which set_state might accept and misread.
+    if held != state:
+        raise UsageError(
+            f"Cannot save the state of data_iterator: a round trip through JSON turns {_shortened(state)} into "
+            f"{_shortened(held)}. Use lists instead of tuples and strings as keys, or bytes"
+        )
+    return {"version": 1, "state": held}
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]} …"
+
+
+def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the records of all processes; equal records are stored once."""
+    return records[0] if all(record == records[0] for record in records) else {"processes": records}
+
+
+def data_records(info: StepInfo) -> list[dict[str, Any]]:
+    """Return the data records: one per process, one for all if they are equal, or none."""
+    path = Path(info.path) / OWN_FOLDER / "iterator.json"
+    try:
+        found = read_object(path)
+    except SourceNotFoundError:
+        return []
+    except SourceError as error:
+        raise DamagedError(f"Step {info.step}: {error}") from error
+    records = found.get("processes", [found])
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise DamagedError(f"Step {info.step}: {path} should contain one object, or a list of them for its processes")
+    for record in records:
+        if "state_base64" in record:
+            try:
+                record["state"] = base64.b64decode(record["state_base64"], validate=True)
+            except (TypeError, ValueError) as error:
+                raise DamagedError(
+                    f"Step {info.step}: {path} should contain the iterator's state in base64, but has "
+                    f"{record['state_base64']!r:.80}"
+                ) from error
+    return records
+
+
+def of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return this process' record; ``None`` if each process had its own and their number has changed."""
+    if len(records) == 1:
+        return records[0]
+    return records[processes.index()] if len(records) == processes.count() else None
+
+
+def set_position(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bool:
+    """Set the position of a user's own source; return whether the step stores one."""
+    record = of_this_process(records)
+    if record is None and any("state" in one for one in records):
+        warn_caller(
+            f"Cannot restore the position of data_iterator: step {info.step} stores one for each of "
+            f"{plural(len(records), 'process')}, but this run has {processes.count()}. The data starts where "
+            "data_iterator is now"
+        )
+    if record is None or "state" not in record:
+        return False
+    # A function or a JSON value as ``data_iterator`` only gives positions.
+    if hasattr(source, "set_state") or hasattr(source, "get_state"):
+        check_settable(source, "data_iterator")
+        source.set_state(record["state"])
+    return True
+
+
+def restore_iterator(source: Any, info: StepInfo) -> None:
+    """Set the position of a data source to the one that a step stores; warn if it stores none for this process."""
+    records = data_records(info)
+    if not set_position(source, records, info) and not any("state" in one for one in records):
+        warn_caller(f"Step {info.step} stores no position of a data iterator, so this one stays where it is.")
+
+
+def check_settable(source: Any, argument: str) -> None:
+    """Raise unless the position of a data source can be set."""
+    if not hasattr(source, "set_state"):
+        raise UsageError(
+            f"Cannot restore the position of {argument}: {type(source).__name__} has no set_state(state). Pass an "
+            "object that has one"
+        )

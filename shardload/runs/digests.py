@@ -93,11 +93,7 @@ class SavedUnits:
         first = unit * UNIT_BYTES
         return first, min(first + UNIT_BYTES, self.of_file(name).n_bytes)
 
-    def compare(self, name: str, unit: int, data: memoryview) -> None:
-        """Raise a `DamagedError` unless the bytes of a unit match its digest."""
-        self.compare_digest(name, unit, hash_of(data))
-
-    def compare_digest(self, name: str, unit: int, found: str) -> None:
+    def compare(self, name: str, unit: int, found: str) -> None:
         """Raise a `DamagedError` unless a digest of a unit is the saved one."""
         first, last = self.span(name, unit)
         with self._lock:
@@ -218,7 +214,7 @@ class Checker:
         part = into[: last - first]
         self._open(name).read_into(part, first)
         if not self.folder.store.is_verifying:
-            self.saved.compare(name, unit, part)
+            self.saved.compare(name, unit, hash_of(part))
         return last - first
 
     def units_by_file(self) -> dict[str, tuple[str, ...]]:
@@ -283,7 +279,7 @@ class Checker:
                 part = piece[: min(_PIECE_BYTES, last - start)]
                 file.read_into(part, start)
                 running.update(part)
-            self.saved.compare_digest(name, unit, running.hexdigest())
+            self.saved.compare(name, unit, running.hexdigest())
         except BaseException as error:
             # A failed read does not prove damage: forget the unit, so that a later call reads it again.
             if not isinstance(error, DamagedError):

@@ -25,7 +25,7 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.loaders.orbax.loader import OWN_FOLDER
-from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, is_saved
+from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, hash_of, is_saved
 from shardload.runs.digests import SavedUnits
 from shardload.stores import private_copies
 from shardload.stores.json_files import MAX_JSON_BYTES
@@ -241,7 +241,7 @@ class _Units:
         if len(data) != self._n_bytes:
             raise self._saved.wrong_size(self._name, found=self._unit * UNIT_BYTES + len(data))
         for at in range(0, len(data), UNIT_BYTES):
-            self._saved.compare(self._name, self._unit + at // UNIT_BYTES, data[at : at + UNIT_BYTES])
+            self._saved.compare(self._name, self._unit + at // UNIT_BYTES, hash_of(data[at : at + UNIT_BYTES]))
         return data
 
     def cancel(self) -> None:

@@ -19,8 +19,7 @@ import numpy as np
 from shardload.errors import UsageError
 from shardload.processes import Channel
 from shardload.runs.best import Best, Monitor, Retention, remover
-from shardload.runs.contents import Contents, Selection, checked_metadata, prepare_serialising
-from shardload.runs.data_records import joined
+from shardload.runs.contents import Contents, Selection, checked_metadata, joined, prepare_serialising
 from shardload.runs.publish import Root
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.runs.writer import Writer

@@ -67,7 +67,6 @@ _IN_SCRATCH = ("staged", "packed")
 
 Unit = tuple[Location, int]
 """A file, and the number of a unit in it."""
-SourceKind = Literal["files", "units", "ranges"]
 
 
 class Verifier(Protocol):
@@ -179,7 +178,7 @@ class ByteSource(ABC):
             self._files.popitem()[1].close()
 
 
-def source_kind(plan: LoadPlan, verifier: Verifier | None) -> SourceKind:
+def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "units", "ranges"]:
     """Return how the files of a plan are read."""
     stores = {path.store for path in plan.files}
     is_verifying = any(store.is_verifying for store in stores)
@@ -255,16 +254,12 @@ class UnitReads(ByteSource):
         self.kept_units = kept_units  # at most; a unit that does not fit is read again
         self.shared_bytes = kept_units * UNIT_BYTES
         self._left = Counter(unit for block in blocks for unit in units_of(block))
-        self._kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
+        self.kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
+        """Units in memory for later blocks."""
         self._spare: list[NDArray[np.uint8]] = []
         self._unit_bytes = 0
         self._lock = threading.Lock()
         self._own = threading.local()
-
-    @property
-    def units_in_memory(self) -> int:
-        """Number of units that are kept for later blocks now."""
-        return len(self._kept)
 
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
         """See `ByteSource.fill`."""
@@ -287,7 +282,7 @@ class UnitReads(ByteSource):
         with self._lock:
             for unit in units_of(block):
                 self._left[unit] -= 1
-                if not self._left[unit] and (kept := self._kept.pop(unit, None)) is not None:
+                if not self._left[unit] and (kept := self.kept.pop(unit, None)) is not None:
                     data = kept.result()
                     # Memory is reused, as no device ever adopts it. The short last unit of a file is only part of one.
                     self._spare += [data] if data.nbytes == UNIT_BYTES else []
@@ -304,12 +299,12 @@ class UnitReads(ByteSource):
             return cast("NDArray[np.uint8]", self._own.data)
         with self._lock:
             # 2. A unit that another thread has read, or is reading.
-            known = self._kept.get(unit)
+            known = self.kept.get(unit)
             promise: Future[NDArray[np.uint8]] | None = None
             into: NDArray[np.uint8] | None = None
             # 3. If a later block needs it and there is room, promise it: other threads wait instead of reading it, too.
-            if known is None and self._left[unit] > 1 and len(self._kept) < self.kept_units:
-                promise = self._kept[unit] = Future()
+            if known is None and self._left[unit] > 1 and len(self.kept) < self.kept_units:
+                promise = self.kept[unit] = Future()
                 into = self._spare.pop() if self._spare else None
         if known is not None:
             return known.result()  # safe to wait: the thread that reads it never waits for others

@@ -147,13 +147,9 @@ def _dims(view: View, tensor: Tensor) -> list[int | None]:
 
 def paths_of(tensor: Tensor) -> tuple[Location, ...]:
     """Return the files a tensor is read from."""
-    match tensor.storage:
-        case Decoded(reader):
-            return reader.paths
-        case Extent(path):
-            return (path,)
-        case _:
-            return tuple(dict.fromkeys(region.path for region in regions(tensor)))
+    if isinstance(tensor.storage, Decoded):
+        return tensor.storage.reader.paths
+    return tuple(dict.fromkeys(region.path for region in regions(tensor)))
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
@@ -275,10 +271,3 @@ def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
 def largest_stride(view: View) -> int:
     """Return the largest stride of a view's dims longer than 1; 0 if there are none."""
     return max((t for n, t in zip(view.shape, view.strides, strict=True) if n > 1), default=0)
-
-
-def shard_run(view: View, box: Bounds, shard: tuple[int, ...]) -> tuple[int, int]:
-    """Return the longest run of ``box`` contiguous in the file and in a C-ordered buffer of shape ``shard``."""
-    ordered = Ordered.of(view, box)
-    strides = c_strides(shard)
-    return contiguous_run(ordered.shape, ordered.strides, tuple(strides[d] for d in ordered.order))

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardload.errors import BudgetError, LayoutError, MismatchError
-from shardload.manifest import Chunked, Decoded, Manifest, Packed, Tensor, UnreadableRows, View
+from shardload.manifest import Decoded, Manifest, Tensor, UnreadableRows, View, c_strides
 from shardload.sharding.layout import Bounds
 from shardload.transfer.casts import check_cast
 from shardload.transfer.geometry import (
@@ -27,13 +27,13 @@ from shardload.transfer.geometry import (
     Region,
     RegionView,
     address,
+    contiguous_run,
     cut,
     in_file_order,
     is_injective,
     largest_stride,
     paths_of,
     regions,
-    shard_run,
     span,
     view_in_region,
 )
@@ -156,14 +156,9 @@ def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
     alone takes a quarter, `SCRATCH_BYTES` at most. Shards that are staged as well (``uploads``) take at most half of
     the rest.
     """
-    match tensor.storage:
-        case Packed():
-            pass
-        case Chunked(extents=extents) if any(isinstance(extent, Packed) for extent in extents.values()):
-            pass
-        case _:
-            return 0
-    most = max(region.unpacking_bytes(tensor.dtype) for region in regions(tensor))
+    most = max((region.unpacking_bytes(tensor.dtype) for region in regions(tensor)), default=0)
+    if not most:
+        return 0
     # Twice a chunk's shards, as they get half of what is left.
     if uploads:
         most += 2 * max(region.size for region in regions(tensor)) * tensor.dtype.itemsize
@@ -319,6 +314,7 @@ class Planner:
         if binding.dtype != part.tensor.dtype or not is_injective(binding.view):
             return False
         shard = binding.layout.shard_shape(binding.view.shape)
+        strides = c_strides(shard)
         # Shards have one shape, so one stands for all; but the edges of a chunk cut each of them differently.
         if part.region.origin is None:
             boxes = {Bounds.whole(shard)}
@@ -326,7 +322,9 @@ class Planner:
             common = (b.intersect(seen.box) for b in self.shards[index])
             boxes = {Bounds.whole(both.shape) for both in common if both is not None}
         for box in boxes:
-            length, outer = shard_run(seen.view, box, shard)
+            ordered = Ordered.of(seen.view, box)
+            buffer = tuple(strides[d] for d in ordered.order)
+            length, outer = contiguous_run(ordered.shape, ordered.strides, buffer)
             is_whole = length == box.size and outer == 0
             if not is_whole and length * part.tensor.dtype.itemsize < DIRECT_RUN_BYTES:
                 return False

@@ -10,7 +10,7 @@ import pytest
 from shardload.data import BatchPart, follow_data, part_in, resumable, stop_following
 from shardload.data.position import Origin, Reading
 from shardload.errors import UsageError
-from shardload.runs.data_records import iterator_record
+from shardload.runs.contents import iterator_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # what Keras says of any Grain epoch
 

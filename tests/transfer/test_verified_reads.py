@@ -44,7 +44,7 @@ def test_blocks_that_share_units_read_each_once(step):
     reads = UnitReads(BLOCKS, kept_units=2, verifier=Checker(step))
     content = (step / BIG).read_bytes()
     assert b"".join(read(reads, b) for b in BLOCKS) == content
-    assert reads.verifier.bytes_checked == len(content) and not reads.units_in_memory
+    assert reads.verifier.bytes_checked == len(content) and not reads.kept
 
 
 def test_with_no_room_to_keep_units_they_are_read_and_checked_again(step):
@@ -65,7 +65,7 @@ def test_threads_share_what_they_read(step):
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
-    assert not wrong and reads.verifier.bytes_checked == len(content) and not reads.units_in_memory
+    assert not wrong and reads.verifier.bytes_checked == len(content) and not reads.kept
 
 
 @pytest.mark.parametrize(("row", "pitch"), [(1000, 1016), (350_000, 350_032), (16, 24)])
