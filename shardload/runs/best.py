@@ -55,7 +55,7 @@ class Best:
         known_run = runs.get(folder) if resumed is None else resumed.run
         self.run = runs[folder] = channel.first(lambda: known_run or secrets.token_hex(8))
         direction = self.monitor.direction(model)
-        known = recorded_damage(steps) & {info.step for info in steps}
+        known = _recorded_damage(steps) & {info.step for info in steps}
         if direction is None:  # no rule needs a direction
             self.comparison = BestRule(self.monitor.name, None, damaged=known)
             return []
@@ -64,7 +64,7 @@ class Best:
         by = BestRule(self.monitor.name, direction, family if self.of == "run" else None)
         # Without a rule nothing depends on the best step, so do not spend seconds on reading it.
         read_bytes = 0 if self.rule is None else READ_BYTES
-        found = Found(**channel.first(lambda: asdict(find_best(steps, by, read_bytes=read_bytes))))
+        found = Found(**channel.first(lambda: asdict(_find_best(steps, by, read_bytes=read_bytes))))
         # The best step was just read completely: if an older record calls it damaged, it has been repaired since.
         if self.rule is not None:
             known.discard(found.step)
@@ -101,7 +101,7 @@ class Found:
     """Steps that are or may be better but do not count: number, value if known, and a description of the damage."""
 
 
-def find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Found:
+def _find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Found:
     """Return the best undamaged step, and the damaged steps ranked above it. Reads steps up to ``read_bytes`` only."""
     unknown = (info for info in steps if info.hides_rank)
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
@@ -257,7 +257,7 @@ class Retention:
         """Return the ``steps`` that no rule keeps, oldest first; never the ``newest``, which was just saved."""
         if self.latest is None:
             return []
-        damaged = {*by.damaged, *recorded_damage(steps)}
+        damaged = {*by.damaged, *_recorded_damage(steps)}
         ours = [s for s in steps if s.ours and s.problems is None and s.step not in damaged]
         # The union of all rules. The newest stays even if it does not rank: a resume needs it.
         keep = {newest, *(s.step for s in ours[-self.latest :])}
@@ -292,7 +292,7 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
     return remove
 
 
-def recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
+def _recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
     """Return the steps recorded as damaged in other steps, since a run that reads no data would not notice."""
     return {step for info in steps for step in info.recorded.damaged}
 

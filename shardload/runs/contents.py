@@ -166,7 +166,7 @@ class Contents:
         records = {"step.json": asdict(record), "structure.json": state.to_json() | self._values()}
         if position:
             records["iterator.json"] = dict(position)
-        items = {"pytree": for_all_processes(state.tree), **self._items}
+        items = {"pytree": _for_all_processes(state.tree), **self._items}
         if checkpointables is not None:
             items |= checked_items(checkpointables)
         assert record.step is not None
@@ -217,7 +217,7 @@ def prepare_serialising() -> None:
     keras.saving.serialize_keras_object(keras.layers.Identity())
 
 
-def for_all_processes(tree: Any) -> Any:
+def _for_all_processes(tree: Any) -> Any:
     """Return a state tree that several processes can save together.
 
     An array that is not distributed over all processes (seeds, counters of a model without a distribution) belongs to

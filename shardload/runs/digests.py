@@ -120,7 +120,7 @@ class SavedUnits:
 
 
 @runtime_checkable
-class VerifyingStore(Protocol):
+class _VerifyingStore(Protocol):
     """A store that contains one step and compares what it reads with the step's digests."""
 
     saved: SavedUnits
@@ -137,7 +137,7 @@ class Checker:
         """Read the digests of a step's folder; `SourceNotFoundError` if it has none."""
         self.folder = located(folder)
         store = self.folder.store
-        if isinstance(store, VerifyingStore):
+        if isinstance(store, _VerifyingStore):
             self.saved = store.saved
         else:
             self.saved = SavedUnits(Digests.read(folder), step=step_name(folder), shown=str(self.folder))
@@ -303,7 +303,7 @@ def find_damage(
     step = step_name(where)
     try:
         digests = Digests.read(where)
-        if isinstance(where.store, VerifyingStore):
+        if isinstance(where.store, _VerifyingStore):
             damage = where.store.name_damage()
         else:
             damage = name_damage(digests, scan(where.local_path()), step)

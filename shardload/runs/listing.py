@@ -54,7 +54,7 @@ from shardload.stores.remote import RemoteStore, remote_store
 from shardload.stores.remote_failures import COPY_FIRST
 from shardload.units import is_integer, plural
 
-ORBAX_FILE = "_CHECKPOINT_METADATA"
+_ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
 THREADS = 8
 """Remote steps queried concurrently: each costs a few round trips."""
@@ -136,7 +136,7 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder, under any name, is a shardload step; a subfolder ``shardload`` alone is not enough."""
     path = Path(folder)
     # A source checkout of this project has a folder shardload/, too.
-    marked = (path / OWN_FOLDER).is_dir() and (path / ORBAX_FILE).is_file()
+    marked = (path / OWN_FOLDER).is_dir() and (path / _ORBAX_FILE).is_file()
     return marked or (path / DIGESTS_FILE).is_file()
 
 
@@ -152,7 +152,7 @@ def _look(path: Path) -> StepInfo | None:
     """Return the step in a folder named by digits; ``None`` if the folder is not a step."""
     try:
         ours = (path / OWN_FOLDER).is_dir()
-        if not path.is_dir() or not (ours or (path / ORBAX_FILE).is_file()):
+        if not path.is_dir() or not (ours or (path / _ORBAX_FILE).is_file()):
             return None
     except OSError as error:
         # Passing over the folder would make an older step the latest.
@@ -240,14 +240,14 @@ def _remote_numbers(store: RemoteStore) -> dict[int, bool]:
     if not names:
         _refuse_file(store)
         raise SourceNotFoundError(f"There is nothing at {url}. Check the address. {_ONLY_STEPS}")
-    if ORBAX_FILE in names:
+    if _ORBAX_FILE in names:
         if any(name.startswith(f"{OWN_FOLDER}/") for name in names):
             raise DamagedError(f"Step {store.name} at {url} is damaged: {DIGESTS_FILE} is missing")
         raise foreign(url)
     found: dict[int, bool] = {}
     for name in names:
         folder, _, rest = name.partition("/")
-        if NAME.fullmatch(folder) and (rest == ORBAX_FILE or rest.startswith(f"{OWN_FOLDER}/")):
+        if NAME.fullmatch(folder) and (rest == _ORBAX_FILE or rest.startswith(f"{OWN_FOLDER}/")):
             # Both marks may appear, in any order; one of shardload's files makes it a shardload step.
             found[int(folder)] = found.get(int(folder), False) or rest.startswith(f"{OWN_FOLDER}/")
     return found
@@ -283,7 +283,7 @@ def _remote_info(stored: RemoteStep) -> StepInfo:
 
 def _refuse_foreign(store: RemoteStore, folder: str = "") -> None:
     """Raise for a checkpoint that shardload did not save."""
-    if store.requests.read_small(f"{folder}/{ORBAX_FILE}" if folder else ORBAX_FILE, limit=1 << 20) is not None:
+    if store.requests.read_small(f"{folder}/{_ORBAX_FILE}" if folder else _ORBAX_FILE, limit=1 << 20) is not None:
         raise foreign(store.shown(folder))
 
 
@@ -320,7 +320,7 @@ def why_no_steps(root: str | os.PathLike[str]) -> str:
     if remote_store(root) is not None:
         return ". Only training steps are read from remote stores: copy other checkpoints to this machine first"
     path = expanded(without_file_scheme(root)).absolute()
-    if any((path / name).exists() for name in (OWN_FOLDER, ORBAX_FILE, TREE_FILE)):
+    if any((path / name).exists() for name in (OWN_FOLDER, _ORBAX_FILE, TREE_FILE)):
         if path.name.isascii() and path.name.isdigit():
             return f". It looks like a step itself: give its folder {path.parent} and step={path.name}"
         return ". It looks like a single checkpoint of Orbax: use shardload.load_weights, or shardload load"

@@ -137,7 +137,7 @@ NAME = re.compile(r"0|[1-9][0-9]{0,17}")
 """At most 18 digits, so that every number fits into 64 bits."""
 
 
-def other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] | None:
+def _other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] | None:
     """Return the numbers in the folder's name and in the step's record if they differ, else ``None``."""
     with suppress(ShardloadError, OSError):  # an unreadable record is reported as damage elsewhere
         where = located(folder)
@@ -150,14 +150,14 @@ def other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] |
 
 def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
     """Return the mismatch between folder name and stored number, if any: at most one item."""
-    if (numbers := other_number(folder)) is None:
+    if (numbers := _other_number(folder)) is None:
         return []
     return [Damage(STEP_FILE, f"{mismatch(numbers[1])}. {_advice(numbers[1])}", step=str(numbers[0]))]
 
 
 def check_folder_number(folder: str | os.PathLike[str] | Location) -> None:
     """Raise if a step's folder was copied or renamed, so that its name differs from the stored number."""
-    if (numbers := other_number(folder)) is not None:
+    if (numbers := _other_number(folder)) is not None:
         named, stated = numbers
         raise DamagedError(
             f"Cannot use {folder} as step {named}: it contains step {stated}, so the folder was "

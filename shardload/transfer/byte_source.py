@@ -253,7 +253,7 @@ class UnitReads(ByteSource):
         super().__init__(verifier)
         self.kept_units = kept_units  # at most; a unit that does not fit is read again
         self.shared_bytes = kept_units * UNIT_BYTES
-        self._left = Counter(unit for block in blocks for unit in units_of(block))
+        self._left = Counter(unit for block in blocks for unit in _units_of(block))
         self.kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
         """Units in memory for later blocks."""
         self._spare: list[NDArray[np.uint8]] = []
@@ -280,7 +280,7 @@ class UnitReads(ByteSource):
         if block.how not in _IN_SCRATCH:
             return
         with self._lock:
-            for unit in units_of(block):
+            for unit in _units_of(block):
                 self._left[unit] -= 1
                 if not self._left[unit] and (kept := self.kept.pop(unit, None)) is not None:
                     data = kept.result()
@@ -411,7 +411,7 @@ class RangeReads(ByteSource):
                     one.pending.cancel()
 
     def _add(self, block: Block, most_bytes: int) -> None:
-        for path, unit in units_of(block):
+        for path, unit in _units_of(block):
             first, end = unit * UNIT_BYTES, (unit + 1) * UNIT_BYTES
             start, stop = max(block.offset, first), min(block.offset + block.read_bytes, end)
             n_bytes = stop - start
@@ -482,7 +482,7 @@ def _too_short(path: Location, stop: int) -> TransferError:
     return TransferError(f"Cannot read {path}: it ends before byte {stop}. It changed since its headers were read")
 
 
-def units_of(block: Block) -> Iterator[Unit]:
+def _units_of(block: Block) -> Iterator[Unit]:
     """Yield the units a block overlaps; none for a decoded block."""
     if block.how != "decoded" and block.read_bytes:
         last = (block.offset + block.read_bytes - 1) // UNIT_BYTES

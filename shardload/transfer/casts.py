@@ -14,10 +14,8 @@ import numpy as np
 
 from shardload.errors import MismatchError
 
-DType = np.dtype[Any]
 
-
-def is_float(dtype: DType) -> bool:
+def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether ``dtype`` is a real floating-point type, ``ml_dtypes`` included."""
     try:
         ml_dtypes.finfo(dtype)
@@ -26,7 +24,7 @@ def is_float(dtype: DType) -> bool:
     return dtype.kind != "c"  # finfo accepts complex types as well
 
 
-def _range(dtype: DType) -> tuple[int, int] | None:
+def _range(dtype: np.dtype[Any]) -> tuple[int, int] | None:
     try:
         info = ml_dtypes.iinfo(dtype)
     except (ValueError, KeyError, TypeError):
@@ -34,7 +32,7 @@ def _range(dtype: DType) -> tuple[int, int] | None:
     return int(info.min), int(info.max)
 
 
-def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> None:
+def check_cast(source: np.dtype[Any], target: np.dtype[Any], *, variable: str, tensor: str) -> None:
     """Raise for a cast that is not value-preserving up to float rounding."""
     if source == target:
         return
@@ -56,12 +54,12 @@ def check_cast(source: DType, target: DType, *, variable: str, tensor: str) -> N
 ENABLE_64_BITS = "Call jax.config.update('jax_enable_x64', True) before JAX is used"
 
 
-def wide(dtype: DType) -> str:
+def wide(dtype: np.dtype[Any]) -> str:
     """Return what else a dtype needs in JAX: words to append to its name."""
     return ", with jax.config.update('jax_enable_x64', True)" if dtype.itemsize == 8 and dtype.kind in "iuf" else ""
 
 
-def needs_64_bits(variable: str, dtype: DType) -> MismatchError:
+def needs_64_bits(variable: str, dtype: np.dtype[Any]) -> MismatchError:
     """Build the error for a variable of a dtype that JAX has disabled."""
     # Integers of 64 bits may not fit into fewer, whatever the model is built with.
     other = ", or build the model with a 32-bit dtype" if dtype.kind == "f" else ""
