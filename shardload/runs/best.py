@@ -265,6 +265,7 @@ class Retention:
         # Steps that this callback ranks follow its own rule; of the others, keep what their callbacks promised to keep.
         keep.update(_promised(s for s in ours if not (self.best and by.covers(s))))
         if self.every_steps is not None:
+            # Steps below the first multiple do not count.
             first = {s.step // self.every_steps: s.step for s in reversed(ours)}
             keep.update(step for multiple, step in first.items() if multiple > 0)
         if self.every_hours is not None:
