@@ -36,7 +36,7 @@ from shardload.pipeline.reporting import changed_rates
 from shardload.pipeline.request import RestoreRequest
 from shardload.reports.facts import NoteKind, of_kind
 from shardload.restoring import Restored, metric_values, run_restore, weight_values
-from shardload.runs.contents import data_records, of_this_process, set_position, trained_batches
+from shardload.runs.contents import position_of_this_process, set_position, stored_positions, trained_batches
 from shardload.runs.listing import list_steps
 from shardload.runs.step import StepInfo
 from shardload.units import plural
@@ -204,9 +204,9 @@ def _resumption(
     # Another epoch than the one that is due: the stored position does not apply, and the data starts at its beginning.
     if given is not None and given != complete:
         return Resumption(info, given, complete)
-    records = data_records(info)
+    records = stored_positions(info)
     is_own_resumed = data_iterator is not None and set_position(data_iterator, records, info)
-    mine = of_this_process(records)
+    mine = position_of_this_process(records)
     # The position of another process never reaches the data: an empty `Reading` makes its origin be refused.
     stored = mine or next(iter(records), {})
     has_position = stored.get("position") is not None

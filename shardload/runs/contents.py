@@ -301,13 +301,13 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]} …"
 
 
-def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
+def joined_positions(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the records of all processes; equal records are stored once."""
     return records[0] if all(record == records[0] for record in records) else {"processes": records}
 
 
-def data_records(info: StepInfo) -> list[dict[str, Any]]:
-    """Return the data records: one per process, one for all if they are equal, or none."""
+def stored_positions(info: StepInfo) -> list[dict[str, Any]]:
+    """Return the records of positions in a step: one per process, one for all if they are equal, or none."""
     path = Path(info.path) / OWN_FOLDER / "iterator.json"
     try:
         found = read_object(path)
@@ -330,8 +330,8 @@ def data_records(info: StepInfo) -> list[dict[str, Any]]:
     return records
 
 
-def of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return this process' record; ``None`` if each process had its own and their number has changed."""
+def position_of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the record of this process; ``None`` if each process had its own and their number has changed."""
     if len(records) == 1:
         return records[0]
     return records[processes.index()] if len(records) == processes.count() else None
@@ -339,7 +339,7 @@ def of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def set_position(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bool:
     """Set the position of a user's own source; return whether the step stores one."""
-    record = of_this_process(records)
+    record = position_of_this_process(records)
     if record is None and any("state" in one for one in records):
         warn_caller(
             f"Cannot restore the position of data_iterator: step {info.step} stores one for each of "
@@ -357,7 +357,7 @@ def set_position(source: Any, records: list[dict[str, Any]], info: StepInfo) -> 
 
 def restore_iterator(source: Any, info: StepInfo) -> None:
     """Set the position of a data source to the one that a step stores; warn if it stores none for this process."""
-    records = data_records(info)
+    records = stored_positions(info)
     if not set_position(source, records, info) and not any("state" in one for one in records):
         warn_caller(f"Step {info.step} stores no position of a data iterator, so this one stays where it is.")
 

@@ -19,7 +19,7 @@ import numpy as np
 from shardload.errors import UsageError
 from shardload.processes import Channel
 from shardload.runs.best import Best, Monitor, Retention, remover
-from shardload.runs.contents import Contents, Selection, checked_metadata, joined, prepare_serialising
+from shardload.runs.contents import Contents, Selection, checked_metadata, joined_positions, prepare_serialising
 from shardload.runs.publish import Root
 from shardload.runs.step import StepInfo, StepRecord
 from shardload.runs.writer import Writer
@@ -106,7 +106,7 @@ class StepSaver:
             model,
             record,
             # All processes exchange positions, also those without one: an exchange needs every process.
-            position=joined(self.writer.channel.together(lambda: position)),
+            position=joined_positions(self.writer.channel.together(lambda: position)),
             checkpointables=checkpointables,
             compression=self.compression,
             timeout_s=self.timeout_s,

@@ -311,7 +311,7 @@ def test_a_record_of_the_data_that_cannot_be_is_damage(tmp_path, content):
     (tmp_path / "shardload").mkdir()
     (tmp_path / "shardload/iterator.json").write_bytes(content)
     with pytest.raises(DamagedError, match=r"Step 3: .*iterator\.json"):
-        resume.data_records(StepInfo(3, tmp_path, ours=True))
+        resume.stored_positions(StepInfo(3, tmp_path, ours=True))
 
 
 def test_a_folder_is_the_same_by_whatever_path(tmp_path, monkeypatch):
