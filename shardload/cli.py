@@ -80,7 +80,7 @@ def _failed(error: BaseException, arguments: list[str]) -> int:
 
 def _tidy(_: int) -> None:
     """Do what a function registered with `atexit` does, if a signal ends the process first."""
-    if (copies := sys.modules.get("shardload.stores.private_copies")) is not None:
+    if (copies := sys.modules.get("shardload.stores.local")) is not None:
         copies.remove_all()
 
 

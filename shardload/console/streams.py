@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from shardload.interrupts import Terminated, message_of
 from shardload.reports import printable
-from shardload.stores import private_copies
+from shardload.stores import local
 
 _wrote_object = [False]
 """Whether this run has begun to write its one JSON object."""
@@ -61,7 +61,7 @@ class Results:
             clear = b"\r\x1b[2K\x1b[?25h" if os.isatty(2) else b""
             os.write(2, clear + f"{message}\n".encode())
         # An atexit function does this otherwise, but os._exit runs none.
-        private_copies.remove_all()
+        local.remove_private_folders()
 
     @property
     def width(self) -> int | None:

@@ -28,7 +28,7 @@ from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_WEIGHTS, WEIGHTS
 from shardload.loaders.keras_archive import SPEC as KERAS_ARCHIVE
 from shardload.manifest import Manifest
 from shardload.mapping import map_weights
-from shardload.stores.nowhere import nowhere
+from shardload.stores.location import nowhere
 
 _OF_KERAS = ("keras.", "keras_hub.")
 

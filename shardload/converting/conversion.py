@@ -48,8 +48,8 @@ from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.runs import digests
 from shardload.runs.listing import is_ours
-from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.local import local_target, working_folder
+from shardload.stores.location import Fingerprint
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import check_kind, plain_dtype_name
 

@@ -24,7 +24,7 @@ from shardload.converting.source import Source, some
 from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import quantised
 from shardload.keras_bridge.layer_settings import with_dtype
-from shardload.loaders import open_manifest, safetensors_writer, spec_of
+from shardload.loaders import open_manifest, safetensors, spec_of
 from shardload.loaders.contents import member
 from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.loaders.hf_folder import BARE
@@ -82,7 +82,7 @@ def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> Co
         _check_castable(manifest, dtype)
     copies = tuple(_copy(tensor, dtype) for tensor in manifest.tensors.values())
     rewritten = _rewritten(source, dtype)
-    metadata = {**safetensors_writer.PYTORCH, **manifest.metadata}
+    metadata = {**safetensors.PYTORCH, **manifest.metadata}
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
         folder.mkdir()
@@ -90,8 +90,8 @@ def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> Co
         copy_files(companions.keras, folder / KERAS)
         copy_files(rewritten, folder)
         wanted = [copy.wanted for copy in copies]
-        limit = shard_bytes or safetensors_writer.SHARD_BYTES
-        return safetensors_writer.write_skeleton(folder, wanted, shard_bytes=limit, metadata=metadata)
+        limit = shard_bytes or safetensors.SHARD_BYTES
+        return safetensors.write_skeleton(folder, wanted, shard_bytes=limit, metadata=metadata)
 
     uncast = [name for name in companions.transformers if _PARTS.fullmatch(name)] if dtype else []
     notes = (f"{some(uncast)} copied in the dtype of the source",) if uncast else ()

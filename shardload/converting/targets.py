@@ -229,7 +229,7 @@ def _refuse_head(source: Source) -> None:
 def _safetensors(
     source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None
 ) -> ConversionPlan:
-    from shardload.loaders import safetensors_writer
+    from shardload.loaders import safetensors
 
     backbone = source.backbone
     config, manifest, bindings = _layout(source, dtypes, dtype)
@@ -256,8 +256,8 @@ def _safetensors(
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         keras_family(source, folder / KERAS, dtype)
         (folder / KERAS / STATE).write_text(json.dumps(state_of(source, state)), encoding="utf-8")
-        return safetensors_writer.write_skeleton(
-            folder, [*tensors.values()], shard_bytes=shard_bytes or safetensors_writer.SHARD_BYTES
+        return safetensors.write_skeleton(
+            folder, [*tensors.values()], shard_bytes=shard_bytes or safetensors.SHARD_BYTES
         )
 
     rounded = model_type_of(config).rounded_to
@@ -366,7 +366,7 @@ def _added(source: Source, dtypes: Mapping[int, Any], spec: FormatSpec, dtype: s
 
 
 def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> ConversionPlan:
-    from shardload.loaders.orbax import plain_arrays as orbax
+    from shardload.loaders.orbax import saving as orbax
 
     tree = state_tree_of(source.model).weights_only()
     copies = tuple(whole("/".join(leaf.path), source.values[id(leaf.variable)], dtypes) for leaf in tree.leaves)

@@ -27,7 +27,7 @@ from shardload.manifest import Manifest, Tensor, View
 from shardload.mapping.converters import map_hub
 from shardload.mapping.outside import sort_unused
 from shardload.mapping.variable_map import VariableMap
-from shardload.stores.nowhere import nowhere
+from shardload.stores.location import nowhere
 from shardload.transfer.planning import Binding
 
 Config = dict[str, Any]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardload.manifest import Manifest
     from shardload.reports import LoadReport
     from shardload.sharding.devices import MeshDevices
-    from shardload.stores.fingerprint import Fingerprint
+    from shardload.stores.location import Fingerprint
 
 
 @dataclass(slots=True)

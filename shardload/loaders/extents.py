@@ -18,16 +18,7 @@ MAX_DIM = (1 << 63) - 1
 
 
 def collect(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict[str, Tensor]:
-    """Return tensors by name, in file order (files as listed, then by offset; decoded ones after their file's extents).
-
-    Args:
-        tensors: What the headers describe.
-        files: Size in bytes of every file with tensor data.
-
-    Raises:
-        SourceError: When a name appears twice, a shape is absurd, or two extents overlap.
-        TruncatedSourceError: When an extent ends past its file.
-    """
+    """Check tensors; return them by name, in the order of files and offsets, decoded ones after extents."""
     found: dict[str, Tensor] = {}
     for tensor in tensors:
         if not _is_text(tensor.name):
@@ -43,11 +34,7 @@ def collect(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict
 
 
 def check_shape(shape: tuple[int, ...], *, name: str, path: object) -> None:
-    """Refuse shapes that no array can have.
-
-    Raises:
-        SourceError: When a dim is negative or does not fit 63 bits, or there are too many dims.
-    """
+    """Refuse shapes that no array can have."""
     if len(shape) > MAX_RANK:
         raise SourceError(f"{path}: tensor {name!r} has {plural(len(shape), 'dim')}; at most {MAX_RANK} are possible")
     if any(not 0 <= n <= MAX_DIM for n in shape):

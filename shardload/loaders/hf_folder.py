@@ -20,10 +20,20 @@ from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import safetensors
-from shardload.loaders.contents import CONFIG, FileContent, FolderContent, inner_path, listing, member, shards_of
+from shardload.loaders.contents import (
+    CONFIG,
+    FileContent,
+    FolderContent,
+    all_parts,
+    inner_path,
+    listing,
+    member,
+    part_number,
+    set_of,
+    shards_of,
+)
 from shardload.loaders.extents import collect
 from shardload.loaders.hub_preset import is_preset
-from shardload.loaders.parts import all_parts, part_number, set_of
 from shardload.loaders.recognition import refused_folder
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
@@ -38,23 +48,13 @@ _INDEXES = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
 
 
 def open_folder(folder: Location) -> Manifest:
-    """Return the manifest of a folder with a Hugging Face ``config.json``.
-
-    Raises:
-        SourceError: When config, index and shards contradict each other or themselves.
-        UnsafeSourceError: When the index or a symbolic link points outside the folder.
-        UnsupportedError: When the folder has weights, but not as safetensors.
-    """
+    """Return the manifest of a folder with a Hugging Face ``config.json``."""
     described = describe_folder(folder)
     return open_bare(folder, format=described.format, config=described.config)
 
 
 def describe_folder(folder: Location) -> Manifest:
-    """Return the manifest of a folder's ``config.json``, without tensors.
-
-    Raises:
-        SourceError: When it is damaged, or names no architecture.
-    """
+    """Return the manifest of a folder's ``config.json``, without tensors."""
     config_path = member(folder, CONFIG, named_by=str(folder))
     config = read_object(config_path)
     if not isinstance(config.get("model_type"), str):
@@ -63,7 +63,7 @@ def describe_folder(folder: Location) -> Manifest:
 
 
 def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[str, Any] | None = None) -> Manifest:
-    """Return the manifest of a folder's safetensors without reading its config; raises like `open_folder`."""
+    """Return the manifest of a folder's safetensors without reading its config."""
     names = folder.names()
     if INDEX in names:
         found = open_index(member(folder, INDEX, named_by=str(folder)))
@@ -79,7 +79,7 @@ def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[
 
 
 def open_index(index: Location) -> Manifest:
-    """Return the manifest of the shards that a ``*.safetensors.index.json`` lists; raises like `open_folder`."""
+    """Return the manifest of the shards that a ``*.safetensors.index.json`` lists."""
     weight_map = _weight_map(index)
     files = shards_of(index, set(weight_map.values()), way_out="Download")
     headers = {shard: safetensors.read_header(file) for shard, file in files.items()}

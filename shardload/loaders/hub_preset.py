@@ -33,12 +33,7 @@ TASK_PREFIX = "task:"
 
 
 def open_folder(folder: Location) -> Manifest:
-    """Return the manifest of a preset folder.
-
-    Raises:
-        SourceError: When config or weights are damaged or contradict each other.
-        SourceNotFoundError: When the folder has a config, but no weights.
-    """
+    """Return the manifest of a preset folder."""
     names, described = folder.names(), describe_folder(folder)
     parts = [_backbone(folder, names)]
     if TASK_WEIGHTS in names:
@@ -50,11 +45,7 @@ def open_folder(folder: Location) -> Manifest:
 
 
 def describe_folder(folder: Location) -> Manifest:
-    """Return the manifest of a preset's configuration files, without tensors.
-
-    Raises:
-        SourceError: When a configuration file is damaged.
-    """
+    """Return the manifest of a preset's configuration files, without tensors."""
     config = _read(folder, CONFIG)
     if not any(isinstance(config.get(key), str) for key in ("registered_name", "class_name")):
         raise SourceError(f"{folder / CONFIG} should name a Keras class as 'registered_name', but does not")

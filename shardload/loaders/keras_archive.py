@@ -4,83 +4,83 @@
                                                                               └ an HDF5 file inside the file
 
 In an archive that was unzipped and zipped again, it is compressed: then it is unpacked to a private file first.
+
+The zip is untrusted. The central directory lists where members start; each local header must agree with it, members may
+not overlap, repeat or be encrypted, and nothing may precede the first one: such archives are built to be read in two
+ways. `zipfile` decompresses bzip2 and LZMA without a limit, and 40 bytes of bzip2 can hold 45 MB; here blocks are
+limited.
 """
 
 from __future__ import annotations
 
+import bz2
 import functools
+import lzma
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
-from typing import Any, BinaryIO
+from contextlib import closing, contextmanager
+from typing import Any, BinaryIO, Protocol
 
-from shardload.errors import SourceError, UnsafeSourceError, UnsupportedError
-from shardload.loaders import zip_members
+from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders.extents import collect
 from shardload.loaders.recognition import refused_zip
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
-from shardload.stores import private_copies
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object
+from shardload.stores.local import write_private_copy
 from shardload.stores.location import Location
-from shardload.stores.store import File
-from shardload.units import exact_bytes
+from shardload.stores.store import File, read_bytes
+from shardload.units import exact_bytes, plural
 
 WEIGHTS = "model.weights.h5"
 CONFIG = "config.json"
 METADATA = "metadata.json"
+ASSETS = "assets/"
 MAX_EXPANSION = 1000
 """Inflated bytes per stored byte, as in Keras."""
-ASSETS = "assets/"
-ASSET_EXPANSION = 100
-"""The same limit for files that layers saved, above `ASSET_FLOOR_BYTES`; both as in Keras."""
-ASSET_FLOOR_BYTES = 1 << 28
-WEIGHTS_EXPANSION = 100
-"""The same limit for compressed weights, above `WEIGHTS_FLOOR_BYTES`. Trained weights shrink by less than half."""
-WEIGHTS_FLOOR_BYTES = 1 << 25
+ASSET_EXPANSION, ASSET_FLOOR_BYTES = 100, 1 << 28
+"""Inflated bytes per stored byte of files that layers saved, for larger ones than the floor; both as in Keras."""
+WEIGHTS_EXPANSION, WEIGHTS_FLOOR_BYTES = 100, 1 << 25
+"""Inflated bytes per stored byte of weights larger than the floor. Trained weights shrink by less than half."""
+MAX_DICTIONARY_BYTES = 64 << 20
+"""LZMA's dictionary, which takes that much memory; xz uses 64 MiB at its highest level."""
+MAGIC = b"PK\x03\x04"
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_LZMA = struct.Struct("<2xHBI")
+"""Version, length of the properties, their first byte, size of the dictionary."""
+_ENCRYPTED = 0x1
+_BLOCK_BYTES = 1 << 18
+_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one ``.keras`` archive.
-
-    Raises:
-        SourceError: When the zip or the HDF5 in it contradicts itself.
-        UnsafeSourceError: When the zip has overlapping or repeated members, a prefix, or is a zip bomb.
-        UnsupportedError: When the weights are encrypted, or stored as ``.npz``.
-        WriteError: When there is no room to unpack compressed weights.
-    """
+    """Return the manifest of one ``.keras`` archive."""
     # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders.hdf5 import datasets as hdf5
 
-    members = zip_members.read_members(path)
+    members = _read_members(path)
     info = _weights(path, members)
     with closing(path.open()) as file:
-        starts = zip_members.data_starts(path, file, members)
+        starts = _data_starts(path, file, members)
         config, metadata = (_json(path, file, members, name, starts) for name in (CONFIG, METADATA))
         start, files = starts[WEIGHTS], {path: file.n_bytes}
         if info.compress_type == zipfile.ZIP_STORED:
             region = hdf5.FileRegion(path, start, info.file_size)
         else:
-            region = hdf5.FileRegion.whole(_unpacked(path, file, info, start=start))
+            content = blocks(path, file, info, start=start)
+            copy = write_private_copy(content, n_bytes=info.file_size, shown=f"{path}:{info.filename}")
+            region = hdf5.FileRegion.whole(copy)
             files = {region.path: region.nbytes}
-    content = hdf5.read_tensors(region)
-    tensors = collect(content.tensors, files=files)
-    return Manifest(path, "keras-archive", tensors, files, config, metadata, notes=content.notes)
-
-
-def _unpacked(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> Location:
-    content = zip_members.blocks(path, file, info, start=start)
-    return private_copies.write(content, n_bytes=info.file_size, shown=f"{path}:{info.filename}")
+    found = hdf5.read_tensors(region)
+    tensors = collect(found.tensors, files=files)
+    return Manifest(path, "keras-archive", tensors, files, config, metadata, notes=found.notes)
 
 
 def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
-    """Yield the asset files that layers saved: names below ``assets/``, and a function that writes each content.
-
-    Raises:
-        UnsafeSourceError: When a file declares far more bytes than are stored.
-        SourceError: When the zip contradicts itself.
-    """
-    members = zip_members.read_members(path)
+    """Yield the asset files that layers saved: names below ``assets/``, and a function that writes each content."""
+    members = _read_members(path)
     files = [info for key, info in members.items() if key.startswith(ASSETS) and not key.endswith("/")]
     for info in files:
         if info.file_size > ASSET_FLOOR_BYTES and info.file_size > ASSET_EXPANSION * info.compress_size:
@@ -90,9 +90,9 @@ def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
                 "Keras"
             )
     with closing(path.open()) as file:
-        starts = zip_members.data_starts(path, file, members)
+        starts = _data_starts(path, file, members)
         for info in files:
-            content = zip_members.blocks(path, file, info, start=starts[info.filename])
+            content = blocks(path, file, info, start=starts[info.filename])
             yield info.filename.removeprefix(ASSETS), functools.partial(_copy, content)
 
 
@@ -113,24 +113,21 @@ def _weights(path: Location, members: Mapping[str, zipfile.ZipInfo]) -> zipfile.
         raise SourceError(
             f"{path} is a zip, but not a Keras archive: it should contain {WEIGHTS}, but contains {listed}"
         )
-    zip_members.check_readable(path, info)
-    if info.compress_type != zipfile.ZIP_STORED:
-        _check_expansion(path, info)
-    # The region must end where the member does, or libhdf5 would read its neighbour.
-    elif info.compress_size != info.file_size:
-        raise SourceError(
-            f"{path}: {WEIGHTS} is stored, but has {exact_bytes(info.compress_size)} for {info.file_size}"
-        )
-    return info
-
-
-def _check_expansion(path: Location, info: zipfile.ZipInfo) -> None:
-    if info.file_size > WEIGHTS_FLOOR_BYTES and info.file_size > WEIGHTS_EXPANSION * info.compress_size:
+    _check_readable(path, info)
+    is_stored = info.compress_type == zipfile.ZIP_STORED
+    is_large = info.file_size > WEIGHTS_FLOOR_BYTES
+    if not is_stored and is_large and info.file_size > WEIGHTS_EXPANSION * info.compress_size:
         raise UnsafeSourceError(
             f"{path}: {WEIGHTS} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; "
             f"compressed weights may expand at most {WEIGHTS_EXPANSION} times. If you trust it, unzip it and open "
             f"{WEIGHTS}"
         )
+    # The region must end where the member does, or libhdf5 would read its neighbour.
+    if is_stored and info.compress_size != info.file_size:
+        raise SourceError(
+            f"{path}: {WEIGHTS} is stored, but has {exact_bytes(info.compress_size)} for {info.file_size}"
+        )
+    return info
 
 
 def _json(
@@ -146,15 +143,193 @@ def _json(
             f"{path}: {name} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; it may "
             f"expand at most {MAX_EXPANSION} times, to {MAX_JSON_BYTES} bytes. Save the model again with Keras"
         )
-    content = b"".join(zip_members.blocks(path, file, info, start=starts[name]))
+    content = b"".join(blocks(path, file, info, start=starts[name]))
     return parse_object(content, path=f"{path}:{name}")
+
+
+def _read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
+    """Return the members of a zip by name."""
+    with _translated(path), path.stream() as raw, zipfile.ZipFile(raw) as archive:
+        infos = archive.infolist()
+    members = {info.filename: info for info in infos}
+    # zipfile returns the last of several members with one name; other readers may return the first.
+    if len(members) < len(infos):
+        raise UnsafeSourceError(
+            f"{path} contains {plural(len(infos), 'member')} under {len(members)} names; save it again with Keras"
+        )
+    # zipfile tolerates data before the archive, such as a self-extracting program, and adjusts all offsets.
+    if not members or min(info.header_offset for info in infos) != 0:
+        raise UnsafeSourceError(f"{path} has other data before its first member; save it again with Keras")
+    size = path.size
+    for info in infos:
+        if info.header_offset + info.compress_size > size:
+            raise TruncatedSourceError(
+                f"{path} is truncated: member {info.filename!r} ends past its {exact_bytes(size)}"
+            )
+    return members
+
+
+def _data_starts(path: Location, file: File, members: dict[str, zipfile.ZipInfo]) -> dict[str, int]:
+    """Return where each member's data starts, after checking that local headers agree and members do not overlap."""
+    starts: dict[str, int] = {}
+    end, before = 0, ""
+    # Members that overlap let a small archive unpack to petabytes.
+    for info in sorted(members.values(), key=lambda info: info.header_offset):
+        if info.header_offset < end:
+            raise UnsafeSourceError(
+                f"{path}: members {before!r} and {info.filename!r} overlap, so it could expand to any size"
+            )
+        starts[info.filename] = _data_start(path, file, info)
+        end, before = starts[info.filename] + info.compress_size, info.filename
+    if end > file.n_bytes:
+        raise TruncatedSourceError(
+            f"{path} is truncated: member {before!r} ends at byte {end}, the file at {file.n_bytes}"
+        )
+    return starts
+
+
+def _data_start(path: Location, file: File, info: zipfile.ZipInfo) -> int:
+    what = f"the local header of {info.filename!r}"
+    raw = read_bytes(file, _LOCAL_HEADER.size, offset=info.header_offset, path=str(path), what=what)
+    magic, _, flags, method, *_, name_length, extra_length = _LOCAL_HEADER.unpack(raw)
+    at = info.header_offset + _LOCAL_HEADER.size
+    name = read_bytes(file, name_length, offset=at, path=str(path), what=what)
+    # `filename` is cut at a NUL byte; `orig_filename` is what the directory says. Bit 11 of the flags means UTF-8.
+    expected = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace")
+    # Sizes are not compared: a local header may leave them to a zip64 field or to a descriptor after the data.
+    if magic != MAGIC or name != expected or method != info.compress_type or (flags ^ info.flag_bits) & _ENCRYPTED:
+        raise UnsafeSourceError(
+            f"{path}: {what} says {name[:100]!r} (method {method}), the central directory {info.filename!r} "
+            f"(method {info.compress_type}); they must agree. Save it again with Keras"
+        )
+    return at + int(name_length) + int(extra_length)
+
+
+def _check_readable(path: Location, info: zipfile.ZipInfo) -> None:
+    """Refuse a member that is encrypted or compressed in an unknown way."""
+    if info.flag_bits & _ENCRYPTED:
+        raise UnsupportedError(f"{path}: member {info.filename} is encrypted; save the model again without a password")
+    if info.compress_type not in _COMPRESSIONS:
+        raise UnsupportedError(
+            f"{path}: member {info.filename} is compressed by method {info.compress_type}, expected deflate, bzip2, "
+            "LZMA or none. Unzip the archive, and zip it again"
+        )
+
+
+def blocks(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> Iterator[bytes]:
+    """Yield a member's content, at most 256 KiB at a time, and check its size and its CRC.
+
+    Whether it may expand as much as it declares is for the caller to check.
+    """
+    _check_readable(path, info)
+    left, crc = info.file_size, 0
+    with _translated(path):
+        for block in _decoded(path, file, info, start=start):
+            left, crc = left - len(block), zlib.crc32(block, crc)
+            yield block
+    if left or crc != info.CRC:
+        found = f"ends {exact_bytes(left)} early" if left else "does not match its checksum"
+        raise SourceError(f"{path} is damaged: member {info.filename} {found}. Download or save it again")
+
+
+def _decoded(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> Iterator[bytes]:
+    at, end, left = start, start + info.compress_size, info.file_size
+    head = read_bytes(file, min(_LZMA.size, end - at), offset=at, path=str(path), what=info.filename)
+    decoder, header_bytes = _decoder(info, head)
+    at += header_bytes
+    # LZMA without an end marker goes on after its last byte, so the declared size ends it.
+    while left and not decoder.eof:
+        raw = b""
+        if decoder.needs_input and at < end:
+            raw = read_bytes(file, min(_BLOCK_BYTES, end - at), offset=at, path=str(path), what=info.filename)
+            at += len(raw)
+        block = decoder.decompress(raw, min(_BLOCK_BYTES, left))
+        if not block and not raw:
+            return
+        left -= len(block)
+        yield block
+
+
+class _Decoder(Protocol):
+    @property
+    def needs_input(self) -> bool: ...
+
+    @property
+    def eof(self) -> bool: ...
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
+
+
+class _Stored:
+    needs_input, eof = True, False
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+        return data[:max_length]
+
+
+class _Deflated:
+    """zlib's decompressor with the methods of bzip2's and LZMA's."""
+
+    def __init__(self) -> None:
+        self._inner = zlib.decompressobj(-zlib.MAX_WBITS)
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._inner.unconsumed_tail
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+        return self._inner.decompress(self._inner.unconsumed_tail + data, max_length)
+
+
+def _decoder(info: zipfile.ZipInfo, head: bytes) -> tuple[_Decoder, int]:
+    """Return what decodes a member, and the number of bytes in front of the compressed data."""
+    match info.compress_type:
+        case zipfile.ZIP_STORED:
+            return _Stored(), 0
+        case zipfile.ZIP_DEFLATED:
+            return _Deflated(), 0
+        case zipfile.ZIP_BZIP2:
+            return bz2.BZ2Decompressor(), 0
+    n_properties, properties, declared = _LZMA.unpack(head)
+    if n_properties != 5 or properties >= 9 * 5 * 5:
+        raise ValueError(f"{info.filename} has no valid LZMA header")
+    # What lies further back than the content is long is never referred to.
+    dictionary = max(1 << 12, min(declared, info.file_size))
+    if dictionary > MAX_DICTIONARY_BYTES:
+        raise UnsupportedError(
+            f"Cannot unpack {info.filename}: its LZMA dictionary has {exact_bytes(declared)}, expected at most "
+            f"{MAX_DICTIONARY_BYTES}. Unzip the archive, and zip it again with a smaller one"
+        )
+    rest, lc = divmod(properties, 9)
+    pb, lp = divmod(rest, 5)
+    settings = {"id": lzma.FILTER_LZMA1, "dict_size": dictionary, "lc": lc, "lp": lp, "pb": pb}
+    return lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=[settings]), _LZMA.size
+
+
+@contextmanager
+def _translated(path: Location) -> Iterator[None]:
+    """Translate errors of zipfile and of decompressors, eight types that all mean a damaged archive."""
+    try:
+        yield
+    except ShardloadError:
+        # Some of these are a ValueError or an OSError as well, and say more.
+        raise
+    except RuntimeError as error:
+        # Encryption and unknown compression; a NotImplementedError is a RuntimeError.
+        raise UnsupportedError(f"{path}: {error}; save it again with Keras") from error
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, struct.error, zlib.error, lzma.LZMAError, KeyError) as e:
+        raise SourceError(f"{path} is a damaged zip archive: {e}. Download or save it again") from e
 
 
 SPEC = FormatSpec(
     name="keras-archive",
     description="a .keras archive",
     endings=(".keras",),
-    is_file=lambda content: content.head.startswith(zip_members.MAGIC),
+    is_file=lambda content: content.head.startswith(MAGIC),
     open_file=open_file,
     described_by="keras",
     tensor_names="keras",

@@ -17,9 +17,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from shardload.errors import SourceError, SourceNotFoundError
-from shardload.loaders.contents import FileContent, inner_path, shards_of
+from shardload.loaders.contents import FileContent, inner_path, refuse_part, shards_of
 from shardload.loaders.extents import collect
-from shardload.loaders.parts import refuse_part
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
@@ -30,13 +29,7 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one ``.weights.h5`` file.
-
-    Raises:
-        SourceError: See `hdf5.datasets.read_tensors`; also when it is a part by its name and its content.
-        SourceNotFoundError: When it is a part, and the index is missing.
-        UnsupportedError: When the file is a legacy Keras HDF5 file, or a dataset needs a missing filter.
-    """
+    """Return the manifest of one ``.weights.h5`` file."""
     # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders.hdf5 import datasets as hdf5
 
@@ -78,13 +71,7 @@ SPEC = FormatSpec(
 
 
 def open_index(index: Location) -> Manifest:
-    """Return the manifest of a ``*.weights.json`` and its shards.
-
-    Raises:
-        SourceError: When map and shards contradict each other, or a shard is damaged.
-        UnsafeSourceError: When the map names a file outside its folder.
-        SourceNotFoundError: When a shard is missing.
-    """
+    """Return the manifest of a ``*.weights.json`` and its shards."""
     # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders.hdf5 import datasets as hdf5
 
@@ -107,11 +94,7 @@ def open_index(index: Location) -> Manifest:
 
 
 def lists(index: Location, name: str) -> bool:
-    """Whether there is an index, and it lists a file.
-
-    Raises:
-        SourceError: When it is damaged.
-    """
+    """Whether there is an index, and it lists a file."""
     if not index.is_file():
         return False
     return any(name in listed for listed in _groups(read_object(index).get("weight_map"), index).values())

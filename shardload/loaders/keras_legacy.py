@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ShardloadError, SourceError
-from shardload.loaders.contents import FileContent
+from shardload.loaders.contents import FileContent, refuse_part
 from shardload.loaders.extents import collect
 from shardload.loaders.keras_h5 import is_hdf5
-from shardload.loaders.parts import refuse_part
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import parse_object
@@ -44,13 +43,7 @@ _TOP_LEVEL_GROUP = "top_level_model_weights"
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one ``.h5`` file of Keras 2.
-
-    Raises:
-        SourceError: See `hdf5.datasets.read_tensors`; also when it lists weights that it does not contain,
-            or is a part of several by its name.
-        UnsupportedError: When a dataset cannot be read as numbers, or names are stored in an unsafe way.
-    """
+    """Return the manifest of one ``.h5`` file of Keras 2."""
     # Imported late: formats are listed without h5py.
     from shardload.loaders.hdf5 import datasets as hdf5
 

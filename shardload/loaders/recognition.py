@@ -13,8 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from shardload.errors import ShardloadError, SourceError, SourceNotFoundError, UnsupportedError
-from shardload.loaders.contents import CONFIG, FileContent, FolderContent, listing, member
-from shardload.loaders.parts import refuse_bytes, set_of
+from shardload.loaders.contents import CONFIG, FileContent, FolderContent, listing, member, refuse_bytes, set_of
 from shardload.loaders.registry import FormatSpec, spec_named, specs
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
@@ -38,8 +37,10 @@ def open_manifest(path: str | os.PathLike[str] | Location, *, format: str | None
 
     Raises:
         SourceNotFoundError: When ``path`` does not exist, or a shard is missing.
+        TruncatedSourceError: When a file ends before what its header declares.
+        UnsafeSourceError: When a name or a link leaves the folder, or far more is declared than is stored.
         SourceError: When the checkpoint contradicts itself or its ending.
-        UnsupportedError: When its format is unknown.
+        UnsupportedError: When its format is unknown, or it has a form that cannot be read.
     """
     if format is not None:
         spec_named(format)
@@ -50,13 +51,7 @@ def open_manifest(path: str | os.PathLike[str] | Location, *, format: str | None
 
 
 def recognise(path: str | os.PathLike[str] | Location) -> FormatSpec:
-    """Detect the format at a path without reading headers; files in a folder may be damaged.
-
-    Raises:
-        SourceNotFoundError: When ``path`` does not exist.
-        SourceError: When it cannot be read, or contains several formats.
-        UnsupportedError: When its format is unknown.
-    """
+    """Detect the format at a path without reading headers; files in a folder may be damaged."""
     where = located(path)
     return _recognise_folder(where) if where.is_folder() else _recognise_file(where)
 
@@ -69,10 +64,7 @@ def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = N
 
 
 def open_variant(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest | None:
-    """Return the manifest of a file that `folder_of` finds no folder for, with its folder's description of the model.
-
-    ``None`` if there is none; raises like `open_manifest`.
-    """
+    """Return the manifest of a file without a `folder_of`, with the description in its folder, or ``None``."""
     where = located(path)
     asked = (spec.open_variant for spec in specs() if spec.open_variant is not None and format in (None, spec.name))
     return next((found for open_one in asked if (found := open_one(where)) is not None), None)
@@ -82,10 +74,6 @@ def describe_folder(path: str | os.PathLike[str] | Location, *, with_weights: bo
     """Return the manifest of a model's description, without tensors.
 
     ``None`` if the path is not a folder, describes no model, or contains weights although ``with_weights`` is false.
-
-    Raises:
-        SourceError: When its configuration is damaged.
-        UnsupportedError: When its configuration is of an unknown kind.
     """
     folder = located(path)
     names = folder.names() if folder.is_folder() else []

@@ -152,11 +152,7 @@ def spec_of(manifest: Manifest) -> FormatSpec:
 
 
 def spec_named(name: str) -> FormatSpec:
-    """Return the format of this name.
-
-    Raises:
-        UnsupportedError: When the name is unknown, or the installed package that provides it cannot be imported.
-    """
+    """Return the format of this name."""
     return _registered.get(name) or _declared(name)
 
 

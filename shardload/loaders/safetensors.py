@@ -13,21 +13,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from json import decoder
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError
+from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
 from shardload.loaders.extents import check_shape, collect
+from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, grouped
 from shardload.manifest import Decoded, Extent, Manifest, Tensor, UnreadableRows
-from shardload.stores.file_reading import read_header as read_bytes
 from shardload.stores.json_files import require_brace, unique_pairs
 from shardload.stores.location import Location
+from shardload.stores.store import read_bytes
 from shardload.units import exact_bytes, plural
 
 MAX_HEADER_BYTES = 100_000_000
@@ -83,18 +85,14 @@ class SafetensorsHeader:
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one bare ``.safetensors`` file.
-
-    Raises:
-        SourceError: When the header contradicts itself, its format or the file.
-    """
+    """Return the manifest of one bare ``.safetensors`` file."""
     header = read_header(path)
     files = {path: header.file_bytes}
     return Manifest(path, "safetensors", collect(header.tensors, files=files), files, metadata=header.metadata)
 
 
 def read_header(path: Location) -> SafetensorsHeader:
-    """Parse and check the header of one file; raises like `open_file`."""
+    """Parse and check the header of one file."""
     name = str(path)
     with closing(path.open()) as file:
         size = file.n_bytes
@@ -296,3 +294,59 @@ class _Members:
         if (found := self._peek()) != char:
             raise ValueError(f"expected {char!r} at character {self.position}, found {found or 'the end'!r}")
         self.position += 1
+
+
+SHARD_BYTES = 5_000_000_000
+"""The long-time default of ``transformers``."""
+PYTORCH = {"format": "pt"}
+"""Tensors have the names and shapes of PyTorch's modules; transformers 4 refuses files without a format."""
+_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+"""Name of a dtype in NumPy → its name in safetensors."""
+
+
+def write_skeleton(
+    folder: Path,
+    tensors: Sequence[Wanted],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    metadata: Mapping[str, str] = PYTORCH,
+) -> tuple[TensorPlace, ...]:
+    """Make shards of at most ``shard_bytes`` (a larger tensor gets its own) and an index for several.
+
+    Return where the values belong.
+    """
+    groups = grouped(tensors, shard_bytes)
+    names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else ["model.safetensors"]
+    places = [
+        place for name, group in zip(names, groups, strict=True) for place in _write(folder, name, group, metadata)
+    ]
+    if len(groups) > 1:
+        weight_map = {t.name: name for name, group in zip(names, groups, strict=True) for t in group}
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return tuple(places)
+
+
+def _write(folder: Path, name: str, tensors: Sequence[Wanted], metadata: Mapping[str, str]) -> list[TensorPlace]:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    at, starts = 0, []
+    for tensor in tensors:
+        if tensor.dtype.name not in _CODES:
+            raise UnsupportedError(
+                f"Cannot write tensor {tensor.name!r} to safetensors, which has no {tensor.dtype}. Choose another "
+                "--dtype, or --to orbax"
+            )
+        starts.append(at)
+        code, end = _CODES[tensor.dtype.name], at + tensor.nbytes
+        entries[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # Padded as the safetensors library does, so that the data begins at a multiple of 8.
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    with (folder / name).open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + at)  # sparse until the values are copied
+    pairs = zip(tensors, starts, strict=True)
+    return [TensorPlace(t.name, (FilePiece(name, len(header) + start, 0, t.size),)) for t, start in pairs]

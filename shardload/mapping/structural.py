@@ -36,7 +36,7 @@ from shardload.mapping.variable_map import (
     unsharded_binding,
     variable_names,
 )
-from shardload.stores.nowhere import is_nowhere
+from shardload.stores.location import is_nowhere
 from shardload.transfer.planning import Binding
 
 _UNFIT_OPTIMIZER = (

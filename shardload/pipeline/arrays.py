@@ -44,7 +44,7 @@ from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import MeshDevices, local_positions
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
-from shardload.stores.fingerprint import Fingerprint
+from shardload.stores.location import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.casts import ENABLE_64_BITS, check_cast, overflow_notes
 from shardload.transfer.load_plan import Binding

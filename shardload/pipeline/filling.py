@@ -21,7 +21,7 @@ from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import OnFailure
 from shardload.progress import Progress
 from shardload.reports import LoadReport
-from shardload.stores.fingerprint import Fingerprint
+from shardload.stores.location import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.casts import overflow_notes
 from shardload.transfer.read_tensor import read_tensor

@@ -65,7 +65,7 @@ from shardload.sharding.devices import (
     named_devices,
     resolve_devices,
 )
-from shardload.stores.fingerprint import Fingerprint
+from shardload.stores.location import Fingerprint
 from shardload.typing import LayoutLike, MeshLike
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from shardload.errors import MissingExtraError, SourceNotFoundError
-from shardload.loaders.parts import part_number, pattern_of
+from shardload.loaders.contents import part_number, pattern_of
 from shardload.stores.local import any_home, home
 from shardload.units import plural
 

@@ -19,8 +19,7 @@ from shardload.resolve.architectures import lookup
 from shardload.runs.digests import Checker
 from shardload.runs.listing import find_step, is_ours, latest_of_ours, prepared
 from shardload.stores.json_files import read_optional
-from shardload.stores.location import Location
-from shardload.stores.nowhere import nowhere
+from shardload.stores.location import Location, nowhere
 from shardload.stores.remote import RemoteStore, location_of
 
 _HUGGING_FACE = "hf-safetensors"

@@ -49,9 +49,9 @@ from shardload.runs.step import (
     ranking_record,
     with_best,
 )
+from shardload.stores.answers import COPY_FIRST
 from shardload.stores.local import expanded, without_file_scheme
 from shardload.stores.remote import RemoteStore, remote_store
-from shardload.stores.remote_failures import COPY_FIRST
 from shardload.units import is_integer, plural
 
 _ORBAX_FILE = "_CHECKPOINT_METADATA"

@@ -27,12 +27,11 @@ from shardload.errors import (
 from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.runs.digest_list import DIGESTS_FILE, Damage, Digests, hash_of, is_saved
 from shardload.runs.digests import SavedUnits
-from shardload.stores import private_copies
+from shardload.stores.answers import COPY_FIRST, web_page
 from shardload.stores.json_files import MAX_JSON_BYTES
-from shardload.stores.local import LocalFile
+from shardload.stores.local import LocalFile, make_private_folder, remove_private_folder
 from shardload.stores.location import Location
 from shardload.stores.remote import NameTree, RemoteStore
-from shardload.stores.remote_failures import COPY_FIRST, web_page
 from shardload.stores.requests import Fetch, Requests
 from shardload.stores.store import UNIT_BYTES, File, FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural
@@ -59,9 +58,9 @@ class RemoteStep(Store):
     def __init__(self, remote: RemoteStore, folder: str, digests: bytes) -> None:
         """Open the step in ``folder`` of a store; ``digests`` is the content of its ``digests.json``."""
         self._remote, self._key = remote, folder
-        base, name = private_copies.make(), self.root.name
+        base, name = make_private_folder(), self.root.name
         self._folder = base / name
-        self._remove = weakref.finalize(self, private_copies.remove, base)
+        self._remove = weakref.finalize(self, remove_private_folder, base)
         # `Digests.read` below opens digests.json through this store, so it must count as fetched.
         self._here: set[str] = {DIGESTS_FILE}
         self._lock = threading.Lock()

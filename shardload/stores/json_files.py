@@ -13,10 +13,9 @@ from contextlib import closing
 from typing import Any
 
 from shardload.errors import ShardloadError, SourceError, TransferError, UnsafeSourceError
-from shardload.stores.file_reading import read_header
 from shardload.stores.local import located
 from shardload.stores.location import Location
-from shardload.stores.store import File
+from shardload.stores.store import File, read_bytes
 from shardload.units import exact_bytes
 
 MAX_JSON_BYTES = 1 << 25
@@ -32,11 +31,7 @@ _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises:
-        SourceError: If the file is missing, too large, not UTF-8, not JSON or not an object.
-    """
+    """Read the JSON object in a file."""
     where = located(path)
     name = str(where)
     with closing(where.open()) as file:
@@ -47,22 +42,18 @@ def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
                 "It is probably another kind of file; download it again"
             )
         require_brace(file, size, path=name, what="the JSON text")
-        raw = read_header(file, size, offset=0, path=name, what="the JSON text")
+        raw = read_bytes(file, size, offset=0, path=name, what="the JSON text")
     return parse_object(raw, path=name)
 
 
 def read_optional(path: str | os.PathLike[str] | Location) -> Any:
-    """Return the JSON value in a small file of any kind; ``None`` if it is missing, damaged, too large or not JSON.
-
-    Raises:
-        TransferError: If the file's store does not respond.
-    """
+    """Return the JSON value in a small file of any kind; ``None`` if it is missing, damaged, too large or not JSON."""
     where = located(path)
     try:
         with closing(where.open()) as file:
             # A longer file is cut, and so does not parse.
             size = min(file.n_bytes, MAX_JSON_BYTES)
-            return json.loads(read_header(file, size, offset=0, path=str(where), what="the JSON text"))
+            return json.loads(read_bytes(file, size, offset=0, path=str(where), what="the JSON text"))
     except (ShardloadError, ValueError, RecursionError) as error:
         if isinstance(error, TransferError):
             raise
@@ -73,13 +64,10 @@ def require_brace(file: File, stop: int, *, path: str, what: str) -> None:
     """Raise unless a large JSON object that should end at byte ``stop`` ends with a brace.
 
     This finds a wrong length, which points into the tensors, before that many bytes are read.
-
-    Raises:
-        SourceError: If it ends with another character, or if the file cannot be read.
     """
     if stop <= SMALL_BYTES:
         return
-    end = read_header(file, SMALL_BYTES, offset=stop - SMALL_BYTES, path=path, what=what).rstrip(b" \t\r\n")
+    end = read_bytes(file, SMALL_BYTES, offset=stop - SMALL_BYTES, path=path, what=what).rstrip(b" \t\r\n")
     if end and not end.endswith(b"}"):
         raise SourceError(
             f"{path}: {what} should end with a closing brace, but ends with {end[-8:]!r} before byte {stop}. "
@@ -88,12 +76,7 @@ def require_brace(file: File, stop: int, *, path: str, what: str) -> None:
 
 
 def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
-    """Parse a JSON object from bytes; ``path`` is used in messages.
-
-    Raises:
-        SourceError: If the bytes are not UTF-8, not JSON, contain a key twice, or are not an object.
-        UnsafeSourceError: If they nest too deeply, or would take far more memory than their size.
-    """
+    """Parse a JSON object from bytes; ``path`` is used in messages."""
     allowed = FREE_CONTAINERS + len(raw) // MIN_BYTES_PER_CONTAINER
     containers = _containers(raw)
     # Braces in strings cost nothing, and a chat template is full of them. Finding strings is slow, so it comes second.

@@ -10,13 +10,23 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardload.errors import LimitError, SourceError, SourceNotFoundError, TransferError, UsageError, WriteError
+from shardload.errors import (
+    LimitError,
+    ShardloadError,
+    SourceError,
+    SourceNotFoundError,
+    TransferError,
+    UsageError,
+    WriteError,
+)
 from shardload.stores.location import Location
 from shardload.stores.store import FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural
@@ -42,11 +52,7 @@ def without_file_scheme(source: Any) -> Any:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str = "shardload-") -> Iterator[Path]:
-    """Yield a private folder, which is removed afterwards.
-
-    Raises:
-        WriteError: When no folder for temporary files can be written, as in some containers; names what to set.
-    """
+    """Yield a private folder, which is removed afterwards."""
     try:
         made = tempfile.TemporaryDirectory(prefix=prefix)
     except OSError as error:
@@ -82,12 +88,7 @@ def any_home() -> Iterator[None]:
 
 
 def local_target(path: str | os.PathLike[str]) -> Path:
-    """Return a path to write to, with ``~`` expanded; every path that shardload writes to for a user passes here.
-
-    Raises:
-        UsageError: If it is a URL, which would become a folder with the name of its scheme; or if it begins with ``~``
-            and the system knows no such user.
-    """
+    """Return a path to write to, with ``~`` expanded; every path that shardload writes to for a user passes here."""
     text = os.fspath(path)
     if (scheme := _SCHEME.match(text)) is None:
         found = expanded(path)
@@ -112,17 +113,7 @@ def working_folder(target: Path) -> Path:
 
 
 def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
-    """Fill ``buffer`` with the bytes of a file that start at ``offset``.
-
-    Args:
-        fd: An open file descriptor.
-        buffer: The destination; writable and contiguous.
-        offset: Byte offset in the file.
-        path: The file's name, for messages.
-
-    Raises:
-        TransferError: If the file ends early (it shrank since its headers were read) or cannot be read.
-    """
+    """Fill ``buffer`` with the bytes of a file that start at ``offset``."""
     # `cast` raises for a view with a zero in its shape.
     rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
     # A system call reads at most 2 GiB, and network file systems may return less.
@@ -143,13 +134,7 @@ def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
 
 
 def open_readonly(path: str | os.PathLike[str]) -> int:
-    """Open a regular file for positional reads; the caller closes the descriptor.
-
-    Raises:
-        SourceNotFoundError: If there is no such file.
-        SourceError: If it is a directory, a pipe or a device, or is not readable.
-        LimitError: If this process may open no more files.
-    """
+    """Open a regular file for positional reads; the caller closes the descriptor."""
     try:
         # O_NONBLOCK: without it, opening a named pipe waits for a writer forever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -179,12 +164,7 @@ def _open_error(path: str | os.PathLike[str], error: OSError) -> LimitError | So
 
 
 class LocalFile:
-    """A file on this machine.
-
-    Args:
-        path: Where it is.
-        shown: Its name in messages; the path by default.
-    """
+    """A file on this machine."""
 
     def __init__(self, path: str | os.PathLike[str], *, shown: str | None = None) -> None:
         self._name = os.fspath(path) if shown is None else shown
@@ -262,3 +242,70 @@ LOCAL = LocalStore()
 def located(path: str | os.PathLike[str] | Location) -> Location:
     """Return the location of a local path; a location is returned unchanged."""
     return path if isinstance(path, Location) else Location(LOCAL, str(Path(path).absolute()))
+
+
+_private_folders: set[str] = set()
+
+
+def make_private_folder() -> Path:
+    """Create an empty folder that only this user can read."""
+    # `mkdtemp` gives the folder mode 0700.
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="shardload-copy-"))
+    _private_folders.add(folder)
+    return Path(folder)
+
+
+def remove_private_folder(folder: str | os.PathLike[str]) -> None:
+    """Remove a folder that `make_private_folder` returned."""
+    _private_folders.discard(os.fspath(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_private_folders() -> None:
+    """Remove all folders, for a process that exits immediately: neither finalizers nor atexit functions run then."""
+    # A copy of the set, because `remove_private_folder` changes it.
+    for folder in list(_private_folders):
+        remove_private_folder(folder)
+
+
+class _PrivateCopy(LocalStore):
+    """A store of one private file, which is removed when this object is garbage-collected."""
+
+    def __init__(self, shown: str) -> None:
+        self._shown = shown
+        folder = make_private_folder()
+        self._remove = weakref.finalize(self, remove_private_folder, folder)
+        self.path = folder / "copy"
+
+    def shown(self, key: str) -> str:
+        """Return the name of what was copied."""
+        del key
+        return self._shown
+
+    def open(self, key: str) -> LocalFile:
+        """See `Store.open`."""
+        return LocalFile(key, shown=self._shown)
+
+
+def write_private_copy(blocks: Iterable[bytes], *, n_bytes: int, shown: str) -> Location:
+    """Write a private file; it is removed when nothing refers to the returned location, at the latest at exit.
+
+    What ``blocks`` raise is raised, and nothing is left.
+    """
+    try:
+        copy = _PrivateCopy(shown)
+        free = shutil.disk_usage(copy.path.parent).free
+        if n_bytes > free:
+            raise _no_room(shown, f"{copy.path.parent.parent} has {exact_bytes(free)} free, expected {n_bytes}")
+        with copy.path.open("xb") as file:
+            file.writelines(blocks)
+    except ShardloadError:
+        # Some of these are an OSError as well, and say more.
+        raise
+    except OSError as error:
+        raise _no_room(shown, str(error)) from error
+    return Location(copy, str(copy.path))
+
+
+def _no_room(shown: str, found: str) -> WriteError:
+    return WriteError(f"Cannot unpack {shown}: {found}. Set TMPDIR to a folder with more room")

@@ -9,13 +9,14 @@ renames a deleted file that is still open to ``.nfs000000000012ab34``.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError
-from shardload.stores.file_reading import FileStream, read_header
-from shardload.stores.store import File, FileIdentity, Store
+from shardload.stores.store import File, FileIdentity, FileStream, Kind, Store, read_bytes
+from shardload.units import exact_bytes
 
 _LITTER = frozenset({".DS_Store", "Thumbs.db", "desktop.ini"})
 _LITTER_PREFIXES = ("._", ".nfs0")
@@ -92,12 +93,7 @@ class Location:
         return [name for name in self.store.names(self.key) if not is_litter(name)]
 
     def open(self) -> File:
-        """Open the file; the caller closes it.
-
-        Raises:
-            SourceNotFoundError: If there is no such file.
-            SourceError: If it is not a regular file or is not readable.
-        """
+        """Open the file; the caller closes it."""
         return self.store.open(self.key)
 
     def stream(self) -> io.BufferedReader:
@@ -111,31 +107,19 @@ class Location:
             return file.n_bytes
 
     def read_header(self, count: int, *, offset: int, what: str) -> bytes:
-        """Read ``count`` bytes of a header without allocating more than the file's size.
-
-        Raises:
-            TruncatedSourceError: If the file ends before ``offset + count``.
-        """
+        """Read ``count`` bytes of a header without allocating more than the file's size."""
         with closing(self.open()) as file:
-            return read_header(file, count, offset=offset, path=str(self), what=what)
+            return read_bytes(file, count, offset=offset, path=str(self), what=what)
 
     def identity(self) -> FileIdentity:
-        """Return the current size and version of a file that was read before.
-
-        Raises:
-            TransferError: If the file has vanished.
-        """
+        """Return the current size and version of a file that was read before."""
         try:
             return self.store.identity(self.key)
         except (SourceError, SourceNotFoundError, OSError) as error:
             raise TransferError(f"Cannot read {self} although its headers were read: {error}") from error
 
     def local_path(self) -> Path:
-        """Return a path on this machine, for libraries that open files themselves.
-
-        Raises:
-            UnsupportedError: If the store has no such path, or the file is too large to be fetched.
-        """
+        """Return a path on this machine, for libraries that open files themselves."""
         return self.store.local_path(self.key)
 
 
@@ -143,6 +127,66 @@ def is_litter(path: str) -> bool:
     """Whether the last part of a path, separated by ``/``, is the name of such a file."""
     name = path.rpartition("/")[2]
     return name in _LITTER or name.startswith(_LITTER_PREFIXES)
+
+
+class _Nowhere(Store):
+    """A store without files."""
+
+    def shown(self, key: str) -> str:
+        return key
+
+    def kind(self, key: str) -> Kind | None:
+        return None
+
+    def names(self, key: str) -> list[str]:
+        raise SourceError(f"Cannot list the folder {key}: it does not exist")
+
+    def open(self, key: str) -> File:
+        raise SourceNotFoundError(f"There is no file {key}")
+
+
+_NOWHERE = _Nowhere()
+
+
+def nowhere(name: str) -> Location:
+    """Return the location of a model without files; it is shown by its name."""
+    return Location(_NOWHERE, name)
+
+
+def is_nowhere(location: Location) -> bool:
+    """Whether a location was made by `nowhere`: tensors there have no values."""
+    return location.store is _NOWHERE
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The identity, size and modification time of files at one moment."""
+
+    files: Mapping[Location, FileIdentity]
+
+    @classmethod
+    def of(cls, paths: Iterable[Location]) -> Fingerprint:
+        """Record the current state of files."""
+        return cls({path: path.identity() for path in paths})
+
+    def check(self) -> None:
+        """Compare the recorded state with the current one."""
+        for path, before in self.files.items():
+            now = path.identity()
+            if now != before:
+                raise TransferError(
+                    f"{path} changed since its headers were read: {_difference(before, now)}. Load it again once "
+                    "its writer has finished"
+                )
+
+
+def _difference(before: FileIdentity, now: FileIdentity) -> str:
+    if now.size != before.size:
+        return f"expected {exact_bytes(before.size)}, found {now.size}"
+    # Device and inode: writers often write a new file and rename it over the old one.
+    if now.version[:2] != before.version[:2]:
+        return f"another file of {exact_bytes(now.size)} took its place"
+    return f"its {exact_bytes(now.size)} were written to"
 
 
 __all__ = ["Location", "is_litter"]

@@ -26,9 +26,6 @@ class RemoteStore(Store):
     """The objects at a URL; keys are names below it.
 
     Objects do not change while they are read: their names are listed and their sizes determined once.
-
-    Args:
-        url: See `shardload.stores.requests.Requests`.
     """
 
     is_remote = True
@@ -188,11 +185,7 @@ def location_of(source: object) -> Location | None:
 
 
 def remote_store(source: object) -> RemoteStore | None:
-    """Return the store at a URL, for what reads folders at `REMOTE_SCHEMES` or on this machine; ``None`` for a path.
-
-    Raises:
-        UnsupportedError: If it is another URL, which would be taken for a path.
-    """
+    """Return the store at a URL, for what reads folders at `REMOTE_SCHEMES` or on this machine; ``None`` for a path."""
     found = location_of(source)
     if found is not None and isinstance(found.store, RemoteStore):
         return found.store

@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from shardload.errors import SourceError, TransferError, UnsafeSourceError, UnsupportedError
-from shardload.stores import redirects, remote_failures
-from shardload.stores.remote_failures import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeError, aws_endpoint
+from shardload.stores import answers
+from shardload.stores.answers import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeError, aws_endpoint
 from shardload.units import exact_bytes
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -36,15 +36,7 @@ MOVED_S = 60.0
 
 
 class Requests:
-    """Requests for objects below an address, by their names relative to it.
-
-    Args:
-        url: ``s3://bucket/path``, ``gs://bucket/path``, ``http://host/path`` or ``https://host/path``.
-
-    Raises:
-        UnsupportedError: If the URL has parts that are not supported.
-        SourceError: If the URL is invalid.
-    """
+    """Requests for objects below an address, by their names relative to it."""
 
     def __init__(self, url: str) -> None:
         scheme, _, rest = url.partition("://")
@@ -79,19 +71,11 @@ class Requests:
         return not self.url.startswith("http")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Read bytes of an object, all by default; ``None`` if there is no such object.
-
-        Raises:
-            TransferError: If the store does not respond, refuses the request, or the object is too short.
-        """
+        """Read bytes of an object, all by default; ``None`` if there is no such object."""
         return self.begin(name, start, stop).result()
 
     def begin(self, name: str, start: int = 0, stop: int | None = None) -> Fetch:
-        """Start to read an object.
-
-        Raises:
-            TransferError: If the name is not valid in any store; a damaged file may contain such a name.
-        """
+        """Start to read an object."""
         try:
             name.encode()
         except UnicodeEncodeError as error:
@@ -108,13 +92,9 @@ class Requests:
         return self._kv.read(name, byte_range=asked)
 
     def follow(self, error: BaseException, name: str) -> bool:
-        """Follow the redirect that made a request fail; return whether to request the object again.
-
-        Raises:
-            TransferError: If the redirect is refused, or leads nowhere.
-        """
-        status = remote_failures.status_in(error)
-        if self.can_list or status not in redirects.REDIRECTS:
+        """Follow the redirect that made a request fail; return whether to request the object again."""
+        status = answers.status_in(error)
+        if self.can_list or status not in answers.REDIRECTS:
             return False
         self._progress.redirects |= status == 308
         self._redirected(name)
@@ -123,7 +103,7 @@ class Requests:
     def _redirected(self, name: str) -> Any:
         """Return the store of one object to which a name is redirected."""
         first = f"{self.url}/{quote(name)}"
-        target = redirects.follow(first, timeout_s=timeout_s(first=not self._progress.answered))
+        target = answers.follow_redirects(first, timeout_s=timeout_s(first=not self._progress.answered))
         kv = self._opened({"driver": "http", "base_url": target})
         self._moved[name] = kv, time.monotonic() + MOVED_S
         return kv
@@ -132,27 +112,20 @@ class Requests:
         """Ask an HTTP server once more that gave no answer in time; return if it redirects.
 
         TensorStore tells the status of an answer only after its last retry, and retries status 308 too.
-
-        Raises:
-            TransferError: If it does not; says what the server did instead.
         """
         if self.can_list or self._progress.asked_again:
-            raise remote_failures.stalled(self.url, name, limit_s)
+            raise answers.stalled(self.url, name, limit_s)
         self._progress.asked_again = True
-        wait_s = min(limit_s / 2, remote_failures.ASK_AGAIN_S)
-        answer = redirects.ask(f"{self.url}/{quote(name)}", asked, timeout_s=wait_s)
+        wait_s = min(limit_s / 2, answers.ASK_AGAIN_S)
+        answer = answers.ask_again(f"{self.url}/{quote(name)}", asked, timeout_s=wait_s)
         if isinstance(answer.status, str) or answer.status >= 400:
-            raise remote_failures.refused(self.url, name, answer.status)
-        self._progress.redirects = answer.status in redirects.REDIRECTS
+            raise answers.refused(self.url, name, answer.status)
+        self._progress.redirects = answer.status in answers.REDIRECTS
         if not self._progress.redirects:
-            raise remote_failures.stalled(self.url, name, limit_s, answer)
+            raise answers.stalled(self.url, name, limit_s, answer)
 
     def read_small(self, name: str, *, limit: int) -> bytes | None:
-        """Read a whole object of unknown size; ``None`` if there is no such object.
-
-        Raises:
-            UnsafeSourceError: If it has more than ``limit`` bytes; they are not fetched.
-        """
+        """Read a whole object of unknown size; ``None`` if there is no such object."""
         try:
             # Ask for the first byte beyond the limit: an object without one is small enough to fetch as a whole.
             beyond = self.read(name, limit, limit + 1)
@@ -192,13 +165,7 @@ class Requests:
         return beyond
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names of all objects in a folder and below, relative to it.
-
-        Raises:
-            UnsupportedError: If the store cannot list.
-            SourceNotFoundError: If there is no such bucket.
-            TransferError: If the store does not respond or refuses the request.
-        """
+        """Return the names of all objects in a folder and below, relative to it."""
         if not self.can_list:
             raise UnsupportedError(f"{self.url}: HTTP servers do not list their files")
         import tensorstore as ts
@@ -218,9 +185,9 @@ class Requests:
         try:
             return ts.KvStore.open(spec, context=ts.Context(context)).result(timeout=limit)
         except TimeoutError as error:
-            raise remote_failures.stalled(self.url, "", limit) from error
+            raise answers.stalled(self.url, "", limit) from error
         except (ValueError, RuntimeError) as error:
-            said = str(error)[: remote_failures.SHOWN]
+            said = str(error)[: answers.SHOWN]
             raise SourceError(f"Cannot read from {self.url}: {said}. Check the address") from error
 
 
@@ -280,7 +247,7 @@ class Fetch:
         self._future.cancel()
 
     def result(self) -> bytes | None:
-        """Return the bytes; ``None`` if there is no such object. Raises like `Requests.read`."""
+        """Return the bytes; ``None`` if there is no such object."""
         found = self.wait()
         if found.state == "missing":
             return None
@@ -329,17 +296,13 @@ class Fetch:
                     if not followed and self._requests.follow(error, self._name):
                         followed, self._future = True, self._request()
                         continue
-                    raise remote_failures.failure(self._requests.url, error, self._name) from error
+                    raise answers.failure(self._requests.url, error, self._name) from error
         finally:
             self._progress.end(answered=answered)
 
 
 def timeout_s(*, first: bool) -> float:
-    """Return how long a store may stay silent, in seconds; ``first`` applies until its first response.
-
-    Raises:
-        SourceError: If `TIMEOUT_VARIABLE` is not set to a positive number.
-    """
+    """Return how long a store may stay silent, in seconds; ``first`` applies until its first response."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return FIRST_ANSWER_S if first else DEFAULT_TIMEOUT_S

@@ -5,16 +5,23 @@
 A key names a file or a folder inside a store; parts are joined by ``/``. Implementations: `shardload.stores.local`
 (this machine), `shardload.runs.remote_store` (a training step in an object store). A new store subclasses `Store` and
 inherits the tests of ``tests/support/store_contract.py``.
+
+Besides `File.read_into`, an open file is read as the header of an untrusted file (`read_bytes`), and as a Python file
+object (`FileStream`).
 """
 
 from __future__ import annotations
 
+import io
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from shardload.errors import UnsupportedError
+from shardload.errors import TransferError, TruncatedSourceError, UnsupportedError
+from shardload.units import exact_bytes
 
 UNIT_BYTES = 1 << 20
 """The unit of verification: each digest covers this many bytes of a file, and remote files are fetched in such units.
@@ -150,6 +157,98 @@ class Store(ABC):
     def resolved(self, key: str) -> str:
         """Return the key with all symbolic links followed."""
         return key
+
+
+def read_bytes(file: File, count: int, *, offset: int, path: str, what: str) -> bytes:
+    """Read ``count`` bytes of a header; ``path`` and ``what`` (``the JSON header``) name them in messages.
+
+    It never takes more memory than the file has bytes, whatever the header declares.
+    """
+    if offset + count > file.n_bytes:
+        raise TruncatedSourceError(
+            f"{path} is truncated: {what} should take {exact_bytes(count)} at offset {offset}, but the file has "
+            f"{exact_bytes(file.n_bytes)}. Download or save it again"
+        )
+    # A remote store that does not respond says nothing about the file, so its errors stay as they are.
+    if file.descriptor is None:
+        buffer = bytearray(count)
+        file.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+    try:
+        # `pread` makes the bytes without the copy that a buffer needs. It returns at most 2 GiB, and network file
+        # systems may return less; then `read_into` repeats the call.
+        found = os.pread(file.descriptor, count, offset)
+        if len(found) == count:
+            return found
+        buffer = bytearray(count)
+        file.read_into(memoryview(buffer), offset)
+    except (OSError, TransferError) as error:
+        raise TruncatedSourceError(
+            f"Cannot read {what} of {path}: reading {exact_bytes(count)} at offset {offset} failed: {error}"
+        ) from error
+    return bytes(buffer)
+
+
+class MemoryStream(io.BytesIO):
+    """A file object in memory, for what no other library should see."""
+
+
+class FileStream(io.RawIOBase):
+    """A read-only stream over a part of a file, for libraries that accept a file object; closing it closes the file.
+
+    ``before_read`` is called with position and length before each read, and may raise to refuse it.
+    """
+
+    def __init__(
+        self,
+        file: File,
+        *,
+        start: int = 0,
+        n_bytes: int | None = None,
+        before_read: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._file, self._start = file, start
+        self._n_bytes = file.n_bytes - start if n_bytes is None else n_bytes
+        self._before_read = before_read
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Always true."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always true."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a position, which may be past the end."""
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._n_bytes}[whence]
+        if at < 0:
+            raise ValueError(f"cannot seek to position {at}")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read as many bytes as fit into ``buffer``; fewer at the end."""
+        view = memoryview(buffer).cast("B")
+        if self._before_read is not None:
+            # Before the length is cut at the end of the part: libhdf5 asks for the length that a header declares.
+            self._before_read(self._at, len(view))
+        view = view[: max(0, self._n_bytes - self._at)]
+        if view:
+            self._file.read_into(view, self._start + self._at)
+        self._at += len(view)
+        return len(view)
+
+    def close(self) -> None:
+        """Close the stream and its file."""
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 __all__ = ["UNIT_BYTES", "File", "FileIdentity", "Kind", "PendingBytes", "RemoteFile", "Store"]

@@ -34,14 +34,14 @@ from shardload.errors import WAYS_OUT, UnsupportedError, UsageError, WriteError
 from shardload.families.parts.tensors import TensorSpec
 from shardload.families.registry import model_type_of
 from shardload.hub.config_forms import transformers_tensors
-from shardload.loaders import safetensors_writer
+from shardload.loaders import safetensors
 from shardload.loaders.file_pieces import Wanted
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import root
 from shardload.resolve.architectures import ArchitectureConfig, aliases, architectures, lookup, scaled
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import local_target
-from shardload.stores.nowhere import nowhere
+from shardload.stores.location import nowhere
 from shardload.units import check_kind, format_bytes, is_integer, plain_dtype_name, spare_bytes
 
 Format = Literal["preset", "h5", "safetensors"]
@@ -106,7 +106,7 @@ def synth(
     seed: int = 0,
     dtype: str = "bfloat16",
     directory: str | os.PathLike[str] | None = None,
-    shard_bytes: int = safetensors_writer.SHARD_BYTES,
+    shard_bytes: int = safetensors.SHARD_BYTES,
     progress: ProgressLike = None,
     overwrite: bool = False,
 ) -> Path:
@@ -189,7 +189,7 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
 
     specs = transformers_tensors(job.config)
     tensors = [Wanted(spec.name, spec.shape, np.dtype(job.dtype)) for spec in specs]
-    places = safetensors_writer.write_skeleton(work, tensors, shard_bytes=shard_bytes)
+    places = safetensors.write_skeleton(work, tensors, shard_bytes=shard_bytes)
     for number, (spec, place) in enumerate(zip(specs, places, strict=True)):
         with (work / place.pieces[0].path).open("r+b", buffering=0) as file:
             file.seek(place.pieces[0].offset)

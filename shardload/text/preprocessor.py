@@ -30,8 +30,8 @@ from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
 from shardload.loaders.gguf.loader import tokenizer_metadata
 from shardload.manifest import Manifest
-from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.local import located, temporary_folder
+from shardload.stores.location import Fingerprint
 from shardload.text.gguf_tokenizer import check_supported, files_of, of_metadata
 
 if TYPE_CHECKING:

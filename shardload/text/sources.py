@@ -11,7 +11,7 @@ from shardload.keras_bridge.model_records import record_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.resolve.opening import open_source
-from shardload.stores.fingerprint import Fingerprint
+from shardload.stores.location import Fingerprint
 from shardload.text.gguf_tokenizer import rebuild
 from shardload.text.tokenizer import TURN_ENDS, ByteIds, HuggingFace, Tokenizer, from_keras_hub, from_sentencepiece
 from shardload.typing import PathLike

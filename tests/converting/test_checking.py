@@ -25,7 +25,7 @@ from shardload.converting import keras_files
 from shardload.errors import SaveError, UnsupportedError, WriteError
 from shardload.keras_bridge import saving
 from shardload.keras_bridge.saving import saved_layout
-from shardload.loaders import safetensors_writer
+from shardload.loaders import safetensors
 from shardload.loaders.orbax.loader import open_orbax
 from shardload.runs import writer
 from shardload.synth import synth
@@ -105,9 +105,9 @@ def test_a_synthetic_file_is_compared_with_what_keras_would_save(format, tmp_pat
 
 
 def test_a_synthetic_folder_is_read_back(tmp_path, monkeypatch):
-    skeleton = safetensors_writer.write_skeleton
+    skeleton = safetensors.write_skeleton
     monkeypatch.setattr(
-        safetensors_writer,
+        safetensors,
         "write_skeleton",
         lambda folder, tensors, **named: skeleton(folder, doubled(tensors), **named),
     )

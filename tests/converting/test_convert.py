@@ -27,7 +27,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.converting.publishing import ConversionFolder, staged, working_folder
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError, WriteError
-from shardload.loaders.orbax.zarr_store import ZarrCodec
+from shardload.loaders.orbax.zarr import ZarrCodec
 from shardload.runs import publish
 from shardload.synth import synth
 from shardload.verifying import verify
@@ -132,7 +132,7 @@ def test_plain_orbax_reads_its_own(made):
 
 @pytest.mark.slow
 def test_orbax_in_several_chunks_with_a_padded_one(presets, made, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardload.loaders.orbax.plain_arrays.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("shardload.loaders.orbax.saving.CHUNK_BYTES", 10_000)
     shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="orbax", host_memory_bytes=1 << 20)
     assert same(made["gemma2_9b", "orbax"], tmp_path / "out")
     assert len(list((tmp_path / "out" / "pytree").rglob("c/1/*"))) > 5

@@ -27,9 +27,9 @@ from shardload.errors import (
     UnsupportedError,
     WriteError,
 )
-from shardload.loaders import open_manifest, zip_members
+from shardload.loaders import keras_archive, open_manifest
 from shardload.manifest import Decoded, Extent
-from shardload.stores import private_copies
+from shardload.stores import local
 from shardload.stores.local import located
 
 
@@ -578,7 +578,7 @@ def test_a_member_with_more_than_it_declares_is_not_unpacked(tmp_path, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, method, monkeypatch):
-    monkeypatch.setattr(private_copies, "write", lambda *_, **__: pytest.fail("unpacked"))
+    monkeypatch.setattr(keras_archive, "write_private_copy", lambda *_, **__: pytest.fail("unpacked"))
     path = archive(tmp_path / "m.keras", method, weights=bytes(34 << 20))
     with pytest.raises(UnsafeSourceError, match=r"declares 35651584 bytes.*expand at most 100 times"):
         open_manifest(path)
@@ -597,11 +597,11 @@ def test_damage_in_compressed_weights_is_found(tmp_path, method):
 
 def test_no_room_for_compressed_weights(tmp_path, monkeypatch):
     path = archive(tmp_path / "m.keras", zipfile.ZIP_DEFLATED)
-    monkeypatch.setattr(private_copies.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(WriteError, match=r"Cannot unpack .*m\.keras:model\.weights\.h5: .* 10 bytes free.*TMPDIR"):
         open_manifest(path)
     monkeypatch.undo()
-    monkeypatch.setattr(private_copies.tempfile, "mkdtemp", lambda prefix: Path("/proc/x").mkdir())
+    monkeypatch.setattr(local.tempfile, "mkdtemp", lambda prefix: Path("/proc/x").mkdir())
     with pytest.raises(WriteError, match=r"Cannot unpack .*TMPDIR"):
         open_manifest(path)
 
@@ -618,7 +618,7 @@ def test_a_huge_dictionary_of_lzma_is_refused(tmp_path):
     info.file_size = 65 << 20
     refused = pytest.raises(UnsupportedError, match="dictionary has 4294967295 bytes")
     with closing(located(path).open()) as file, refused:
-        next(zip_members.blocks(located(path), file, info, start=at - 5))
+        next(keras_archive.blocks(located(path), file, info, start=at - 5))
 
 
 def test_an_unknown_compression(tmp_path):

@@ -33,7 +33,7 @@ from shardload.errors import (
 from shardload.loaders import open_manifest
 from shardload.loaders.extents import collect
 from shardload.loaders.orbax.ocdbt import OcdbtWalk, read_values
-from shardload.loaders.orbax.zarr_metadata import parse
+from shardload.loaders.orbax.zarr import parse
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
 from shardload.runs.listing import find_step, list_steps
 from shardload.stores.local import located

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import shardload
 from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import open_manifest
-from shardload.loaders.parts import part_name, part_number, pattern_of, set_of, stem_of
+from shardload.loaders.contents import part_name, part_number, pattern_of, set_of, stem_of
 from shardload.verifying import verify
 
 SPELLINGS = (

@@ -21,7 +21,7 @@ import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import BudgetError
 from shardload.loaders.orbax import saving as orbax_writer
-from shardload.loaders.orbax.zarr_store import ZarrCodec
+from shardload.loaders.orbax.zarr import ZarrCodec
 from shardload.pipeline import filling
 from shardload.transfer import execution, planning
 

@@ -26,7 +26,7 @@ from shardload.errors import (
 )
 from shardload.runs.digest_list import Digests, FileDigest
 from shardload.runs.listing import list_steps
-from shardload.stores import redirects, requests
+from shardload.stores import answers, requests
 from shardload.verifying import verify
 
 WIDTH = 320
@@ -272,9 +272,9 @@ def test_redirects_that_are_not_followed(store, location, words):
 
 
 def test_a_redirect_from_https_to_http_is_refused(monkeypatch):
-    monkeypatch.setattr(redirects, "location_of", lambda url, *, timeout_s: "http://host/file?signature=secret")
+    monkeypatch.setattr(answers, "redirect_of", lambda url, *, timeout_s: "http://host/file?signature=secret")
     with pytest.raises(TransferError) as caught:
-        redirects.follow("https://host/file", timeout_s=1)
+        answers.follow_redirects("https://host/file", timeout_s=1)
     assert str(caught.value) == (
         "Cannot read https://host/file: 'https://host/file' redirects to 'http://host/file?…', which is not encrypted, "
         "although the first address is. Check the address"

@@ -4,8 +4,8 @@ from contextlib import closing
 import pytest
 
 from shardload.errors import SourceError, SourceNotFoundError, TransferError, TruncatedSourceError
-from shardload.stores.file_reading import read_header
 from shardload.stores.local import LocalFile, open_readonly, read_exact
+from shardload.stores.store import read_bytes
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_read_exact_reports_a_disk_error(path):
 
 def test_read_header_refuses_before_allocating(path):
     with closing(LocalFile(path)) as file, pytest.raises(TruncatedSourceError, match=r"the header .* 100 bytes"):
-        read_header(file, 1 << 60, offset=0, path=str(path), what="the header")
+        read_bytes(file, 1 << 60, offset=0, path=str(path), what="the header")
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])

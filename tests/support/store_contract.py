@@ -15,8 +15,8 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.loaders.contents import descendant, member
-from shardload.stores.fingerprint import Fingerprint
 from shardload.stores.json_files import read_object
+from shardload.stores.location import Fingerprint
 
 LARGE = np.random.default_rng(0).integers(0, 256, (2 << 20) + 5, np.uint8).tobytes()
 """More than two units, so that remote stores fetch it in parts."""

@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
-from shardload.stores.file_reading import read_header as read_bytes
 from shardload.stores.location import Location
-from shardload.stores.store import File
+from shardload.stores.store import File, read_bytes
 from shardload.units import exact_bytes, plural
 
 MAGIC = b"GGUF"
@@ -158,13 +157,7 @@ class GgufHeader:
 
 
 def read_header(path: Location) -> GgufHeader:
-    """Parse and check the header of one file.
-
-    Raises:
-        TruncatedSourceError: When the file ends before its header or a tensor does.
-        UnsupportedError: For big-endian files, version 1, arrays nested beyond `MAX_DEPTH`.
-        SourceError: When the header contradicts itself.
-    """
+    """Parse and check the header of one file."""
     with closing(path.open()) as file:
         size, cursor = file.n_bytes, _Cursor(file, path)
         tensor_count, pair_count = _preamble(cursor)
@@ -186,11 +179,7 @@ def read_header(path: Location) -> GgufHeader:
 
 
 def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
-    """Read the items of an array: strings as a list, numbers as a NumPy array.
-
-    Raises:
-        SourceError: When the file changed since its header was read.
-    """
+    """Read the items of an array: strings as a list, numbers as a NumPy array."""
     if isinstance(array, list):
         return array
     raw = array.path.read_header(array.nbytes, offset=array.offset, what="an array")

@@ -30,11 +30,10 @@ from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, 
 from shardload.families.parts.gguf import GgufArchitecture, Undo
 from shardload.families.parts.gguf_values import GgufValues, head_counts
 from shardload.families.registry import gguf_architectures, why_refused
-from shardload.loaders.contents import CONFIG, FolderContent
+from shardload.loaders.contents import CONFIG, FolderContent, all_parts, part_name, part_number
 from shardload.loaders.extents import collect
 from shardload.loaders.gguf.header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf.rows import fused, original_shape, storage
-from shardload.loaders.parts import all_parts, part_name, part_number
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.location import Location
@@ -71,13 +70,7 @@ class TokenizerMetadata:
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one ``.gguf`` file, or of all parts of the model that it is a part of.
-
-    Raises:
-        SourceNotFoundError: When parts are missing.
-        SourceError: When the header contradicts itself, the file or the other parts.
-        UnsupportedError: When the GGUF version is not supported.
-    """
+    """Return the manifest of one ``.gguf`` file, or of all parts of the model that it is a part of."""
     first, header = read_model(path)
     undescribed: ShardloadError | None = None
     try:
@@ -96,12 +89,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the configuration and the tensors that the model has in Hugging Face's layout.
-
-    Raises:
-        UnsupportedError: When the architecture is not known, or cannot be expressed.
-        SourceError: When the header lacks what every model of the architecture has, or contradicts the tensors.
-    """
+    """Return the configuration and the tensors that the model has in Hugging Face's layout."""
     values = GgufValues(header.values, {info.name: info.shape for info in header.tensors}, name)
     known = _architecture(values)
     config = known.config(replace(values, rope_factors=_rope_factors(header, known.rope_factors)))
@@ -119,11 +107,7 @@ def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], lis
 
 
 def _architecture(values: GgufValues) -> GgufArchitecture:
-    """Return the architecture that a header names.
-
-    Raises:
-        UnsupportedError: When no family has it.
-    """
+    """Return the architecture that a header names."""
     name, known = values.entries.get("general.architecture"), gguf_architectures()
     kinds = known.get(name, ()) if isinstance(name, str) else ()
     if (found := next((kind for kind in kinds if kind.applies(values)), None)) is not None:
@@ -136,12 +120,7 @@ def _architecture(values: GgufValues) -> GgufArchitecture:
 
 
 def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tuple[str, TensorInfo, Undo]]:
-    """Yield a tensor, or the experts in it, with Hugging Face's names and the transformations to undo.
-
-    Raises:
-        UnsupportedError: When the architecture has no such tensor.
-        SourceError: When it should be a stack of experts and is not.
-    """
+    """Yield a tensor, or the experts in it, with Hugging Face's names and the transformations to undo."""
     name = known.hf_name(info.name, path)
     if name is None:
         return
@@ -174,12 +153,7 @@ def _as_stored(header: GgufHeader) -> list[Tensor]:
 
 
 def tokenizer_metadata(path: Location) -> TokenizerMetadata:
-    """Read the tokenizer of a ``.gguf`` file.
-
-    Raises:
-        UnsupportedError: When the file has no tokenizer.
-        SourceError: When its arrays contradict each other.
-    """
+    """Read the tokenizer of a ``.gguf`` file."""
     name = str(path)
     values = {
         k.removeprefix("tokenizer."): v for k, v in read_header(path).values.items() if k.startswith("tokenizer.")
@@ -278,16 +252,7 @@ def first_part(name: str) -> str:
 
 
 def read_model(path: Location) -> tuple[Location, GgufHeader]:
-    """Read the header of a file, or of all parts of the model that the file belongs to.
-
-    Returns:
-        The file with the key-values, and one header with the tensors of all parts.
-
-    Raises:
-        SourceNotFoundError: When parts are missing.
-        SourceError: When the parts contradict their names or each other; also as `read_header`.
-        UnsupportedError: As `read_header`.
-    """
+    """Read the header of a file, or of all parts of the model that the file belongs to."""
     header = read_header(path)
     count = _number(header, "split.count", path, default=1)
     # llama.cpp, too, treats only counts above 1 as split.

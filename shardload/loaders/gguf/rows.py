@@ -105,12 +105,7 @@ class GgufRows(EncodedRows):
         return f"Decoding {self.info.kind.name} tensors of {self.info.path}"
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Read rows ``[start, stop)``; see `shardload.manifest.RowReader`.
-
-        Raises:
-            TransferError: When the file became shorter or was removed after its header was read.
-            MissingExtraError: When the tensor is quantised and the gguf package is not installed.
-        """
+        """Read rows ``[start, stop)``; see `shardload.manifest.RowReader`."""
         if self.undo is Undo.TRANSPOSE:
             # Any row of the transpose needs every stored row, so `row_alignment` asks for the whole matrix at once.
             whole = self._decode(self._read(0, self.info.shape[0])).reshape(self.info.shape)
@@ -203,12 +198,7 @@ def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:
 
 
 def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
-    """Return the GGUF row indices of the given rows of a Hugging Face query or key projection.
-
-    Args:
-        rows: Row indices in Hugging Face's order.
-        head_rows: Rows per head, even.
-    """
+    """Return the GGUF row indices of rows of a Hugging Face query or key projection; ``head_rows`` is even."""
     head, within = np.divmod(rows, head_rows)
     half, index = np.divmod(within, head_rows // 2)
     found: NDArray[np.int64] = head * head_rows + index * 2 + half
@@ -216,13 +206,7 @@ def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
 
 
 def fused_rows(rows: NDArray[np.int64], count: int, heads: int) -> NDArray[np.int64]:
-    """Return the GGUF row indices of the given rows of a Hugging Face matrix of queries, keys and values.
-
-    Args:
-        rows: Row indices in Hugging Face's order.
-        count: Rows of the matrix, a multiple of ``3 * heads``.
-        heads: Number of heads.
-    """
+    """Return the GGUF row indices of rows of a Hugging Face matrix of queries, keys and values with ``count`` rows."""
     width = count // (3 * heads)
     head, within = np.divmod(rows, 3 * width)
     part, index = np.divmod(within, width)
@@ -303,11 +287,7 @@ class Experts(EncodedRows):
 
 
 def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor]:
-    """Yield the fused experts of every block under Hugging Face's names.
-
-    Raises:
-        SourceError: When the shapes of gate and up differ, or one of them is missing.
-    """
+    """Yield the fused experts of every block under Hugging Face's names."""
     if not architecture.fused_experts:
         return
     stored = {info.name: info for info in header.tensors}

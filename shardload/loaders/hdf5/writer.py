@@ -25,13 +25,7 @@ from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, groupe
 def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str]) -> tuple[TensorPlace, ...]:
     """Make the file; return where the values belong.
 
-    Args:
-        path: File to write; an existing one is replaced.
-        tensors: Named as Keras names them, ``layers/dense/vars/0``.
-        names: Group (``layers/dense/vars``) → name of the object saved there; also groups without tensors.
-
-    Raises:
-        UnsupportedError: When HDF5 has no such dtype.
+    ``names``: group (``layers/dense/vars``) → name of the object saved there; also groups without tensors.
     """
     with h5py.File(path, "w") as file:
         for group, name in names.items():
@@ -42,17 +36,7 @@ def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str,
 def write_shards(
     index: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str], shard_bytes: int
 ) -> tuple[TensorPlace, ...]:
-    """Make shards of at most ``shard_bytes`` (a larger tensor gets its own shard) and the index, as Keras does.
-
-    Args:
-        index: File to make, ``NAME.weights.json``; the shards are next to it.
-        tensors: As for `write_skeleton`.
-        names: As for `write_skeleton`; groups without tensors are not written.
-        shard_bytes: Most bytes of tensors in one file.
-
-    Raises:
-        UnsupportedError: When HDF5 has no such dtype.
-    """
+    """Make shards of at most ``shard_bytes`` (a larger tensor gets its own shard) and the index, as Keras does."""
     places: list[TensorPlace] = []
     weight_map: dict[str, list[str]] = {}
     groups = grouped(tensors, shard_bytes)

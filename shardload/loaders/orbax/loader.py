@@ -21,6 +21,7 @@ without elements: in steps of shardload, structure.json has them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,14 +30,17 @@ from typing import Any
 import ml_dtypes  # noqa: F401  names of its dtypes
 import numpy as np
 
-from shardload.errors import SourceError, SourceNotFoundError, UnsupportedError
-from shardload.loaders.contents import listing, member
+from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
+from shardload.loaders.contents import descendant, listing, member
 from shardload.loaders.extents import collect
-from shardload.loaders.orbax.zarr_store import Arrays
+from shardload.loaders.orbax import ocdbt, zarr
+from shardload.loaders.orbax.ocdbt import MAX_KEYS, OcdbtValue
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Extent, Manifest, Tensor
+from shardload.stores.answers import COPY_FIRST
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_object
 from shardload.stores.location import Location
+from shardload.units import exact_bytes, plural
 
 MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 ITEMS = ("pytree", "default")
@@ -51,14 +55,7 @@ _NAME = re.compile(r"(?:[^/]*_)?([0-9]{1,19})")
 
 
 def open_orbax(folder: Location) -> Manifest:
-    """Return the manifest of a step, of a root's newest step, or of a bare item.
-
-    Raises:
-        SourceNotFoundError: When the folder contains no checkpoint.
-        SourceError: When metadata is damaged, missing or contradicts itself.
-        UnsafeSourceError: When a reference leaves the folder, or the metadata declares far more than is stored.
-        UnsupportedError: When it was saved in a form that cannot be read here.
-    """
+    """Return the manifest of a step, of a root's newest step, or of a bare item."""
     step = _step(folder)
     item = _item(step)
     tree = read_tree(item)
@@ -225,20 +222,6 @@ def _config(step: Location) -> dict[str, Any]:
     return parse_object(raw, path=f"{item}: the model's description")
 
 
-SPEC = FormatSpec(
-    name="orbax",
-    description="an Orbax checkpoint: a step's folder, or the folder of the steps",
-    is_folder=lambda content: is_checkpoint(content.path),
-    contains_some=lambda content: bool(steps(content.path)),
-    open_folder=open_orbax,
-    described_by="keras",
-    tensor_names="step",
-    keras_files="shardload/keras",
-    transformers_files="shardload/transformers",
-    is_step=True,
-)
-
-
 TREE = "_METADATA"
 _STRINGS = "_strings.json"
 _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
@@ -285,12 +268,7 @@ class SavedTree:
 
 
 def read_tree(item: Location) -> SavedTree:
-    """Read the tree of an item.
-
-    Raises:
-        SourceNotFoundError: When the item has no ``_METADATA``.
-        SourceError: When ``_METADATA`` is damaged.
-    """
+    """Read the tree of an item."""
     path = member(item, TREE, named_by=str(item))
     document = read_object(path)
     found = document.get("tree_metadata")
@@ -313,10 +291,152 @@ def _leaf(entry: object, path: Location) -> SavedLeaf:
 
 
 def read_strings(item: Location) -> dict[str, Any]:
-    """Read the text leaves, by the name Orbax stores them under.
-
-    Raises:
-        SourceError: When their file is damaged.
-    """
+    """Read the text leaves, by the name Orbax stores them under."""
     path = member(item, _STRINGS, named_by=str(item))
     return read_object(path) if path.exists() else {}
+
+
+_HEADERS = frozenset({zarr.ZARR2, zarr.ZARR3})
+MAX_EXPANSION = 40_000
+"""Declared bytes per stored byte: zstd shrinks zeros, as in fresh optimizer slots, to 1/32 768."""
+EXPANSION_FLOOR_BYTES = 1 << 26
+MAX_OVERHANG = 16
+"""Bytes of chunks per byte of their tensor: in each dim, an edge chunk overhangs by less than the chunk's length."""
+
+
+class Arrays:
+    """The stored values of an item's folder, by array; in a complete one, Orbax wrote chunks of zeros too."""
+
+    def __init__(self, folder: Location, *, is_complete: bool) -> None:
+        self._folder = folder
+        self._is_complete = is_complete
+        is_ocdbt = ocdbt.MANIFEST in folder.names()
+        if not is_ocdbt and folder.store.is_remote:  # each chunk would be a file to fetch
+            raise UnsupportedError(
+                f"{folder} has a folder for each array, which can only be read on this machine. {COPY_FIRST}"
+            )
+        values = ocdbt.read_values(folder) if is_ocdbt else _files(folder)
+        self._total = sum(value.length for value in values.values())
+        # An array named "" is the root of the store: a tree may have an empty text as key.
+        self._headers = {key.rpartition("/")[0]: key for key in values if key.rpartition("/")[2] in _HEADERS}
+        self._values: dict[str, dict[str, OcdbtValue]] = {name: {} for name in self._headers}
+        for key, value in values.items():
+            self._file_away(key, value)
+        self._sizes: dict[Location, int] = {}
+
+    def _file_away(self, key: str, value: OcdbtValue) -> None:
+        name = key
+        # Find the longest prefix that is an array: keys of chunks contain slashes, and so may names of arrays.
+        while "/" in name:
+            name = name.rpartition("/")[0]
+            if name in self._headers:
+                self._values[name][key[len(name) + 1 :]] = value
+                return
+        if "" in self._headers:
+            self._values[""][key] = value
+
+    @property
+    def files(self) -> dict[Location, int]:
+        """Size of each file with data of the requested tensors."""
+        return dict(sorted(self._sizes.items()))
+
+    def contains(self, name: str) -> bool:
+        """Whether the item stores an array of this name."""
+        return name in self._headers
+
+    def tensor(self, stored_name: str, *, name: str) -> Tensor:
+        """Return the array ``stored_name`` as the tensor ``name``."""
+        if stored_name not in self._headers:
+            raise SourceError(
+                f"{self._folder} lists the array {stored_name!r}, but does not contain it. The save did not finish, or "
+                "files are missing; use another step"
+            )
+        key = self._headers[stored_name]
+        where = f"{self._folder}: {key}"
+        values = self._values[stored_name]
+        header = values[key.rpartition("/")[2]]
+        metadata = header.read(zarr.MAX_METADATA_BYTES, what=key)
+        array = zarr.parse(metadata, name=name, where=where)
+        chunks = self._chunks(array, values, where)
+        self._refuse_expansion(array, where)
+        # The header's file counts too: chunks that were never written name it as theirs.
+        for value in (header, *chunks.values()):
+            if value.path not in self._sizes:
+                self._sizes[value.path] = value.path.size
+        # Nothing to read, so any offset is valid.
+        if not math.prod(array.shape):
+            return Tensor(name, array.shape, array.dtype, Extent(header.path, 0))
+        return Tensor(
+            name, array.shape, array.dtype, zarr.array_storage(array, chunks, header=header, metadata=metadata)
+        )
+
+    def _chunks(self, array: zarr.Array, values: dict[str, OcdbtValue], where: str) -> dict[zarr.Cell, OcdbtValue]:
+        found: dict[zarr.Cell, OcdbtValue] = {}
+        for key, value in values.items():
+            if key in (zarr.ZARR3, zarr.ZARR2, ".zattrs"):
+                continue
+            cell = array.cell(key)
+            if cell is None:
+                raise SourceError(
+                    f"{where} has shape {array.shape} in chunks of {array.chunk_shape}, but also a chunk {key!r}, "
+                    "which is outside that grid"
+                )
+            found[cell] = value
+        cells = math.prod(array.grid)
+        # Otherwise a missing chunk contains the fill value: Orbax skips chunks that are all zeros.
+        if self._is_complete and len(found) != cells:
+            raise SourceError(
+                f"{where} should have {plural(cells, 'chunk')}, but has {len(found)}. Copy the step again, or use "
+                "another one"
+            )
+        return found
+
+    def _refuse_expansion(self, array: zarr.Array, where: str) -> None:
+        size, chunk = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, array.chunk_shape))
+        if chunk > max(EXPANSION_FLOOR_BYTES, MAX_OVERHANG * size):
+            raise UnsafeSourceError(f"{where} declares chunks of {exact_bytes(chunk)} for a tensor of {size}")
+        most = max(EXPANSION_FLOOR_BYTES, MAX_EXPANSION * self._total)
+        for what, shape in (("tensor", array.shape), ("chunk", array.chunk_shape)):
+            declared = math.prod(shape) * array.dtype.itemsize
+            if declared > most:
+                raise UnsafeSourceError(
+                    f"{where} declares a {what} of {exact_bytes(declared)}, but all arrays together store "
+                    f"{self._total}; at most {MAX_EXPANSION} times as many are possible. Copy the step again, or use "
+                    "another one"
+                )
+
+
+def _files(folder: Location) -> dict[str, OcdbtValue]:
+    """Return every file of a store without OCDBT, by its path relative to ``folder``; links count as files."""
+    found: dict[str, OcdbtValue] = {}
+    # Files next to the arrays' folders are Orbax' own metadata.
+    waiting = [name for name in folder.names() if (folder / name).is_folder() and not (folder / name).is_link()]
+    while waiting:
+        inside = waiting.pop()
+        for name in (folder / inside).names():
+            key = f"{inside}/{name}"
+            path = descendant(folder, key, named_by=str(folder))
+            if path.is_folder() and not path.is_link():
+                waiting.append(key)
+                continue
+            try:
+                found[key] = OcdbtValue(path, 0, path.store.identity(path.key).size)
+            except OSError as error:
+                raise SourceError(f"Cannot read {path}: {error}") from error
+            if len(found) > MAX_KEYS:
+                raise UnsafeSourceError(f"{folder} contains more than {MAX_KEYS} files")
+    return found
+
+
+SPEC = FormatSpec(
+    name="orbax",
+    description="an Orbax checkpoint: a step's folder, or the folder of the steps",
+    is_folder=lambda content: is_checkpoint(content.path),
+    contains_some=lambda content: bool(steps(content.path)),
+    open_folder=open_orbax,
+    described_by="keras",
+    tensor_names="step",
+    keras_files="shardload/keras",
+    transformers_files="shardload/transformers",
+    is_step=True,
+)

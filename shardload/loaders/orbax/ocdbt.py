@@ -60,11 +60,7 @@ class OcdbtValue:
     """The value itself, if it is stored inside a B-tree node of ``path``."""
 
     def read(self, limit: int, *, what: str) -> bytes:
-        """Return the value, if it has at most ``limit`` bytes.
-
-        Raises:
-            UnsafeSourceError: When it has more.
-        """
+        """Return the value, if it has at most ``limit`` bytes."""
         if self.length > limit:
             raise UnsafeSourceError(
                 f"{self.path}: {what} should have at most {exact_bytes(limit)}, but has {self.length}"
@@ -75,16 +71,7 @@ class OcdbtValue:
 
 
 def read_values(folder: Location) -> dict[str, OcdbtValue]:
-    """Return the value of every key in the newest version of a store, in key order.
-
-    Args:
-        folder: The folder that contains ``manifest.ocdbt``.
-
-    Raises:
-        SourceError: When the manifest or a node is damaged or inconsistent.
-        UnsafeSourceError: When a reference leaves the folder, or a node would inflate beyond `MAX_NODE_BYTES`.
-        TruncatedSourceError: When a reference points past the end of its file.
-    """
+    """Return the value of every key in the newest version of a store, in key order."""
     return dict(OcdbtWalk(folder).walk())
 
 

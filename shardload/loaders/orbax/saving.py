@@ -24,6 +24,7 @@ reports a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import os
@@ -31,13 +32,16 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
+
 from shardload.errors import WAYS_OUT, SaveError, UsageError, errno_of
+from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted
 from shardload.loaders.orbax.loader import OWN_FOLDER
 from shardload.loaders.orbax.ocdbt import BACKSLASH
 from shardload.stores.local import temporary_folder
@@ -82,15 +86,7 @@ class PendingSave:
         return self._done.is_set()
 
     def result(self, timeout_s: float | None = None) -> None:
-        """Wait until the save is complete.
-
-        Args:
-            timeout_s: The time to wait in seconds; ``None`` waits without limit.
-
-        Raises:
-            SaveError: If the save failed; the message gives the cause, and ``errno`` is set if there is one.
-            TimeoutError: If the save is still running after ``timeout_s``; the call can be repeated.
-        """
+        """Wait until the save is complete, or raise what it failed of; after a `TimeoutError`, call again."""
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"Step {self._step} is still being written to {self.path} after {timeout_s} s")
         if self._error is not None:
@@ -130,19 +126,10 @@ def start_save(
 ) -> PendingSave:
     """Start to write ``items`` with Orbax; return once every array is copied off the devices.
 
-    With `jax.distributed`, every process must call this with the same path and items.
-
-    Args:
-        path: The folder to write: absolute, not existing yet, inside an existing folder.
-        items: Checkpointables by name: pytrees of arrays, dicts of strings, or objects with their own handler.
-            The name ``shardload`` is reserved: that folder is also created, for shardload's own files.
-        compression: ``"zstd"`` for smaller files that take longer to write and read.
-        step: The step's number, for error messages.
-        timeout_s: The timeout of Orbax itself, in seconds.
-
-    Raises:
-        UsageError: If the path, a name or the compression is invalid.
-        SaveError: If the save cannot be started.
+    With `jax.distributed`, every process must call this with the same path and items. The path is absolute, does not
+    exist, and is in an existing folder. Items are pytrees of arrays, dicts of strings, or objects with their own
+    handler, by name; ``shardload`` is reserved, as its folder is created for shardload's own files. ``timeout_s`` is
+    Orbax's own.
     """
     target = Path(path)
     step = "?" if step is None else step
@@ -255,15 +242,7 @@ def _context(*, ocdbt: bool) -> Any:
 
 
 def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
-    """Write ``items`` with one folder per array, uncompressed, and wait until all is written.
-
-    Args:
-        path: The folder to create: absolute, not existing yet.
-        items: As for `start_save`.
-
-    Raises:
-        SaveError: If the folder cannot be written.
-    """
+    """Write ``items`` with one folder per array, uncompressed, and wait until all is written."""
     from orbax.checkpoint import v1 as ocp
 
     save_began()
@@ -374,14 +353,7 @@ _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def save_error(
     cause: BaseException, *, step: int | str, folder: str | os.PathLike[str], needed_bytes: int | None = None
 ) -> SaveError:
-    """Build the `SaveError` that names the underlying reason for ``cause``.
-
-    Args:
-        cause: The exception raised by the operating system, TensorStore or Orbax.
-        step: The step that was being saved, for the message.
-        folder: The folder being written; if it is gone, that is the reason for any error.
-        needed_bytes: The size of the step's arrays, if known: what a full disk has no room for.
-    """
+    """Build the `SaveError` that names the underlying reason for ``cause``, also where the folder is gone."""
     if isinstance(cause, SaveError):
         return cause
     number = errno_of(cause)
@@ -403,19 +375,76 @@ def describe(
     advice: str | None = None,
     others: str = "Earlier steps are untouched",
 ) -> SaveError:
-    """Build a `SaveError` with the standard wording.
-
-    Args:
-        why: What happened.
-        step: The step that was being saved.
-        folder: The destination.
-        number: The operating system's `errno`, if there is one.
-        advice: How to fix it; by default what helps with ``number``.
-        others: A sentence about the steps saved earlier.
-    """
+    """Build a `SaveError` with the standard wording; by default with the advice that helps with ``number``."""
     if advice is None and number is not None:
         advice = _ADVICE.get(number)
     fix = "" if advice is None else f". {advice}"
     made = SaveError(f"Cannot save step {step} to {os.fspath(folder)}: {why}{fix}. {others}")
     made.errno = number
     return made
+
+
+CHUNK_BYTES = 64 << 20
+"""Small enough that restoring a slice reads little more than the slice; large enough to keep files few."""
+ITEM = "pytree"
+
+
+def write_skeleton(
+    folder: Path, tensors: Sequence[Wanted], *, groups: Sequence[str], model_config: str, assets: Mapping[str, Any]
+) -> tuple[TensorPlace, ...]:
+    """Make the checkpoint in a new folder; return where the values belong.
+
+    Tensors are named by their key path, joined by "/". ``groups`` are the top-level keys of the tree, written even if
+    empty; ``assets`` are the files that layers saved, as Keras' callback stores them: nested arrays of uint8.
+    """
+    # Orbax writes one element per array, so that its files exist without the memory or the disk for real values.
+    tree: dict[str, Any] = {group: {} for group in groups}
+    # Nor does it write arrays without elements: a step's structure.json alone has them.
+    for tensor in (tensor for tensor in tensors if tensor.size):
+        *above, last = tensor.name.split("/")
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {})
+        # Of the right rank, which other entries of zarr.json depend on: `_resize` replaces only sizes and codecs.
+        place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)
+    items = {ITEM: tree, "model_config": {"config": model_config}}
+    write_plain_arrays(folder, items | ({"assets": assets} if assets else {}))
+    return tuple(_resize(folder, t) if t.size else TensorPlace(t.name, ()) for t in tensors)
+
+
+def _resize(folder: Path, tensor: Wanted) -> TensorPlace:
+    # Orbax joins the keys of a path with dots, and zarr names the folder so.
+    name = f"{ITEM}/{tensor.name.replace('/', '.')}"
+    description = folder / name / "zarr.json"
+    found = json.loads(description.read_text(encoding="utf-8"))
+    chunk = _chunk_shape(tensor)
+    found["shape"] = list(tensor.shape)
+    found["chunk_grid"]["configuration"]["chunk_shape"] = list(chunk)
+    # Without compression, so that values can be copied to their place.
+    found["codecs"] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    description.write_text(json.dumps(found), encoding="utf-8")
+    return TensorPlace(tensor.name, tuple(_pieces(folder, name, tensor, chunk)))
+
+
+def _chunk_shape(tensor: Wanted) -> tuple[int, ...]:
+    if not tensor.shape:
+        return ()
+    # Cut evenly: zarr stores the last chunk in full, so a short one would waste its padding. Zarr allows no size of 0.
+    rows = tensor.shape[0]
+    row_bytes = max(1, tensor.nbytes // max(1, rows))
+    count = -(-rows * row_bytes // CHUNK_BYTES)
+    return (max(1, -(-rows // max(1, count))), *(max(1, n) for n in tensor.shape[1:]))
+
+
+def _pieces(folder: Path, name: str, tensor: Wanted, chunk: tuple[int, ...]) -> list[FilePiece]:
+    count = math.prod(chunk)
+    pieces = []
+    for i, start in enumerate(range(0, tensor.size, count)):
+        # Zarr 3's default key of chunk i along dim 0: c/i/0/0; of a scalar, c.
+        cell = "/".join(["c", *([str(i)] + ["0"] * (len(chunk) - 1) if chunk else [])])
+        path = folder / name / cell
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(count * tensor.dtype.itemsize)  # Zarr pads the last chunk to full size
+        pieces.append(FilePiece(f"{name}/{cell}", 0, start, min(count, tensor.size - start)))
+    return pieces

@@ -1,0 +1,250 @@
+"""What to say of a store that refuses a request, sends something else, or sends nothing.
+
+TensorStore tells status, code and cause of a failure in its text only, next to text of the server, and nothing of an
+answer that is not complete. An HTTP server is asked once more where that explains the failure::
+
+    no answer in time   ─► the same range again, for a moment: a redirect, an error, or how many bytes arrive
+    other bytes         ─► what it says of the object's type: a web page, such as one to log in
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import quote, urljoin, urlsplit
+
+from shardload.errors import SourceNotFoundError, TransferError
+from shardload.units import plural
+
+TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
+ASK_AGAIN_S = 5.0
+"""Limit for the answer of a server that is asked once more."""
+SHOWN = 300
+"""The number of characters of a store's message shown in an error."""
+COPY_FIRST = (
+    "Copy it to this machine first (aws s3 cp --recursive, gcloud storage cp --recursive, wget --recursive), and "
+    "read it there"
+)
+_LOG_IN = "No password can be given to an HTTP server here: copy the step to this machine first"
+_STATUS = re.compile(r"\[HTTP code (\d{3})\]|\[http_response_code='(\d{3})'\]")
+_BODY = re.compile(r"\[http_response_body=.*?\](?=\s*\[|$)")
+"""Text of the server, in which anything may stand."""
+_SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
+
+
+class OutOfRangeError(TransferError):
+    """The requested range ends after the object."""
+
+
+def is_http(url: str) -> bool:
+    """Whether a folder is on a plain HTTP server."""
+    return url.startswith("http")
+
+
+def failure(url: str, error: BaseException | None, name: str) -> Exception:
+    """Build an error for a failed request: the URL, the store's message, and a way to fix it."""
+    endpoint = {"s3": aws_endpoint(), "gs": os.environ.get("TENSORSTORE_GCS_HTTP_URL")}.get(_scheme(url))
+    where = (f"{url}/{name}" if name else url) + (f" (at {endpoint})" if endpoint else "")
+    text = " ".join(str(error).split())
+    # What follows the code may be text from the server.
+    code = text.partition(":")[0]
+    status = status_in(error)
+    said = _SENTENCE.sub("", text)[:SHOWN].strip() or type(error).__name__
+    said = said if status is None else f"HTTP status {status}, {said}"
+    # TensorStore raises a ValueError for most status codes; only the text tells them apart.
+    if code == "OUT_OF_RANGE":
+        return OutOfRangeError(f"{where} is shorter than it should be: {said}")
+    if code == "NOT_FOUND" and not name:
+        return SourceNotFoundError(f"There is no bucket or folder {url}: {said}. Check the address")
+    if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+        return TransferError(f"{where} may not be read: {said}. {_access(url)}")
+    if code == "FAILED_PRECONDITION" and "was ignored by server" in said:
+        ignored = f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}"
+        return web_page(url, name) or TransferError(ignored)
+    if status in REDIRECTS:
+        return TransferError(f"{where} cannot be read: {said}, a redirect. Check {_settings(url)}")
+    return TransferError(f"{where} cannot be read: {said}. {_check(url)}")
+
+
+def refused(url: str, name: str, status: int | str) -> TransferError:
+    """Build the error for an HTTP server that answered with an error, or could not be reached, when asked again."""
+    said = status if isinstance(status, str) else f"HTTP status {status}"
+    return TransferError(f"{url}/{name} cannot be read: {said}. {_check(url)}")
+
+
+def stalled(url: str, name: str, timeout_s: float, answer: Answer | None = None) -> TransferError:
+    """Build the error for a store that sent no complete answer; ``answer`` is that of a server asked once more."""
+    found = "its server sent no complete answer"
+    if answer is not None and answer.expected_bytes:
+        found += f" ({answer.received_bytes:,} of {plural(answer.expected_bytes, 'byte')} when asked again)"
+    return TransferError(
+        f"{url}/{name}".rstrip("/")
+        + f" cannot be read: {found} for {timeout_s:g} s. {_check(url)}; {TIMEOUT_VARIABLE}=SECONDS waits longer"
+    )
+
+
+def web_page(url: str, name: str) -> TransferError | None:
+    """Return the error for a web page that an HTTP server sends in place of a file; ``None`` if it sends none."""
+    if not is_http(url):
+        return None
+    address = _page_address(f"{url}/{quote(name)}", timeout_s=ASK_AGAIN_S)
+    if address is None:
+        return None
+    where = "" if address == f"{url}/{quote(name)}" else f", from {address[:SHOWN]}"
+    return TransferError(
+        f"{url}/{name} cannot be read: the server sent a web page{where}, expected the file. It may be a page to log "
+        f"in: {_LOG_IN[0].lower()}{_LOG_IN[1:]}. Check the address"
+    )
+
+
+def status_in(error: BaseException | None) -> int | None:
+    """Return the HTTP status in an error of TensorStore, which has it in its text only."""
+    found = _STATUS.search(_BODY.sub("", " ".join(str(error).split())))
+    return None if found is None else int(found[1] or found[2])
+
+
+def aws_endpoint() -> str | None:
+    """Return the address of S3's server, if the environment sets one."""
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+
+def _scheme(url: str) -> str:
+    return url.partition(":")[0]
+
+
+def _check(url: str) -> str:
+    return f"Check the address, the network and {_settings(url)}"
+
+
+def _settings(url: str) -> str:
+    found = {"s3": "AWS_ENDPOINT_URL and AWS_REGION", "gs": "TENSORSTORE_GCS_HTTP_URL"}
+    return found.get(_scheme(url), "whether the server is up")
+
+
+def _access(url: str) -> str:
+    return {
+        "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_NO_SIGN_REQUEST=YES for a "
+        "public bucket",
+        "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
+    }.get(_scheme(url), _LOG_IN)
+
+
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MAX_REDIRECTS = 5
+"""A file on the hub of Hugging Face takes one or two; browsers give up after twenty."""
+_PIECE = 1 << 16
+"""Most bytes read at once while they are counted."""
+MAX_URL = 1 << 13
+"""Characters of an address; signed ones have one to two thousand."""
+
+
+class _Unfollowed(urllib.request.HTTPErrorProcessor):
+    """Returns every answer, so that each address is checked before the next request."""
+
+    def http_response(self, request: Any, response: Any) -> Any:
+        """Return the answer."""
+        return response
+
+    https_response = http_response
+
+
+_OPENER = urllib.request.build_opener(_Unfollowed)
+
+
+def follow_redirects(url: str, *, timeout_s: float) -> str:
+    """Return the address to which an object's address is redirected; its own without a redirect."""
+    found = url
+    for _ in range(MAX_REDIRECTS + 1):
+        location = redirect_of(found, timeout_s=timeout_s)
+        if location is None:
+            return found
+        found = _checked(url, found, location)
+    raise TransferError(f"Cannot read {url}: it was redirected more than {MAX_REDIRECTS} times. Check the address")
+
+
+def redirect_of(url: str, *, timeout_s: float) -> str | None:
+    """Return where an address redirects to; ``None`` if it does not."""
+    try:
+        with _asked(url, timeout_s) as answer:
+            # Any other status is told by the request for the bytes.
+            return answer.headers.get("Location", "") if answer.status in REDIRECTS else None
+    except (OSError, HTTPException, ValueError) as error:
+        raise TransferError(f"Cannot read {url}: following its redirect failed: {error}. Check the address") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server sent within a time limit."""
+
+    status: int | str
+    """0 if it sent none in time; text if it could not be asked."""
+    received_bytes: int = 0
+    expected_bytes: int = 0
+    """Bytes that it announced; 0 if it did not say."""
+
+
+def ask_again(url: str, wanted: slice | None, *, timeout_s: float) -> Answer:
+    """Request bytes of an object, all by default, and count what arrives; a redirect is not followed."""
+    start, stop = (wanted.start or 0, wanted.stop) if wanted is not None else (0, None)
+    until_s = time.monotonic() + timeout_s
+    try:
+        with _asked(url, timeout_s, f"bytes={start}-{'' if stop is None else stop - 1}") as answer:
+            expected, received = int(answer.headers.get("Content-Length") or 0), 0
+            with contextlib.suppress(TimeoutError, HTTPException):
+                while (piece := answer.read1(_PIECE)) and time.monotonic() < until_s:
+                    received += len(piece)
+            return Answer(int(answer.status), received, expected)
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return Answer(0 if isinstance(reason, TimeoutError) else str(reason))
+
+
+def _page_address(url: str, *, timeout_s: float) -> str | None:
+    """Return the address of the web page that a server sends for an object; ``None`` if it sends none, or nothing."""
+    try:
+        found = follow_redirects(url, timeout_s=timeout_s)
+        with _asked(found, timeout_s) as answer:
+            is_page = answer.status < 300 and answer.headers.get_content_type() == "text/html"
+    except (OSError, HTTPException, ValueError):
+        return None
+    return found if is_page else None
+
+
+def _asked(url: str, timeout_s: float, wanted: str = "bytes=0-0") -> Any:
+    # One byte, not HEAD: an address may be signed for GET only.
+    return _OPENER.open(urllib.request.Request(url, headers={"Range": wanted}), timeout=timeout_s)
+
+
+def _checked(first: str, found: str, location: str) -> str:
+    """Return the address that ``found`` redirects to, if it may be followed."""
+    if not location:
+        raise TransferError(f"Cannot read {first}: {found[:MAX_URL]!r} redirects, but to no address. Check the address")
+    try:
+        target = urljoin(found, location)
+        parts = urlsplit(target)
+        why = _objection(urlsplit(found).scheme, parts, location)
+    except ValueError as error:  # such as an invalid IPv6 address
+        target, why = location, str(error)
+    if why:
+        raise TransferError(
+            f"Cannot read {first}: {found[:MAX_URL]!r} redirects to {target[:300]!r}, which {why}. Check the address"
+        )
+    return parts._replace(fragment="").geturl()
+
+
+def _objection(scheme: str, parts: Any, location: str) -> str:
+    rules: tuple[tuple[Callable[[], bool], str], ...] = (
+        (lambda: len(location) > MAX_URL, f"has more than {MAX_URL} characters"),
+        (lambda: not location.isprintable() or " " in location, "has characters that no address has"),
+        (lambda: parts.scheme not in ("http", "https") or not parts.hostname, "is not an address of HTTP"),
+        (lambda: scheme == "https" and parts.scheme == "http", "is not encrypted, although the first address is"),
+        (lambda: parts.username is not None or parts.password is not None, "has a user or a password"),
+    )
+    return next((why for holds, why in rules if holds()), "")
