@@ -9,12 +9,23 @@ folders do: in Hugging Face's cache, in link farms, and in stores that name file
     farm/model.safetensors -> /store/ab/cdef0123                                      any file, for tensors
 
 Any other link could make a private file public: a conversion would copy ``tokenizer.json -> ~/.ssh/id_rsa``.
+
+Files are one of several by their names in every spelling: a number, ``of``, and a number that ends a word. Between them
+is anything but letters and digits, or nothing::
+
+    model-00002-of-00003.safetensors            00002-of-00003.safetensors            model (2 of 3).safetensors
+    model-00002-of-00003.fp16.safetensors       model-part2of3-Q4_K_M.gguf            model-00002-of-000163.safetensors
+
+The parts of one checkpoint differ in the first number only. So a set of another variant (``.fp16``) is another set.
+The claim is checked, not believed: all parts are opened, or the missing ones are named. A file that only seems to be a
+part (``weights-3-of-5-epochs``) is refused too, as half a checkpoint that loads as a whole one would be worse.
 """
 
 from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -146,6 +157,14 @@ def descendant(folder: Location, name: str, *, named_by: str) -> Location:
     return path
 
 
+def group_above(name: str, groups: Container[str]) -> str:
+    """Return the group that a dataset of Keras belongs to: a layer may have stored it in a group below its own."""
+    above = own = name.rpartition("/")[0]
+    while above and above not in groups:
+        above = above.rpartition("/")[0]
+    return above or own
+
+
 def _is_file_name(name: str) -> bool:
     """Whether a file system accepts the name: not empty, no NUL, valid Unicode of at most 255 bytes."""
     try:
@@ -212,10 +231,12 @@ class _PartName:
     @classmethod
     def of_name(cls, name: str) -> _PartName | None:
         """Return what a name claims; of several claims, the last is that of the part."""
-        claims = [found for found in _CLAIM.finditer(name) if not _is_sparsity(found)]
-        if not claims:
+        last = None
+        for found in _CLAIM.finditer(name):
+            is_sparsity = found["of"].lower() == "of" and len(found[0]) == 4 and _SPARSE.search(name)
+            last = last if is_sparsity else found
+        if last is None:
             return None
-        last = claims[-1]
         return cls(name[: last.start()], last["number"], last["of"], last["count"], name[last.end() :])
 
     @property
@@ -301,10 +322,6 @@ def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
         f"Cannot open {path}: according to its name it contains a part of the bytes of {whole}, expected the whole "
         f"file. Join the parts in order: cat {parts}{more} > {whole}"
     )
-
-
-def _is_sparsity(claim: re.Match[str]) -> bool:
-    return claim["of"].lower() == "of" and len(claim[0]) == 4 and bool(_SPARSE.search(claim.string))
 
 
 def _numbered(path: Location) -> dict[int, str]:

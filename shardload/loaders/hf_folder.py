@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from shardload.loaders import safetensors
 from shardload.loaders.contents import (
     CONFIG,
     FileContent,
-    FolderContent,
     all_parts,
     inner_path,
     listing,
@@ -85,12 +84,8 @@ def open_index(index: Location) -> Manifest:
     headers = {shard: safetensors.read_header(file) for shard, file in files.items()}
     stored = {shard: {tensor.name: tensor for tensor in header.tensors} for shard, header in headers.items()}
     tensors = [_find(name, shard, stored, index) for name, shard in weight_map.items()]
-    sizes = {files[shard]: header.file_bytes for shard, header in headers.items()}
-    metadata: dict[str, Any] = {}
-    for header in headers.values():
-        metadata |= header.metadata
-    notes = _unlisted(stored, weight_map, index)
-    return Manifest(index, "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata, notes=notes)
+    joined = _joined(index, {files[shard]: header for shard, header in headers.items()}, tensors)
+    return replace(joined, notes=_unlisted(stored, weight_map, index))
 
 
 def folder_of(file: Location) -> Location | None:
@@ -231,13 +226,16 @@ def _check_variants(
                 )
 
 
-def _joined(location: Location, headers: Mapping[Location, safetensors.SafetensorsHeader]) -> Manifest:
-    """Return the manifest of files that are one checkpoint together; a tensor in two of them is an error."""
+def _joined(
+    location: Location,
+    headers: Mapping[Location, safetensors.SafetensorsHeader],
+    tensors: Sequence[Tensor] | None = None,
+) -> Manifest:
+    """Return the manifest of files that are one checkpoint together, of all their tensors by default."""
     sizes = {path: header.file_bytes for path, header in headers.items()}
-    tensors = [tensor for header in headers.values() for tensor in header.tensors]
-    metadata: dict[str, Any] = {}
-    for header in headers.values():
-        metadata |= header.metadata
+    if tensors is None:
+        tensors = [tensor for header in headers.values() for tensor in header.tensors]
+    metadata = {key: value for header in headers.values() for key, value in header.metadata.items()}
     return Manifest(location, "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata)
 
 
@@ -257,10 +255,6 @@ def _files(folder: Location, names: list[str], *, is_described: bool) -> list[st
     )
 
 
-def _is_bare(content: FolderContent) -> bool:
-    return CONFIG not in content.names and any(name.endswith(BARE.endings) for name in content.names)
-
-
 def _is_single(content: FileContent) -> bool:
     # Check this before reading JSON: a header of 123 bytes makes a safetensors file begin with a brace.
     is_named = content.path.name.lower().endswith(".safetensors") and safetensors.begins_object(content.head)
@@ -275,19 +269,13 @@ def _open_file(path: Location) -> Manifest:
     # A part alone would be a checkpoint with some tensors only.
     if part_number(path.name) is None:
         return safetensors.open_file(path)
-    if (index := _index_of(path)) is not None:
+    if (index := _index_in(path.parent, path)) is None:
+        # What is one level up may be another checkpoint, or not readable.
+        with suppress(SourceError, SourceNotFoundError):
+            index = _index_in(path.parent.parent, path)
+    if index is not None:
         return open_index(index)
     return _joined(path, {part: safetensors.read_header(part) for part in all_parts(path)})
-
-
-def _index_of(part: Location) -> Location | None:
-    """Return the index that lists a part: next to it, or one level up."""
-    if (found := _index_in(part.parent, part)) is not None:
-        return found
-    try:
-        return _index_in(part.parent.parent, part)
-    except (SourceError, SourceNotFoundError):  # what is there may be another checkpoint, or not readable
-        return None
 
 
 def _index_in(folder: Location, part: Location) -> Location | None:
@@ -313,12 +301,12 @@ SPEC = FormatSpec(
     transformers_files=".",
     may_be_codes=True,
 )
-BARE = FormatSpec(
+BARE: FormatSpec = FormatSpec(
     name="safetensors",
     description="a .safetensors file, its index, or a folder of them",
     endings=(".safetensors", ".safetensors.index.json"),
     is_file=lambda content: _is_single(content) or (content.first_shard or "").endswith(".safetensors"),
-    is_folder=_is_bare,
+    is_folder=lambda content: CONFIG not in content.names and any(n.endswith(BARE.endings) for n in content.names),
     open_file=_open_file,
     open_folder=open_bare,
     may_be_codes=True,

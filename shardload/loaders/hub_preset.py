@@ -35,10 +35,21 @@ TASK_PREFIX = "task:"
 def open_folder(folder: Location) -> Manifest:
     """Return the manifest of a preset folder."""
     names, described = folder.names(), describe_folder(folder)
-    parts = [_backbone(folder, names)]
+    if WEIGHTS in names:
+        parts = [keras_h5.open_file(member(folder, WEIGHTS, named_by=str(folder)))]
+    elif SHARDED_WEIGHTS in names:
+        parts = [keras_h5.open_index(member(folder, SHARDED_WEIGHTS, named_by=str(folder)))]
+    else:
+        raise SourceNotFoundError(
+            f"{folder} is a Keras preset without weights: it contains neither {WEIGHTS} nor {SHARDED_WEIGHTS}, but "
+            f"{listing(folder)}. Download the preset's weights into it"
+        )
     if TASK_WEIGHTS in names:
-        # A backbone and its task are one manifest, so that one plan reads both files.
-        parts.append(_task(folder))
+        # A backbone and its task are one manifest, so that one plan reads both files. Paths start at the root of each
+        # file (`layers/…`), so one of the two needs a prefix.
+        task = keras_h5.open_file(member(folder, TASK_WEIGHTS, named_by=str(folder)))
+        renamed = [replace(tensor, name=TASK_PREFIX + tensor.name) for tensor in task.tensors.values()]
+        parts.append(replace(task, tensors={tensor.name: tensor for tensor in renamed}))
     files = {path: size for part in parts for path, size in part.files.items()}
     tensors = collect([tensor for part in parts for tensor in part.tensors.values()], files=files)
     return replace(described, tensors=tensors, files=files)
@@ -49,30 +60,9 @@ def describe_folder(folder: Location) -> Manifest:
     config = _read(folder, CONFIG)
     if not any(isinstance(config.get(key), str) for key in ("registered_name", "class_name")):
         raise SourceError(f"{folder / CONFIG} should name a Keras class as 'registered_name', but does not")
-    return Manifest(folder, "keras-hub-preset", {}, {}, config, _metadata(folder, folder.names()))
-
-
-def _backbone(folder: Location, names: list[str]) -> Manifest:
-    if WEIGHTS in names:
-        return keras_h5.open_file(member(folder, WEIGHTS, named_by=str(folder)))
-    if SHARDED_WEIGHTS in names:
-        return keras_h5.open_index(member(folder, SHARDED_WEIGHTS, named_by=str(folder)))
-    raise SourceNotFoundError(
-        f"{folder} is a Keras preset without weights: it contains neither {WEIGHTS} nor {SHARDED_WEIGHTS}, but "
-        f"{listing(folder)}. Download the preset's weights into it"
-    )
-
-
-def _task(folder: Location) -> Manifest:
-    found = keras_h5.open_file(member(folder, TASK_WEIGHTS, named_by=str(folder)))
-    # Paths start at the root of each file (`layers/…`), so one of the two needs a prefix.
-    renamed = [replace(tensor, name=TASK_PREFIX + tensor.name) for tensor in found.tensors.values()]
-    return replace(found, tensors={tensor.name: tensor for tensor in renamed})
-
-
-def _metadata(folder: Location, names: list[str]) -> dict[str, Any]:
-    wanted = {"task": TASK, "keras_metadata": METADATA}
-    return {key: _read(folder, name) for key, name in wanted.items() if name in names}
+    names, wanted = folder.names(), {"task": TASK, "keras_metadata": METADATA}
+    metadata = {key: _read(folder, name) for key, name in wanted.items() if name in names}
+    return Manifest(folder, "keras-hub-preset", {}, {}, config, metadata)
 
 
 def _read(folder: Location, name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from shardload.errors import SourceError, SourceNotFoundError
-from shardload.loaders.contents import FileContent, inner_path, refuse_part, shards_of
+from shardload.loaders.contents import FileContent, group_above, inner_path, refuse_part, shards_of
 from shardload.loaders.extents import collect
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
@@ -115,7 +115,7 @@ def _groups(weight_map: object, index: Location) -> dict[str, tuple[str, ...]]:
 
 def _check_shard(shard: str, stored: Iterable[Tensor], groups: Mapping[str, tuple[str, ...]], index: Location) -> None:
     # Index and shard are compared both ways: by groups, as the index does not list single variables.
-    present = {_listed_group(tensor.name, groups) for tensor in stored}
+    present = {group_above(tensor.name, groups) for tensor in stored}
     placed = {group for group, shards in groups.items() if shard in shards}
     if absent := sorted(placed - present):
         raise SourceError(
@@ -128,14 +128,6 @@ def _check_shard(shard: str, stored: Iterable[Tensor], groups: Mapping[str, tupl
             f"{shard} contains variables of {stray[0]!r}, which {index} lists in {said}. "
             "Index and shards belong to different checkpoints; copy or save both again"
         )
-
-
-def _listed_group(name: str, groups: Mapping[str, tuple[str, ...]]) -> str:
-    """Return the group that a dataset belongs to: a layer may have stored it in a group below its own."""
-    above = own = name.rpartition("/")[0]
-    while above and above not in groups:
-        above = above.rpartition("/")[0]
-    return above or own
 
 
 SHARDED = FormatSpec(

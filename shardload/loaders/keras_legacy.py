@@ -62,16 +62,15 @@ def open_file(path: Location) -> Manifest:
 def _described(reader: Reader, path: Location) -> tuple[dict[str, Any], dict[str, object]]:
     """Return the model's configuration, and what the metadata says of it."""
     try:
-        config, training = (_document(reader, name, path) for name in (_CONFIG, TRAINING))
+        texts = ((name, reader.text(name)) for name in (_CONFIG, TRAINING))
+        config, training = (
+            {} if text is None else parse_object(text.encode(), path=f"{path}: attribute {name!r}")
+            for name, text in texts
+        )
     except ShardloadError as error:
         # The weights alone are of use: for a model that the user builds.
         return {}, {UNREADABLE: str(error)}
     return config, {TRAINING: training} if training else {}
-
-
-def _document(reader: Reader, attribute: str, path: Location) -> dict[str, Any]:
-    text = reader.text(attribute)
-    return {} if text is None else parse_object(text.encode(), path=f"{path}: attribute {attribute!r}")
 
 
 def _order(reader: Reader, tensors: Mapping[str, Tensor], path: Location) -> dict[str, object]:

@@ -79,7 +79,7 @@ class FormatSpec:
     folder_of: Callable[[Location], Location | None] | None = None
     """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
     open_variant: Callable[[Location], Manifest | None] | None = None
-    """The same for a file that the folder does not mean: opens it alone, with the folder's description of the model."""
+    """Opens a weights file that the folder does not mean, alone, with the folder's description of the model."""
     described_by: Literal["keras", "keras-legacy", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""
@@ -93,7 +93,7 @@ class FormatSpec:
     keras_files: str | None = None
     """Folder of Keras' small files (configurations, tokenizers), relative to the source."""
     transformers_files: str | None = None
-    """The same for Hugging Face's small files."""
+    """Folder of Hugging Face's small files, relative to the source."""
     assets: Callable[[Location], Iterator[tuple[str, Callable[[BinaryIO], None]]]] | None = None
     """Yields the asset files that layers saved: names, and functions that write their content."""
     is_step: bool = False

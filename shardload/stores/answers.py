@@ -14,7 +14,6 @@ import os
 import re
 import time
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -228,8 +227,15 @@ def _checked(first: str, found: str, location: str) -> str:
         raise TransferError(f"Cannot read {first}: {found[:MAX_URL]!r} redirects, but to no address. Check the address")
     try:
         target = urljoin(found, location)
-        parts = urlsplit(target)
-        why = _objection(urlsplit(found).scheme, parts, location)
+        parts, scheme = urlsplit(target), urlsplit(found).scheme
+        rules = (
+            (len(location) > MAX_URL, f"has more than {MAX_URL} characters"),
+            (not location.isprintable() or " " in location, "has characters that no address has"),
+            (parts.scheme not in ("http", "https") or not parts.hostname, "is not an address of HTTP"),
+            (scheme == "https" and parts.scheme == "http", "is not encrypted, although the first address is"),
+            (parts.username is not None or parts.password is not None, "has a user or a password"),
+        )
+        why = next((text for holds, text in rules if holds), "")
     except ValueError as error:  # such as an invalid IPv6 address
         target, why = location, str(error)
     if why:
@@ -237,14 +243,3 @@ def _checked(first: str, found: str, location: str) -> str:
             f"Cannot read {first}: {found[:MAX_URL]!r} redirects to {target[:300]!r}, which {why}. Check the address"
         )
     return parts._replace(fragment="").geturl()
-
-
-def _objection(scheme: str, parts: Any, location: str) -> str:
-    rules: tuple[tuple[Callable[[], bool], str], ...] = (
-        (lambda: len(location) > MAX_URL, f"has more than {MAX_URL} characters"),
-        (lambda: not location.isprintable() or " " in location, "has characters that no address has"),
-        (lambda: parts.scheme not in ("http", "https") or not parts.hostname, "is not an address of HTTP"),
-        (lambda: scheme == "https" and parts.scheme == "http", "is not encrypted, although the first address is"),
-        (lambda: parts.username is not None or parts.password is not None, "has a user or a password"),
-    )
-    return next((why for holds, why in rules if holds()), "")

@@ -187,6 +187,3 @@ def _difference(before: FileIdentity, now: FileIdentity) -> str:
     if now.version[:2] != before.version[:2]:
         return f"another file of {exact_bytes(now.size)} took its place"
     return f"its {exact_bytes(now.size)} were written to"
-
-
-__all__ = ["Location", "is_litter"]

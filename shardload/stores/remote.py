@@ -90,7 +90,9 @@ class RemoteObject:
 
     def __init__(self, store: RemoteStore, key: str) -> None:
         self._store, self._key = store, key
-        self._unit = functools.lru_cache(KEPT_UNITS)(self._fetch_unit)
+        self._unit = functools.lru_cache(KEPT_UNITS)(
+            lambda unit: self.begin(unit * UNIT_BYTES, (unit + 1) * UNIT_BYTES).result()
+        )
 
     @property
     def n_bytes(self) -> int:
@@ -126,9 +128,6 @@ class RemoteObject:
     def close(self) -> None:
         """Release the bytes that are kept."""
         self._unit.cache_clear()
-
-    def _fetch_unit(self, unit: int) -> memoryview:
-        return self.begin(unit * UNIT_BYTES, (unit + 1) * UNIT_BYTES).result()
 
 
 class PendingObject:

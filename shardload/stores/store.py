@@ -249,6 +249,3 @@ class FileStream(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
-
-
-__all__ = ["UNIT_BYTES", "File", "FileIdentity", "Kind", "PendingBytes", "RemoteFile", "Store"]

@@ -57,11 +57,6 @@ class GgmlType:
     block_elements: int
     block_bytes: int
 
-    @classmethod
-    def unknown(cls, number: int) -> GgmlType:
-        """Return a type of which only the number is known: rows may have any length."""
-        return cls(number, f"GGML type {number}", 1, 0)
-
     @property
     def is_known(self) -> bool:
         """Whether its tensors have a known size, and can be decoded."""
@@ -161,7 +156,13 @@ def read_header(path: Location) -> GgufHeader:
     with closing(path.open()) as file:
         size, cursor = file.n_bytes, _Cursor(file, path)
         tensor_count, pair_count = _preamble(cursor)
-        values = _pairs(cursor, pair_count)
+        values: dict[str, Any] = {}
+        for _ in range(pair_count):
+            key = cursor.string("a key", limit=MAX_NAME_BYTES)
+            if key in values:
+                raise SourceError(f"{path} contains the key {key!r} twice")
+            (kind,) = cursor.unpack("<I", f"the type of {key!r}")
+            values[key] = _value(cursor, kind, key)
         alignment = values.get("general.alignment", 32)
         # Not `isinstance`: a bool is an int, too.
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -185,18 +186,14 @@ def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
     raw = array.path.read_header(array.nbytes, offset=array.offset, what="an array")
     if array.kind != _STRING:
         return np.frombuffer(raw, np.dtype("<" + _SCALARS[array.kind]))
+    found, at, unpack = [], 0, struct.Struct("<Q").unpack_from
     try:
-        return _split_strings(raw, array.count)
+        for _ in range(array.count):
+            end = at + 8 + unpack(raw, at)[0]
+            found.append(raw[at + 8 : end].decode("utf-8"))
+            at = end
     except (UnicodeDecodeError, struct.error) as error:
         raise SourceError(f"{array.path}: the array at byte {array.offset} contains damaged strings") from error
-
-
-def _split_strings(raw: bytes, count: int) -> list[str]:
-    found, at, unpack = [], 0, struct.Struct("<Q").unpack_from
-    for _ in range(count):
-        end = at + 8 + unpack(raw, at)[0]
-        found.append(raw[at + 8 : end].decode("utf-8"))
-        at = end
     return found
 
 
@@ -221,17 +218,6 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
                 f"{cursor.path} declares {count} {what}, more than fit into its {exact_bytes(cursor.size)}"
             )
     return tensors, pairs
-
-
-def _pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for _ in range(count):
-        key = cursor.string("a key", limit=MAX_NAME_BYTES)
-        if key in values:
-            raise SourceError(f"{cursor.path} contains the key {key!r} twice")
-        (kind,) = cursor.unpack("<I", f"the type of {key!r}")
-        values[key] = _value(cursor, kind, key)
-    return values
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
@@ -300,7 +286,8 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     if not 1 <= rank <= MAX_DIMS:
         raise SourceError(f"{cursor.path}: tensor {name!r} has {plural(rank, 'dim')}; GGUF has 1 to {MAX_DIMS}")
     *dims, kind_id, offset = cursor.unpack(f"<{rank}QIQ", what)
-    kind = TYPES.get(kind_id) or GgmlType.unknown(kind_id)
+    # Rows of a type of which only the number is known may have any length.
+    kind = TYPES.get(kind_id) or GgmlType(kind_id, f"GGML type {kind_id}", 1, 0)
     # GGML lists the innermost dim first.
     shape = tuple(reversed(dims))
     if any(n >= 1 << 63 for n in shape) or shape[-1] % kind.block_elements:
@@ -311,19 +298,15 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(cursor.path, name, shape, kind, offset)
 
 
-def _bounded(info: TensorInfo, limit: int) -> TensorInfo:
-    """Return a tensor that, if its type is unknown, extends to ``limit``, or further if it must have more bytes."""
-    elements = math.prod(info.shape)
-    if info.kind.is_known or not elements:
-        return info
-    return replace(info, span=max(limit - info.offset, -(-elements // MAX_ELEMENTS_PER_BYTE)))
-
-
 def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tuple[TensorInfo, ...]:
     # An empty tensor comes before the one that starts at the same byte, so that the two do not overlap.
     ordered = sorted(infos, key=lambda info: (info.offset, 0 not in info.shape))
-    limits = [*(info.offset for info in ordered[1:]), size]
-    ordered = [_bounded(info, limit) for info, limit in zip(ordered, limits, strict=False)]
+    for i, info in enumerate(ordered):
+        elements = math.prod(info.shape)
+        if not info.kind.is_known and elements:
+            # It extends to the next tensor, or further if it must have more bytes.
+            stop = ordered[i + 1].offset if i + 1 < len(ordered) else size
+            ordered[i] = replace(info, span=max(stop - info.offset, -(-elements // MAX_ELEMENTS_PER_BYTE)))
     if len({info.name for info in ordered}) < len(ordered):
         names = sorted(info.name for info in ordered)
         twice = next(a for a, b in itertools.pairwise(names) if a == b)

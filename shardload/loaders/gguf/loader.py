@@ -80,7 +80,8 @@ def open_file(path: Location) -> Manifest:
     except (SourceError, UnsupportedError) as error:
         undescribed = type(error)(str(error))  # without the traceback, which keeps what was made so far
     if undescribed is not None:
-        config, tensors = {}, _as_stored(header)
+        stored = ((info, *storage(info, undo=Undo.NOTHING)) for info in header.tensors)
+        config, tensors = {}, [Tensor(info.name, info.shape, dtype, where) for info, where, dtype in stored]
     collect(tensors, files=header.files)
     # `collect` also sorts decoded tensors to the end. In GGUF they alternate with raw ones, and a plan reads a decoded
     # tensor after its predecessor here, so the order of the header, which is that of the bytes, is kept.
@@ -145,11 +146,6 @@ def _experts(info: TensorInfo) -> Iterator[TensorInfo]:
     for i in range(count):
         share = info.nbytes // count
         yield replace(info, shape=info.shape[1:], offset=info.offset + i * share, span=share)
-
-
-def _as_stored(header: GgufHeader) -> list[Tensor]:
-    places = ((info, *storage(info, undo=Undo.NOTHING)) for info in header.tensors)
-    return [Tensor(info.name, info.shape, dtype, where) for info, where, dtype in places]
 
 
 def tokenizer_metadata(path: Location) -> TokenizerMetadata:
@@ -246,11 +242,6 @@ def _is_described_otherwise(content: FolderContent) -> bool:
     return CONFIG in content.names and "gguf" in endings and not {"safetensors", "h5", "bin"} & set(endings)
 
 
-def first_part(name: str) -> str:
-    """Return the name of a model's first file, from the name of any of its files."""
-    return part_name(name, 1)
-
-
 def read_model(path: Location) -> tuple[Location, GgufHeader]:
     """Read the header of a file, or of all parts of the model that the file belongs to."""
     header = read_header(path)
@@ -263,20 +254,17 @@ def read_model(path: Location) -> tuple[Location, GgufHeader]:
                 "split.count above 1. If it is a whole model, rename it; otherwise, split the model again"
             )
         return path, header
-    parts = _find_parts(path, _number(header, "split.no", path), count)
+    number = _number(header, "split.no", path) + 1
+    if part_number(path.name) != (number, count):
+        raise SourceError(
+            f"{path} is part {number} of {count} according to its header, expected a name that ends in "
+            f"-{number:05d}-of-{count:05d}.gguf, by which the other parts are found. Rename the parts, or join "
+            "them: llama-gguf-split --merge FIRST OUT"
+        )
+    parts = all_parts(path)
     headers = {part: header if part == path else read_header(part) for part in parts}
     _check_places(headers, count)
     return parts[0], _joined(headers)
-
-
-def _find_parts(path: Location, number: int, count: int) -> list[Location]:
-    if part_number(path.name) != (number + 1, count):
-        raise SourceError(
-            f"{path} is part {number + 1} of {count} according to its header, expected a name that ends in "
-            f"-{number + 1:05d}-of-{count:05d}.gguf, by which the other parts are found. Rename the parts, or join "
-            "them: llama-gguf-split --merge FIRST OUT"
-        )
-    return all_parts(path)
 
 
 def _check_places(headers: Mapping[Location, GgufHeader], count: int) -> None:
@@ -292,17 +280,14 @@ def _check_places(headers: Mapping[Location, GgufHeader], count: int) -> None:
                 )
         for key, value in header.values.items():
             # Only the first part has to have all keys. Long arrays are not read to be compared.
-            if not isinstance(value, LongArray) and not key.startswith("split."):
-                _check_same(key, described.values.get(key, value), value, first, part)
-
-
-def _check_same(key: str, expected: object, found: object, first: Location, part: Location) -> None:
-    # As text, two NaNs are equal.
-    if repr(found) != repr(expected):
-        raise SourceError(
-            f"{part} and {first.name} belong to different models: {key} is {str(found)[:80]!r} and "
-            f"{str(expected)[:80]!r}. Download the parts again"
-        )
+            if isinstance(value, LongArray) or key.startswith("split."):
+                continue
+            # As text, two NaNs are equal.
+            if repr(value) != repr(expected_value := described.values.get(key, value)):
+                raise SourceError(
+                    f"{part} and {first.name} belong to different models: {key} is {str(value)[:80]!r} and "
+                    f"{str(expected_value)[:80]!r}. Download the parts again"
+                )
 
 
 def _joined(headers: Mapping[Location, GgufHeader]) -> GgufHeader:
@@ -322,9 +307,7 @@ def _joined(headers: Mapping[Location, GgufHeader]) -> GgufHeader:
             "One of them belongs to another model: download the parts again"
         )
     tensors = tuple(info for header in headers.values() for info in header.tensors)
-    return GgufHeader(
-        described.values, tensors, {part: size for h in headers.values() for part, size in h.files.items()}
-    )
+    return GgufHeader(described.values, tensors, dict(size for h in headers.values() for size in h.files.items()))
 
 
 def _number(header: GgufHeader, key: str, path: Location, *, default: int | None = None) -> int:
@@ -343,7 +326,7 @@ SPEC = FormatSpec(
     is_file=lambda content: content.head.startswith(b"GGUF"),
     is_folder=_is_described_otherwise,
     open_file=open_file,
-    first_part=first_part,
+    first_part=lambda name: part_name(name, 1),
     described_by="hugging-face",
     tensor_names="hugging-face",
     model_dtype="bfloat16",

@@ -167,7 +167,7 @@ class GgufRows(EncodedRows):
 def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
     """Return the storage of a tensor and the dtype that reading it yields."""
     if not info.kind.is_known:
-        return Decoded(unreadable(info)), np.dtype(np.float32)
+        return Decoded(_unreadable(info)), np.dtype(np.float32)
     name = info.kind.name
     if name in PLAIN and undo is Undo.NOTHING:
         return Extent(info.path, info.offset), PLAIN[name]
@@ -176,7 +176,7 @@ def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, n
     return Decoded(GgufRows(info, undo, heads)), dtype
 
 
-def unreadable(*parts: TensorInfo) -> UnreadableRows:
+def _unreadable(*parts: TensorInfo) -> UnreadableRows:
     """Return the rows of a tensor with parts of an unknown type."""
     kind = next(info.kind for info in parts if not info.kind.is_known)
     return UnreadableRows(
@@ -252,12 +252,12 @@ class Experts(EncodedRows):
 
     @property
     def ranges(self) -> tuple[tuple[Location, int, int], ...]:
-        """Those of the parts."""
+        """The blocks of the parts."""
         return tuple(found for part in self.parts for found in part.ranges)
 
     @property
     def encoding(self) -> Hashable:
-        """Those of the parts."""
+        """The encodings of the parts."""
         return tuple(part.encoding for part in self.parts)
 
     def require_decoder(self) -> None:
@@ -301,7 +301,7 @@ def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor
                     reader = Experts(tuple(GgufRows(info, Undo.NOTHING) for info in infos))
                     is_known = all(info.kind.is_known for info in infos)
                     at = f"{architecture.block}.{block}.mlp.experts.{name}{ending}"
-                    yield Tensor(at, reader.shape, reader.dtype, Decoded(reader if is_known else unreadable(*infos)))
+                    yield Tensor(at, reader.shape, reader.dtype, Decoded(reader if is_known else _unreadable(*infos)))
 
 
 def _alike(names: list[str], stored: Mapping[str, TensorInfo]) -> list[TensorInfo]:

@@ -88,7 +88,7 @@ class FileRegion:
 
     @classmethod
     def whole(cls, path: Location) -> FileRegion:
-        """Return a region that covers a whole HDF5 file."""
+        """Return a whole file."""
         return cls(path, 0, path.size)
 
 
@@ -99,7 +99,7 @@ class H5Rows:
     region: FileRegion
     name: str
     address: int
-    """Of the dataset's header: names are looked up in groups, which can be damaged."""
+    """Address of its header: names are looked up in groups, which can be damaged."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     stored_bytes: int
@@ -159,8 +159,19 @@ def read_tensors(region: FileRegion) -> Content:
 @contextmanager
 def reading(region: FileRegion) -> Iterator[Reader]:
     """Open an HDF5 file; errors of libhdf5 in the block become a `SourceError`."""
-    with _LOCK, _translated(region), _opened(region, limit=True) as (file, stream, limit):
-        yield Reader(file, stream, limit, region)
+    try:
+        with _LOCK, _opened(region, limit=True) as (file, stream, limit):
+            yield Reader(file, stream, limit, region)
+    except ShardloadError:
+        raise
+    # libhdf5's errors, a dozen builtins that all mean a damaged file.
+    except Exception as error:
+        if limited := LimitError.explaining(error, f"open {region.path}"):
+            raise limited from error
+        # libhdf5 has no error type for it, only the words "truncated file".
+        kind = TruncatedSourceError if "truncated" in str(error) else SourceError
+        reason = str(error) or type(error).__name__
+        raise kind(f"{region.path} is damaged HDF5: {reason}. Download or save it again") from error
 
 
 class Reader:
@@ -207,7 +218,13 @@ class Reader:
 
     def _tensor(self, node: Any, name: str, address: int) -> Tensor | None:
         try:
-            return _tensor(node, name, address, self._region)
+            if node.get_space().get_simple_extent_type() == h5py.h5s.NULL:
+                raise _NoNumbersError("a null dataset, which has a type but no shape")
+            shape = tuple(int(n) for n in node.shape)
+            check_shape(shape, name=name, path=self._region.path)
+            dtype, is_raw = _dtype(node)
+            rows = H5Rows(self._region, name, address, dtype, shape, int(node.get_storage_size()), 1)
+            return Tensor(name, shape, dtype, _storage(node, rows, is_raw=is_raw))
         except _NoNumbersError as error:
             if len(self._left_out) < SHOWN:
                 self._left_out.append(f"{name!r}: {error}")
@@ -304,61 +321,27 @@ def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, F
             yield file, stream, headers
 
 
-@contextmanager
-def _translated(region: FileRegion) -> Iterator[None]:
-    """Translate libhdf5's errors, a dozen builtins that all mean a damaged file."""
-    try:
-        yield
-    except ShardloadError:
-        raise
-    except Exception as error:
-        if limit := LimitError.explaining(error, f"open {region.path}"):
-            raise limit from error
-        # libhdf5 has no error type for it, only the words "truncated file".
-        kind = TruncatedSourceError if "truncated" in str(error) else SourceError
-        reason = str(error) or type(error).__name__
-        raise kind(f"{region.path} is damaged HDF5: {reason}. Download or save it again") from error
-
-
-def _tensor(node: Any, name: str, address: int, region: FileRegion) -> Tensor:
-    if node.get_space().get_simple_extent_type() == h5py.h5s.NULL:
-        raise _NoNumbersError("a null dataset, which has a type but no shape")
-    shape = tuple(int(n) for n in node.shape)
-    check_shape(shape, name=name, path=region.path)
-    dtype, is_raw = _dtype(node)
-    rows = H5Rows(region, name, address, dtype, shape, int(node.get_storage_size()), 1)
-    return Tensor(name, shape, dtype, _storage(node, rows, is_raw=is_raw))
-
-
 def _dtype(node: Any) -> tuple[np.dtype[Any], bool]:
     """Return the dtype that reading yields, and whether the stored bytes have that form."""
     kind = node.get_type()
     if kind.get_class() in {h5py.h5t.STRING, h5py.h5t.COMPOUND, h5py.h5t.VLEN, h5py.h5t.REFERENCE, h5py.h5t.ARRAY}:
         raise _NoNumbersError(f"it does not contain numbers (HDF5 class {kind.get_class()})")
     found = node.dtype
-    # Opaque bytes: Keras' form of bfloat16.
+    # Opaque bytes: Keras' form of bfloat16, marked by an attribute. Only its presence is checked: bfloat16 is the only
+    # two-byte type that HDF5 lacks. Its value is not read, as libhdf5 1.14 reads string attributes through a heap, and
+    # a damaged heap makes it loop forever or read past the end.
     if found.kind == "V":
-        return _opaque(node, found), True
+        if found.itemsize == 2 and h5py.h5a.exists(node, b"dtype"):
+            return np.dtype(ml_dtypes.bfloat16), True
+        raise _NoNumbersError(
+            f"it contains {found.itemsize}-byte elements of an unknown type; of such types only bfloat16 as Keras 3 "
+            "writes it (2 bytes and an attribute 'dtype') can be read"
+        )
     if found.kind not in "biufc":
         raise _NoNumbersError(f"it has the dtype {found}, which is not supported")
     little = found.newbyteorder("<") if found.itemsize > 1 else found
     # Equal only if byte order, precision and padding are NumPy's: HDF5 also has 12-bit integers in two bytes.
     return little, bool(kind.equal(h5py.h5t.py_create(little, logical=True)))
-
-
-def _opaque(node: Any, found: np.dtype[Any]) -> np.dtype[Any]:
-    """Return bfloat16 for the opaque bytes that Keras marks with an attribute ``dtype``.
-
-    Only the attribute's presence is checked: bfloat16 is the only two-byte type HDF5 lacks. Its value is not read, as
-    libhdf5 1.14 reads string attributes through a heap, and a damaged heap makes it loop forever or read past the end.
-    """
-    if found.itemsize == 2 and h5py.h5a.exists(node, b"dtype"):
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
-    raise _NoNumbersError(
-        f"it contains {found.itemsize}-byte elements of an unknown type; of such types only bfloat16 as Keras 3 writes "
-        "it (2 bytes and an attribute 'dtype') can be read"
-    )
 
 
 def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
@@ -387,8 +370,18 @@ def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
     if layout != h5py.h5d.CHUNKED:
         # Compact (inside the object header) or not in NumPy's format: libhdf5 copies and converts the elements.
         return Decoded(rows)
-    chunk_rows = _check_filters(plist, where, stored=stored, itemsize=dtype.itemsize)
-    return Decoded(replace(rows, row_alignment=chunk_rows))
+    for index in range(plist.get_nfilters()):
+        code, _, _, label = plist.get_filter(index)
+        if not h5py.h5z.filter_avail(code):
+            text = label.decode("utf-8", "replace")[:50]
+            raise UnsupportedError(
+                f"{where} is compressed by filter {code} ({text}), which this h5py lacks; save it again"
+            )
+    chunk = plist.get_chunk()
+    # libhdf5 inflates whole chunks, so a small tensor in one huge chunk would cost as much as a huge tensor.
+    n_bytes = math.prod(chunk) * dtype.itemsize
+    _refuse_expansion(where, declared=n_bytes, stored=stored, file_bytes=stored, most=MAX_CHUNK_EXPANSION)
+    return Decoded(replace(rows, row_alignment=int(chunk[0]) if chunk else 1))
 
 
 def _refuse_expansion(where: str, *, declared: int, stored: int, file_bytes: int, most: int = MAX_EXPANSION) -> None:
@@ -403,23 +396,6 @@ def _refuse_expansion(where: str, *, declared: int, stored: int, file_bytes: int
             f"{where} declares {exact_bytes(declared)}, but stores only {stored}; data may expand at most "
             f"{most} times. The file is damaged or hostile; if you trust it, save it uncompressed"
         )
-
-
-def _check_filters(plist: Any, where: str, *, stored: int, itemsize: int) -> int:
-    """Return the rows per chunk of a chunked dataset; refuse missing filters."""
-    for index in range(plist.get_nfilters()):
-        code, _, _, label = plist.get_filter(index)
-        if not h5py.h5z.filter_avail(code):
-            text = label.decode("utf-8", "replace")[:50]
-            raise UnsupportedError(
-                f"{where} is compressed by filter {code} ({text}), which this h5py lacks; save it again"
-            )
-    chunk = plist.get_chunk()
-    # libhdf5 inflates whole chunks, so a small tensor in one huge chunk would cost as much as a huge tensor.
-    _refuse_expansion(
-        where, declared=math.prod(chunk) * itemsize, stored=stored, file_bytes=stored, most=MAX_CHUNK_EXPANSION
-    )
-    return int(chunk[0]) if chunk else 1
 
 
 class HeaderLimit:
@@ -487,7 +463,10 @@ class LinkWalk:
             if parent:
                 name = f"{parent}/{name}"
             if link.kind != HARD:
-                self._leave_out(name, link)
+                if link.kind != SOFT:
+                    raise UnsafeSourceError(f"{self._path}: {name!r} is an external link; weights may not be linked in")
+                if len(self.left_out) < SHOWN:
+                    self.left_out.append(f"{name!r}: it is a soft link, which Keras does not follow")
                 continue
             self._check(name, link, [address for _, address, _, _ in stack], seen)
             seen.add(link.address)
@@ -515,12 +494,6 @@ class LinkWalk:
                 f"{self._path}: {name[:200]!r} is one of too many second links to the same objects. If you trust the "
                 "file, load and save it with Keras"
             )
-
-    def _leave_out(self, name: str, link: Link) -> None:
-        if link.kind != SOFT:
-            raise UnsafeSourceError(f"{self._path}: {name!r} is an external link; weights may not be linked in")
-        if len(self.left_out) < SHOWN:
-            self.left_out.append(f"{name!r}: it is a soft link, which Keras does not follow")
 
     def _links(self, group: Any, address: int) -> tuple[Any, Iterator[Link]]:
         """Return a group's links; before them, the group if libhdf5 may look them up by name, which is faster."""

@@ -213,7 +213,7 @@ class Link:
     kind: int
     """`HARD`, `SOFT` or something else, such as a link to another file."""
     address: int
-    """Of the object's header, if the link is hard."""
+    """Address of the object's header, if the link is hard."""
 
 
 def dense_links(file: Structures, header: int) -> Iterator[Link]:
@@ -261,9 +261,9 @@ class _Shape:
 
     node_bytes: int
     count_bytes: int
-    """Of a child's number of records."""
+    """Width of a child's number of records."""
     total_bytes: tuple[int, ...]
-    """Of the number of records below a child, by the depth of the child."""
+    """Widths of the number of records below a child, by the depth of the child."""
 
     @classmethod
     def of(cls, node_bytes: int, depth: int) -> _Shape:

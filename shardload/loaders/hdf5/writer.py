@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 
 from shardload.errors import UnsupportedError
+from shardload.loaders.contents import group_above
 from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, grouped
 
 
@@ -41,7 +42,7 @@ def write_shards(
     weight_map: dict[str, list[str]] = {}
     groups = grouped(tensors, shard_bytes)
     for shard, group in zip(shard_names(index.name, tensors, shard_bytes=shard_bytes), groups, strict=True):
-        paths = dict.fromkeys(_group_of(tensor, names) for tensor in group)
+        paths = dict.fromkeys(group_above(tensor.name, names) for tensor in group)
         named = {name: names[name] for name in paths if name in names}
         # Each shard is an ordinary weights file: a group that is spread over shards is in each of them.
         made = write_skeleton(index.with_name(shard), group, names=named)
@@ -49,19 +50,11 @@ def write_shards(
         for name in paths:
             weight_map.setdefault(f"/{name}", []).append(shard)
     # Keras lists the files of a group with several variables, and the file of a group with one.
-    several = collections.Counter(_group_of(tensor, names) for tensor in tensors)
+    several = collections.Counter(group_above(tensor.name, names) for tensor in tensors)
     listed = {name: found if several[name[1:]] > 1 else found[0] for name, found in weight_map.items()}
     text = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": listed}
     index.write_text(json.dumps(text, indent=4), encoding="utf-8")
     return tuple(places)
-
-
-def _group_of(tensor: Wanted, names: Mapping[str, str]) -> str:
-    """Return the group of the object that a tensor belongs to, which may have stored it in a group below."""
-    above = group = tensor.name.rpartition("/")[0]
-    while above and above not in names:
-        above = above.rpartition("/")[0]
-    return above or group
 
 
 def shard_names(index: str, tensors: Sequence[Wanted], *, shard_bytes: int) -> tuple[str, ...]:

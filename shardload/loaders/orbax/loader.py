@@ -321,19 +321,17 @@ class Arrays:
         self._headers = {key.rpartition("/")[0]: key for key in values if key.rpartition("/")[2] in _HEADERS}
         self._values: dict[str, dict[str, OcdbtValue]] = {name: {} for name in self._headers}
         for key, value in values.items():
-            self._file_away(key, value)
+            name = key
+            # Find the longest prefix that is an array: keys of chunks contain slashes, and so may names of arrays.
+            while "/" in name:
+                name = name.rpartition("/")[0]
+                if name in self._headers:
+                    self._values[name][key[len(name) + 1 :]] = value
+                    break
+            else:
+                if "" in self._headers:
+                    self._values[""][key] = value
         self._sizes: dict[Location, int] = {}
-
-    def _file_away(self, key: str, value: OcdbtValue) -> None:
-        name = key
-        # Find the longest prefix that is an array: keys of chunks contain slashes, and so may names of arrays.
-        while "/" in name:
-            name = name.rpartition("/")[0]
-            if name in self._headers:
-                self._values[name][key[len(name) + 1 :]] = value
-                return
-        if "" in self._headers:
-            self._values[""][key] = value
 
     @property
     def files(self) -> dict[Location, int]:
@@ -396,8 +394,7 @@ class Arrays:
         if chunk > max(EXPANSION_FLOOR_BYTES, MAX_OVERHANG * size):
             raise UnsafeSourceError(f"{where} declares chunks of {exact_bytes(chunk)} for a tensor of {size}")
         most = max(EXPANSION_FLOOR_BYTES, MAX_EXPANSION * self._total)
-        for what, shape in (("tensor", array.shape), ("chunk", array.chunk_shape)):
-            declared = math.prod(shape) * array.dtype.itemsize
+        for what, declared in (("tensor", size), ("chunk", chunk)):
             if declared > most:
                 raise UnsafeSourceError(
                     f"{where} declares a {what} of {exact_bytes(declared)}, but all arrays together store "

@@ -144,7 +144,7 @@ def start_save(
     why = ""
     if "\\" in str(target.parent):
         why = BACKSLASH
-    elif (found := _PATTERNS & set(str(target.parent))) and _are_several():
+    elif (found := _PATTERNS & set(str(target.parent))) and (jax := sys.modules.get("jax")) and jax.process_count() > 1:
         why = f"Orbax takes {' '.join(sorted(found))} in its path for a pattern, if several processes write to it"
     if why:
         raise describe(why, step=step, folder=target, advice="Choose another name for the folder")
@@ -174,11 +174,6 @@ def start_save(
             "Cannot save an item that Orbax has no handler for. Expected a pytree of arrays, a dict of text, or an "
             f"object with its own handler: {error.args[0] if error.args else error}"
         ) from error
-
-
-def _are_several() -> bool:
-    jax = sys.modules.get("jax")  # this package imports none: Orbax does
-    return jax is not None and jax.process_count() > 1
 
 
 @contextmanager
