@@ -38,7 +38,7 @@ from shardload.stores.store import File, read_bytes
 from shardload.units import plural
 
 # More than the longest signature that is checked, the 23 bytes of a Git LFS pointer.
-HEAD_BYTES = 64
+_HEAD_BYTES = 64
 CONFIG = "config.json"
 
 
@@ -57,8 +57,8 @@ class FileContent:
 
     @cached_property
     def head(self) -> bytes:
-        """The first `HEAD_BYTES` bytes, or the whole file if it is shorter."""
-        return self.read(0, HEAD_BYTES)
+        """The first `_HEAD_BYTES` bytes, or the whole file if it is shorter."""
+        return self.read(0, _HEAD_BYTES)
 
     def read(self, offset: int, count: int) -> bytes:
         """Read at most ``count`` bytes; fewer at the end of the file."""
@@ -269,7 +269,7 @@ def set_of(name: str) -> str:
     return name if found is None else found.checkpoint
 
 
-def stem_of(name: str) -> str:
+def stem_without_part(name: str) -> str:
     """Return a file's name without its ending and the number of its part; empty for ``1-of-2.safetensors``."""
     found = _PartName.of_name(name)
     return _LABEL.sub("", found.before, count=1) if found else name.rpartition(".")[0]
@@ -313,7 +313,7 @@ def refuse_part(path: Location) -> None:
 
 def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
     """Refuse ``model.gguf.part1of2``: bytes of a file that was split without regard to its content."""
-    whole, found = stem_of(path.name), _PartName.of_name(path.name)
+    whole, found = stem_without_part(path.name), _PartName.of_name(path.name)
     if found is None or found.after or part_number(path.name) is None or not whole.lower().endswith(endings):
         return
     parts = " ".join(found.numbered(i) for i in range(1, min(int(found.count), 3) + 1))

@@ -11,17 +11,18 @@ from shardload.manifest import Chunked, Decoded, Extent, Packed, Tensor
 from shardload.stores.location import Location
 from shardload.units import exact_bytes, plural
 
-MAX_RANK = 32
+_MAX_RANK = 32
 """HDF5's limit; no real weight has as many dims."""
 # NumPy and JAX index with signed 64-bit integers.
-MAX_DIM = (1 << 63) - 1
+_MAX_DIM = (1 << 63) - 1
 
 
-def collect(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict[str, Tensor]:
+def checked_tensors(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict[str, Tensor]:
     """Check tensors; return them by name, in the order of files and offsets, decoded ones after extents."""
     found: dict[str, Tensor] = {}
     for tensor in tensors:
-        if not _is_text(tensor.name):
+        # JSON escapes can smuggle in lone surrogates, which can be neither printed nor written.
+        if not tensor.name.isascii() and any("\ud800" <= char <= "\udfff" for char in tensor.name):
             raise SourceError(f"The tensor name {tensor.name[:200]!r}, {_place(tensor)}, is not valid Unicode")
         if (other := found.get(tensor.name)) is not None:
             raise SourceError(f"Two tensors are named {tensor.name!r}: {_place(other)} and {_place(tensor)}")
@@ -35,16 +36,16 @@ def collect(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict
 
 def check_shape(shape: tuple[int, ...], *, name: str, path: object) -> None:
     """Refuse shapes that no array can have."""
-    if len(shape) > MAX_RANK:
-        raise SourceError(f"{path}: tensor {name!r} has {plural(len(shape), 'dim')}; at most {MAX_RANK} are possible")
-    if any(not 0 <= n <= MAX_DIM for n in shape):
+    if len(shape) > _MAX_RANK:
+        raise SourceError(f"{path}: tensor {name!r} has {plural(len(shape), 'dim')}; at most {_MAX_RANK} are possible")
+    if any(not 0 <= n <= _MAX_DIM for n in shape):
         raise SourceError(f"{path}: tensor {name!r} has the shape {shape}; each dim must be from 0 to 2**63 - 1")
 
 
 def _check(tensor: Tensor, files: Mapping[Location, int]) -> None:
     if isinstance(tensor.storage, Extent):
         check_shape(tensor.shape, name=tensor.name, path=tensor.storage.path)
-    for path, start, stop in itertools.chain(_runs(tensor), _packed_runs(tensor)):
+    for path, start, stop in _runs(tensor, with_packed=True):
         if start < 0 or stop > files[path]:
             raise TruncatedSourceError(
                 f"{path} is truncated: tensor {tensor.name!r} should end at byte {stop}, "
@@ -52,29 +53,20 @@ def _check(tensor: Tensor, files: Mapping[Location, int]) -> None:
             )
 
 
-def _runs(tensor: Tensor) -> Iterator[tuple[Location, int, int]]:
-    """Yield path, first byte and end (exclusive) of every raw run of a tensor."""
-    match tensor.storage:
-        case Extent(path, offset):
-            yield path, offset, offset + tensor.nbytes
-        case Chunked(chunk_shape, extents):
-            length = math.prod(chunk_shape) * tensor.dtype.itemsize
-            for extent in extents.values():
-                if isinstance(extent, Extent):
-                    yield extent.path, extent.offset, extent.offset + length
+def _runs(tensor: Tensor, *, with_packed: bool) -> Iterator[tuple[Location, int, int]]:
+    """Yield path, first byte and end (exclusive) of every run of a tensor.
 
-
-def _packed_runs(tensor: Tensor) -> Iterator[tuple[Location, int, int]]:
-    """Like `_runs`, for packed storage. Two packed chunks may share bytes: equal chunks are stored once."""
-    cells = tensor.storage.extents.values() if isinstance(tensor.storage, Chunked) else (tensor.storage,)
-    for packed in cells:
-        if isinstance(packed, Packed):
-            yield packed.path, packed.offset, packed.offset + packed.n_bytes
-
-
-def _is_text(name: str) -> bool:
-    """Whether a name can be printed and written: JSON escapes can smuggle in lone surrogates."""
-    return name.isascii() or not any("\ud800" <= char <= "\udfff" for char in name)
+    Two packed chunks may share bytes: equal chunks are stored once.
+    """
+    cells, length = [tensor.storage], tensor.nbytes
+    if isinstance(tensor.storage, Chunked):
+        cells, length = [*tensor.storage.extents.values()], math.prod(tensor.storage.chunk_shape)
+        length *= tensor.dtype.itemsize
+    for cell in cells:
+        if isinstance(cell, Extent):
+            yield cell.path, cell.offset, cell.offset + length
+        elif with_packed and isinstance(cell, Packed):
+            yield cell.path, cell.offset, cell.offset + cell.n_bytes
 
 
 def _position(tensor: Tensor, order: Mapping[Location, int]) -> tuple[int, int, int]:
@@ -93,7 +85,7 @@ def _refuse_overlap(tensors: Iterable[Tensor], order: Mapping[Location, int]) ->
     # shows between two neighbours.
     # Two names of one stored tensor have the same storage, as an object; a header that says the same twice has not.
     stored = {id(t.storage): t for t in tensors}.values()
-    runs = [(path, start, stop, t.name) for t in stored for path, start, stop in _runs(t) if start < stop]
+    runs = [(*run, t.name) for t in stored for run in _runs(t, with_packed=False) if run[1] < run[2]]
     runs.sort(key=lambda run: (order[run[0]], run[1]))
     for (path, _, end, previous), (other, start, _, name) in itertools.pairwise(runs):
         if path == other and start < end:

@@ -31,7 +31,7 @@ from shardload.loaders.contents import (
     set_of,
     shards_of,
 )
-from shardload.loaders.extents import collect
+from shardload.loaders.extents import checked_tensors
 from shardload.loaders.hub_preset import is_preset
 from shardload.loaders.recognition import refused_folder
 from shardload.loaders.registry import FormatSpec
@@ -40,8 +40,8 @@ from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
 from shardload.units import plural
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _INDEXES = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
 """Names of indexes, also of a variant: ``diffusion_pytorch_model.safetensors.index.fp16.json``."""
 
@@ -64,12 +64,12 @@ def describe_folder(folder: Location) -> Manifest:
 def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[str, Any] | None = None) -> Manifest:
     """Return the manifest of a folder's safetensors without reading its config."""
     names = folder.names()
-    if INDEX in names:
-        found = open_index(member(folder, INDEX, named_by=str(folder)))
-        if SINGLE in names and folder / SINGLE not in found.files:
+    if _INDEX in names:
+        found = open_index(member(folder, _INDEX, named_by=str(folder)))
+        if _SINGLE in names and folder / _SINGLE not in found.files:
             raise SourceError(
-                f"Cannot tell which checkpoint {folder} means: {INDEX} lists {plural(len(found.files), 'shard')}, "
-                f"and {SINGLE} is not one of them; transformers would load the file, KerasHub the shards. Move one "
+                f"Cannot tell which checkpoint {folder} means: {_INDEX} lists {plural(len(found.files), 'shard')}, "
+                f"and {_SINGLE} is not one of them; transformers would load the file, KerasHub the shards. Move one "
                 "of them elsewhere"
             )
     else:
@@ -100,7 +100,7 @@ def folder_of(file: Location) -> Location | None:
         if _is_described(file.parent):
             return file.parent if _is_read_with(file.parent, file) else None
         above = file.parent.parent
-        return above if _is_described(above) and _lists(above / INDEX, _below(above, file)) else None
+        return above if _is_described(above) and _lists(above / _INDEX, _below(above, file)) else None
     except (SourceError, SourceNotFoundError):
         # This only asks whether there is such a folder; opening a damaged one reports the damage.
         return None
@@ -133,8 +133,8 @@ def _is_described(folder: Location) -> bool:
 def _is_read_with(folder: Location, file: Location) -> bool:
     """Whether opening the folder reads the file."""
     names = folder.names()
-    if INDEX in names:
-        return file.name == INDEX or _lists(folder / INDEX, file.name)
+    if _INDEX in names:
+        return file.name == _INDEX or _lists(folder / _INDEX, file.name)
     found = _files(folder, names, is_described=True)
     if file.name not in found:
         return False
@@ -196,7 +196,7 @@ def _unlisted(
 
 def _without_index(folder: Location, names: list[str], *, is_described: bool) -> Manifest:
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]
-    if len(indexes) == 1 and SINGLE not in names:  # of a library that calls its files otherwise
+    if len(indexes) == 1 and _SINGLE not in names:  # of a library that calls its files otherwise
         return open_index(member(folder, indexes[0], named_by=str(folder)))
     found = _files(folder, names, is_described=is_described)
     sets: dict[str, list[Location]] = {}
@@ -236,13 +236,13 @@ def _joined(
     if tensors is None:
         tensors = [tensor for header in headers.values() for tensor in header.tensors]
     metadata = {key: value for header in headers.values() for key, value in header.metadata.items()}
-    return Manifest(location, "safetensors", collect(tensors, files=sizes), sizes, metadata=metadata)
+    return Manifest(location, "safetensors", checked_tensors(tensors, files=sizes), sizes, metadata=metadata)
 
 
 def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
     """Return the names of a folder's safetensors; of a model with a configuration, as transformers chooses them."""
-    if SINGLE in names and is_described:
-        return [SINGLE]
+    if _SINGLE in names and is_described:
+        return [_SINGLE]
     if found := sorted(name for name in names if name.endswith(".safetensors")):
         return found
     if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
@@ -251,7 +251,7 @@ def _files(folder: Location, names: list[str], *, is_described: bool) -> list[st
             "Download the repository's safetensors, or convert them with safetensors.torch.save_file"
         )
     raise refused_folder(folder, names=names) or SourceNotFoundError(
-        f"{folder} contains neither {SINGLE} nor {INDEX}, but {listing(folder)}"
+        f"{folder} contains neither {_SINGLE} nor {_INDEX}, but {listing(folder)}"
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from shardload.errors import SourceError, SourceNotFoundError
 from shardload.loaders import keras_h5
 from shardload.loaders.contents import FolderContent, listing, member
-from shardload.loaders.extents import collect
+from shardload.loaders.extents import checked_tensors
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
@@ -51,7 +51,7 @@ def open_folder(folder: Location) -> Manifest:
         renamed = [replace(tensor, name=TASK_PREFIX + tensor.name) for tensor in task.tensors.values()]
         parts.append(replace(task, tensors={tensor.name: tensor for tensor in renamed}))
     files = {path: size for part in parts for path, size in part.files.items()}
-    tensors = collect([tensor for part in parts for tensor in part.tensors.values()], files=files)
+    tensors = checked_tensors([tensor for part in parts for tensor in part.tensors.values()], files=files)
     return replace(described, tensors=tensors, files=files)
 
 

@@ -24,7 +24,7 @@ from contextlib import closing, contextmanager
 from typing import Any, BinaryIO, Protocol
 
 from shardload.errors import ShardloadError, SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
-from shardload.loaders.extents import collect
+from shardload.loaders.extents import checked_tensors
 from shardload.loaders.recognition import refused_zip
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
@@ -38,15 +38,15 @@ WEIGHTS = "model.weights.h5"
 CONFIG = "config.json"
 METADATA = "metadata.json"
 ASSETS = "assets/"
-MAX_EXPANSION = 1000
+_MAX_EXPANSION = 1000
 """Inflated bytes per stored byte, as in Keras."""
 ASSET_EXPANSION, ASSET_FLOOR_BYTES = 100, 1 << 28
 """Inflated bytes per stored byte of files that layers saved, for larger ones than the floor; both as in Keras."""
-WEIGHTS_EXPANSION, WEIGHTS_FLOOR_BYTES = 100, 1 << 25
+_WEIGHTS_EXPANSION, _WEIGHTS_FLOOR_BYTES = 100, 1 << 25
 """Inflated bytes per stored byte of weights larger than the floor. Trained weights shrink by less than half."""
-MAX_DICTIONARY_BYTES = 64 << 20
+_MAX_DICTIONARY_BYTES = 64 << 20
 """LZMA's dictionary, which takes that much memory; xz uses 64 MiB at its highest level."""
-MAGIC = b"PK\x03\x04"
+_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LZMA = struct.Struct("<2xHBI")
 """Version, length of the properties, their first byte, size of the dictionary."""
@@ -69,12 +69,12 @@ def open_file(path: Location) -> Manifest:
         if info.compress_type == zipfile.ZIP_STORED:
             region = hdf5.FileRegion(path, start, info.file_size)
         else:
-            content = blocks(path, file, info, start=start)
+            content = member_blocks(path, file, info, start=start)
             copy = write_private_copy(content, n_bytes=info.file_size, shown=f"{path}:{info.filename}")
             region = hdf5.FileRegion.whole(copy)
             files = {region.path: region.nbytes}
     found = hdf5.read_tensors(region)
-    tensors = collect(found.tensors, files=files)
+    tensors = checked_tensors(found.tensors, files=files)
     return Manifest(path, "keras-archive", tensors, files, config, metadata, notes=found.notes)
 
 
@@ -92,7 +92,7 @@ def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
     with closing(path.open()) as file:
         starts = _data_starts(path, file, members)
         for info in files:
-            content = blocks(path, file, info, start=starts[info.filename])
+            content = member_blocks(path, file, info, start=starts[info.filename])
             yield info.filename.removeprefix(ASSETS), functools.partial(_copy, content)
 
 
@@ -115,11 +115,11 @@ def _weights(path: Location, members: Mapping[str, zipfile.ZipInfo]) -> zipfile.
         )
     _check_readable(path, info)
     is_stored = info.compress_type == zipfile.ZIP_STORED
-    is_large = info.file_size > WEIGHTS_FLOOR_BYTES
-    if not is_stored and is_large and info.file_size > WEIGHTS_EXPANSION * info.compress_size:
+    is_large = info.file_size > _WEIGHTS_FLOOR_BYTES
+    if not is_stored and is_large and info.file_size > _WEIGHTS_EXPANSION * info.compress_size:
         raise UnsafeSourceError(
             f"{path}: {WEIGHTS} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; "
-            f"compressed weights may expand at most {WEIGHTS_EXPANSION} times. If you trust it, unzip it and open "
+            f"compressed weights may expand at most {_WEIGHTS_EXPANSION} times. If you trust it, unzip it and open "
             f"{WEIGHTS}"
         )
     # The region must end where the member does, or libhdf5 would read its neighbour.
@@ -138,12 +138,12 @@ def _json(
             f"{path} should contain {name}, as every Keras archive does, but contains {', '.join(members)}"
         )
     # Up to 1 KiB stored counts as 1 KiB: small configurations that compress well are harmless.
-    if info.file_size > MAX_JSON_BYTES or info.file_size > MAX_EXPANSION * max(info.compress_size, 1024):
+    if info.file_size > MAX_JSON_BYTES or info.file_size > _MAX_EXPANSION * max(info.compress_size, 1024):
         raise UnsafeSourceError(
             f"{path}: {name} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; it may "
-            f"expand at most {MAX_EXPANSION} times, to {MAX_JSON_BYTES} bytes. Save the model again with Keras"
+            f"expand at most {_MAX_EXPANSION} times, to {MAX_JSON_BYTES} bytes. Save the model again with Keras"
         )
-    content = b"".join(blocks(path, file, info, start=starts[name]))
+    content = b"".join(member_blocks(path, file, info, start=starts[name]))
     return parse_object(content, path=f"{path}:{name}")
 
 
@@ -197,7 +197,7 @@ def _data_start(path: Location, file: File, info: zipfile.ZipInfo) -> int:
     # `filename` is cut at a NUL byte; `orig_filename` is what the directory says. Bit 11 of the flags means UTF-8.
     expected = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437", "replace")
     # Sizes are not compared: a local header may leave them to a zip64 field or to a descriptor after the data.
-    if magic != MAGIC or name != expected or method != info.compress_type or (flags ^ info.flag_bits) & _ENCRYPTED:
+    if magic != _MAGIC or name != expected or method != info.compress_type or (flags ^ info.flag_bits) & _ENCRYPTED:
         raise UnsafeSourceError(
             f"{path}: {what} says {name[:100]!r} (method {method}), the central directory {info.filename!r} "
             f"(method {info.compress_type}); they must agree. Save it again with Keras"
@@ -216,7 +216,7 @@ def _check_readable(path: Location, info: zipfile.ZipInfo) -> None:
         )
 
 
-def blocks(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> Iterator[bytes]:
+def member_blocks(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> Iterator[bytes]:
     """Yield a member's content, at most 256 KiB at a time, and check its size and its CRC.
 
     Whether it may expand as much as it declares is for the caller to check.
@@ -299,10 +299,10 @@ def _decoder(info: zipfile.ZipInfo, head: bytes) -> tuple[_Decoder, int]:
         raise ValueError(f"{info.filename} has no valid LZMA header")
     # What lies further back than the content is long is never referred to.
     dictionary = max(1 << 12, min(declared, info.file_size))
-    if dictionary > MAX_DICTIONARY_BYTES:
+    if dictionary > _MAX_DICTIONARY_BYTES:
         raise UnsupportedError(
             f"Cannot unpack {info.filename}: its LZMA dictionary has {exact_bytes(declared)}, expected at most "
-            f"{MAX_DICTIONARY_BYTES}. Unzip the archive, and zip it again with a smaller one"
+            f"{_MAX_DICTIONARY_BYTES}. Unzip the archive, and zip it again with a smaller one"
         )
     rest, lc = divmod(properties, 9)
     pb, lp = divmod(rest, 5)
@@ -329,7 +329,7 @@ SPEC = FormatSpec(
     name="keras-archive",
     description="a .keras archive",
     endings=(".keras",),
-    is_file=lambda content: content.head.startswith(MAGIC),
+    is_file=lambda content: content.head.startswith(_MAGIC),
     open_file=open_file,
     described_by="keras",
     tensor_names="keras",

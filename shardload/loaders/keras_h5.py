@@ -18,14 +18,14 @@ from collections.abc import Iterable, Mapping
 
 from shardload.errors import SourceError, SourceNotFoundError
 from shardload.loaders.contents import FileContent, group_above, inner_path, refuse_part, shards_of
-from shardload.loaders.extents import collect
+from shardload.loaders.extents import checked_tensors
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
 from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
 
 _PART = re.compile(r"(?P<stem>.+)_\d{5}\.weights\.h5")
-MAGIC = b"\x89HDF\r\n\x1a\n"
+_MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
 def open_file(path: Location) -> Manifest:
@@ -46,14 +46,14 @@ def open_file(path: Location) -> Manifest:
         )
     if not content.is_whole:
         refuse_part(path)
-    return Manifest(path, "keras-h5", collect(content.tensors, files=files), files, notes=content.notes)
+    return Manifest(path, "keras-h5", checked_tensors(content.tensors, files=files), files, notes=content.notes)
 
 
 def is_hdf5(content: FileContent) -> bool:
     """Whether a file has HDF5's signature at its start, or after a user block of 512, 1024, 2048 … bytes."""
     offset = 0
-    while offset + len(MAGIC) <= content.size:
-        if content.read(offset, len(MAGIC)) == MAGIC:
+    while offset + len(_MAGIC) <= content.size:
+        if content.read(offset, len(_MAGIC)) == _MAGIC:
             return True
         offset = 2 * offset or 512
     return False
@@ -88,7 +88,7 @@ def open_index(index: Location) -> Manifest:
         notes += content.notes
     files = {region.path: region.nbytes for region in regions.values()}
     metadata = document.get("metadata")
-    found = collect(tensors, files=files)
+    found = checked_tensors(tensors, files=files)
     described = metadata if isinstance(metadata, dict) else {}
     return Manifest(index, "keras-sharded-h5", found, files, metadata=described, notes=tuple(notes))
 

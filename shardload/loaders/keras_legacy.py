@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ShardloadError, SourceError
 from shardload.loaders.contents import FileContent, refuse_part
-from shardload.loaders.extents import collect
+from shardload.loaders.extents import checked_tensors
 from shardload.loaders.keras_h5 import is_hdf5
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
@@ -50,7 +50,7 @@ def open_file(path: Location) -> Manifest:
     region = hdf5.FileRegion.whole(path)
     files = {path: region.nbytes}
     with hdf5.reading(region) as reader:
-        tensors = collect(reader.tensors(), files=files)
+        tensors = checked_tensors(reader.tensors(), files=files)
         metadata = _order(reader, tensors, path)
         config, described = _described(reader, path)
     # transformers splits the weights of TensorFlow so: tf_model-00001-of-00002.h5.

@@ -194,7 +194,15 @@ def _recognise_folder(folder: Location) -> FormatSpec:
     if found := next((spec for spec in reversed(known) if spec.is_folder(content)), None):
         return found
     if CONFIG in content.names:
-        raise _unknown_config(content)
+        path, config = content.path / CONFIG, content.config
+        if "architecture" in config:
+            raise UnsupportedError(
+                f"{path} describes a timm model; KerasHub converts it: save that with save_to_preset"
+            )
+        raise SourceError(
+            f"{path} should describe a model by 'registered_name' (Keras) or 'model_type' (Hugging Face), but has only "
+            f"{', '.join(sorted(config)[:8]) or 'no keys'}. Open the weights file itself to load it into your own model"
+        )
     # 2. Files with a known ending, all of one format. The shards of an index do not count as a second one.
     kinds = [spec for spec in known if any(name.endswith(spec.endings) for name in content.names)]
     parts = {spec.part_format for spec in kinds}
@@ -216,16 +224,6 @@ def _recognise_folder(folder: Location) -> FormatSpec:
 
 def _containing(content: FolderContent) -> FormatSpec | None:
     return next((spec for spec in reversed(specs()) if spec.contains_some(content)), None)
-
-
-def _unknown_config(content: FolderContent) -> SourceError | UnsupportedError:
-    path, config = content.path / CONFIG, content.config
-    if "architecture" in config:
-        return UnsupportedError(f"{path} describes a timm model; KerasHub converts it: save that with save_to_preset")
-    return SourceError(
-        f"{path} should describe a model by 'registered_name' (Keras) or 'model_type' (Hugging Face), but has only "
-        f"{', '.join(sorted(config)[:8]) or 'no keys'}. Open the weights file itself to load it into your own model"
-    )
 
 
 def _single(folder: Location, spec: FormatSpec) -> str:

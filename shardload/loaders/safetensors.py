@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from shardload.errors import SourceError, TruncatedSourceError, UnsafeSourceError, UnsupportedError
-from shardload.loaders.extents import check_shape, collect
+from shardload.loaders.extents import check_shape, checked_tensors
 from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, grouped
 from shardload.manifest import Decoded, Extent, Manifest, Tensor, UnreadableRows
 from shardload.stores.json_files import require_brace, unique_pairs
@@ -32,9 +32,9 @@ from shardload.stores.location import Location
 from shardload.stores.store import read_bytes
 from shardload.units import exact_bytes, plural
 
-MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """The reference library's limit."""
-MAX_ENTRY_CHARS = 4096
+_MAX_ENTRY_CHARS = 4096
 """Limit for one tensor's entry: three keys and at most 32 dims of 20 digits."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -64,7 +64,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _scan_string: Callable[[str, int, bool], tuple[str, int]] = decoder.scanstring  # type: ignore[attr-defined]
 """The C scanner that `json` itself uses; it starts at the character after a string's opening quote."""
 _ENTRY = json.JSONDecoder(object_pairs_hook=unique_pairs)
-SUB_BYTE: dict[str, tuple[np.dtype[Any], int]] = {
+_SUB_BYTE: dict[str, tuple[np.dtype[Any], int]] = {
     "F4": (np.dtype(ml_dtypes.float4_e2m1fn), 4),
     "F6_E2M3": (np.dtype(ml_dtypes.float6_e2m3fn), 6),
     "F6_E3M2": (np.dtype(ml_dtypes.float6_e3m2fn), 6),
@@ -88,7 +88,7 @@ def open_file(path: Location) -> Manifest:
     """Return the manifest of one bare ``.safetensors`` file."""
     header = read_header(path)
     files = {path: header.file_bytes}
-    return Manifest(path, "safetensors", collect(header.tensors, files=files), files, metadata=header.metadata)
+    return Manifest(path, "safetensors", checked_tensors(header.tensors, files=files), files, metadata=header.metadata)
 
 
 def read_header(path: Location) -> SafetensorsHeader:
@@ -97,9 +97,9 @@ def read_header(path: Location) -> SafetensorsHeader:
     with closing(path.open()) as file:
         size = file.n_bytes
         length = int.from_bytes(read_bytes(file, 8, offset=0, path=name, what="the header's length"), "little")
-        if length > MAX_HEADER_BYTES:
+        if length > _MAX_HEADER_BYTES:
             raise UnsafeSourceError(
-                f"{path} declares a header of {exact_bytes(length)}; at most {MAX_HEADER_BYTES} are allowed. "
+                f"{path} declares a header of {exact_bytes(length)}; at most {_MAX_HEADER_BYTES} are allowed. "
                 "It is damaged or not a safetensors file; download it again"
             )
         what = "the safetensors header"
@@ -123,7 +123,7 @@ def begins_object(head: bytes) -> bool:
 
 def looks_like(head: bytes, size: int) -> bool:
     """Whether a file of ``size`` bytes that starts with ``head`` could be safetensors."""
-    return begins_object(head) and int.from_bytes(head[:8], "little") <= min(MAX_HEADER_BYTES, size)
+    return begins_object(head) and int.from_bytes(head[:8], "little") <= min(_MAX_HEADER_BYTES, size)
 
 
 class _Parser:
@@ -182,14 +182,14 @@ class _Parser:
 
     def _entry(self, name: str, start: int) -> tuple[dict[str, Any], int]:
         # `json` parses a short piece alone: to the first brace or, if the entry has a brace inside, as far as allowed.
-        end = self._text.find("}", start, start + MAX_ENTRY_CHARS) + 1
+        end = self._text.find("}", start, start + _MAX_ENTRY_CHARS) + 1
         if self._text[start : start + 1] != "{" or not end:
             raise self._wrong(f"describes tensor {name[:200]!r} by something that is not a short object")
         try:
             try:
                 entry = json.loads(self._text[start:end], object_pairs_hook=unique_pairs)
             except json.JSONDecodeError:
-                entry, length = _ENTRY.raw_decode(self._text[start : start + MAX_ENTRY_CHARS])
+                entry, length = _ENTRY.raw_decode(self._text[start : start + _MAX_ENTRY_CHARS])
                 end = start + length
         except (ValueError, RecursionError) as error:
             raise self._wrong(f"describes tensor {name[:200]!r} in invalid JSON: {error}") from error
@@ -216,7 +216,7 @@ class _Parser:
                 f"{exact_bytes(expected)}, but data_offsets [{start}, {stop}], which is {exact_bytes(stop - start)}"
             )
         self._spans[name] = first, last = self._data_start + start, self._data_start + stop
-        if entry["dtype"] in SUB_BYTE:
+        if entry["dtype"] in _SUB_BYTE:
             why = f"its dtype {entry['dtype']} packs several elements into a byte"
             return Tensor(name, tuple(shape), dtype, Decoded(UnreadableRows(((self._path, first, last - first),), why)))
         return Tensor(name, tuple(shape), dtype, Extent(self._path, first))
@@ -225,8 +225,8 @@ class _Parser:
         known = text if isinstance(text, str) else ""
         if known in DTYPES:
             return DTYPES[known], 8 * DTYPES[known].itemsize
-        if known in SUB_BYTE:
-            return SUB_BYTE[known]
+        if known in _SUB_BYTE:
+            return _SUB_BYTE[known]
         raise self._wrong(f"gives tensor {name!r} the dtype {str(text)[:100]!r}; supported dtypes: {', '.join(DTYPES)}")
 
     def _offsets(self, name: str, offsets: object) -> tuple[int, int]:

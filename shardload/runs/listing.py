@@ -35,7 +35,7 @@ from shardload.errors import (
     UnsupportedError,
     UsageError,
 )
-from shardload.loaders.orbax.loader import OWN_FOLDER, number_of, numbered
+from shardload.loaders.orbax.loader import OWN_FOLDER, possible_steps, step_number
 from shardload.runs.digest_list import FileTree, name_damage, scan
 from shardload.runs.digests import DIGESTS_FILE, Checker, find_damage
 from shardload.runs.remote_store import RemoteStep, open_step
@@ -71,7 +71,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
     base = expanded(root)
     try:
         # Of Orbax's other names, only those of its own steps are taken: ours are called by their bare number.
-        names = numbered(entry.name for entry in base.iterdir())
+        names = possible_steps(entry.name for entry in base.iterdir())
     except NotADirectoryError as error:
         raise SourceNotFoundError(
             f"Cannot find steps in {base}: it is a file, expected the folder of a training run. A model or weights "
@@ -188,7 +188,7 @@ def _look(path: Path) -> StepInfo | None:
             if limit := LimitError.explaining(error, f"read {path}"):
                 raise limit from error
             problems.append(f"{STEP_FILE} cannot be read: {error}")
-    number, n_bytes = number_of(path.name) or 0, tree.n_bytes
+    number, n_bytes = step_number(path.name) or 0, tree.n_bytes
     return StepInfo.of_record(
         number, path, record, ours=ours, n_bytes=n_bytes, changed_s=changed_s, problems="; ".join(problems) or None
     )

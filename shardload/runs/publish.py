@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardload.errors import SaveError, ShardloadError, SourceNotFoundError, StepExistsError, UsageError, WriteError
-from shardload.loaders.orbax.saving import describe, save_error
+from shardload.loaders.orbax.saving import failed_save, save_error
 from shardload.runs.digest_list import is_empty, sync, sync_all
 from shardload.runs.digests import Digests
 from shardload.runs.step import NAME
@@ -85,13 +85,13 @@ class Root:
             found = self.path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:
             why = "the folder was removed or renamed"
-            raise describe(why, step=step, folder=self.path, number=errno.ENOENT, others=_MOVED) from error
+            raise failed_save(why, step=step, folder=self.path, number=errno.ENOENT, others=_MOVED) from error
         except OSError as error:
             raise save_error(error, step=step, folder=self.path) from error
         known = os.fstat(self.fd)
         if (found.st_dev, found.st_ino) != (known.st_dev, known.st_ino):
             why = "another folder has replaced the one that was opened"
-            raise describe(why, step=step, folder=self.path, others=_MOVED)
+            raise failed_save(why, step=step, folder=self.path, others=_MOVED)
 
 
 class Staging:
@@ -136,7 +136,7 @@ class Staging:
         self.root.check(self.step)
         if self._lock is not None and not self._lock.is_in_place:
             why = f"the folder {self.home} was removed"
-            raise describe(why, step=self.step, folder=self.path, number=errno.ENOENT)
+            raise failed_save(why, step=self.step, folder=self.path, number=errno.ENOENT)
 
     def publish(self) -> Path:
         """Flush all files to disk, rename the folder to its step number and return the new path.
@@ -184,10 +184,10 @@ class Staging:
             # Names and sizes only: the content was read to compute the digests, moments ago.
             damage = Digests.read(self.path).check_names(self.path)
         except ShardloadError as error:
-            raise describe(f"it has no valid digests: {error}", step=self.step, folder=self.path) from error
+            raise failed_save(f"it has no valid digests: {error}", step=self.step, folder=self.path) from error
         if damage:
             listed = "; ".join(str(found) for found in damage[:3])
-            raise describe(f"it changed after its digests were made: {listed}", step=self.step, folder=self.path)
+            raise failed_save(f"it changed after its digests were made: {listed}", step=self.step, folder=self.path)
 
     def _finish(self) -> None:
         lock, self._lock = self._lock, None

@@ -51,7 +51,7 @@ from shardload.errors import (
 from shardload.interrupts import Worker, defer_interrupt
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.loaders.orbax.loader import OWN_FOLDER, open_orbax
-from shardload.loaders.orbax.saving import describe, save_error
+from shardload.loaders.orbax.saving import failed_save, save_error
 from shardload.manifest import Manifest
 from shardload.processes.exit_reasons import ExitRecorder
 from shardload.runs.digest_list import sync_files
@@ -104,7 +104,7 @@ class Writer:
                     if thread is not None:
                         thread.wait()
         self.witness.begin()
-        orbax_writer.prepare()
+        orbax_writer.import_orbax()
         self.channel.first(self._clear_up)
 
     def _clear_up(self) -> None:
@@ -286,7 +286,7 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
     for name in job.items:
         if not (staging.path / name).is_dir():
             why = f"the folder {name!r} that was written there is missing"
-            raise describe(why, step=job.step, folder=staging.path, number=errno.ENOENT)
+            raise failed_save(why, step=job.step, folder=staging.path, number=errno.ENOENT)
         if name != "pytree" and not (staging.path / name / TREE_FILE).is_file():  # not a tree of arrays
             continue
         try:
@@ -295,9 +295,9 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
             continue
         except (SourceError, SourceNotFoundError) as error:
             why = f"the written data is incomplete: {error}"
-            raise describe(why, step=job.step, folder=staging.path, number=errno.ENOENT) from error
+            raise failed_save(why, step=job.step, folder=staging.path, number=errno.ENOENT) from error
         if name == "pytree" and (other := _not_as_listed(found, job)):
-            raise describe(f"{other} was not written as structure.json lists it", step=job.step, folder=staging.path)
+            raise failed_save(f"{other} was not written as structure.json lists it", step=job.step, folder=staging.path)
 
 
 def _not_as_listed(found: Manifest, job: SaveJob) -> str | None:

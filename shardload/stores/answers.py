@@ -136,11 +136,11 @@ def _access(url: str) -> str:
 
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
-MAX_REDIRECTS = 5
+_MAX_REDIRECTS = 5
 """A file on the hub of Hugging Face takes one or two; browsers give up after twenty."""
 _PIECE = 1 << 16
 """Most bytes read at once while they are counted."""
-MAX_URL = 1 << 13
+_MAX_URL = 1 << 13
 """Characters of an address; signed ones have one to two thousand."""
 
 
@@ -160,12 +160,12 @@ _OPENER = urllib.request.build_opener(_Unfollowed)
 def follow_redirects(url: str, *, timeout_s: float) -> str:
     """Return the address to which an object's address is redirected; its own without a redirect."""
     found = url
-    for _ in range(MAX_REDIRECTS + 1):
+    for _ in range(_MAX_REDIRECTS + 1):
         location = redirect_of(found, timeout_s=timeout_s)
         if location is None:
             return found
         found = _checked(url, found, location)
-    raise TransferError(f"Cannot read {url}: it was redirected more than {MAX_REDIRECTS} times. Check the address")
+    raise TransferError(f"Cannot read {url}: it was redirected more than {_MAX_REDIRECTS} times. Check the address")
 
 
 def redirect_of(url: str, *, timeout_s: float) -> str | None:
@@ -224,12 +224,14 @@ def _asked(url: str, timeout_s: float, wanted: str = "bytes=0-0") -> Any:
 def _checked(first: str, found: str, location: str) -> str:
     """Return the address that ``found`` redirects to, if it may be followed."""
     if not location:
-        raise TransferError(f"Cannot read {first}: {found[:MAX_URL]!r} redirects, but to no address. Check the address")
+        raise TransferError(
+            f"Cannot read {first}: {found[:_MAX_URL]!r} redirects, but to no address. Check the address"
+        )
     try:
         target = urljoin(found, location)
         parts, scheme = urlsplit(target), urlsplit(found).scheme
         rules = (
-            (len(location) > MAX_URL, f"has more than {MAX_URL} characters"),
+            (len(location) > _MAX_URL, f"has more than {_MAX_URL} characters"),
             (not location.isprintable() or " " in location, "has characters that no address has"),
             (parts.scheme not in ("http", "https") or not parts.hostname, "is not an address of HTTP"),
             (scheme == "https" and parts.scheme == "http", "is not encrypted, although the first address is"),
@@ -240,6 +242,6 @@ def _checked(first: str, found: str, location: str) -> str:
         target, why = location, str(error)
     if why:
         raise TransferError(
-            f"Cannot read {first}: {found[:MAX_URL]!r} redirects to {target[:300]!r}, which {why}. Check the address"
+            f"Cannot read {first}: {found[:_MAX_URL]!r} redirects to {target[:300]!r}, which {why}. Check the address"
         )
     return parts._replace(fragment="").geturl()

@@ -20,11 +20,11 @@ from shardload.units import exact_bytes
 
 MAX_JSON_BYTES = 1 << 25
 """32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, the largest config 5 MB."""
-MIN_BYTES_PER_CONTAINER = 16
+_MIN_BYTES_PER_CONTAINER = 16
 """Files by Keras and Hugging Face have at least 50 bytes per bracket or brace; Python allocates 200 for each."""
-FREE_CONTAINERS = 1024
+_FREE_CONTAINERS = 1024
 """Brackets and braces that a document of any size may contain."""
-SMALL_BYTES = 4096
+_SMALL_BYTES = 4096
 """Objects up to this size are not checked for a closing brace before they are read."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 """A JSON string with its quotes."""
@@ -65,9 +65,9 @@ def require_brace(file: File, stop: int, *, path: str, what: str) -> None:
 
     This finds a wrong length, which points into the tensors, before that many bytes are read.
     """
-    if stop <= SMALL_BYTES:
+    if stop <= _SMALL_BYTES:
         return
-    end = read_bytes(file, SMALL_BYTES, offset=stop - SMALL_BYTES, path=path, what=what).rstrip(b" \t\r\n")
+    end = read_bytes(file, _SMALL_BYTES, offset=stop - _SMALL_BYTES, path=path, what=what).rstrip(b" \t\r\n")
     if end and not end.endswith(b"}"):
         raise SourceError(
             f"{path}: {what} should end with a closing brace, but ends with {end[-8:]!r} before byte {stop}. "
@@ -77,7 +77,7 @@ def require_brace(file: File, stop: int, *, path: str, what: str) -> None:
 
 def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
     """Parse a JSON object from bytes; ``path`` is used in messages."""
-    allowed = FREE_CONTAINERS + len(raw) // MIN_BYTES_PER_CONTAINER
+    allowed = _FREE_CONTAINERS + len(raw) // _MIN_BYTES_PER_CONTAINER
     containers = _containers(raw)
     # Braces in strings cost nothing, and a chat template is full of them. Finding strings is slow, so it comes second.
     if containers > allowed:

@@ -17,7 +17,7 @@ from shardload.stores.requests import Fetch, Requests
 from shardload.stores.store import UNIT_BYTES, FileIdentity, Kind, Store
 from shardload.units import exact_bytes
 
-KEPT_UNITS = 8
+_KEPT_UNITS = 8
 """MiB of an open file that are kept for short reads, such as those of HDF5's and ZIP's headers."""
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 
@@ -90,7 +90,7 @@ class RemoteObject:
 
     def __init__(self, store: RemoteStore, key: str) -> None:
         self._store, self._key = store, key
-        self._unit = functools.lru_cache(KEPT_UNITS)(
+        self._unit = functools.lru_cache(_KEPT_UNITS)(
             lambda unit: self.begin(unit * UNIT_BYTES, (unit + 1) * UNIT_BYTES).result()
         )
 

@@ -21,17 +21,17 @@ from shardload.stores import answers
 from shardload.stores.answers import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeError, aws_endpoint
 from shardload.units import exact_bytes
 
-DEFAULT_TIMEOUT_S = 120.0
+_DEFAULT_TIMEOUT_S = 120.0
 """Time without a response: 64 MiB in flight together take that long at 0.5 MB/s. TensorStore would wait forever."""
-FIRST_ANSWER_S = 30.0
+_FIRST_ANSWER_S = 30.0
 """Limit for a store's first response, which is short."""
 RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
 """TensorStore's default of 32 attempts takes a quarter of an hour."""
 WAIT_S = 0.25
 """Interval at which a waiting thread checks whether other requests made progress."""
-PROBES = 16
+_PROBES = 16
 """Bytes requested at a time to find the size of an object."""
-MOVED_S = 60.0
+_MOVED_S = 60.0
 """How long the target of a redirect is used again: signed addresses expire, mostly after minutes."""
 
 
@@ -105,7 +105,7 @@ class Requests:
         first = f"{self.url}/{quote(name)}"
         target = answers.follow_redirects(first, timeout_s=timeout_s(first=not self._progress.answered))
         kv = self._opened({"driver": "http", "base_url": target})
-        self._moved[name] = kv, time.monotonic() + MOVED_S
+        self._moved[name] = kv, time.monotonic() + _MOVED_S
         return kv
 
     def check_redirects(self, name: str, asked: slice | None, limit_s: float) -> None:
@@ -160,8 +160,8 @@ class Requests:
                     last = max(last, at)
                 except OutOfRangeError:
                     beyond = min(beyond, at)
-            step = max(1, (beyond - last) // PROBES)
-            probes = list(range(last + step, beyond, step))[:PROBES]
+            step = max(1, (beyond - last) // _PROBES)
+            probes = list(range(last + step, beyond, step))[:_PROBES]
         return beyond
 
     def names(self, folder: str = "") -> list[str]:
@@ -231,13 +231,8 @@ class Fetch:
     def __init__(
         self, requests: Requests, name: str, asked: slice | None, request: Callable[[], Any], progress: _Progress
     ) -> None:
-        self._requests, self._name, self._asked, self._request, self._progress = (
-            requests,
-            name,
-            asked,
-            request,
-            progress,
-        )
+        self._requests, self._name, self._asked = requests, name, asked
+        self._request, self._progress = request, progress
         self._future = request()
         self._given_up = False
 
@@ -305,7 +300,7 @@ def timeout_s(*, first: bool) -> float:
     """Return how long a store may stay silent, in seconds; ``first`` applies until its first response."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
-        return FIRST_ANSWER_S if first else DEFAULT_TIMEOUT_S
+        return _FIRST_ANSWER_S if first else _DEFAULT_TIMEOUT_S
     try:
         found = float(text)
     except ValueError:

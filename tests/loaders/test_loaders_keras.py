@@ -618,7 +618,7 @@ def test_a_huge_dictionary_of_lzma_is_refused(tmp_path):
     info.file_size = 65 << 20
     refused = pytest.raises(UnsupportedError, match="dictionary has 4294967295 bytes")
     with closing(located(path).open()) as file, refused:
-        next(keras_archive.blocks(located(path), file, info, start=at - 5))
+        next(keras_archive.member_blocks(located(path), file, info, start=at - 5))
 
 
 def test_an_unknown_compression(tmp_path):

@@ -31,7 +31,7 @@ from shardload.errors import (
     UnsupportedError,
 )
 from shardload.loaders import open_manifest
-from shardload.loaders.extents import collect
+from shardload.loaders.extents import checked_tensors
 from shardload.loaders.orbax.ocdbt import OcdbtWalk, read_values
 from shardload.loaders.orbax.zarr import parse
 from shardload.manifest import Chunked, Decoded, Extent, Manifest, Packed, Tensor
@@ -521,9 +521,9 @@ def test_references_without_two_numbers(tmp_path: Path, place: str) -> None:
 def test_chunks_may_not_overlap() -> None:
     grid = Chunked((2,), {(0,): Extent(located("f"), 0), (1,): Extent(located("f"), 4)})
     with pytest.raises(SourceError, match="overlap"):
-        collect([Tensor("a", (4,), np.dtype("float32"), grid)], files={located("f"): 100})
+        checked_tensors([Tensor("a", (4,), np.dtype("float32"), grid)], files={located("f"): 100})
     with pytest.raises(TruncatedSourceError, match="byte 12"):
-        collect([Tensor("a", (4,), np.dtype("float32"), grid)], files={located("f"): 11})
+        checked_tensors([Tensor("a", (4,), np.dtype("float32"), grid)], files={located("f"): 11})
 
 
 def test_arrays_without_all_chunks(tmp_path: Path) -> None:

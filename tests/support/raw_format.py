@@ -10,7 +10,7 @@ import numpy as np
 
 from shardload.errors import SourceError
 from shardload.loaders import FormatSpec
-from shardload.loaders.extents import collect
+from shardload.loaders.extents import checked_tensors
 from shardload.loaders.file_pieces import FilePiece, TensorPlace
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.json_files import MAX_JSON_BYTES, parse_object
@@ -32,7 +32,7 @@ def open_file(path):
         raise SourceError(f"Cannot read {path}: damaged header: {error}") from error
     if at != size:
         raise SourceError(f"Cannot read {path}: it has {size} bytes, but its header lists {at}")
-    return Manifest(path, "raw", collect(tensors, files={path: size}), {path: size}, found["model"])
+    return Manifest(path, "raw", checked_tensors(tensors, files={path: size}), {path: size}, found["model"])
 
 
 def write_file(path, tensors, described):

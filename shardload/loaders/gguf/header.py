@@ -26,20 +26,20 @@ from shardload.stores.location import Location
 from shardload.stores.store import File, read_bytes
 from shardload.units import exact_bytes, plural
 
-MAGIC = b"GGUF"
-MAX_DIMS = 4
-MAX_NAME_BYTES = 65535
+_MAGIC = b"GGUF"
+_MAX_DIMS = 4
+_MAX_NAME_BYTES = 65535
 """The specification's limit for keys."""
 INLINE_ITEMS = 1024
 """Arrays up to this length are parsed immediately: per-layer settings, not vocabularies."""
-INLINE_TEXT_BYTES = 1 << 16
+_INLINE_TEXT_BYTES = 1 << 16
 """Longer texts are skipped like long arrays; the largest seen is a complete licence."""
-MAX_DEPTH, MAX_NESTED = 8, 1 << 16
-"""Limits on arrays of arrays: levels, and inner arrays in a file; a file has at most one for `NESTED_SHARE` bytes."""
-NESTED_SHARE = 32
-INLINE_SHARE = 8
+_MAX_DEPTH, _MAX_NESTED = 8, 1 << 16
+"""Limits on arrays of arrays: levels, and inner arrays in a file; a file has at most one for `_NESTED_SHARE` bytes."""
+_NESTED_SHARE = 32
+_INLINE_SHARE = 8
 """Bytes of the file per parsed array item, over all arrays: a Python number takes up to 36 bytes."""
-MAX_ELEMENTS_PER_BYTE = 64
+_MAX_ELEMENTS_PER_BYTE = 64
 """Limit for unknown element types; the densest known one has 5."""
 _WINDOW_BYTES = 1 << 20
 
@@ -158,7 +158,7 @@ def read_header(path: Location) -> GgufHeader:
         tensor_count, pair_count = _preamble(cursor)
         values: dict[str, Any] = {}
         for _ in range(pair_count):
-            key = cursor.string("a key", limit=MAX_NAME_BYTES)
+            key = cursor.string("a key", limit=_MAX_NAME_BYTES)
             if key in values:
                 raise SourceError(f"{path} contains the key {key!r} twice")
             (kind,) = cursor.unpack("<I", f"the type of {key!r}")
@@ -199,9 +199,9 @@ def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
     magic, version = cursor.unpack("<4sI", "the magic and version")
-    if magic != MAGIC:
+    if magic != _MAGIC:
         raise SourceError(
-            f"{cursor.path} should begin with {MAGIC!r}, but begins with {magic!r}; it is not a GGUF file"
+            f"{cursor.path} should begin with {_MAGIC!r}, but begins with {magic!r}; it is not a GGUF file"
         )
     # Version 3 in big-endian order reads as 0x03000000.
     if version & 0xFFFF == 0 and version:
@@ -233,7 +233,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 def _text(cursor: _Cursor, what: str) -> str | LongArray:
     # Peek, because `string` below reads the length itself.
     (count,) = cursor.peek("<Q", what)
-    if count <= INLINE_TEXT_BYTES:
+    if count <= _INLINE_TEXT_BYTES:
         return cursor.string(what)
     start = cursor.position + 8
     cursor.skip(8 + count, what)
@@ -254,7 +254,7 @@ def _array(cursor: _Cursor, key: str, depth: int = 1) -> list[Any] | LongArray:
         cursor.inline_items -= count
         if kind == _STRING:
             what = f"an item of the array {key!r}"
-            return [cursor.string(what, limit=INLINE_TEXT_BYTES) for _ in range(count)]
+            return [cursor.string(what, limit=_INLINE_TEXT_BYTES) for _ in range(count)]
         return [_value(cursor, kind, key) for _ in range(count)]
     start = cursor.position
     if kind == _STRING:
@@ -266,8 +266,8 @@ def _array(cursor: _Cursor, key: str, depth: int = 1) -> list[Any] | LongArray:
 
 def _arrays(cursor: _Cursor, key: str, count: int, depth: int) -> list[Any]:
     """Read an array of arrays; each of these may be long, or consist of arrays again."""
-    if depth == MAX_DEPTH:
-        raise UnsupportedError(f"{cursor.path}: {key!r} has arrays in more than {MAX_DEPTH} levels")
+    if depth == _MAX_DEPTH:
+        raise UnsupportedError(f"{cursor.path}: {key!r} has arrays in more than {_MAX_DEPTH} levels")
     # An inner array has at least its type and its count. Checked before any of them is read.
     cursor.require(count * 12, f"the array {key!r} of {plural(count, 'array')}")
     if count > cursor.nested:
@@ -280,11 +280,11 @@ def _arrays(cursor: _Cursor, key: str, count: int, depth: int) -> list[Any]:
 
 
 def _tensor_info(cursor: _Cursor) -> TensorInfo:
-    name = cursor.string("a tensor name", limit=MAX_NAME_BYTES)
+    name = cursor.string("a tensor name", limit=_MAX_NAME_BYTES)
     what = f"the entry of tensor {name!r}"
     (rank,) = cursor.unpack("<I", what)
-    if not 1 <= rank <= MAX_DIMS:
-        raise SourceError(f"{cursor.path}: tensor {name!r} has {plural(rank, 'dim')}; GGUF has 1 to {MAX_DIMS}")
+    if not 1 <= rank <= _MAX_DIMS:
+        raise SourceError(f"{cursor.path}: tensor {name!r} has {plural(rank, 'dim')}; GGUF has 1 to {_MAX_DIMS}")
     *dims, kind_id, offset = cursor.unpack(f"<{rank}QIQ", what)
     # Rows of a type of which only the number is known may have any length.
     kind = TYPES.get(kind_id) or GgmlType(kind_id, f"GGML type {kind_id}", 1, 0)
@@ -306,7 +306,7 @@ def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tu
         if not info.kind.is_known and elements:
             # It extends to the next tensor, or further if it must have more bytes.
             stop = ordered[i + 1].offset if i + 1 < len(ordered) else size
-            ordered[i] = replace(info, span=max(stop - info.offset, -(-elements // MAX_ELEMENTS_PER_BYTE)))
+            ordered[i] = replace(info, span=max(stop - info.offset, -(-elements // _MAX_ELEMENTS_PER_BYTE)))
     if len({info.name for info in ordered}) < len(ordered):
         names = sorted(info.name for info in ordered)
         twice = next(a for a, b in itertools.pairwise(names) if a == b)
@@ -332,8 +332,8 @@ class _Cursor:
         self.size = file.n_bytes
         self.path = path
         self.position = self._start = 0
-        self.inline_items = INLINE_ITEMS + self.size // INLINE_SHARE
-        self.nested = min(MAX_NESTED, self.size // NESTED_SHARE)
+        self.inline_items = INLINE_ITEMS + self.size // _INLINE_SHARE
+        self.nested = min(_MAX_NESTED, self.size // _NESTED_SHARE)
         self._window = b""
 
     def require(self, count: int, what: str) -> None:

@@ -31,7 +31,7 @@ from shardload.families.parts.gguf import GgufArchitecture, Undo
 from shardload.families.parts.gguf_values import GgufValues, head_counts
 from shardload.families.registry import gguf_architectures, why_refused
 from shardload.loaders.contents import CONFIG, FolderContent, all_parts, part_name, part_number
-from shardload.loaders.extents import collect
+from shardload.loaders.extents import checked_tensors
 from shardload.loaders.gguf.header import GgufHeader, LongArray, TensorInfo, read_array, read_header
 from shardload.loaders.gguf.rows import fused, original_shape, storage
 from shardload.loaders.registry import FormatSpec
@@ -39,9 +39,9 @@ from shardload.manifest import Manifest, Tensor
 from shardload.stores.location import Location
 from shardload.units import plural
 
-MAX_ROPE_BYTES = 1 << 16
+_MAX_ROPE_BYTES = 1 << 16
 """Limit on the factors of rotary positions: one number for each pair of a head's elements, 64 for most models."""
-MAX_EXPERTS, MIN_EXPERT_BYTES = 1024, 64
+_MAX_EXPERTS, _MIN_EXPERT_BYTES = 1024, 64
 """Limits for a stack of experts: a damaged header must not describe millions of empty ones."""
 
 
@@ -82,9 +82,9 @@ def open_file(path: Location) -> Manifest:
     if undescribed is not None:
         stored = ((info, *storage(info, undo=Undo.NOTHING)) for info in header.tensors)
         config, tensors = {}, [Tensor(info.name, info.shape, dtype, where) for info, where, dtype in stored]
-    collect(tensors, files=header.files)
-    # `collect` also sorts decoded tensors to the end. In GGUF they alternate with raw ones, and a plan reads a decoded
-    # tensor after its predecessor here, so the order of the header, which is that of the bytes, is kept.
+    checked_tensors(tensors, files=header.files)
+    # It also sorts decoded tensors to the end. In GGUF they alternate with raw ones, and a plan reads a decoded tensor
+    # after its predecessor here, so the order of the header, which is that of the bytes, is kept.
     ordered = {tensor.name: tensor for tensor in tensors}
     return Manifest(first, "gguf", ordered, header.files, config, header.values, undescribed=undescribed)
 
@@ -138,10 +138,10 @@ def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tu
 def _experts(info: TensorInfo) -> Iterator[TensorInfo]:
     """Yield each expert of a stack as a tensor of its own."""
     count = info.shape[0]
-    if len(info.shape) != 3 or not 0 < count <= MAX_EXPERTS or info.nbytes < MIN_EXPERT_BYTES * count:
+    if len(info.shape) != 3 or not 0 < count <= _MAX_EXPERTS or info.nbytes < _MIN_EXPERT_BYTES * count:
         raise SourceError(
             f"{info.path}: tensor {info.name!r} has the shape {info.shape}, expected (experts, out, in) with at most "
-            f"{MAX_EXPERTS} experts"
+            f"{_MAX_EXPERTS} experts"
         )
     for i in range(count):
         share = info.nbytes // count
@@ -226,7 +226,7 @@ def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple
     for info in header.tensors:
         if info.name not in names:
             continue
-        if info.kind.name != "F32" or info.nbytes > MAX_ROPE_BYTES:
+        if info.kind.name != "F32" or info.nbytes > _MAX_ROPE_BYTES:
             raise SourceError(
                 f"{info.path}: {info.name!r} should be a few F32 numbers, but is {info.shape} {info.kind.name}"
             )

@@ -49,26 +49,26 @@ from shardload.stores.location import Location
 from shardload.stores.store import FileStream, MemoryStream
 from shardload.units import exact_bytes
 
-MAX_EXPANSION = 1100
+_MAX_EXPANSION = 1100
 """Decoded bytes per stored byte. Zeros compress to 1/1029 in gzip; trained weights expand by less than 10."""
-MAX_CHUNK_EXPANSION = 100
-"""As `MAX_EXPANSION`, of one chunk, which libhdf5 inflates as a whole."""
-EXPANSION_FLOOR_BYTES = 64 << 20
+_MAX_CHUNK_EXPANSION = 100
+"""As `_MAX_EXPANSION`, of one chunk, which libhdf5 inflates as a whole."""
+_EXPANSION_FLOOR_BYTES = 64 << 20
 """Below this any expansion is harmless: zeros that were never written, or compress to nothing."""
-CACHE_BYTES = 1 << 20
+_CACHE_BYTES = 1 << 20
 """libhdf5's cache of object headers, 32 MiB by default; a small one is enough, as each header is read once here."""
 _OWN_GROUP = "vars"
 _LEGACY_ATTRIBUTES = ("layer_names", "layer_names0", "model_config")
-MAX_COPIES = 16
-"""Bytes of all second links to datasets, in sizes of the file, above `EXPANSION_FLOOR_BYTES`."""
-FREE_HEADER_BYTES = 1 << 20
+_MAX_COPIES = 16
+"""Bytes of all second links to datasets, in sizes of the file, above `_EXPANSION_FLOOR_BYTES`."""
+_FREE_HEADER_BYTES = 1 << 20
 """Longest object header that is always allowed; longer ones up to half of the file. libhdf5 allocates and reads the
 length that a header declares: a damaged length makes it parse tensor data as header messages."""
-MAX_DEPTH = 256
+_MAX_DEPTH = 256
 """Nesting depth of groups; Keras writes two per level of nested layers."""
-BYTES_PER_COPY = 512
+_BYTES_PER_COPY = 512
 """Taken by one more name of an object, besides the name."""
-FREE_COPY_BYTES = 1 << 20
+_FREE_COPY_BYTES = 1 << 20
 """What names of objects that have others may always take; larger files may have as much as their size."""
 SHOWN = 20
 """Objects of a kind that are named when they are left out."""
@@ -203,10 +203,10 @@ class Reader:
                 found[address] = self._tensor(node, name, address)
             elif (first := found[address]) is not None:
                 copies += first.nbytes
-                if copies > max(EXPANSION_FLOOR_BYTES, MAX_COPIES * self._region.nbytes):
+                if copies > max(_EXPANSION_FLOOR_BYTES, _MAX_COPIES * self._region.nbytes):
                     raise UnsafeSourceError(
                         f"{self._region.path}: {name!r} is a second link to {first.name!r}; such links may have at "
-                        f"most {MAX_COPIES} times the bytes of the file. If you trust it, load and save it with Keras"
+                        f"most {_MAX_COPIES} times the bytes of the file. If you trust it, load and save it with Keras"
                     )
                 found[address] = replace(first, name=name)
             if (tensor := found[address]) is not None:
@@ -315,8 +315,8 @@ def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, F
         with opened as file:
             cache = file.id.get_mdc_config()
             cache.set_initial_size = True
-            cache.initial_size = cache.max_size = CACHE_BYTES
-            cache.min_size = min(cache.min_size, CACHE_BYTES)
+            cache.initial_size = cache.max_size = _CACHE_BYTES
+            cache.min_size = min(cache.min_size, _CACHE_BYTES)
             file.id.set_mdc_config(cache)
             yield file, stream, headers
 
@@ -380,18 +380,18 @@ def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
     chunk = plist.get_chunk()
     # libhdf5 inflates whole chunks, so a small tensor in one huge chunk would cost as much as a huge tensor.
     n_bytes = math.prod(chunk) * dtype.itemsize
-    _refuse_expansion(where, declared=n_bytes, stored=stored, file_bytes=stored, most=MAX_CHUNK_EXPANSION)
+    _refuse_expansion(where, declared=n_bytes, stored=stored, file_bytes=stored, most=_MAX_CHUNK_EXPANSION)
     return Decoded(replace(rows, row_alignment=int(chunk[0]) if chunk else 1))
 
 
-def _refuse_expansion(where: str, *, declared: int, stored: int, file_bytes: int, most: int = MAX_EXPANSION) -> None:
-    if not stored and declared > EXPANSION_FLOOR_BYTES:
+def _refuse_expansion(where: str, *, declared: int, stored: int, file_bytes: int, most: int = _MAX_EXPANSION) -> None:
+    if not stored and declared > _EXPANSION_FLOOR_BYTES:
         raise UnsafeSourceError(
             f"{where} declares {exact_bytes(declared)}, but stores none of them. Save the file again"
         )
     if stored > file_bytes:
         raise TruncatedSourceError(f"{where} says it stores {exact_bytes(stored)}, but the file has {file_bytes}")
-    if declared > EXPANSION_FLOOR_BYTES and declared > most * stored:
+    if declared > _EXPANSION_FLOOR_BYTES and declared > most * stored:
         raise UnsafeSourceError(
             f"{where} declares {exact_bytes(declared)}, but stores only {stored}; data may expand at most "
             f"{most} times. The file is damaged or hostile; if you trust it, save it uncompressed"
@@ -417,7 +417,7 @@ class HeaderLimit:
     @contextmanager
     def headers(self) -> Iterator[None]:
         """Limit reads in the block. Do not use around iteration: libhdf5 must not fail there."""
-        self._limit = max(FREE_HEADER_BYTES, self._n_bytes // 2)
+        self._limit = max(_FREE_HEADER_BYTES, self._n_bytes // 2)
         try:
             yield
         finally:
@@ -429,7 +429,7 @@ class LinkWalk:
 
     def __init__(self, file: Any, structures: Structures, limit: HeaderLimit, path: Location, *, n_bytes: int) -> None:
         self._root, self._structures, self._limit, self._path = file.id, structures, limit, path
-        self._copy_bytes = max(FREE_COPY_BYTES, n_bytes)
+        self._copy_bytes = max(_FREE_COPY_BYTES, n_bytes)
         self.groups: dict[str, int] = {}
         """Path → address of every group that was visited."""
         self.left_out: list[str] = []
@@ -483,12 +483,12 @@ class LinkWalk:
     def _check(self, name: str, link: Link, ancestors: Container[int], seen: Container[int]) -> None:
         if link.address in ancestors:
             raise UnsafeSourceError(f"{self._path}: {name!r} links to a group that contains it: a cycle of links")
-        if name.count("/") > MAX_DEPTH:
+        if name.count("/") > _MAX_DEPTH:
             raise UnsafeSourceError(
-                f"{self._path} nests groups more than {MAX_DEPTH} deep, deeper than the layers of any model"
+                f"{self._path} nests groups more than {_MAX_DEPTH} deep, deeper than the layers of any model"
             )
         if link.address in seen:
-            self._copy_bytes -= BYTES_PER_COPY + len(name)
+            self._copy_bytes -= _BYTES_PER_COPY + len(name)
         if self._copy_bytes < 0:
             raise UnsafeSourceError(
                 f"{self._path}: {name[:200]!r} is one of too many second links to the same objects. If you trust the "

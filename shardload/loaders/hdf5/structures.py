@@ -34,11 +34,11 @@ _MESSAGE = struct.Struct("<HHB3x")
 _MESSAGE_2 = struct.Struct("<BHB")
 _CONTINUATION = 0x10
 _CHECKSUM_BYTES = 4
-MAX_BLOCK_BYTES = 16 << 20
+_MAX_BLOCK_BYTES = 16 << 20
 """Most bytes of one structure; libhdf5 writes headers and collections below 64 KiB."""
-FREE_STEPS = 1 << 20
+_FREE_STEPS = 1 << 20
 """Work that files of any size may cause; larger ones may cause a step for each byte."""
-BYTES_PER_STEP = 8
+_BYTES_PER_STEP = 8
 """Read in the time of one step, such as looking at a message."""
 
 Read = Callable[[int, int], bytes]
@@ -50,7 +50,7 @@ class Structures:
 
     def __init__(self, read: Read, *, n_bytes: int, path: Location) -> None:
         self._read, self._path = read, path
-        self._steps = max(FREE_STEPS, n_bytes)
+        self._steps = max(_FREE_STEPS, n_bytes)
 
     def messages(self, header: int) -> Iterator[tuple[int, bytes]]:
         """Yield kind and body of each message in the object header at an address."""
@@ -96,9 +96,9 @@ class Structures:
 
     def read(self, address: int, n_bytes: int) -> bytes:
         """Read a structure, and count the work of it."""
-        if n_bytes > MAX_BLOCK_BYTES:
+        if n_bytes > _MAX_BLOCK_BYTES:
             raise self.unsupported(f"a structure of {exact_bytes(n_bytes)} in one piece")
-        self.spend(1 + n_bytes // BYTES_PER_STEP)
+        self.spend(1 + n_bytes // _BYTES_PER_STEP)
         return self._read(address, n_bytes)
 
     def spend(self, steps: int) -> None:
@@ -123,7 +123,7 @@ _ATTRIBUTE = 0x0C
 _REFERENCE = struct.Struct("<IQI")
 _COLLECTION = struct.Struct("<4sB3xQ")
 _OBJECT = struct.Struct("<HH4xQ")
-MAX_OBJECTS = 4096
+_MAX_OBJECTS = 4096
 """Most strings in one collection; libhdf5 fills 64 KiB before it begins another one."""
 
 
@@ -185,8 +185,8 @@ class Strings:
                 break
             found[index] = place
             place += _OBJECT.size + -(-n_bytes // 8) * 8
-            if len(found) > MAX_OBJECTS:
-                raise self._file.unsupported(f"more than {MAX_OBJECTS} strings in one collection")
+            if len(found) > _MAX_OBJECTS:
+                raise self._file.unsupported(f"more than {_MAX_OBJECTS} strings in one collection")
         self._file.spend(len(found) * _OBJECT.size)
         return found, raw
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from shardload.errors import SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
 from shardload.loaders.contents import descendant, listing, member
-from shardload.loaders.extents import collect
+from shardload.loaders.extents import checked_tensors
 from shardload.loaders.orbax import ocdbt, zarr
 from shardload.loaders.orbax.ocdbt import MAX_KEYS, OcdbtValue
 from shardload.loaders.registry import FormatSpec
@@ -42,10 +42,10 @@ from shardload.stores.json_files import MAX_JSON_BYTES, parse_object, read_objec
 from shardload.stores.location import Location
 from shardload.units import exact_bytes, plural
 
-MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
-ITEMS = ("pytree", "default")
+_MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
+_ITEMS = ("pytree", "default")
 """Names of the item with the weights: Keras and Orbax v1, Orbax v0."""
-ALONE = "state"
+_ALONE = "state"
 """The name in v1's ``save_pytree``, which writes nothing else; with other trees, it is one of several by a user."""
 OWN_FOLDER = "shardload"
 """The folder in a step for shardload's own files."""
@@ -73,7 +73,7 @@ def open_orbax(folder: Location) -> Manifest:
     for tensor, keys in _empty(metadata["structure"], next(iter(files)), known=names):
         found.append(tensor)
         names[tensor.name] = keys
-    tensors = collect(found, files=files)
+    tensors = checked_tensors(found, files=files)
     return Manifest(
         step, "orbax", tensors, files, _config(step), metadata, notes=(*_notes(tree.leaves), *_others(step, item))
     )
@@ -82,25 +82,25 @@ def open_orbax(folder: Location) -> Manifest:
 def is_checkpoint(folder: Location) -> bool:
     """Whether a folder itself has Orbax's marker files: it is a step or an item."""
     names = set(folder.names())
-    if names.intersection(MARKS) or TREE in names:
+    if names.intersection(_MARKS) or TREE in names:
         return True
-    return any(name in names and (folder / name / TREE).is_file() for name in (*ITEMS, ALONE))
+    return any(name in names and (folder / name / TREE).is_file() for name in (*_ITEMS, _ALONE))
 
 
-def steps(folder: Location) -> list[str]:
+def step_names(folder: Location) -> list[str]:
     """Return the names of the steps in a root, oldest first, without empty and foreign folders."""
     found = [
         name
-        for name in numbered(folder.names())
+        for name in possible_steps(folder.names())
         if (folder / name).is_folder() and is_checkpoint(member(folder, name, named_by=str(folder)))
     ]
     # By number, not by text: 9 is older than 10.
-    return sorted(found, key=lambda name: (number_of(name), name))
+    return sorted(found, key=lambda name: (step_number(name), name))
 
 
-def numbered(names: Iterable[str]) -> list[str]:
+def possible_steps(names: Iterable[str]) -> list[str]:
     """Return the names that steps can have: bare numbers, else those with one prefix that all have."""
-    found = [name for name in names if number_of(name) is not None]
+    found = [name for name in names if step_number(name) is not None]
     if bare := [name for name in found if name.isdecimal()]:
         # Zeros in front only where they make all names equally long.
         is_fixed = len({len(name) for name in bare}) == 1
@@ -108,7 +108,7 @@ def numbered(names: Iterable[str]) -> list[str]:
     return found if len({name.rpartition("_")[0] for name in found}) == 1 else []
 
 
-def number_of(name: str) -> int | None:
+def step_number(name: str) -> int | None:
     """Return the number of a step's folder: 7 for ``7``, ``00000007`` and ``ckpt_7``, as Orbax's managers name them."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
@@ -119,7 +119,7 @@ def _step(folder: Location) -> Location:
         raise SourceNotFoundError(f"There is no folder {folder}. Check the path")
     if is_checkpoint(folder):
         return folder
-    found = steps(folder)
+    found = step_names(folder)
     if not found:
         raise SourceNotFoundError(f"{folder} contains no step that Orbax finished; found: {listing(folder)}")
     return member(folder, found[-1], named_by=str(folder))
@@ -129,17 +129,17 @@ def _item(step: Location) -> Location:
     names = step.names()
     if TREE in names:
         return step
-    for name in ITEMS:
+    for name in _ITEMS:
         if name in names:
             return _finished(member(step, name, named_by=str(step)))
     # Other names are free; one tree that is not the model's configuration is unambiguous.
     others = [n for n in names if n != _MODEL_CONFIG and (step / n / TREE).is_file()]
     if len(others) > 1:
         raise SourceError(f"{step} contains several trees ({', '.join(others[:8])}); open the folder of one of them")
-    if others or ALONE in names:
-        return _finished(member(step, others[0] if others else ALONE, named_by=str(step)))
+    if others or _ALONE in names:
+        return _finished(member(step, others[0] if others else _ALONE, named_by=str(step)))
     raise SourceError(
-        f"{step} should contain a folder with a tree of arrays ({', '.join((*ITEMS, ALONE))}), "
+        f"{step} should contain a folder with a tree of arrays ({', '.join((*_ITEMS, _ALONE))}), "
         f"but contains {listing(step)}. The save did not finish; use another step"
     )
 
@@ -170,7 +170,7 @@ def _metadata(
     digests = member(own, "digests.json", named_by=str(own))
     structure = member(own, "structure.json", named_by=str(own))
     return {
-        "step": number_of(step.name),
+        "step": step_number(step.name),
         "item": str(item),
         "structure": read_object(structure) if structure.is_file() else None,
         "digests": str(digests) if digests.is_file() else None,
@@ -297,10 +297,10 @@ def read_strings(item: Location) -> dict[str, Any]:
 
 
 _HEADERS = frozenset({zarr.ZARR2, zarr.ZARR3})
-MAX_EXPANSION = 40_000
+_MAX_EXPANSION = 40_000
 """Declared bytes per stored byte: zstd shrinks zeros, as in fresh optimizer slots, to 1/32 768."""
-EXPANSION_FLOOR_BYTES = 1 << 26
-MAX_OVERHANG = 16
+_EXPANSION_FLOOR_BYTES = 1 << 26
+_MAX_OVERHANG = 16
 """Bytes of chunks per byte of their tensor: in each dim, an edge chunk overhangs by less than the chunk's length."""
 
 
@@ -391,14 +391,14 @@ class Arrays:
 
     def _refuse_expansion(self, array: zarr.Array, where: str) -> None:
         size, chunk = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, array.chunk_shape))
-        if chunk > max(EXPANSION_FLOOR_BYTES, MAX_OVERHANG * size):
+        if chunk > max(_EXPANSION_FLOOR_BYTES, _MAX_OVERHANG * size):
             raise UnsafeSourceError(f"{where} declares chunks of {exact_bytes(chunk)} for a tensor of {size}")
-        most = max(EXPANSION_FLOOR_BYTES, MAX_EXPANSION * self._total)
+        most = max(_EXPANSION_FLOOR_BYTES, _MAX_EXPANSION * self._total)
         for what, declared in (("tensor", size), ("chunk", chunk)):
             if declared > most:
                 raise UnsafeSourceError(
                     f"{where} declares a {what} of {exact_bytes(declared)}, but all arrays together store "
-                    f"{self._total}; at most {MAX_EXPANSION} times as many are possible. Copy the step again, or use "
+                    f"{self._total}; at most {_MAX_EXPANSION} times as many are possible. Copy the step again, or use "
                     "another one"
                 )
 
@@ -429,7 +429,7 @@ SPEC = FormatSpec(
     name="orbax",
     description="an Orbax checkpoint: a step's folder, or the folder of the steps",
     is_folder=lambda content: is_checkpoint(content.path),
-    contains_some=lambda content: bool(steps(content.path)),
+    contains_some=lambda content: bool(step_names(content.path)),
     open_folder=open_orbax,
     described_by="keras",
     tensor_names="step",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -24,14 +24,14 @@ from shardload.units import exact_bytes, plural
 
 BACKSLASH = "TensorStore takes the backslash in its path for a slash"
 MANIFEST = "manifest.ocdbt"
-MAX_MANIFEST_BYTES = 1 << 20
+_MAX_MANIFEST_BYTES = 1 << 20
 """It lists at most sixteen versions; Orbax writes one."""
-MAX_NODE_BYTES = 1 << 27
+_MAX_NODE_BYTES = 1 << 27
 """Limit on a node, stored or inflated; Orbax requests at most 100 MB inflated."""
-MAX_HEIGHT = 16
+_MAX_HEIGHT = 16
 MAX_KEYS = 1 << 20
 """A million chunks; the largest published runs write a few hundred thousand."""
-MAX_VISITS, VISITS_FLOOR_BYTES = 4, 1 << 16
+_MAX_VISITS, _VISITS_FLOOR_BYTES = 4, 1 << 16
 """Bytes of nodes read per byte of their files. A node normally has one parent, and a few where stores were merged;
 without a limit, a chain of nodes that each list the next one as a child 99 times would never end."""
 _LABELS = re.compile(
@@ -95,8 +95,8 @@ class OcdbtWalk:
         self.folder.local_path()
         manifest = self.folder / MANIFEST
         size = self._file(MANIFEST)[1]
-        if size > MAX_MANIFEST_BYTES:
-            raise UnsafeSourceError(f"{manifest} should have at most {MAX_MANIFEST_BYTES} bytes, but has {size}")
+        if size > _MAX_MANIFEST_BYTES:
+            raise UnsafeSourceError(f"{manifest} should have at most {_MAX_MANIFEST_BYTES} bytes, but has {size}")
         if not size:
             raise TruncatedSourceError(f"{manifest} is empty. The save did not finish; use another step")
         _refuse_inflation(manifest.read_header(size, offset=0, what="the manifest"), manifest)
@@ -110,18 +110,18 @@ class OcdbtWalk:
         if declared > MAX_KEYS:
             raise UnsafeSourceError(f"{manifest} declares {plural(declared, 'key')}; at most {MAX_KEYS} are allowed")
         if "location" in root:
-            yield from self._node(root["location"], b"", MAX_HEIGHT)
+            yield from self._node(root["location"], b"", _MAX_HEIGHT)
 
     def _node(self, location: str, prefix: bytes, depth: int) -> Iterator[tuple[str, OcdbtValue]]:
         found = self.locate(location, "btreenode")
-        if found.length > MAX_NODE_BYTES or not depth:
+        if found.length > _MAX_NODE_BYTES or not depth:
             raise UnsafeSourceError(
                 f"{found.path} contains a B-tree node of {exact_bytes(found.length)}, or too many levels"
             )
         self._count(found)
         # TensorStore opens the file itself: a remote one is fetched now, and only once.
         found.path.local_path()
-        _refuse_inflation(found.read(MAX_NODE_BYTES, what="a B-tree node"), found.path)
+        _refuse_inflation(found.read(_MAX_NODE_BYTES, what="a B-tree node"), found.path)
         node = self.dump(location, found.path)
         for entry in node["entries"]:
             if node["height"]:
@@ -132,25 +132,28 @@ class OcdbtWalk:
             self.keys += 1
             if self.keys > MAX_KEYS:
                 raise UnsafeSourceError(f"{found.path}: the store has more than {MAX_KEYS} keys")
-            yield self._text(prefix + entry["key"], found.path), self._value(entry, found.path)
+            key = prefix + entry["key"]
+            try:
+                name = key.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise SourceError(f"{found.path} contains the key {key[:200]!r}, which is not UTF-8") from error
+            # Values of at most 1 KiB are stored in the node and have no location.
+            if (inline := entry.get("inline_value")) is not None:
+                yield name, OcdbtValue(found.path, 0, len(inline), bytes(inline))
+            else:
+                yield name, self.locate(entry["indirect_value"], "value")
 
     def _count(self, node: OcdbtValue) -> None:
         self.node_bytes += node.length
         if node.path not in self.node_files:
             self.node_files.add(node.path)
             self.node_file_bytes += node.path.size
-        if self.node_bytes > VISITS_FLOOR_BYTES + MAX_VISITS * self.node_file_bytes:
+        if self.node_bytes > _VISITS_FLOOR_BYTES + _MAX_VISITS * self.node_file_bytes:
             raise UnsafeSourceError(
                 f"{node.path}: the nodes of the B-tree refer to the same nodes again and again: "
                 f"{exact_bytes(self.node_bytes)} of them were read from files of {self.node_file_bytes}. Save the "
                 "checkpoint again"
             )
-
-    def _value(self, entry: Mapping[str, Any], node_path: Location) -> OcdbtValue:
-        # Values of at most 1 KiB are stored in the node and have no location.
-        if (inline := entry.get("inline_value")) is not None:
-            return OcdbtValue(node_path, 0, len(inline), bytes(inline))
-        return self.locate(entry["indirect_value"], "value")
 
     def locate(self, location: str, kind: str) -> OcdbtValue:
         """Parse ``kind:base:file:offset:length``, each name percent-encoded."""
@@ -191,13 +194,6 @@ class OcdbtWalk:
             reason = said(error).replace(folder, f"{self.folder}/")
             raise SourceError(f"{path} is damaged: {reason}. Copy it again, or use another step") from error
 
-    @staticmethod
-    def _text(key: bytes, path: Location) -> str:
-        try:
-            return key.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise SourceError(f"{path} contains the key {key[:200]!r}, which is not UTF-8") from error
-
 
 def said(error: BaseException | None) -> str:
     """Return the cause in a TensorStore error, without its status code, internal keys and specification."""
@@ -206,7 +202,7 @@ def said(error: BaseException | None) -> str:
 
 
 def _refuse_inflation(raw: bytes, path: Location) -> None:
-    """Refuse a node whose zstd frames could inflate beyond `MAX_NODE_BYTES`; TensorStore reports malformed ones."""
+    """Refuse a node whose zstd frames could inflate beyond `_MAX_NODE_BYTES`; TensorStore reports malformed ones."""
     at, inflated = _NODE_HEADER_BYTES, 0
     while raw[at : at + 4] == _ZSTD_MAGIC and at + 6 <= len(raw):
         # Frame header (RFC 8878): magic and flags, window unless a single segment, dictionary id, content size. That
@@ -220,9 +216,9 @@ def _refuse_inflation(raw: bytes, path: Location) -> None:
             size, kind = header >> 3, header >> 1 & 3
             at += 3 + (1 if kind == 1 else size)
             inflated += _ZSTD_BLOCK_BYTES if kind >= 2 else size
-            if inflated > MAX_NODE_BYTES:
+            if inflated > _MAX_NODE_BYTES:
                 raise UnsafeSourceError(
-                    f"{path} contains a node of {exact_bytes(len(raw))} that inflates to more than {MAX_NODE_BYTES} "
+                    f"{path} contains a node of {exact_bytes(len(raw))} that inflates to more than {_MAX_NODE_BYTES} "
                     "bytes"
                 )
             if header & 1 or at >= len(raw):

@@ -54,7 +54,7 @@ would get its own array store, and Orbax would warn at every save that the store
 COMPRESSED_CHUNK_BYTES = 4 << 20
 """A compressed chunk is decoded as a whole: a restore keeps it in memory, and each process that needs it decodes it."""
 _PATTERNS = set("[]*?\\")
-DEFAULT_TIMEOUT_S = 1200
+_DEFAULT_TIMEOUT_S = 1200
 """Orbax's own default, 20 minutes per save."""
 
 
@@ -94,11 +94,11 @@ class PendingSave:
                 self._error, step=self._step, folder=self.path, needed_bytes=self._n_bytes
             ) from self._error
         if not self.path.is_dir():
-            raise describe("the folder is gone after Orbax wrote it", step=self._step, folder=self.path)
+            raise failed_save("the folder is gone after Orbax wrote it", step=self._step, folder=self.path)
         # Orbax recreates missing parents and reports success, so compare with the folder seen before the save.
         if not os.path.samestat(self._parent, self.path.parent.stat()):
             why = f"the folder {self.path.parent} was removed while it was written"
-            raise describe(why, step=self._step, folder=self.path, number=errno.ENOENT)
+            raise failed_save(why, step=self._step, folder=self.path, number=errno.ENOENT)
 
     def _wait(self, response: Any) -> None:
         try:
@@ -111,7 +111,7 @@ class PendingSave:
             self._done.set()
 
 
-def prepare() -> None:
+def import_orbax() -> None:
     """Import Orbax, so that the first save does not delay training by about a second."""
     from orbax.checkpoint import v1  # noqa: F401
 
@@ -140,17 +140,17 @@ def start_save(
     if OWN_FOLDER in items:
         raise UsageError(f"Cannot name a checkpointable {OWN_FOLDER!r}: shardload stores its own files there")
     if os.path.lexists(target):
-        raise describe("the path already exists", step=step, folder=target, number=errno.EEXIST)
+        raise failed_save("the path already exists", step=step, folder=target, number=errno.EEXIST)
     why = ""
     if "\\" in str(target.parent):
         why = BACKSLASH
     elif (found := _PATTERNS & set(str(target.parent))) and (jax := sys.modules.get("jax")) and jax.process_count() > 1:
         why = f"Orbax takes {' '.join(sorted(found))} in its path for a pattern, if several processes write to it"
     if why:
-        raise describe(why, step=step, folder=target, advice="Choose another name for the folder")
+        raise failed_save(why, step=step, folder=target, advice="Choose another name for the folder")
     # Orbax would silently create the folder and hide that it was removed.
     if not target.parent.is_dir():
-        raise describe(
+        raise failed_save(
             f"there is no folder {target.parent} to write into",
             step=step,
             folder=target,
@@ -212,7 +212,7 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
     # timeout and delay the exit of the process.
     context.asynchronous.create_directories_asynchronously = False
     # Orbax takes whole seconds, and half a second must not become 0.
-    context.asynchronous.timeout_secs = math.ceil(timeout_s or DEFAULT_TIMEOUT_S)
+    context.asynchronous.timeout_secs = math.ceil(timeout_s or _DEFAULT_TIMEOUT_S)
     save_began()
     try:
         with context:
@@ -255,7 +255,7 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
 STRAGGLERS_S = 30.0
 """How long threads of Orbax and writes of TensorStore may continue after Orbax gave up."""
 
-LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
+_LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
 """Coroutines that were not started when Orbax closed the event loop of a failed save."""
 
 _lock = threading.Lock()
@@ -282,7 +282,7 @@ def save_ended(*, failed: bool) -> None:
         if failed:
             _failed_at = time.monotonic()
             # For good: some later garbage collection finds the coroutines, after an unknown time.
-            warnings.filterwarnings("ignore", LEFT_BEHIND, RuntimeWarning)
+            warnings.filterwarnings("ignore", _LEFT_BEHIND, RuntimeWarning)
 
 
 def is_from_save() -> bool:
@@ -358,10 +358,10 @@ def save_error(
     # Writers report a removed folder in many ways, often as an error of their own metadata.
     if not Path(folder).parent.exists() and number in (None, errno.ENOENT):
         number, why = errno.ENOENT, f"the folder {Path(folder).parent} was removed ({reported})"
-    return describe(why, step=step, folder=folder, number=number)
+    return failed_save(why, step=step, folder=folder, number=number)
 
 
-def describe(
+def failed_save(
     why: str,
     *,
     step: int | str,
@@ -381,7 +381,7 @@ def describe(
 
 CHUNK_BYTES = 64 << 20
 """Small enough that restoring a slice reads little more than the slice; large enough to keep files few."""
-ITEM = "pytree"
+_ITEM = "pytree"
 
 
 def write_skeleton(
@@ -402,14 +402,14 @@ def write_skeleton(
             place = place.setdefault(part, {})
         # Of the right rank, which other entries of zarr.json depend on: `_resize` replaces only sizes and codecs.
         place[last] = np.zeros((1,) * len(tensor.shape), tensor.dtype)
-    items = {ITEM: tree, "model_config": {"config": model_config}}
+    items = {_ITEM: tree, "model_config": {"config": model_config}}
     write_plain_arrays(folder, items | ({"assets": assets} if assets else {}))
     return tuple(_resize(folder, t) if t.size else TensorPlace(t.name, ()) for t in tensors)
 
 
 def _resize(folder: Path, tensor: Wanted) -> TensorPlace:
     # Orbax joins the keys of a path with dots, and zarr names the folder so.
-    name = f"{ITEM}/{tensor.name.replace('/', '.')}"
+    name = f"{_ITEM}/{tensor.name.replace('/', '.')}"
     description = folder / name / "zarr.json"
     found = json.loads(description.read_text(encoding="utf-8"))
     chunk = _chunk_shape(tensor)

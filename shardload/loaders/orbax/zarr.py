@@ -322,7 +322,7 @@ def _separator(found: object) -> str:
     return str(found)
 
 
-MAX_GROWTH, GROWTH_FLOOR_BYTES = 32, 1 << 16
+_MAX_GROWTH, _GROWTH_FLOOR_BYTES = 32, 1 << 16
 """Stored bytes per byte of a chunk: codecs add a little, and a shard's index adds 16 bytes per inner chunk."""
 _MISSING = (1 << 64) - 1
 """Offset and length of an inner chunk that was never written."""
@@ -386,7 +386,7 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
     if value is None:
         return Packed(header.path, 0, 0, codec)
     nbytes = math.prod(codec.shape) * codec.dtype.itemsize
-    if value.length > GROWTH_FLOOR_BYTES + MAX_GROWTH * nbytes:
+    if value.length > _GROWTH_FLOOR_BYTES + _MAX_GROWTH * nbytes:
         raise UnsafeSourceError(
             f"{value.path}: a chunk of {exact_bytes(nbytes)} is stored in {value.length} at byte {value.offset}; no "
             "codec needs that many. Copy it again, or use another step"
