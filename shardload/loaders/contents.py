@@ -40,6 +40,18 @@ from shardload.units import plural
 # More than the longest signature that is checked, the 23 bytes of a Git LFS pointer.
 _HEAD_BYTES = 64
 CONFIG = "config.json"
+_MAX_PATH = 4096
+"""Most characters of a path in an index, as in Linux."""
+_TENSOR_FILES = (".safetensors", ".gguf", ".h5")
+_CLAIM = re.compile(r"(?<![0-9])(?P<number>[0-9]+)(?P<of>[\W_]*of[\W_]*)(?P<count>[0-9]+)(?![^\W_])", re.IGNORECASE)
+_SPARSE = re.compile(r"spars|prun", re.IGNORECASE)
+"""With this in its name, ``Sparse-Llama-3.1-8B-2of4`` has two of four weights that are not 0."""
+_BROWSER = re.compile(r" ?\([0-9]+\)(?=\.\w+$)")
+"""What a browser adds to the name of a file that it downloads twice."""
+_LABEL = re.compile(r"[\W_]*(part|shard|split|chunk|piece)?[\W_]*$", re.IGNORECASE)
+"""What may separate the name of a checkpoint from the number of a part."""
+_SHOWN = 8
+"""Most missing files that an error lists."""
 
 
 # No slots in these two classes: `cached_property` keeps its values in the instance's dict.
@@ -92,11 +104,6 @@ class FolderContent:
     def config(self) -> dict[str, Any]:
         """The content of ``config.json``; empty if there is none."""
         return read_object(member(self.path, CONFIG, named_by=str(self.path))) if CONFIG in self.names else {}
-
-
-_MAX_PATH = 4096
-"""Most characters of a path in an index, as in Linux."""
-_TENSOR_FILES = (".safetensors", ".gguf", ".h5")
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:
@@ -206,17 +213,6 @@ def listing(folder: Location, *, limit: int = 8) -> str:
     names = folder.names()
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) + rest) or "nothing"
-
-
-_CLAIM = re.compile(r"(?<![0-9])(?P<number>[0-9]+)(?P<of>[\W_]*of[\W_]*)(?P<count>[0-9]+)(?![^\W_])", re.IGNORECASE)
-_SPARSE = re.compile(r"spars|prun", re.IGNORECASE)
-"""With this in its name, ``Sparse-Llama-3.1-8B-2of4`` has two of four weights that are not 0."""
-_BROWSER = re.compile(r" ?\([0-9]+\)(?=\.\w+$)")
-"""What a browser adds to the name of a file that it downloads twice."""
-_LABEL = re.compile(r"[\W_]*(part|shard|split|chunk|piece)?[\W_]*$", re.IGNORECASE)
-"""What may separate the name of a checkpoint from the number of a part."""
-_SHOWN = 8
-"""Most missing files that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)

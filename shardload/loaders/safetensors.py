@@ -70,6 +70,12 @@ _SUB_BYTE: dict[str, tuple[np.dtype[Any], int]] = {
     "F6_E3M2": (np.dtype(ml_dtypes.float6_e3m2fn), 6),
 }
 """Dtype and bits of elements that share bytes. Tensors of them are listed, but cannot be read."""
+SHARD_BYTES = 5_000_000_000
+"""The long-time default of ``transformers``."""
+PYTORCH = {"format": "pt"}
+"""Tensors have the names and shapes of PyTorch's modules; transformers 4 refuses files without a format."""
+_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+"""Name of a dtype in NumPy → its name in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,14 +300,6 @@ class _Members:
         if (found := self._peek()) != char:
             raise ValueError(f"expected {char!r} at character {self.position}, found {found or 'the end'!r}")
         self.position += 1
-
-
-SHARD_BYTES = 5_000_000_000
-"""The long-time default of ``transformers``."""
-PYTORCH = {"format": "pt"}
-"""Tensors have the names and shapes of PyTorch's modules; transformers 4 refuses files without a format."""
-_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
-"""Name of a dtype in NumPy → its name in safetensors."""
 
 
 def write_skeleton(

@@ -1,4 +1,11 @@
-"""What to say of a store that refuses a request, sends something else, or sends nothing.
+"""What servers answer: redirects, which are followed, and failures, which are explained.
+
+TensorStore's driver refuses the redirects of HTTP servers::
+
+    https://host/run/7/digests.json ── 302 ──► https://cdn.host/1f/93?signature=…    at most `_MAX_REDIRECTS` times
+
+The answer of the last address is read like any other: the same limits, and each byte compared with its digest. A
+redirect is refused if it leaves HTTP, goes from https to http, or has a user or password. No credentials are sent.
 
 TensorStore tells status, code and cause of a failure in its text only, next to text of the server, and nothing of an
 answer that is not complete. An HTTP server is asked once more where that explains the failure::
@@ -36,6 +43,13 @@ _STATUS = re.compile(r"\[HTTP code (\d{3})\]|\[http_response_code='(\d{3})'\]")
 _BODY = re.compile(r"\[http_response_body=.*?\](?=\s*\[|$)")
 """Text of the server, in which anything may stand."""
 _SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_MAX_REDIRECTS = 5
+"""A file on the hub of Hugging Face takes one or two; browsers give up after twenty."""
+_PIECE = 1 << 16
+"""Most bytes read at once while they are counted."""
+_MAX_URL = 1 << 13
+"""Characters of an address; signed ones have one to two thousand."""
 
 
 class OutOfRangeError(TransferError):
@@ -133,15 +147,6 @@ def _access(url: str) -> str:
         "public bucket",
         "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
     }.get(_scheme(url), _LOG_IN)
-
-
-REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_MAX_REDIRECTS = 5
-"""A file on the hub of Hugging Face takes one or two; browsers give up after twenty."""
-_PIECE = 1 << 16
-"""Most bytes read at once while they are counted."""
-_MAX_URL = 1 << 13
-"""Characters of an address; signed ones have one to two thousand."""
 
 
 class _Unfollowed(urllib.request.HTTPErrorProcessor):

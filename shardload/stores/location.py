@@ -160,7 +160,11 @@ def is_nowhere(location: Location) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The identity, size and modification time of files at one moment."""
+    """The identity, size and modification time of files at one moment; compared around all reads of data.
+
+    Sizes alone do not show that a file changed: a training job that rewrites its checkpoint in place keeps the file
+    size but changes the weights, and a load would mix both.
+    """
 
     files: Mapping[Location, FileIdentity]
 

@@ -43,6 +43,24 @@ _BYTES_PER_STEP = 8
 
 Read = Callable[[int, int], bytes]
 """Reads bytes at an address; raises a `SourceError` outside the file."""
+_ATTRIBUTE = 0x0C
+_REFERENCE = struct.Struct("<IQI")
+_COLLECTION = struct.Struct("<4sB3xQ")
+_OBJECT = struct.Struct("<HH4xQ")
+_MAX_OBJECTS = 4096
+"""Most strings in one collection; libhdf5 fills 64 KiB before it begins another one."""
+_LINK_INFO = 2
+_UNDEFINED = (1 << 64) - 1
+_HEAP = struct.Struct("<4sBHHBI8x8x8x8x8x8x8x8x8x8x8x8xHQQHHQH")
+_TREE = struct.Struct("<4sBBIHHBBQHQ")
+_RECORD = struct.Struct("<4xB6s")
+"""A hash of the name, and a heap id: a byte of flags, then offset and length."""
+_TREE_OVERHEAD = 10
+"""Bytes of a node besides records and pointers: signature, version, type, checksum."""
+_LINKS_BY_NAME = 5
+_MAX_DEPTH = 8
+HARD: Final = 0
+SOFT: Final = 1
 
 
 class Structures:
@@ -119,14 +137,6 @@ class Structures:
         )
 
 
-_ATTRIBUTE = 0x0C
-_REFERENCE = struct.Struct("<IQI")
-_COLLECTION = struct.Struct("<4sB3xQ")
-_OBJECT = struct.Struct("<HH4xQ")
-_MAX_OBJECTS = 4096
-"""Most strings in one collection; libhdf5 fills 64 KiB before it begins another one."""
-
-
 class Strings:
     """Reads the strings of one file, by its structures."""
 
@@ -189,20 +199,6 @@ class Strings:
                 raise self._file.unsupported(f"more than {_MAX_OBJECTS} strings in one collection")
         self._file.spend(len(found) * _OBJECT.size)
         return found, raw
-
-
-_LINK_INFO = 2
-_UNDEFINED = (1 << 64) - 1
-_HEAP = struct.Struct("<4sBHHBI8x8x8x8x8x8x8x8x8x8x8x8xHQQHHQH")
-_TREE = struct.Struct("<4sBBIHHBBQHQ")
-_RECORD = struct.Struct("<4xB6s")
-"""A hash of the name, and a heap id: a byte of flags, then offset and length."""
-_TREE_OVERHEAD = 10
-"""Bytes of a node besides records and pointers: signature, version, type, checksum."""
-_LINKS_BY_NAME = 5
-_MAX_DEPTH = 8
-HARD: Final = 0
-SOFT: Final = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,16 @@ OWN_FOLDER = "shardload"
 _MODEL_CONFIG, _ASSETS = "model_config", "assets"
 # Bounded, because int() raises for thousands of digits.
 _NAME = re.compile(r"(?:[^/]*_)?([0-9]{1,19})")
+TREE = "_METADATA"
+_STRINGS = "_strings.json"
+_EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
+_ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
+_HEADERS = frozenset({zarr.ZARR2, zarr.ZARR3})
+_MAX_EXPANSION = 40_000
+"""Declared bytes per stored byte: zstd shrinks zeros, as in fresh optimizer slots, to 1/32 768."""
+_EXPANSION_FLOOR_BYTES = 1 << 26
+_MAX_OVERHANG = 16
+"""Bytes of chunks per byte of their tensor: in each dim, an edge chunk overhangs by less than the chunk's length."""
 
 
 def open_orbax(folder: Location) -> Manifest:
@@ -222,12 +232,6 @@ def _config(step: Location) -> dict[str, Any]:
     return parse_object(raw, path=f"{item}: the model's description")
 
 
-TREE = "_METADATA"
-_STRINGS = "_strings.json"
-_EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
-_ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
-
-
 @dataclass(frozen=True, slots=True)
 class SavedLeaf:
     """A leaf of a saved tree."""
@@ -294,14 +298,6 @@ def read_strings(item: Location) -> dict[str, Any]:
     """Read the text leaves, by the name Orbax stores them under."""
     path = member(item, _STRINGS, named_by=str(item))
     return read_object(path) if path.exists() else {}
-
-
-_HEADERS = frozenset({zarr.ZARR2, zarr.ZARR3})
-_MAX_EXPANSION = 40_000
-"""Declared bytes per stored byte: zstd shrinks zeros, as in fresh optimizer slots, to 1/32 768."""
-_EXPANSION_FLOOR_BYTES = 1 << 26
-_MAX_OVERHANG = 16
-"""Bytes of chunks per byte of their tensor: in each dim, an edge chunk overhangs by less than the chunk's length."""
 
 
 class Arrays:

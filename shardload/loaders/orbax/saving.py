@@ -19,6 +19,14 @@ failed one, the third after the first failure. At other times they concern other
 The error names the operating system's reason, which is found in nested exceptions. TensorStore
 reports a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax reports a removed folder as
 `ValueError("No ArrayMetadata found …")`. Both give the reason as text only, which `errno_of` knows.
+
+A conversion writes arrays as plain files: Orbax makes tiny arrays, which then get their real shapes::
+
+    pytree/trainable_variables.dense.kernel/zarr.json     shape, chunk shape, codec: bytes
+                                            c/0/0  c/1/0  rows [0, n), rows [n, 2n): raw, the last one padded
+
+Everything else (the tree's description, Orbax's marker files, the model's configuration) is as Orbax wrote it, so Orbax
+reads the result as its own. Chunks are cut along dim 0, so each is one run of the array.
 """
 
 from __future__ import annotations
@@ -56,6 +64,24 @@ COMPRESSED_CHUNK_BYTES = 4 << 20
 _PATTERNS = set("[]*?\\")
 _DEFAULT_TIMEOUT_S = 1200
 """Orbax's own default, 20 minutes per save."""
+STRAGGLERS_S = 30.0
+"""How long threads of Orbax and writes of TensorStore may continue after Orbax gave up."""
+_LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
+"""Coroutines that were not started when Orbax closed the event loop of a failed save."""
+_ADVICE = {
+    **WAYS_OUT,
+    errno.ENOSPC: "Free some room, or keep fewer steps (max_to_keep)",
+    errno.EDQUOT: "Free some room, or keep fewer steps (max_to_keep)",
+    errno.EACCES: "Grant this user write access, or save elsewhere",
+    errno.EPERM: "Grant this user write access, or save elsewhere",
+    errno.EXDEV: "Steps are renamed into place, so .staging must be on the same file system as its parent folder",
+    errno.EROFS: "Save to a disk that can be written",
+    errno.ENOENT: "Something removed it while the step was being written; find out what before saving again",
+}
+_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CHUNK_BYTES = 64 << 20
+"""Small enough that restoring a slice reads little more than the slice; large enough to keep files few."""
+_ITEM = "pytree"
 
 
 class PendingSave:
@@ -252,12 +278,6 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
     save_ended(failed=False)
 
 
-STRAGGLERS_S = 30.0
-"""How long threads of Orbax and writes of TensorStore may continue after Orbax gave up."""
-
-_LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
-"""Coroutines that were not started when Orbax closed the event loop of a failed save."""
-
 _lock = threading.Lock()
 _saving = 0
 """Saves in progress; more than one if several callbacks or threads save."""
@@ -331,20 +351,6 @@ def _install() -> None:
     sys.excepthook, sys.unraisablehook = on_error, on_unraisable
 
 
-_ADVICE = {
-    **WAYS_OUT,
-    errno.ENOSPC: "Free some room, or keep fewer steps (max_to_keep)",
-    errno.EDQUOT: "Free some room, or keep fewer steps (max_to_keep)",
-    errno.EACCES: "Grant this user write access, or save elsewhere",
-    errno.EPERM: "Grant this user write access, or save elsewhere",
-    errno.EXDEV: "Steps are renamed into place, so .staging must be on the same file system as its parent folder",
-    errno.EROFS: "Save to a disk that can be written",
-    errno.ENOENT: "Something removed it while the step was being written; find out what before saving again",
-}
-
-_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 def save_error(
     cause: BaseException, *, step: int | str, folder: str | os.PathLike[str], needed_bytes: int | None = None
 ) -> SaveError:
@@ -377,11 +383,6 @@ def failed_save(
     made = SaveError(f"Cannot save step {step} to {os.fspath(folder)}: {why}{fix}. {others}")
     made.errno = number
     return made
-
-
-CHUNK_BYTES = 64 << 20
-"""Small enough that restoring a slice reads little more than the slice; large enough to keep files few."""
-_ITEM = "pytree"
 
 
 def write_skeleton(

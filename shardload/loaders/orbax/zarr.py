@@ -59,10 +59,14 @@ _NOT_PASSED_ON = ("attributes", "dimension_names")
 """Entries that TensorStore does not need to decode a chunk of zarr 3."""
 _INTEGERS = range(-(1 << 63), 1 << 64)
 """Integers that TensorStore's JSON can represent."""
-
-
 Cell = tuple[int, ...]
 """Index of a chunk in the grid of its array."""
+_MAX_GROWTH, _GROWTH_FLOOR_BYTES = 32, 1 << 16
+"""Stored bytes per byte of a chunk: codecs add a little, and a shard's index adds 16 bytes per inner chunk."""
+_MISSING = (1 << 64) - 1
+"""Offset and length of an inner chunk that was never written."""
+_MEMORY = {"driver": "memory"}
+_FAILURES = (ValueError, RuntimeError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,12 +326,6 @@ def _separator(found: object) -> str:
     return str(found)
 
 
-_MAX_GROWTH, _GROWTH_FLOOR_BYTES = 32, 1 << 16
-"""Stored bytes per byte of a chunk: codecs add a little, and a shard's index adds 16 bytes per inner chunk."""
-_MISSING = (1 << 64) - 1
-"""Offset and length of an inner chunk that was never written."""
-
-
 def array_storage(array: Array, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes) -> Storage:
     """Return how the tensor of ``array`` is stored; ``header`` is where its metadata is, and chunks may be missing."""
     # A chunk that was never written reads as the fill value, which only TensorStore knows how to supply.
@@ -569,10 +567,6 @@ class ZarrCodec:
             declared = int.from_bytes(stored[4:8], "little")
             if declared > (most := math.prod(self.shape) * self.dtype.itemsize):
                 raise ValueError(f"its header declares {exact_bytes(declared)}, but it should have {most}")
-
-
-_MEMORY = {"driver": "memory"}
-_FAILURES = (ValueError, RuntimeError, OSError)
 
 
 def _is_blosc(codecs: Iterable[Any]) -> bool:
