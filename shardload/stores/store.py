@@ -189,10 +189,6 @@ def read_bytes(file: File, count: int, *, offset: int, path: str, what: str) -> 
     return bytes(buffer)
 
 
-class MemoryStream(io.BytesIO):
-    """A file object in memory, for what no other library should see."""
-
-
 class FileStream(io.RawIOBase):
     """A read-only stream over a part of a file, for libraries that accept a file object; closing it closes the file.
 

@@ -19,6 +19,7 @@ module is long because all of it is one pass over a file under one lock.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import threading
@@ -46,7 +47,7 @@ from shardload.loaders.extents import check_shape
 from shardload.loaders.hdf5.structures import HARD, SOFT, Link, Strings, Structures, dense_links, has_dense_links
 from shardload.manifest import Decoded, Extent, Storage, Tensor
 from shardload.stores.location import Location
-from shardload.stores.store import FileStream, MemoryStream
+from shardload.stores.store import FileStream
 from shardload.units import exact_bytes
 
 _MAX_EXPANSION = 1100
@@ -540,9 +541,9 @@ def open_at(file: Any, address: int) -> Any:
 
 
 @cache
-def _reference() -> tuple[Any, MemoryStream, int]:
+def _reference() -> tuple[Any, io.BytesIO, int]:
     """Return a dataset of one reference, in a file in memory, the file, and where the reference is in it."""
-    buffer = MemoryStream()
+    buffer = io.BytesIO()
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
