@@ -39,6 +39,11 @@ COPY_FIRST = (
     "read it there"
 )
 _LOG_IN = "No password can be given to an HTTP server here: copy the step to this machine first"
+_ACCESS = {
+    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_NO_SIGN_REQUEST=YES for a public "
+    "bucket",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
+}
 _STATUS = re.compile(r"\[HTTP code (\d{3})\]|\[http_response_code='(\d{3})'\]")
 _BODY = re.compile(r"\[http_response_body=.*?\](?=\s*\[|$)")
 """Text of the server, in which anything may stand."""
@@ -77,7 +82,8 @@ def failure(url: str, error: BaseException | None, name: str) -> Exception:
     if code == "NOT_FOUND" and not name:
         return SourceNotFoundError(f"There is no bucket or folder {url}: {said}. Check the address")
     if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
-        return TransferError(f"{where} may not be read: {said}. {_access(url)}")
+        fix = _ACCESS.get(_scheme(url), _LOG_IN)
+        return TransferError(f"{where} may not be read: {said}. {fix}")
     if code == "FAILED_PRECONDITION" and "was ignored by server" in said:
         ignored = f"{where} cannot be read in parts: the server ignores range requests. {COPY_FIRST}"
         return web_page(url, name) or TransferError(ignored)
@@ -107,10 +113,16 @@ def web_page(url: str, name: str) -> TransferError | None:
     """Return the error for a web page that an HTTP server sends in place of a file; ``None`` if it sends none."""
     if not is_http(url):
         return None
-    address = _page_address(f"{url}/{quote(name)}", timeout_s=ASK_AGAIN_S)
-    if address is None:
+    asked = f"{url}/{quote(name)}"
+    try:
+        address = follow_redirects(asked, timeout_s=ASK_AGAIN_S)
+        with _asked(address, ASK_AGAIN_S) as answer:
+            is_page = answer.status < 300 and answer.headers.get_content_type() == "text/html"
+    except (OSError, HTTPException, ValueError):
         return None
-    where = "" if address == f"{url}/{quote(name)}" else f", from {address[:SHOWN]}"
+    if not is_page:
+        return None
+    where = "" if address == asked else f", from {address[:SHOWN]}"
     return TransferError(
         f"{url}/{name} cannot be read: the server sent a web page{where}, expected the file. It may be a page to log "
         f"in: {_LOG_IN[0].lower()}{_LOG_IN[1:]}. Check the address"
@@ -139,14 +151,6 @@ def _check(url: str) -> str:
 def _settings(url: str) -> str:
     found = {"s3": "AWS_ENDPOINT_URL and AWS_REGION", "gs": "TENSORSTORE_GCS_HTTP_URL"}
     return found.get(_scheme(url), "whether the server is up")
-
-
-def _access(url: str) -> str:
-    return {
-        "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_NO_SIGN_REQUEST=YES for a "
-        "public bucket",
-        "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
-    }.get(_scheme(url), _LOG_IN)
 
 
 class _Unfollowed(urllib.request.HTTPErrorProcessor):
@@ -208,17 +212,6 @@ def ask_again(url: str, wanted: slice | None, *, timeout_s: float) -> Answer:
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         return Answer(0 if isinstance(reason, TimeoutError) else str(reason))
-
-
-def _page_address(url: str, *, timeout_s: float) -> str | None:
-    """Return the address of the web page that a server sends for an object; ``None`` if it sends none, or nothing."""
-    try:
-        found = follow_redirects(url, timeout_s=timeout_s)
-        with _asked(found, timeout_s) as answer:
-            is_page = answer.status < 300 and answer.headers.get_content_type() == "text/html"
-    except (OSError, HTTPException, ValueError):
-        return None
-    return found if is_page else None
 
 
 def _asked(url: str, timeout_s: float, wanted: str = "bytes=0-0") -> Any:

@@ -180,8 +180,11 @@ class Requests:
 
         limit = timeout_s(first=True)
         context = {f"{kind}_request_retries": RETRIES for kind in ("s3", "gcs", "http")}
-        if (credentials := _aws_credentials()) is not None:
-            context["aws_credentials"] = credentials
+        # TensorStore's default logs every source that has no credentials.
+        if os.environ.get("AWS_NO_SIGN_REQUEST", "").upper() in ("1", "YES", "TRUE"):
+            context["aws_credentials"] = {"type": "anonymous"}
+        elif os.environ.get("AWS_ACCESS_KEY_ID"):
+            context["aws_credentials"] = {"type": "environment"}
         try:
             return ts.KvStore.open(spec, context=ts.Context(context)).result(timeout=limit)
         except TimeoutError as error:
@@ -336,12 +339,3 @@ def _spec(url: str) -> dict[str, Any]:
         # TensorStore does not read these variables, and requires a region with an endpoint.
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     return spec
-
-
-def _aws_credentials() -> dict[str, str] | None:
-    """Select TensorStore's credential source; the default logs every source that has no credentials."""
-    if os.environ.get("AWS_NO_SIGN_REQUEST", "").upper() in ("1", "YES", "TRUE"):
-        return {"type": "anonymous"}
-    if os.environ.get("AWS_ACCESS_KEY_ID"):
-        return {"type": "environment"}
-    return None

@@ -114,8 +114,11 @@ class GgufRows(EncodedRows):
             stored = replace(self, undo=Undo.NOTHING).read_rows(max(start - 2, 0), max(stop - 2, 0))
             return np.concatenate([np.zeros((stop - start - len(stored), *stored.shape[1:]), stored.dtype), stored])
         if self.undo is Undo.UNFUSE:
-            # A range of rows is up to three runs of the stored rows for each head.
-            return self._gather(fused_rows(np.arange(start, stop), self.info.shape[0], self.heads))
+            # A range of rows is up to three runs of the stored rows for each head; each is read at once.
+            rows = fused_rows(np.arange(start, stop), self.info.shape[0], self.heads)
+            runs = [run for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if run.size]
+            raws = [self._read(int(run[0]), int(run[-1]) + 1) for run in runs] or [self._read(0, 0)]
+            return self._decode(np.concatenate(raws)).reshape(len(rows), *self.info.shape[1:])
         align = self.row_alignment
         # Widen the range to whole heads or blocks, and cut the requested rows out of it.
         first, last = start // align * align, min(-(-stop // align) * align, self.info.shape[0])
@@ -126,12 +129,6 @@ class GgufRows(EncodedRows):
             return self._decode(raw).reshape(stop - start, *self.info.shape[1:])
         values = self._decode(raw).reshape(last - first, *self.info.shape[1:])[start - first : stop - first]
         return minus_one(values) if self.undo is Undo.MINUS_ONE else np.ascontiguousarray(values)
-
-    def _gather(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Read rows in the given order, one run of neighbours at a time."""
-        runs = [run for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if run.size]
-        raw = [self._read(int(run[0]), int(run[-1]) + 1) for run in runs]
-        return self._decode(np.concatenate(raw or [self._read(0, 0)])).reshape(len(rows), *self.info.shape[1:])
 
     def _read(self, first: int, last: int) -> NDArray[np.uint8]:
         """Read the stored bytes of rows ``[first, last)``, one line per row (per block, for a quantised vector)."""

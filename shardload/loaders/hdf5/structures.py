@@ -323,24 +323,20 @@ class _Heap:
         length = _int(place[self.offset_bytes : self.offset_bytes + self.length_bytes])
         block, rows, at = self.root, self.root_rows, offset
         while rows:
-            row, column, start, size = self._cell(at)
+            # Row, column, first byte and size of the block with the byte.
+            row = (at // (self.first * self.columns)).bit_length()
+            size = self.first << max(0, row - 1)
+            row_start = self.columns * size if row else 0
+            column = (at - row_start) // size
             if row >= rows:
                 raise file.damaged(f"a link at byte {offset} of its heap is outside of it")
             number = row * self.columns + column
             entry = block + 5 + 8 + self.offset_bytes + 8 * number
-            block, at = _int(file.read(entry, 8)), at - start
+            block, at = _int(file.read(entry, 8)), at - row_start - column * size
             rows = 0 if row < self.direct_rows else (size // (self.first * self.columns)).bit_length()
         if block == _UNDEFINED:
             raise file.damaged(f"a link at byte {offset} of its heap is in a block that does not exist")
         return file.read(block + at, length)
-
-    def _cell(self, offset: int) -> tuple[int, int, int, int]:
-        """Return row, column, first byte and size of the block with a byte."""
-        row = (offset // (self.first * self.columns)).bit_length()
-        size = self.first << max(0, row - 1)
-        row_start = self.columns * size if row else 0
-        column = (offset - row_start) // size
-        return row, column, row_start + column * size, size
 
 
 def _link(file: Structures, raw: bytes) -> Link:

@@ -278,20 +278,16 @@ def read_tree(item: Location) -> SavedTree:
     found = document.get("tree_metadata")
     if not isinstance(found, dict):
         raise SourceError(f"{path} should contain a 'tree_metadata' that lists the leaves of the tree, but does not")
-    leaves = tuple(_leaf(entry, path) for entry in found.values())
-    paths = [leaf.keys for leaf in leaves]
-    if len(set(paths)) < len(paths):
+    leaves: list[SavedLeaf] = []
+    for entry in found.values():
+        try:
+            keys = tuple(str(part["key"]) for part in entry["key_metadata"])
+            leaves.append(SavedLeaf(keys, str(entry["value_metadata"]["value_type"])))
+        except (KeyError, TypeError) as error:
+            raise SourceError(f"{path} describes a leaf by {str(entry)[:200]}, which has no keys and type") from error
+    if len({leaf.keys for leaf in leaves}) < len(leaves):
         raise SourceError(f"{path} lists a leaf twice")
-    return SavedTree(leaves, document.get("store_array_data_equal_to_fill_value") is True)
-
-
-def _leaf(entry: object, path: Location) -> SavedLeaf:
-    try:
-        keys = tuple(str(part["key"]) for part in entry["key_metadata"])  # type: ignore[index]
-        kind = str(entry["value_metadata"]["value_type"])  # type: ignore[index]
-    except (KeyError, TypeError) as error:
-        raise SourceError(f"{path} describes a leaf by {str(entry)[:200]}, which has no keys and type") from error
-    return SavedLeaf(keys, kind)
+    return SavedTree(tuple(leaves), document.get("store_array_data_equal_to_fill_value") is True)
 
 
 def read_strings(item: Location) -> dict[str, Any]:

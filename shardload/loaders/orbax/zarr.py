@@ -240,9 +240,9 @@ def _parse2(document: Mapping[str, Any]) -> Array:
         raise ValueError(f"the type {str(name)[:100]!r} is not a name")
     is_numpy = name not in _DTYPES and _ZARR2_DTYPE.fullmatch(name)
     dtype = np.dtype(name) if is_numpy and np.dtype(name).newbyteorder("=") in _DTYPES.values() else _dtype(name)
-    _check_codec2(document.get("compressor"))
-    for codec in document.get("filters") or ():
-        _check_codec2(codec)
+    for codec in itertools.chain((document.get("compressor"),), document.get("filters") or ()):
+        if codec is not None and not (isinstance(codec, dict) and isinstance(codec.get("id"), str)):
+            raise ValueError(f"{str(codec)[:200]} is not a compressor or filter")
     # "F" (column-major) order is left to TensorStore.
     plain = document.get("compressor") is None and not document.get("filters") and document.get("order", "C") == "C"
     is_raw = plain and not name.startswith(">") and name not in _NIBBLES
@@ -300,11 +300,6 @@ def _codecs(found: object) -> list[dict[str, Any]]:
             if inside in configuration:
                 _codecs(configuration[inside])
     return found
-
-
-def _check_codec2(found: object) -> None:
-    if found is not None and not (isinstance(found, dict) and isinstance(found.get("id"), str)):
-        raise ValueError(f"{str(found)[:200]} is not a compressor or filter")
 
 
 def _is_little(codecs: list[Any], dtype: np.dtype[Any]) -> bool:
