@@ -255,7 +255,7 @@ class Reader:
         with self._limit.headers():
             node = self._walk.open(group)
             info = h5py.h5o.get_info(node)
-        # As for links in `_members`: many or large attributes are in a heap.
+        # As for dense links: many or large attributes are in a heap.
         if info.meta_size.attr.heap_size:
             raise _unsafe_attributes(self._region.path, group, "many attributes, stored densely")
         return node
