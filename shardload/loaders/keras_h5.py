@@ -59,17 +59,6 @@ def is_hdf5(content: FileContent) -> bool:
     return False
 
 
-SPEC = FormatSpec(
-    name="keras-h5",
-    description="a Keras .weights.h5 file",
-    endings=(".weights.h5", ".h5", ".hdf5"),
-    is_file=is_hdf5,
-    open_file=open_file,
-    described_by="keras-sidecar",
-    tensor_names="keras",
-)
-
-
 def open_index(index: Location) -> Manifest:
     """Return the manifest of a ``*.weights.json`` and its shards."""
     # Imported late: formats are listed and recognised without h5py.
@@ -130,6 +119,15 @@ def _check_shard(shard: str, stored: Iterable[Tensor], groups: Mapping[str, tupl
         )
 
 
+SPEC = FormatSpec(
+    name="keras-h5",
+    description="a Keras .weights.h5 file",
+    endings=(".weights.h5", ".h5", ".hdf5"),
+    is_file=is_hdf5,
+    open_file=open_file,
+    described_by="keras-sidecar",
+    tensor_names="keras",
+)
 SHARDED = FormatSpec(
     name="keras-sharded-h5",
     description="a Keras .weights.json with its shards",
