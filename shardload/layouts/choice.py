@@ -34,13 +34,13 @@ class VariableLayout:
     """Bytes of the whole value."""
     layout: Layout
     rule: str
-    """The reason: a role (``heads out``), the text of a rule, or ``default``."""
+    """What led to the layout: a role (``heads out``), the pattern of a user's rule, or ``default``."""
     fallback: Fallback | None = None
     """Why the rule's own layout could not be used."""
 
     @classmethod
     def of(cls, variable: Any, layout: Layout, rule: str, fallback: Fallback | None = None) -> VariableLayout:
-        """Return the layout of a Keras variable, which may have no value yet."""
+        """Record a layout together with the Keras variable that it is for; the variable may have no value yet."""
         return cls(variable.path, tuple(variable.shape), nbytes(variable), layout, rule, fallback)
 
     @property
@@ -63,10 +63,10 @@ class LayoutChoice:
     uses: Mapping[int, Layout] = field(default_factory=dict)
     """Layouts of variables while they are used, by ``id(variable)``, where they are stored split over more axes."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
-    """Function from the path of a layer's output to a ``TensorLayout`` of the user's own map, a
-    `jax.sharding.PartitionSpec`, or ``None``."""
+    """Returns how to lay out the output of a layer, given its path (``dense/output``): a ``TensorLayout`` of the user's
+    own map, a `jax.sharding.PartitionSpec`, or ``None`` to leave it to XLA."""
     rule_notes: tuple[str, ...] = ()
-    """One sentence for each rule of a distribution that matches no variable; in other layouts that is an error."""
+    """One sentence for each rule of a distribution that matches no variable; rules of other layouts raise instead."""
 
     def of(self, variable: Any) -> Layout:
         """Return the layout of a variable."""
@@ -84,7 +84,7 @@ class LayoutChoice:
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """Every variable that did not get its rule's layout."""
+        """One entry for each variable that did not get the layout of its rule."""
         return tuple(v.fallback for v in self.variables if v.fallback is not None)
 
     @property
@@ -106,7 +106,7 @@ class LayoutChoice:
 
     @property
     def idle_axes(self) -> tuple[str, ...]:
-        """Axes that should split weights and split none, although a variable has at least 1 MiB."""
+        """Mesh axes that are meant to split weights but split none, although a variable is large enough (1 MiB)."""
         # No warning for a layout that was requested or kept, or where every variable is too small to split.
         if self.mode in ("replicated", KEEP_LAYOUT) or all(v.nbytes < LARGE_BYTES for v in self.variables):
             return ()
@@ -124,7 +124,7 @@ class LayoutChoice:
 
     @property
     def guess_notes(self) -> tuple[str, ...]:
-        """One sentence for each axis whose name does not say what it splits."""
+        """One sentence for each axis whose use was guessed from its position, because its name is unknown."""
         return tuple(
             f"axis {axis!r} of the mesh is used as {_ARTICLES[self.mesh.axis_kind(axis)]} axis because of its "
             f"position; known names are {', '.join(AXIS_NAMES[self.mesh.axis_kind(axis)])}"
@@ -143,12 +143,12 @@ class LayoutChoice:
 
     @property
     def rules(self) -> Mapping[str, str]:
-        """The rule of each variable, by path, with ``#2``, ``#3`` … behind it where several have one path."""
+        """The rule of each variable, by path; ``#2``, ``#3`` … is appended where several variables share a path."""
         variables = self.variables
         return dict(zip(numbered(v.path for v in variables), (v.rule for v in variables), strict=True))
 
     def summary(self) -> str:
-        """Return a few lines for people."""
+        """Return a few lines of text: how many variables are split, bytes per device, fallbacks, axes without use."""
         lines = [
             f"layout {self.mode} on {self.mesh}: {plural(self.sharded, 'variable')} split, {self.replicated} "
             f"replicated; {self.device_bytes:,} of {plural(self.nbytes, 'byte')} on each device"
@@ -167,7 +167,7 @@ class LayoutChoice:
 
 
 def weight_axes(mesh: MeshSpec) -> tuple[str, ...]:
-    """Return the axes of more than one position that split weights, by their name or position."""
+    """Return the axes of more than one device that are meant to split weights, as their name or position says."""
     return tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and mesh.axis_kind(axis) != "batch")
 
 
@@ -180,12 +180,13 @@ def weight_axes(mesh: MeshSpec) -> tuple[str, ...]:
 
 
 def current_devices(model: Any) -> MeshDevices | None:
-    """Return the mesh that a model is on, ``None`` if it is on none yet; several are an error."""
+    """Return the mesh that a model's variables are on, ``None`` if on none yet; raise if they are on several."""
     shardings = [s for v in all_variables(model).values() if (s := _sharding(v)) is not None]
     meshes = {s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)}
     if len(meshes) > 1:
         raise MeshError(
-            f"The variables of {model.name!r} are spread over {plural(len(meshes), 'mesh')}; say which one with mesh="
+            f"Cannot find the mesh of {model.name!r}: its variables are spread over {plural(len(meshes), 'mesh')}, "
+            "expected one. Pass mesh= to choose one"
         )
     if not shardings:
         return record_of(model).devices

@@ -35,7 +35,7 @@ MODES = ("auto", "keras_hub", "replicated", "search")
 
 
 def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
-    """Choose layouts by roles, a model's own map, or rules: all forms of `LayoutLike` but plans and distributions."""
+    """Choose layouts for a ``layout`` that is a mode (``auto`` …), rules, or a LayoutMap: no plan, no distribution."""
     variables = model_variables.all_variables(model)
     mode, rule_set = _rule_set(model, mesh, layout)
     # 'replicated' does not call users' layer rules: it must stay a way out of a broken one.
@@ -73,7 +73,7 @@ def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> Lay
 
 
 def with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis: str) -> dict[int, VariableLayout]:
-    """Give slots that their optimizer spreads over further axes those layouts."""
+    """Return ``placed`` with new layouts for the slots that their optimizer spreads over further axes."""
 
     # A spread slot has its weight's layout, with more axes.
     def layout_of(variable: Any) -> Layout | None:
@@ -100,7 +100,7 @@ def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.R
 
 
 def rules_in_file(file: PathLike) -> rule_sets.RuleSet:
-    """Read a file of rules."""
+    """Read the rules in a TOML file; if there is no such file, raise an error that also lists the named layouts."""
     if not Path(file).exists():
         raise LayoutError(
             f"Unknown layout {str(file)!r}, and no file has that name.{did_you_mean(str(file), MODES)} "
@@ -121,7 +121,10 @@ def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
     name = type(backbone).__name__
     make = getattr(type(backbone), "get_layout_map", None)
     if make is None:
-        raise LayoutError(f"{name} has no layout map of its own. Use layout='auto', a LayoutMap, or a rules file")
+        raise LayoutError(
+            f"Cannot use layout='keras_hub': {name} has no layout map of its own. Use layout='auto', a LayoutMap, or a "
+            "rules file"
+        )
     if len(mesh.axes) < 2:
         raise LayoutError(f"The layout map of {name} needs a mesh with two axes, got {mesh}; write it as 1x{mesh.size}")
     from keras.distribution import DeviceMesh
@@ -130,7 +133,9 @@ def _keras_hub_rules(model: Any, mesh: MeshSpec) -> rule_sets.RuleSet:
     # KerasHub's maps take one axis for weights and one for data, by any name.
     weight_axes = (*mesh.axes_of("model"), *mesh.axes_of("expert"), *mesh.axes_of("fsdp"))
     if not weight_axes:
-        raise LayoutError(f"The layout map of {name} needs an axis that splits weights, got {mesh}; name one model")
+        raise LayoutError(
+            f"The layout map of {name} needs an axis that splits weights, got {mesh}. Name one of the axes 'model'"
+        )
     layout_map = make(
         DeviceMesh(mesh.sizes, mesh.axes, names),
         model_parallel_dim_name=weight_axes[0],
@@ -146,15 +151,15 @@ def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[
 # ---- features that are whole between blocks ------------------------------------------------------------
 
 _WHOLE_FEATURES = PartitionSpec(PartitionSpec.UNCONSTRAINED)
-"""Leaves the batch dim to XLA and gathers all others."""
+"""Sharding for the output of a layer: XLA decides about the batch dim, and every device gets all of the other dims."""
 _Layers = Sequence[tuple[Any, Sequence[Any]]]
 """Each layer of a model with its direct sub-layers."""
 _OTHER_NORMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
-"""Parts of the names of norms that are not over features, or have no features of the model's width."""
+"""Words in the class names of normalisation layers that do not normalise over the model's features."""
 
 
 def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callable[[str], Any] | None:
-    """Return a function from the path of a layer's output to `_WHOLE_FEATURES`, or to ``None`` to leave it to XLA.
+    """Return a function of the path of a layer's output: `_WHOLE_FEATURES` to gather it, ``None`` to leave it to XLA.
 
     An embedding whose vocabulary does not divide is split by its features, and so is the input of a kernel whose
     outputs do not divide. XLA then keeps features split through the sums and norms of every block: GPT-2 with two
@@ -179,7 +184,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
 
 def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
-    """Return the layers that begin split features: embeddings that are split by them, convolutions in no pair."""
+    """Return the layers whose outputs have split features: embeddings split by features, convolutions in no pair."""
     layers = []
     for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}
@@ -192,7 +197,7 @@ def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
 
 
 def _norms(every: _Layers) -> list[Any]:
-    """Return the norms of the model's width."""
+    """Return the layers that normalise over the model's features, not over those of one attention head."""
     norms: list[Any] = []
     in_attention: set[int] = set()  # norms of queries and keys there are of single heads
     for layer, children in every:

@@ -192,7 +192,7 @@ def _is_manual(axes: tuple[str, ...]) -> bool:
     if missing and len(missing) < len(axes):
         raise MeshError(
             f"Cannot run over {', '.join(axes)}: the enclosing shard_map has {', '.join(sorted(manual))} only. "
-            f"Add {', '.join(missing)} to its axis_names, or leave out of axis_name what it lacks"
+            f"Add {', '.join(missing)} to its axis_names, or remove it from the axis_name of this call"
         )
     return set(axes) <= manual
 
@@ -207,9 +207,10 @@ def _on_mesh(
     scattered: int | None = None,
     derivative: str | None = None,
 ) -> Any:
-    """Run ``local``, which uses ``axes``, on every device's shard of ``x``; they split one dim of the result, or none.
+    """Run ``local``, a collective over ``axes``, on every device's shard of ``x``.
 
-    ``derivative`` names a function that has no derivative, for the error.
+    ``scattered`` is the dim of the result that is split over ``axes``, if one is. Where ``local`` has no derivative,
+    ``derivative`` names it in the error.
     """
     if _is_manual(axes):
         return local(x)
@@ -237,7 +238,7 @@ def _on_mesh(
     def forward(x: Any) -> tuple[Any, Any]:
         if derivative is not None:
             raise UnsupportedError(
-                f"Cannot differentiate {derivative}: it has no derivative. Gather, then reduce with jnp"
+                f"Cannot differentiate {derivative}: it has no derivative. Use all_gather, then reduce with jax.numpy"
             )
         x = _onto(x, mesh, spec)  # below, jax.grad has hidden that the array is on one device
         return cast("tuple[Any, Any]", jax.vjp(mapped(x), x))
@@ -247,7 +248,7 @@ def _on_mesh(
 
 
 def _onto(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
-    """Put an array that is on no mesh onto the caller's."""
+    """Put an array that is on no mesh onto the caller's mesh; return any other array unchanged."""
     # A tracer has no devices: `_placed` reads its sharding, or the caller's.
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
         return x
@@ -288,7 +289,7 @@ def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh
 def _split(spec: PartitionSpec, rank: int) -> Spec:
     found = spec_of(spec)
     if len(found) > rank:
-        raise UsageError(f"Cannot split an array of {plural(rank, 'dim')} by {spec}")
+        raise UsageError(f"Cannot split an array of {plural(rank, 'dim')} by {spec}: it has {len(found)} entries")
     return (*found, *((),) * (rank - len(found)))
 
 
@@ -328,7 +329,7 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
 
 
 def devices_of(ids: str | Sequence[str]) -> list[Any]:
-    """Return the `jax.Device`s of ids, or of one id.
+    """Return the `jax.Device`s with these ids, such as ``cpu:0``, or with one id.
 
     Raises:
         MeshError: When there is no device with one of the ids.
@@ -347,7 +348,7 @@ def devices_of(ids: str | Sequence[str]) -> list[Any]:
 
 
 def device_id(device: Any) -> str:
-    """Return the id of a `jax.Device`."""
+    """Return the id of a `jax.Device`, as Keras writes it: ``cpu:0``."""
     return f"{device.platform}:{device.id}"
 
 

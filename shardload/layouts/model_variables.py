@@ -13,7 +13,7 @@ from shardload.keras_bridge.model_state import bookkeeping_attributes, members_o
 from shardload.keras_bridge.variables import stored_dtype
 
 LARGE_BYTES = 1 << 20
-"""Smallest vector worth splitting, and smallest replicated variable worth reporting."""
+"""Bytes of the smallest vector that is split, and of the smallest replicated variable that a report names."""
 
 
 def nested_layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -51,7 +51,7 @@ def _children(layer: Any) -> list[Any]:
 
 
 def check_model(model: Any, *, to: str) -> None:
-    """Refuse anything but a Keras model or layer; ``to`` names the purpose in the message, such as ``plan``."""
+    """Raise unless ``model`` is a Keras model or layer; the message begins "Cannot {to} …", with a verb as ``to``."""
     if not isinstance(model, keras.Layer):
         raise UsageError(
             f"Cannot {to} {model!r:.60}: expected a keras.Model. Build it first, inside shardload.abstract() to "
@@ -60,16 +60,16 @@ def check_model(model: Any, *, to: str) -> None:
 
 
 def all_variables(model: Any) -> dict[int, Any]:
-    """Return every variable reachable from ``model`` by ``id``: its own, its optimizer's, metrics, samplers' seeds."""
+    """Return ``id(variable)`` → variable for a model's own variables, optimizer, metrics and seeds of samplers."""
     return {id(v): v for v in state_of(model)}
 
 
 def nbytes(variable: Any) -> int:
-    """Return the bytes of a variable's value, even if it has none yet."""
+    """Return how many bytes the value of a variable has, or will have once it is created."""
     return math.prod(map(int, variable.shape)) * stored_dtype(variable).itemsize
 
 
 def is_kind(layer: Any, *names: str) -> bool:
-    """Whether a layer is one of Keras' or KerasHub's classes with these names, or a subclass."""
+    """Whether a layer is an instance of a Keras or KerasHub class with one of these names, or of a subclass of it."""
     # By name: importing KerasHub to compare classes takes seconds, and many models do without it.
     return any(c.__name__ in names and c.__module__.startswith("keras") for c in type(layer).__mro__)

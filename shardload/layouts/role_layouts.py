@@ -1,10 +1,10 @@
-"""Roles of variables, and the layouts they lead to: the first preferred dim that divides gets the axis.
+"""Roles of variables, and layouts by role: an axis splits the first preferred dim whose length its size divides.
 
-A *role* says how a variable wants to be split: by its own dims, best first (`Wants`), or along another variable
-(`Follows`). A ``model`` axis splits weights as Megatron does, an ``expert`` axis the stacked matrices of a mixture. An
-``fsdp`` axis splits one more dim, the largest remaining one, like fully sharded data parallelism, and so does a second
-``model`` axis. A ``batch`` axis splits no weight. Axes of size one split nothing and are omitted from layouts. Results
-other than the preferred one are fallbacks to report.
+A *role* says how a variable is best split: along its own dims, best first (`Wants`), or like another variable
+(`Follows`). A ``model`` axis splits weights as Megatron does, an ``expert`` axis the stacked matrices of a mixture of
+experts. An ``fsdp`` axis splits one more dim, the largest remaining one, like fully sharded data parallelism, and so
+does a second ``model`` axis. A ``batch`` axis splits no weight. Axes of size one split nothing and are omitted from
+layouts. Where the preferred dim cannot be split, the layout has a `Fallback`, which reports show.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardload.sharding.layout import Fallback, Layout
 from shardload.sharding.mesh import MeshSpec
 
 _LEAST_SPLIT_BYTES = 1 << 10
-"""Splitting less than this saves nothing and costs a collective."""
+"""Bytes of the smallest variable that is split: splitting a smaller one saves nothing and costs a collective."""
 MATRICES = "matrices"
 """Noun for a dim that stacks matrices, one for each expert."""
 
@@ -34,34 +34,34 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """A variable placed by its own dims."""
+    """The role of a variable that is split along its own dims."""
 
     rule: str
     """The rule's name, for reports."""
     dims: tuple[Dim, ...]
     """Dims to split, best first; none for variables that stay replicated on purpose."""
     exact: bool = True
-    """Whether any choice but the first dim is a fallback to report; ``False`` for the shape rule."""
+    """Whether splitting another dim than the first is a fallback to report; ``False`` for roles of `by_shape`."""
     even_small: bool = False
-    """Whether to split it even if it is small, because a user's rule says so."""
+    """Whether to split the variable even if it is small, because a user's rule says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """A variable placed like its leader."""
+    """The role of a variable that is split like another one, its leader: a bias like its kernel."""
 
     rule: str
     leader: Any
     """The variable to follow."""
     dims: tuple[int | None, ...]
-    """The dim of the leader that each own dim matches, or ``None``."""
+    """For each own dim, the dim of the leader that it is split like, or ``None`` for one that is not split."""
 
 
 LayoutRole = Wants | Follows
 
 
 def by_shape(variable: Any) -> Wants:
-    """Return the role of an unknown variable: its largest dim, the last one among equals."""
+    """Return the role of a variable of unknown meaning: split its largest dim, and of equal ones the last."""
     shape = tuple(variable.shape)
     if len(shape) < 2 and nbytes(variable) < LARGE_BYTES:
         return Wants("vector", ())
@@ -71,7 +71,7 @@ def by_shape(variable: Any) -> Wants:
 
 
 def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
-    """Choose the layout of a variable by its own dims."""
+    """Choose the layout of a variable that is split along its own dims, in the order that its role prefers."""
     shape = tuple(int(n) for n in variable.shape)
     if not role.dims or (nbytes(variable) < _LEAST_SPLIT_BYTES and not role.even_small):
         # Replicated on purpose, so no fallback is reported.
@@ -102,7 +102,7 @@ def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
 
 
 def lay_out_along(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
-    """Choose the layout of a variable along its leader's, where its own dims are divisible."""
+    """Return the layout of a variable that is split like its leader; replicated if its own dims are not divisible."""
     layout = Layout(leader.mesh, tuple(() if d is None else leader.spec[d] for d in role.dims))
     if not layout.divides(tuple(variable.shape)):
         layout = Layout.replicated(leader.mesh, len(variable.shape))
@@ -140,7 +140,7 @@ def decide_layouts(
 
 
 def as_far_as_it_divides(variable: Any, role: LayoutRole, wanted: Layout, *, rule: str) -> VariableLayout:
-    """Return the layout of a rule, with each axis that does not divide moved to another dim or dropped."""
+    """Return the layout that a rule wants for a variable; axes that do not divide a dim split another one, or none."""
     shape = tuple(int(n) for n in variable.shape)
     if wanted.divides(shape):
         return VariableLayout.of(variable, wanted, rule)

@@ -20,9 +20,9 @@ the graph of a functional model   `roles_by_graph`: only the second reads what t
     Dense ─► gelu ─► Dropout ─► Dense        Conv2D ─► BatchNormalization ─► ReLU ─► Conv2D
     column   └─ each on its own features ─┘  row     channels  └ its vectors follow ┘       input channels
 
-In the graph, only what reads a kernel's output alone is paired with it, so nothing else needs its features whole. In
-between are layers that compute each feature by itself. This module has more than 400 lines, as one order of answers
-(`roles`) decides over all of them.
+In the graph, a kernel is paired only with the sole reader of its output, so nothing else needs those features whole.
+Layers between the two compute each feature from that feature alone. This module has more than 400 lines, because
+`roles` decides which of its functions wins where several have a role for one variable.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) 
 
 
 def _followers(layer: Any, kernel: Kernel, own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return the roles of bias, scale and LoRA factors of a Dense or EinsumDense, dim by dim along its kernel."""
+    """Return the roles of bias, scale and LoRA factors of a Dense or EinsumDense: they are split like its kernel."""
     _, labels, output = equation_of(layer) or ("", "", "")
     aligned = {"bias": output, "kernel_scale": output}  # both are broadcast against the output
     # LoRA adds a @ b to the kernel: a has its leading dims, b its last one; "?" is the rank, too short to split.
@@ -178,7 +178,7 @@ def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, LayoutRole]:
 
 
 def _separable_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Split the second kernel by its output channels; where a pair splits it by its inputs, the first one follows."""
+    """Split the pointwise kernel by output channels; where a pair splits it by inputs, the depthwise one follows."""
     pointwise, depthwise = own["pointwise_kernel"], own["depthwise_kernel"]
     inputs, outputs = len(pointwise.shape) - 2, len(pointwise.shape) - 1
     by_id: dict[int, LayoutRole] = {
@@ -199,9 +199,9 @@ Activation ActivityRegularization AlphaDropout BaseGlobalPooling BasePooling Bat
 GaussianDropout GaussianNoise Identity LeakyReLU ReLU BaseSpatialDropout UpSampling1D UpSampling2D UpSampling3D
 ZeroPadding1D ZeroPadding2D ZeroPadding3D
 """
-"""Classes of layers that compute each feature, the last dim, by itself."""
+"""Classes of layers that compute each feature (each index of the last dim) from that feature alone."""
 _OVER_FEATURES = ("softmax", "log_softmax", "sparsemax", "glu")
-"""Activations that need all features."""
+"""Activations that compute each feature from all features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class Kernel:
 
     variable: Any
     labels: str
-    """One letter per dim."""
+    """One letter per dim, as in an einsum equation."""
     inputs: tuple[int, ...]
     """Contracted dims, in the order of the layer's input."""
     outputs: tuple[int, ...]
@@ -259,7 +259,7 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel
 
 
 def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
-    """Return the roles of one block's kernels, given in order of creation: which one feeds which decides."""
+    """Return the roles of a block's kernels, in order of creation: ``row`` for one that an earlier one feeds."""
     by_id: dict[int, LayoutRole] = {}
     before: list[Kernel] = []
     for kernel in kernels:
@@ -321,7 +321,7 @@ def _projection(kernel: Kernel) -> Wants:
 def roles_by_graph(
     model: Any, kernels: dict[int, FeatureKernel], known: dict[int, LayoutRole], by_rule: dict[int, LayoutRole]
 ) -> dict[int, LayoutRole]:
-    """Return the roles of kernels that follow each other in a model's graph, and of what is between them."""
+    """Return the roles of kernels that follow each other in a model's graph, and of the variables between them."""
     changed: dict[int, LayoutRole] = {}
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
     ends = {key for key, one in kernels.items() if getattr(known.get(id(one.kernel)), "rule", "") == "row"}
@@ -352,7 +352,7 @@ def roles_by_graph(
 
 @dataclass(frozen=True, slots=True)
 class FeatureKernel:
-    """A kernel from the last dim of its layer's input to the last dim of its output."""
+    """A kernel that maps the last dim of its layer's input to the last dim of the layer's output."""
 
     kernel: Any
     inputs: Dim
@@ -397,5 +397,5 @@ def _passes(layer: Any) -> bool:
 
 
 def _by_feature(layer: Any) -> bool:
-    """Whether the activation of a layer, if it has one, computes each feature by itself."""
+    """Whether a layer has no activation, or one that computes each feature from that feature alone."""
     return getattr(getattr(layer, "activation", None), "__name__", "") not in _OVER_FEATURES

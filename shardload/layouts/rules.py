@@ -43,13 +43,13 @@ _DEFAULTS = ("auto", "replicated")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule."""
+    """One rule: how to split the variables whose path matches a pattern."""
 
     pattern: str
     """A regular expression for the whole path, or the exact path."""
     spec: Spec
     is_open: bool = False
-    """Whether dims without an entry are not split, as for a ``PartitionSpec``."""
+    """Whether ``spec`` may have fewer entries than a variable has dims, like a ``PartitionSpec``: others stay whole."""
 
     @property
     def is_of_outputs(self) -> bool:
@@ -68,7 +68,7 @@ class RuleSet:
 
 
 def read_rules(path: Path) -> RuleSet:
-    """Read a rules file."""
+    """Read layout rules from a TOML file, as the module docstring shows one."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -232,7 +232,7 @@ def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str, *, of: str =
 # ---- rules for classes of layers ---------------------------------------------------------------------
 
 _LayerRule = Callable[[Any], Mapping[str, Sequence[int]]]
-"""From a built layer to variable name → dims to split, best first; an empty sequence keeps a variable replicated."""
+"""Takes a built layer; returns variable name → dims to split, best first. An empty sequence keeps it replicated."""
 _R = TypeVar("_R", bound=_LayerRule)
 
 # By class, for the life of the process: `layout_rule` decorates functions at module level.
