@@ -1,10 +1,10 @@
 """Layouts that a caller gives for a model: a choice for the same model object, a plan, or pins of a search.
 
-A plan is matched with the variables of a model:
+The variables of a model are matched with those of a plan:
 
     the same paths                                   ─► by path
     paths that differ in numbers only (dense_7)      ─► in order: layers that were built again
-    no path of the plan at all                       ─► in order, if all shapes agree: layers with other names
+    no path in common                                ─► in order, if all shapes agree: layers with other names
     anything else                                    ─► an error, with the variables that the plan does not have
 """
 
@@ -35,13 +35,13 @@ from shardload.units import is_function, plural
 
 _NUMBER = re.compile(r"_(\d+)$")
 _MOST_PROBLEMS = 3
-"""Problems that an error lists."""
+"""The most mismatches between a model and a plan that an error lists."""
 GivenLayouts = LayoutChoice | LayoutPlan | Callable[[Any], LayoutChoice | LayoutPlan]
-"""A choice, a plan, or a function from the model to one."""
+"""A choice, a plan, or a function that takes the model and returns one of them."""
 
 
 def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
-    """Return the layouts of the weights of a model."""
+    """Return the layouts that ``given`` has for a model; raise if they are for another model or lack a weight."""
     check_model(model, to="take layouts for")
     match given:
         case LayoutChoice():
@@ -58,7 +58,7 @@ def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
 
 
 def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
-    """Return the choice if it has every weight: one that is missing would count as replicated and pass any check."""
+    """Return the choice, or raise if it lacks a weight, which would count as replicated and pass any check."""
     weights = list(model.weights)
     # By path as well: Python reuses the id of a variable that is gone.
     strange = [v for v in weights if (planned := choice.by_id.get(id(v))) is None or planned.path != v.path]
@@ -76,7 +76,7 @@ def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
 
 
 def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
-    """Choose the layouts of a plan for the variables of a model."""
+    """Return the layouts of a plan as a choice for the variables of a model and the slots that follow them."""
     if plan.mesh != mesh:
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
     # `uses` has the weights that the plan stores split further than they are used: a bound model gathers them.
@@ -93,7 +93,7 @@ def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice
 
 
 def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:
-    """Pair the variables of a model with those of a plan."""
+    """Pair each variable of a model with its layout in a plan, as the module docstring shows; raise where one lacks."""
     variables, by_path = list(model.variables), {v.path: v for v in plan.variables}
     if [tuple(v.shape) for v in variables] == [v.shape for v in plan.variables]:
         in_order = list(zip(variables, plan.variables, strict=True))
@@ -122,7 +122,7 @@ def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVa
 
 
 def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
-    """Whether paths differ at most in the numbers of their parts, and these grow as those of the plan do.
+    """Whether two lists of paths are equal but for numbers (``dense_3``), and the numbers rise alike in both.
 
     Keras numbers layers without a name in the order in which they are made, across all models of a process.
     """
@@ -140,7 +140,7 @@ def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
 
 
 def _parts(path: str) -> list[tuple[str, int]]:
-    """Return the parts of a path, each without its number, and the number."""
+    """Split a path at its slashes into pairs of a name and its number: ``block/dense_3`` has (dense, 3)."""
     return [(_NUMBER.sub("", part), int(n[1]) if (n := _NUMBER.search(part)) else 0) for part in path.split("/")]
 
 
@@ -148,7 +148,7 @@ def _parts(path: str) -> list[tuple[str, int]]:
 
 
 def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
-    """Return the layouts that are fixed, by ``id(variable)``: those of users' layer rules, then those of ``pins``."""
+    """Return the layouts that a search must keep, by ``id(variable)``: from users' layer rules and from ``pins``."""
     ruled = roles_by_layer_rules(layer for layer, _ in model_variables.nested_layers(model))
     # Pins come last and win: they are for this search, a layer rule is for every layout.
     fixed = {id(v): lay_out(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}

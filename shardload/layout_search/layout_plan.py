@@ -1,4 +1,4 @@
-"""The result of a search: a layout for every variable with its reason, what a step costs, and what it needs.
+"""The result of a search: a layout for every variable with its reason, and the time and memory that a step needs.
 
 A `LayoutPlan` is a plain value. It can be printed, compared with another plan, saved as JSON and read back on another
 machine, applied to a model (``layout=plan``), and exported for programs that do not use shardload.
@@ -53,33 +53,33 @@ class LayoutPlan:
     """Layouts in the order of ``model.variables``."""
     device: DeviceBytes
     device_memory_bytes: int | None
-    """The limit that the plan keeps, ``None`` where the search chose the best product of time and memory."""
+    """Memory limit that the plan keeps; ``None`` without one: the plan has the least product of time and memory."""
     step_s: float
     """Estimated seconds of a step."""
     exchanges: tuple[PlannedExchange, ...]
     decisions: tuple[Decision, ...]
     constants: Mapping[str, Any]
-    """The cost constants, see `Hardware`."""
+    """The rates that costs were estimated with: the fields of `Hardware` by name."""
     notes: tuple[str, ...] = ()
     compiled: CompiledCheck | None = None
     """Memory and collectives of the compiled step, if it was compiled."""
     numbers: ComparedNumbers | None = None
-    """Results of a sample batch compared with one device, if they were."""
+    """Comparison of the results of a sample batch with those of one device, if it was made."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each variable: its path, and ``#2``, ``#3`` … behind it where several have one path."""
+        """A name for each variable: its path, with ``#2``, ``#3`` … appended where several variables share a path."""
         return tuple(numbered(v.path for v in self.variables))
 
     @property
     def exchanged_bytes(self) -> int:
-        """Bytes of the results of all collectives on each device."""
+        """Bytes that the results of all collectives of a step have on each device."""
         return sum(e.nbytes for e in self.exchanges)
 
     def with_checks(
         self, *, compiled: PlanCheck[CompiledCheck] | None = None, numbers: PlanCheck[ComparedNumbers] | None = None
     ) -> LayoutPlan:
-        """Return the plan with the results of checks, for `summary` and `to_json`.
+        """Return a copy of the plan that includes the results of checks, for `summary` and `to_json`.
 
         Args:
             compiled: What `shardload.parallel.compile_step` returned for this plan.
@@ -93,7 +93,9 @@ class LayoutPlan:
             if check is not None and not hasattr(check, "mesh"):
                 raise UsageError(f"Cannot add {check!r:.60} to a plan: expected what {made_by} returns")
             if check is not None and check.mesh != self.mesh:
-                raise LayoutError(f"Cannot add a check on {check.mesh} to a plan for {self.mesh}")
+                raise LayoutError(
+                    f"Cannot add a check on {check.mesh} to a plan for {self.mesh}. Check this plan on its own mesh"
+                )
         return dataclasses.replace(
             self,
             compiled=self.compiled if compiled is None else compiled.for_plan(),
@@ -116,7 +118,9 @@ class LayoutPlan:
         named = list(zip(self.names, self.variables, strict=True))
         found = [(name, v) for name, v in named if path in (name, v.path)]
         if not found:
-            raise LayoutError(f"Cannot explain {path!r}: the plan of {self.model!r} has no variable of that path")
+            raise LayoutError(
+                f"Cannot explain {path!r}: the plan of {self.model!r} has no such variable. Use one of plan.names"
+            )
         limited, lines = self.device_memory_bytes is not None, []
         for name, v in found:
             own = [d for d in self.decisions if any(dim.startswith(f"{name}[") for dim in d.dims)]
@@ -125,7 +129,7 @@ class LayoutPlan:
         return "\n".join(lines)
 
     def summary(self, *, ascii_only: bool = False) -> str:
-        """Return the plan for people: memory against the limit, collectives, and each different layout."""
+        """Return the plan as text for people: memory used of the limit, collectives, and each different layout."""
         picture = self._picture()
         milliseconds = float(f"{self.step_s * 1e3:.4g}")  # an estimate: four digits, and no exponent
         rates = ", ".join(f"{name} {rate:g}" for name, rate in self.constants.items() if isinstance(rate, float | int))
@@ -142,7 +146,7 @@ class LayoutPlan:
         return "\n".join(lines)
 
     def to_svg(self) -> str:
-        """Return a picture of memory per device against the limit, and of what is split where, as SVG.
+        """Return an SVG picture: the memory used per device with the limit, and which dims of variables are split.
 
         It has no dependencies and follows the reader's light or dark theme.
         """
@@ -195,7 +199,7 @@ class LayoutPlan:
     def from_json(cls, data: Any) -> LayoutPlan:
         """Return the plan that `to_json` wrote."""
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise LayoutError(f"Cannot read the plan: its format is not {_FORMAT!r}")
+            raise LayoutError(f"Cannot read the plan: its format is not {_FORMAT!r}. {_WRITTEN}")
         try:
             # JSON has lists for tuples and objects for dataclasses. The file is untrusted: a wrong key or type is a
             # LayoutError below.
@@ -216,7 +220,7 @@ class LayoutPlan:
             raise LayoutError(f"Cannot read the plan: a key or type is wrong ({error}). {_WRITTEN}") from error
 
     def save(self, path: PathLike) -> None:
-        """Write the plan as JSON, and the folders that the path lacks.
+        """Write the plan to a JSON file, and create its parent folders where they are missing.
 
         Raises:
             WriteError: When the file cannot be written.
@@ -252,7 +256,7 @@ class LayoutPlan:
         return cls.from_json(data)
 
     def to_layout_map(self, device_mesh: Any) -> Any:
-        """Return a ``keras.distribution.LayoutMap``, with one anchored key for each variable that is split.
+        """Return a ``keras.distribution.LayoutMap`` with a key for each split variable, which matches only its path.
 
         Args:
             device_mesh: A ``keras.distribution.DeviceMesh`` with the plan's axes.
@@ -270,7 +274,9 @@ class LayoutPlan:
             )
         own = MeshSpec(tuple(device_mesh.axis_names), tuple(device_mesh.shape))
         if own != self.mesh:
-            raise LayoutError(f"Cannot export the plan for {self.mesh} to a LayoutMap on {own}: the meshes differ")
+            raise LayoutError(
+                f"Cannot export the plan for {self.mesh} to a LayoutMap on {own}: the meshes differ. Use {self.mesh}"
+            )
         found = LayoutMap(device_mesh)
         specs: dict[str, Spec] = {}
         for variable, layout in self.layouts():

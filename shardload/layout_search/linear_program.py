@@ -1,12 +1,14 @@
 """Solve the planning problem as a mixed-integer linear program, with SciPy's HiGHS.
 
-Binary variables say which axis splits which dim group, and where a weight is only stored split. For every combination
-of dim groups that some operation, weight or buffer has, a share variable per assignment of axes makes the costs, which
-are products of those decisions, linear: the shares of one combination add up to one, and their marginals are the
-binaries. So all mesh axes are chosen together, and the optimum is exact for the cost model.
+Binary variables say which axis splits which dim group, and where a weight is only stored split. Costs are products of
+such decisions. To make them linear, every combination of dim groups that an operation, weight or buffer has gets share
+variables, one for each way to assign axes to it: the shares of a combination add up to one, and those in which an axis
+splits a dim group to the binary variable of that decision. So all mesh axes are chosen together, and the optimum is
+exact for the cost model.
 
 `optimum` says what is minimised. The peak of activations depends on the decisions, so it is found by iteration: the
-moment of the program at which an answer stores most is added to those that must keep the limit, and solved again.
+moment of the program at which a solution stores most is added to the moments that must keep the limit, and the program
+is solved again.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from shardload.units import format_bytes, format_bytes_down, format_bytes_up, pl
 _TIME_LIMIT_S = 60.0
 """Seconds after which HiGHS returns the best decisions it has."""
 _TIE_BREAK = 1e-4
-"""Weight of time where memory is minimised: of equal memory, the faster wins."""
+"""Factor on the time in the sum that is minimised for memory: of solutions with equal memory, the faster one wins."""
 
 _Moment = tuple[tuple[tuple[int, ...], float], ...]
 """Bytes that are stored at one moment of the program, by the dim groups of the values."""
@@ -46,31 +48,31 @@ _Moment = tuple[tuple[tuple[int, ...], float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The aim of a plan, its limits, and the decisions that are open to it."""
+    """What the solver is to minimise, the limits to keep, and which decisions it may take."""
 
     minimise: Literal["time", "memory"] = "time"
     limit_bytes: float | None = None
-    """Limit on each device for weights, gradients, slots and ``buffers``."""
+    """Limit on each device for weights, gradients, slots and activations, the latter at the moments in ``buffers``."""
     weight_limit_bytes: float | None = None
     """Limit on each device for weights alone."""
     storage_axes: tuple[str, ...] = ()
-    """Axes that may split the storage of any large weight."""
+    """Axes that may split the storage of any large weight, which is then gathered for use."""
     small: bool = False
     """Whether the storage of weights below `weight_options.LEAST_STORED_BYTES` may be split too."""
     buffers: tuple[_Moment, ...] = ()
-    """Moments at which everything must fit."""
+    """Moments of the program at which memory must keep the limit."""
     forced: tuple[tuple[int, str, bool], ...] = ()
     """Decisions taken beforehand: dim group, axis and whether the axis splits it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The decisions of an optimum."""
+    """The decisions that the solver took, and the time of a step with them."""
 
     split: frozenset[tuple[int, str]]
     """Pairs of a dim group and an axis that splits it."""
     options: tuple[WeightOption, ...]
-    """The layout of each of `Problem.weights`."""
+    """The chosen layout for each of `Problem.weights`."""
     seconds: float
 
 
@@ -89,17 +91,17 @@ def solve(problem: Problem, demand: Demand) -> Solution | None:
 
 @dataclass(slots=True)
 class _Model:
-    """The columns and rows of the linear program."""
+    """The linear program: columns are its variables, rows its constraints."""
 
     problem: Problem
     demand: Demand
     binaries: dict[tuple[int, str], int] = field(default_factory=dict)
-    """The column of each decision: dim group and axis."""
+    """The column of each decision whether an axis splits a dim group, by the pair of both."""
     options: list[list[tuple[WeightOption, int]]] = field(default_factory=list)
-    """The layouts of each kind of weights, with their columns."""
+    """For each kind of weights, its possible layouts with their columns."""
     _integral: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
-    """Seconds of each column."""
+    """Seconds that a step takes longer if a column is 1, for each column."""
     _objective: list[float] = field(default_factory=list)
     """Coefficient of each column in the sum that is minimised."""
     _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
@@ -141,7 +143,7 @@ class _Model:
         return len(self.time) - 1
 
     def _exclusive(self) -> None:
-        """Let an axis split one dim of a tensor at most, and a dim no finer than its length divides."""
+        """Add constraints: an axis splits at most one dim of a tensor, and the parts of a dim divide its length."""
         for (dim_group, axis), column in self.binaries.items():
             for (other, again), second in self.binaries.items():
                 if column >= second:
@@ -158,7 +160,7 @@ class _Model:
                     self._rows.append(({column: 1.0}, 0.0, 0.0))
 
     def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
-        """Return the share columns of a combination of dim groups."""
+        """Return an assignment of axes and its share column for each way to split a combination of dim groups."""
         dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
         if dim_groups in self._shares:
             return self._shares[dim_groups]
@@ -177,7 +179,7 @@ class _Model:
                     self._rows.append(({**row, self.binaries[dim_group, axis]: -1.0}, 0.0, 0.0))
 
     def _weights(self) -> dict[int, float]:
-        """Add the options of every kind of weights, and return the memory they take."""
+        """Add a column for every option of every kind of weights, and return the bytes on each device, by column."""
         memory: dict[int, float] = {}
         only: dict[int, float] = {}
         for weight in self.problem.weights:
@@ -212,7 +214,7 @@ class _Model:
         return memory
 
     def run(self) -> np.ndarray | None:
-        """Solve, and return the value of every column."""
+        """Solve, and return the value of every column; ``None`` where no solution meets the constraints."""
         count = len(self.time)
         data, rows, columns, low, high = [], [], [], [], []
         for i, (row, lower, upper) in enumerate(self._rows):
@@ -238,20 +240,22 @@ class _Model:
         )
         # Status 2 is infeasible, which is an answer. Without decisions for any other reason, the solver gave up.
         if found.x is None and found.status != 2:
-            raise LayoutError(f"Cannot plan: the solver stopped with {found.message!r}")
+            raise LayoutError(
+                f"Cannot plan: the solver stopped without a solution: {found.message!r}. Try a mesh with fewer axes"
+            )
         return None if found.x is None else np.asarray(found.x)
 
 
-# ---- which optimum: the least product, or the fastest within a limit ---------------------------------
+# ---- what is minimised: the product of time and memory, or time within a memory limit ----------------
 
 _TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""Multiples of the least memory for weights that are tried where no device memory is given."""
+"""Limits for weights, as multiples of the least memory for them, that are tried where the caller gives no limit."""
 MOMENTS = 4
-"""Number of times that the peak of the last answer is added to the moments that must fit the limit."""
+"""How often a search solves again with the peak of the last solution added to the moments that must keep the limit."""
 
 
 def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
-    """Return the best solution, and the demand that it meets.
+    """Return the best solution, and the demand to the solver that it is the answer to.
 
     Without a limit of bytes on each device, the product of step time and bytes of weights is minimised.
     """
@@ -287,12 +291,12 @@ def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
 def _solved(problem: Problem, demand: Demand) -> Solution:
     solution = solve(problem, demand)
     if solution is None:
-        raise LayoutError(f"Cannot plan on {problem.mesh}: the pinned layouts contradict each other. Remove some")
+        raise LayoutError(f"Cannot plan on {problem.mesh}: the pinned layouts contradict each other. Remove some pins")
     return solution
 
 
 def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
-    """Return the fastest solution whose peak fits; only where there is none, small weights are stored split too."""
+    """Return the fastest solution that keeps the limit at its peak; store small weights split only if none does."""
     demand, fastest = fastest_that_fits(problem, replace(demand, limit_bytes=float(limit)))
     if fastest is not None:
         return demand, fastest
@@ -322,7 +326,7 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
 
 
 def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:
-    """Return the fastest solution whose peak keeps the limit, if one is found, and the demand with its moments."""
+    """Return the fastest solution that keeps the limit at its peak, or ``None``, and the demand that it answers."""
     for _ in range(MOMENTS + 1):
         solution = solve(problem, demand)
         if solution is None or demand.limit_bytes is None:
@@ -337,7 +341,7 @@ def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solutio
 
 
 def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
-    """Minimise memory, adding moments of the program, and return the best solution on the way, with its memory."""
+    """Return the solution that needs least memory, with its memory; each round adds the peak of the last one."""
     demand = replace(demand, minimise="memory", limit_bytes=None)
     best: tuple[Solution, DeviceBytes] | None = None
     for _ in range(MOMENTS):
@@ -357,7 +361,7 @@ def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
 
 
 def chosen_options(problem: Problem, solution: Solution) -> Iterator[tuple[WeightKind, WeightOption]]:
-    """Yield each kind of weights with its layout."""
+    """Yield each kind of weights with the layout that a solution chose for it."""
     return zip(problem.weights, solution.options, strict=True)
 
 
@@ -375,7 +379,7 @@ def state_memory(problem: Problem, solution: Solution) -> DeviceBytes:
 
 
 def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]:
-    """Return the most bytes of stored values at one moment, and what is stored then, by dim groups.
+    """Return the peak of activations in bytes on each device, and what is stored at that moment, by dim groups.
 
     The update of an optimizer is such a moment: activations are gone then.
     """
@@ -411,5 +415,5 @@ def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]
 
 
 def assignment_of(problem: Problem, solution: Solution, dim_groups: Sequence[int]) -> Assignment:
-    """Return for each axis the one of these dim groups that it splits, or ``None``."""
+    """Return for each mesh axis which of ``dim_groups`` it splits in a solution, or ``None``."""
     return tuple(next((k for k in dim_groups if (k, axis) in solution.split), None) for axis in problem.mesh.axes)

@@ -30,25 +30,25 @@ _SplitBy = Literal["weight", "rows", "nothing"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An array in the state of an optimizer that belongs to a weight."""
+    """An array of an optimizer's state, which belongs to a weight."""
 
     shape: tuple[int, ...]
     nbytes: int
     """Bytes of the whole array."""
     follows: _SplitBy
-    """The split that it follows: that of its ``weight``; as many parts as the weight has, along its own ``rows``, if
-    they divide; or ``nothing``, as it is whole on every device."""
+    """How it is split: like its ``weight``; into as many parts as the weight, but along its own ``rows``, if they
+    divide; or by ``nothing``, as it is whole on every device."""
     spread: SlotSpread | None = None
-    """Further axes that it is spread over."""
+    """Further axes that it is spread over, if `shard_optimizer` or its optimizer spreads it."""
     even: bool = False
-    """Whether axes that do not divide its rows are an error, instead of leaving it whole."""
+    """Whether it is an error if the number of parts does not divide its rows; else it stays whole then."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether it can be split for this layout of the weight."""
+        """Whether the slot can be split as it must be if its weight has this layout."""
         return not self.even or self.shape[0] % math.prod(layout.parts) == 0
 
     def device_bytes(self, layout: Layout) -> float:
-        """Return the bytes on each device, for the layout of the weight."""
+        """Return the bytes of the slot on each device if its weight has this layout."""
         parts = math.prod(layout.parts)
         match self.follows:
             case "weight" if self.spread is not None:
@@ -105,7 +105,7 @@ def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemo
 
 
 def checked_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that a caller names."""
+    """Return the optimizer that a caller passes, or one of Keras' by its name; raise for a class or an unknown name."""
     if isinstance(optimizer, type):
         raise LayoutError(
             f"Cannot plan for the class {optimizer.__name__}: expected an optimizer. Create one: {optimizer.__name__}()"

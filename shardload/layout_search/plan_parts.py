@@ -22,7 +22,7 @@ class PlanCheck(Protocol[_Record_co]):
         ...
 
     def for_plan(self) -> _Record_co:
-        """Return what a plan records of the check."""
+        """Return the results of the check in the form in which a plan stores them."""
         ...
 
 
@@ -36,7 +36,7 @@ class PlannedVariable:
     """Bytes of the whole value."""
     spec: Spec
     stored: tuple[str, ...]
-    """Axes that split only its storage: devices gather it for use, as in fully sharded data parallelism."""
+    """Axes that split the variable in storage only: devices gather it for use, as in fully sharded data parallelism."""
     trainable: bool
     reason: str
 
@@ -47,7 +47,7 @@ class PlannedVariable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PlannedVariable:
-        """Read a variable of a saved plan."""
+        """Return the variable from its JSON object in a saved plan."""
         spec = tuple(tuple(axes) for axes in data["spec"])
         return cls(**{**data, "shape": tuple(data["shape"]), "spec": spec, "stored": tuple(data["stored"])})
 
@@ -59,15 +59,15 @@ class Decision:
     axis: str
     split: bool
     length: int
-    """Greatest common divisor of the dims, which the number of devices must divide."""
+    """Greatest common divisor of the lengths of the dims; the number of devices along an axis must divide it."""
     dims: tuple[str, ...]
-    """The variables in the group by name (`LayoutPlan.names`), with the dim: ``dense/kernel[1]``."""
+    """The dims in the group, as the name of the variable (`LayoutPlan.names`) and the index: ``dense/kernel[1]``."""
     opposite_s: float | None
-    """Seconds that a step takes longer with the opposite decision. Negative where it takes less, but more memory for
-    weights than that is worth; ``None`` where it does not keep the limit, or contradicts other decisions."""
+    """Seconds that a step takes longer with the opposite decision. Negative where it is faster, but needs more memory
+    than that is worth; ``None`` where the opposite exceeds the memory limit, or contradicts other decisions."""
 
     def line(self, *, limited: bool) -> str:
-        """Return the decision for people; ``limited`` says whether the plan had to keep a limit."""
+        """Return the decision as a line of text; ``limited`` says whether the plan had to keep a memory limit."""
         done = "splits" if self.split else "does not split"
         if self.opposite_s is None and limited:
             otherwise = "the opposite does not keep the memory limit, or contradicts other decisions"
@@ -82,11 +82,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PlannedExchange:
-    """Collectives of one kind over one axis in a step."""
+    """All collectives of one kind over one axis in a step, as a plan estimates them."""
 
     kind: str
     axis: str
-    """The axis, or several joined: ``batch+model``."""
+    """The mesh axis, or several axes joined by ``+``: ``batch+model``."""
     count: int
     nbytes: int
     """Bytes of their results on each device."""
@@ -105,13 +105,13 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
+        """Sum of all four."""
         return self.weights + self.gradients + self.slots + self.activations
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A plan whose compiled step was over the limit; bytes are those of one device."""
+    """A plan whose compiled step needed more memory than the limit; bytes are those of one device."""
 
     planned_bytes: int
     compiled_bytes: int
@@ -132,20 +132,20 @@ class CompiledCheck:
     argument_bytes: int
     temporary_bytes: int
     collectives: Mapping[str, tuple[int, int]]
-    """Number in a step and bytes of their results, by kind."""
+    """By kind, such as ``all-gather``: the number of collectives in a step, and the bytes of their results."""
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = field(default=())
     """Plans that were compiled before this one, and needed more than the limit."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CompiledCheck:
-        """Read the check of a saved plan."""
+        """Return the check from its JSON object in a saved plan."""
         collectives = {kind: (int(count), int(nbytes)) for kind, (count, nbytes) in data["collectives"].items()}
         attempts = tuple(Attempt(**one) for one in data["attempts"])
         return cls(**{**data, "collectives": collectives, "notes": tuple(data["notes"]), "attempts": attempts})
 
     def line(self, limit: int | None) -> str:
-        """Return the check for people: memory against the limit, and collectives."""
+        """Return the check as a line of text: memory used of the limit, and collectives."""
         of = f" of {format_bytes(limit)}" if limit is not None else ""
         done = ", ".join(f"{plural(n, kind)} of {format_bytes(b)}" for kind, (n, b) in self.collectives.items())
         tried = f"; before it, {', '.join(map(str, self.attempts))}" if self.attempts else ""
@@ -157,13 +157,13 @@ class ComparedNumbers:
     """Results of a sample batch under a plan, compared with one device."""
 
     results: int
-    """Outputs, losses, gradients and variables that were compared."""
+    """Number of outputs, losses, gradients and variables that were compared."""
     wrong: tuple[str, ...]
     """Names of results that differ by more than rounding, or cannot be compared."""
     largest_share: float
-    """The largest difference, as a share of what rounding explains."""
+    """The largest difference, as a fraction of the difference that rounding explains."""
     variables: int
-    """Variables whose shards were compared with the plan."""
+    """Number of variables whose shards were compared with the plan."""
     misplaced: tuple[str, ...]
     """Paths of variables whose shards are not the planned ones."""
     device_bytes: int
@@ -171,16 +171,16 @@ class ComparedNumbers:
 
     @property
     def ok(self) -> bool:
-        """Whether everything agrees."""
+        """Whether all results agree with one device, and all shards are where the plan puts them."""
         return not self.wrong and not self.misplaced
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ComparedNumbers:
-        """Read the comparison of a saved plan."""
+        """Return the comparison from its JSON object in a saved plan."""
         return cls(**{**data, "wrong": tuple(data["wrong"]), "misplaced": tuple(data["misplaced"])})
 
     def line(self) -> str:
-        """Return the comparison for people."""
+        """Return the comparison as a line of text."""
         placed = f"{plural(self.variables, 'variable')} where planned, {format_bytes(self.device_bytes)} on each device"
         results = plural(self.results, "result")
         said = f"{results} equal to one device"

@@ -1,10 +1,10 @@
-"""Pictures of a plan: memory per device against the limit, and which dims which axes split, as text and as SVG.
+"""Pictures of a plan, as text and as SVG: the memory used per device of the limit, and which axes split which dims.
 
     ┌ weights ┬ gradients ┬ slots ────┬ activations ┬ free ┊ limit
     decoder_block_*/ffw_gating/kernel x46   [ 4608 ] [ 36864 ÷8 ]   1.2 GiB ▇▇▇▇
 
-In the SVG, colours of text and background follow the reader's theme by a media query; boxes that have a colour of their
-own keep it, with dark text on it. Widths of text are estimated from the number of characters.
+In the SVG, text and background follow the reader's light or dark theme by a media query; coloured boxes have the same
+colour and dark text in both. Widths of text are estimated from the number of characters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardload.units import format_bytes
 _WIDTH = 40
 """Characters of a full bar."""
 _NAME_WIDTH = 56
-"""Width of the column of names; a longer name moves the columns behind it."""
+"""Characters of the column of names; a longer name moves the following columns of its line to the right."""
 _PARTS = ("weights", "gradients", "slots", "activations")
 """Parts of the memory of a device, as fields of `DeviceBytes`."""
 
@@ -36,7 +36,7 @@ BYTES_RIGHT, SPARK_WIDTH = 856, 72
 _NAME_CHARACTERS = 46
 _SUBTITLE_CHARACTERS = 130
 _MOST_MARKS = 16
-"""Most marks of a dim, also where it is split into more parts: more would be a grey box."""
+"""Most parts that the box of a dim is divided into by marks, even if the dim has more: more marks would look grey."""
 _PART_COLOURS = {"weights": "#6ea8fe", "gradients": "#f4a582", "slots": "#c2a5cf", "activations": "#8fd19e"}
 _AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
 _STYLE = """\
@@ -53,17 +53,17 @@ text{fill:#e6edf3}.back{fill:#0d1117}.soft{fill:#9198a1}.dark{fill:#16191d}
 
 @dataclass(frozen=True, slots=True)
 class VariableRow:
-    """Variables of one layout, whose paths differ only in numbers."""
+    """Variables that share one row of a picture: shape and layout are equal, and paths differ only in numbers."""
 
     name: str
-    """Path of the variables, with ``*`` in the place of numbers."""
+    """Path of the variables, with ``*`` in place of the numbers."""
     count: int
     shape: tuple[int, ...]
     layout: Layout
     stored: tuple[str, ...]
-    """Axes that split only their storage."""
+    """Axes that split the variables only in storage; they are gathered before use."""
     device_bytes: int
-    """Bytes of all of them on each device."""
+    """Bytes of all variables of the row on each device."""
 
     @property
     def dims(self) -> str:
@@ -75,7 +75,7 @@ class VariableRow:
 def variable_rows(
     variables: Sequence[PlannedVariable], names: Sequence[str], mesh: MeshSpec
 ) -> tuple[VariableRow, ...]:
-    """Merge the variables of repeated blocks, in the order of the model."""
+    """Merge the variables of repeated blocks (``block_0``, ``block_1`` …) into rows, in the order of the model."""
     found: dict[tuple[str, tuple[int, ...], Spec, tuple[str, ...]], list[tuple[str, PlannedVariable]]]
     found = defaultdict(list)
     for variable, own in zip(variables, names, strict=True):
@@ -94,7 +94,7 @@ def variable_rows(
 
 @dataclass(frozen=True, slots=True)
 class PlanPicture:
-    """Contents of a picture of a plan."""
+    """What a picture of a plan shows."""
 
     title: str
     inputs: str
@@ -105,7 +105,7 @@ class PlanPicture:
     rows: tuple[VariableRow, ...]
 
     def memory_lines(self, block: str) -> Iterator[str]:
-        """Bars below each other, each starting where the one above ends; the right border is the limit."""
+        """Yield a line with a bar for each part of memory, starting where the last one ends; "|" marks the limit."""
         device, limit = self.device, self.limit
         full = max(limit or 0, device.total, 1)
         share = f" of {format_bytes(limit)} ({100 * device.total / limit:.0f} %)" if limit else ""
@@ -122,7 +122,7 @@ class PlanPicture:
             begun += nbytes
 
     def layout_lines(self) -> Iterator[str]:
-        """One line for each different layout: name, dims with the axes that split them, bytes on each device."""
+        """Yield a line for each row of variables: name, dims with the axes that split them, bytes on each device."""
         names = [f"{g.name} x{g.count}" if g.count > 1 else g.name for g in self.rows]
         dims = [g.dims for g in self.rows]
         wide = min(max(map(len, names), default=0), _NAME_WIDTH)
@@ -155,7 +155,7 @@ def _text(x: float, y: float, text: str, style: str = "", *, anchor: str = "star
 
 
 def _shortened(text: str, most: int) -> str:
-    """Cut the middle out of a long text."""
+    """Return a text of at most ``most`` characters, with an ellipsis in place of the middle of a longer one."""
     half = (most - 1) // 2
     return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
@@ -167,7 +167,7 @@ def _box(x: float, y: float, size: tuple[float, float], attributes: str, title: 
 
 
 def _svg_memory(picture: PlanPicture) -> Iterator[str]:
-    """A stacked bar, with the limit as a line, and a legend below."""
+    """Yield the SVG of memory per device: a stacked bar, with the limit as a line, and a legend below."""
     device, limit = picture.device, picture.limit
     # A plan over its limit is drawn to its own total, with the limit as a line inside.
     full, wide = max(limit or 0, device.total, 1), SVG_WIDTH - 2 * MARGIN
@@ -192,7 +192,7 @@ def _svg_memory(picture: PlanPicture) -> Iterator[str]:
 
 
 def _axes(mesh: MeshSpec) -> Iterator[str]:
-    """The heading of the rows, with a colour for each axis."""
+    """Yield the SVG of the heading above the rows, which shows the colour of each axis."""
     y = ROWS_TOP - 20
     yield _text(MARGIN, y, "What is split where")
     yield _text(BYTES_RIGHT, y, "each device", "soft", anchor="end")
@@ -217,7 +217,7 @@ def _rows(rows: Sequence[VariableRow], axes: Sequence[str]) -> Iterator[str]:
 
 
 def _dim(row: VariableRow, d: int, y: float, axes: Sequence[str]) -> Iterator[str]:
-    """A box for a dim, in bands of the colours of its axes, with a mark between the parts of two devices."""
+    """Yield the SVG of a dim: a box with a band of colour for each axis that splits it, and marks between its parts."""
     x = DIMS_LEFT + (DIM_WIDTH + DIM_GAP) * d
     split, parts = row.layout.spec[d], row.layout.parts[d]
     # 64: room for the number of bytes, which is right-aligned.

@@ -1,8 +1,8 @@
-"""How each primitive maps the dims of its operands to those of its results: one rule, or function, per primitive.
+"""How each primitive of JAX maps the dims of its operands to those of its results: one rule, a function, for each.
 
-A rule *carries* a dim if the result has a dim of the same group, and *unites* groups whose dims must be split alike.
-First primitives that move or combine entries, then those that sum over dims or look up entries: where such a dim is
-split, devices add results. More than 400 lines, as it is read like a table.
+A rule *carries* a dim if it gives a dim of the result the same group, and *unites* groups whose dims must be split
+alike. Primitives that move or combine entries come first, then those that sum over dims or look up entries: where such
+a dim is split, devices add results. This module has more than 400 lines, as it is read like a table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from shardload.layout_search.program import UNSPLIT, Exchange, Lookup, Program, Value
 
 PrimitiveRule = Callable[[Program, Any, Sequence[Value]], list[Value]]
-"""A rule takes the program, the equation and the values of its operands, and returns those of its results."""
+"""Takes the program, an equation of JAX's program, and the `Value`s of its operands; returns those of its results."""
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
@@ -36,17 +36,17 @@ SOURCES = frozenset(_SOURCES.split())
 
 
 def itemsize(aval: Any) -> int:
-    """Return the bytes of one entry; keys of random generators count as 8."""
+    """Return the bytes of one entry of an array; keys of random generators count as 8."""
     return int(getattr(aval.dtype, "itemsize", 8))
 
 
 def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
-    """Return a value for a result of an equation."""
+    """Return a new value for a result of an equation; ``dims`` are nodes, ``None`` for a dim that follows no other."""
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
 
 def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Unite the dims of all operands with the result's rank: scalars and dims of length 1 broadcast."""
+    """Unite the dims of all operands that have the result's rank; scalars and dims of length 1 are broadcast."""
     # Binary primitives broadcast dims of length 1 implicitly. To require equal shapes here would split one group in
     # two: for a transformer block, the residual stream.
     results = []
@@ -74,7 +74,7 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Make results that depend on no dim of an operand."""
+    """Return results whose dims follow those of no operand, as for ``iota`` or random numbers."""
     made = [fresh(program, var, [program.any_length() for _ in var.aval.shape]) for var in eqn.outvars]
     for value in made:
         value.recomputed = True
@@ -115,7 +115,7 @@ def expand_dims(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry one dim, the outermost, of each block of dims that is merged or divided; the others must be whole."""
+    """Carry the outermost dim of each block of dims that is merged or divided; the operand needs the others whole."""
     value, new = operands[0], tuple(eqn.outvars[0].aval.shape)
     dims: list[int | None] = [None] * len(new)
     heads: dict[int, int] = {}
@@ -157,7 +157,7 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
 def _carried(
     program: Program, value: Value, new: tuple[int, ...], olds: list[int], news: list[int]
 ) -> tuple[int, int, int] | None:
-    """Return the old dim of a block that carries its group over, the new dim that gets it, and the node.
+    """Return which old dim of a block carries its group to which new dim, and the node of the latter.
 
     8 query heads become (4 groups, 2 heads each), as for grouped-query attention. Over 2 or 4 devices the groups are
     split like the heads. Over 8 devices, groups and heads are split together, which XLA does without communication: the
@@ -194,7 +194,7 @@ def _carried(
 
 
 def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Pair the shortest runs of dims of two shapes that have as many entries."""
+    """Pair runs of dims of two shapes that have equally many entries, as short as possible: (6, 4) and (2, 3, 4)."""
     blocks: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -219,7 +219,7 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
-    """Make results whose dims follow those of ``value`` that are ``kept``; the others are sliced."""
+    """Return results whose dims follow the ``kept`` dims of ``value``; the others are sliced, and follow none."""
     results = [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
     for d in range(len(value.dims)):
         if not kept(d):
@@ -237,13 +237,13 @@ def same_length(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def windowed(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims that a window of length 1 leaves alone, or that are not repeated."""
+    """Carry the dims over which the window has length 1 (pooling), or that are not repeated (``tile``)."""
     window = eqn.params.get("window_dimensions") or eqn.params.get("reps") or (1,) * len(operands[0].shape)
     return _keeping(program, eqn, operands[0], lambda d: window[d] == 1)
 
 
 def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims of source and operand that the window leaves alone."""
+    """Carry the dims of source and operand over which the window has length 1: the gradient of max pooling."""
     window, (src, value) = eqn.params["window_dimensions"], operands[:2]
     for d, n in enumerate(src.dims):
         if window[d] == 1:
@@ -254,7 +254,7 @@ def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]
 
 
 def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry every dim but the one that a scan, a sort or a reversal runs along."""
+    """Carry every dim but the one along which a cumulative sum, a sort or a split runs."""
     params = eqn.params
     # The parameter differs by primitive: cumsum and split say axis, sort says dimension; others use the last dim.
     named = [params[key] for key in ("axis", "dimension", "dimensions", "axes") if key in params]
@@ -269,7 +269,7 @@ def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list
 
 
 def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry every dim: where one that is reversed is split, each device swaps its shard with another."""
+    """Carry every dim; where a dim that is reversed is split, each device swaps its shard with another device."""
     value = operands[0]
     reversed_dims = [value.dims[d] for d in eqn.params["dimensions"]]
     exchanges = [Exchange("collective-permute", n, value.nbytes, value.dims) for n in reversed_dims]
@@ -278,7 +278,7 @@ def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Unite every dim but the one that is joined from slices."""
+    """Unite every dim of the operands but the one along which they are joined."""
     along = eqn.params["dimension"]
     first = operands[0]
     for other in operands:
@@ -292,7 +292,7 @@ def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def top_k(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry every dim but the last; XLA does not divide this work: it gathers the operand on every device."""
+    """Carry every dim but the last; the operand is needed whole, as XLA gathers it on every device for this."""
     value = operands[0]
     program.need_all(value, why="top_k")
     return [fresh(program, var, [*value.dims[:-1], None]) for var in eqn.outvars]
@@ -309,7 +309,7 @@ def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry every dim but the one that is sliced."""
+    """Carry every dim but the one along which the operand is cut into results."""
     axis, value = eqn.params["axis"], operands[0]
     program.slice_dim(value, axis, why="unstack")
     dims = [n for d, n in enumerate(value.dims) if d != axis]
@@ -405,7 +405,7 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[int | None, int | None]:
-    """Return the groups of the batch and of the channels of a convolution's result.
+    """Return the nodes of the batch and of the channels of a convolution's result, ``None`` for one that is new.
 
     A depthwise convolution has as many groups as channels, each with filters of its own: nothing is contracted. The
     gradient of its kernel has them in the place of the batch, and contracts the batch in the place of the channels.
@@ -431,7 +431,7 @@ def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[
 
 
 def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry batch dims of the indices and whole windows; a split dim that is looked up in needs an all-reduce."""
+    """Carry the dims of the indices and those taken whole; where an indexed dim is split, devices add results."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     embedding, indices = operands[:2]
     shape = eqn.outvars[0].aval.shape

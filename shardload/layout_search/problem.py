@@ -1,8 +1,9 @@
 """The planning problem: which mesh axis splits which dim group, and what operations cost then.
 
-A *dim group* is what a plan decides about. It merges the groups of the program that play the same part, such as the
-hidden dims of all layers of a transformer, and is a number here. Operations and weights are merged likewise: the size
-of the problem depends on how many different layers a model has, not on how many layers.
+A *dim group* is what a plan decides about: an axis splits all its dims or none. It merges the groups of the program
+that play the same part, such as the hidden dims of all layers of a transformer, and is a number here. Operations and
+weights are merged likewise: the size of the problem depends on how many different layers a model has, not on how many
+layers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardload.sharding.mesh import MeshSpec
 _LEAST_DECIDED_BYTES = 1 << 10
 """Bytes of the smallest variable whose dims may be split: seeds and scalars of layers are smaller."""
 _ROUNDS = 3
-"""Rounds of comparison: two groups count as alike if all operations up to this many steps away from them are."""
+"""How far groups are compared: two are alike if all operations up to this many steps away from each are alike."""
 Assignment = tuple[int | None, ...]
 """For each mesh axis, the dim group that it splits, or ``None``."""
 
@@ -43,7 +44,7 @@ class Hardware:
     link_bytes_per_s: float = 4.5e10
     """Bandwidth of an axis without an entry in ``axis_bytes_per_s``."""
     latency_s: float = 1e-6
-    """Least time of a collective, per step of a ring."""
+    """Seconds that each step of a collective takes at least; a ring of k devices takes k - 1 steps."""
     axis_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class Hardware:
 
     @classmethod
     def of(cls, given: Hardware | None) -> Hardware:
-        """Return the hardware that a caller gives; the default for ``None``."""
+        """Return the ``hardware`` argument of a caller, or the default for ``None``; raise if it is no `Hardware`."""
         if given is not None and not isinstance(given, cls):
             raise UsageError(
                 f"Cannot plan with hardware={given!r:.60}: expected a shardload.parallel.Hardware, such as "
@@ -74,16 +75,18 @@ class Hardware:
         return cls() if given is None else given
 
     def check(self, mesh: MeshSpec) -> None:
-        """Check that every axis with a bandwidth of its own is one of the mesh."""
+        """Raise unless the mesh has every axis that ``axis_bytes_per_s`` names."""
         if unknown := sorted(set(self.axis_bytes_per_s) - set(mesh.axes)):
-            raise LayoutError(f"Cannot plan on {mesh}: the hardware has a bandwidth for {unknown}, expected axes of it")
+            raise LayoutError(
+                f"Cannot plan on {mesh}: axis_bytes_per_s has a bandwidth for {unknown}, expected axes of the mesh"
+            )
 
     def rate_of(self, axis: str) -> float:
-        """Return the bandwidth of an axis."""
+        """Return the bandwidth of an axis in bytes per second."""
         return self.axis_bytes_per_s.get(axis, self.link_bytes_per_s)
 
     def exchange_s(self, kind: CollectiveKind, nbytes: float, *, axis: str, size: int) -> float:
-        """Return the seconds of a collective over an axis of k = ``size`` devices, by the bytes of its result on each.
+        """Return the seconds of a collective over k = ``size`` devices whose result has ``nbytes`` on each of them.
 
         An all-reduce moves 2(k-1)/k of the result, an all-gather (k-1)/k, a collective-permute all of it.
         """
@@ -98,18 +101,18 @@ class Hardware:
         return passes * (size - 1) * (nbytes / size / rate + self.latency_s)
 
     def compute_s(self, flops: float, nbytes: float) -> float:
-        """Return the seconds of work on one device: arithmetic and memory traffic one after the other."""
+        """Return the seconds of work on one device: those of arithmetic plus those of reading and writing memory."""
         return flops / self.flops_per_s + nbytes / self.memory_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingUse:
-    """The only lookup of rows of an embedding in a step."""
+    """How a step uses an embedding in which it looks up rows once."""
 
     dim: int
-    """The dim that indices count along."""
+    """The dim of the embedding that indices refer to."""
     nbytes: int
-    """Bytes of the embedding, and of its gradient, in the dtype that it is read in."""
+    """Bytes of the whole embedding, and of its gradient, in the dtype in which the step reads it."""
     rows_bytes: int
     """Bytes of the rows that the whole batch looks up."""
     index_bytes: int
@@ -126,16 +129,16 @@ class WeightKind:
     """The dim group of each dim, `UNSPLIT` where it has none."""
     trainable: bool
     pin: Spec | None
-    """The layout that the user has fixed."""
+    """The layout that the user has fixed, if any."""
     slots: tuple[Slot, ...]
     """The state of the optimizer for one variable."""
     members: tuple[int, ...]
     """Positions of the variables in `Traced.weights`."""
     embedding: EmbeddingUse | None = None
-    """The lookup of its rows, if that is all that a step does with it."""
+    """The lookup of rows, if a step looks up rows of the variable exactly once."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the variables and their slots can be split like this."""
+        """Whether the layout divides the variables evenly, and their slots where they must be."""
         return layout.divides(self.shape) and all(slot.allows(layout) for slot in self.slots)
 
     def slot_bytes(self, layout: Layout) -> float:
@@ -152,13 +155,13 @@ class WorkKind:
     flops: float
     nbytes: float
     exchanges: tuple[Exchange, ...]
-    """Exchanges whose ``group`` and ``dims`` are dim groups."""
+    """Collectives that a split causes; their ``group`` and ``dims`` are dim groups here."""
     count: int = 0
 
 
 @dataclass(slots=True)
 class Problem:
-    """Dim groups, weights and work on one mesh."""
+    """What the solver decides about and what it costs: dim groups, weights and work, for one mesh."""
 
     mesh: MeshSpec
     hardware: Hardware
@@ -166,14 +169,14 @@ class Problem:
     dim_group_of: Mapping[int, int]
     """The dim group of each group of the program."""
     length: Mapping[int, int]
-    """The length of each dim group, which the number of devices that split it must divide: the greatest common divisor
-    of its dims."""
+    """Greatest common divisor of the lengths of each dim group's dims; the number of devices that split it divides
+    this."""
     weights: tuple[WeightKind, ...]
     work: tuple[WorkKind, ...]
     conflicts: frozenset[frozenset[int]]
-    """Pairs of dim groups that occur together in one tensor."""
+    """Pairs of dim groups that one tensor has: an axis can split only one of them."""
     pinned: Mapping[str, int]
-    """The dim group of the batch, by the axis that splits it under every plan."""
+    """The axis that splits the batch under every plan, with the dim group of the batch; empty if it does not divide."""
     update_bytes: int = 0
     """Bytes that the optimizer's update needs on every device, as in `OptimizerMemory`."""
     candidates: tuple[tuple[int, str], ...] = ()
@@ -181,7 +184,7 @@ class Problem:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def assignments(self, dim_groups: Sequence[int]) -> Iterator[Assignment]:
-        """Yield every way to split ``dim_groups``: for each axis one of them, or none."""
+        """Yield every way to split ``dim_groups``: each axis splits one of them, or none."""
         allowed = set(self.candidates)
         choices: list[list[int | None]] = []
         for axis in self.mesh.axes:
@@ -200,7 +203,7 @@ class Problem:
         )
 
     def exchange_s(self, exchange: Exchange, assignment: Assignment) -> tuple[float, float]:
-        """Return the seconds that an exchange takes under an assignment, and the bytes of its results."""
+        """Return the seconds that a collective takes under an assignment, and the bytes of its result per device."""
         seconds = moved = 0.0
         for i, axis in enumerate(self.mesh.axes):
             if assignment[i] != exchange.group:
@@ -215,7 +218,7 @@ class Problem:
         return seconds, moved
 
     def work_s(self, work: WorkKind, assignment: Assignment) -> float:
-        """Return the seconds that one of these operations takes, with its exchanges."""
+        """Return the seconds that one operation of this kind takes under an assignment, with its collectives."""
         parts = self.shard_count(work.dim_groups, assignment)
         compute = self.hardware.compute_s(work.flops / parts, work.nbytes / parts)
         return compute + sum(self.exchange_s(e, assignment)[0] for e in work.exchanges)
@@ -278,7 +281,7 @@ def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, s
 
 
 def _dim_groups(traced: Traced) -> dict[int, int]:
-    """Number the dim groups: two groups are in one if operations and weights see them alike.
+    """Return the number of the dim group of each group: one number for groups that operations and weights use alike.
 
     This is colour refinement on the graph of groups, weights and operations, for `_ROUNDS` rounds. Groups
     that are alike but meet in one tensor are kept apart.
@@ -314,7 +317,7 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
 
 
 def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Return the groups of an operation, and all other properties in which it may differ from another."""
+    """Return the groups of an operation's dims, and all its other properties, which are equal for operations alike."""
     dims = [program.group(n) for n in op.dims]
     exchanges = []
     for e in op.exchanges:

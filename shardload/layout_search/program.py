@@ -1,4 +1,4 @@
-"""A traced program, reduced to dims: which must be split alike, and what devices exchange when one is split.
+"""A traced program, reduced to dims: which of them must be split alike, and which collectives a split would cause.
 
 Dims of values that an operation maps onto each other form one *group*: splitting one over a mesh axis splits them all.
 The hidden dim of a feed-forward layer is one group, with a dim of two kernels, a bias and an activation:
@@ -8,8 +8,8 @@ The hidden dim of a feed-forward layer is one group, with a dim of two kernels, 
 
 `Program` collects groups (a union-find over dims), operations with their work, and the communication that a split of a
 group would cause: contracting a split dim needs an all-reduce of the result, an operation that needs a dim whole an
-all-gather of its operand. Dims of length 1 belong to no group. Nothing here knows a mesh except by the sizes of its
-axes, which decide whether a dim can follow another through a reshape.
+all-gather of its operand. Dims of length 1 belong to no group. Of the mesh, only the sizes of its axes are known here:
+they decide whether a dim can follow another through a reshape.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Value:
     shape: tuple[int, ...]
     itemsize: int
     dims: tuple[int, ...]
-    """A node of the union-find for each dim, `UNSPLIT` where its length is 1."""
+    """For each dim its node, which `Program.group` maps to its group; `UNSPLIT` where its length is 1."""
     view_of: Value | None = None
-    """The value whose buffer this one shares, after reshapes and transposes."""
+    """The value whose buffer this one shares, being a reshape or transpose of it."""
     born: int = 0
     last_use: int = 0
     stored: bool = False
     """Whether the value needs a buffer of its own; an intermediate of a fused operation does not."""
     recomputed: bool = False
-    """Whether it is a constant or a broadcast, which XLA makes again wherever it is read."""
+    """Whether it is a constant or a broadcast, which XLA computes again wherever it is read instead of storing it."""
     cast_of: Value | None = None
-    """The value before its conversion to the dtype of this one."""
+    """The value that this one is a conversion of, to another dtype."""
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,7 @@ class Value:
 
     @property
     def origin(self) -> Value:
-        """The value before casts and views that keep its shape: the weight behind its cast to the compute dtype."""
+        """The value before any casts and views that keep the shape, such as the weight before its cast to bfloat16."""
         before = self.view_of if self.cast_of is None else self.cast_of
         return self if before is None or before.shape != self.shape else before.origin
 
@@ -64,23 +64,23 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective that devices perform among themselves when ``group`` is split."""
+    """A collective that an operation needs if ``group`` is split."""
 
     kind: CollectiveKind
     group: int
     nbytes: int
-    """Bytes of the result over all devices: other axes may split it further, by ``dims``. A
-    collective-permute counts all shards."""
+    """Bytes of the result over all devices; on each device, they are fewer if axes split its ``dims``. Those of a
+    collective-permute count all shards."""
     dims: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Work of one kind on the same dims."""
+    """Arithmetic and memory traffic of one primitive, which a split of its dims divides over devices."""
 
     name: str
     dims: tuple[int, ...]
-    """Nodes of every dim that divides the work."""
+    """Nodes of all dims whose split divides the work."""
     flops: float
     nbytes: float
     """Bytes written to memory over all devices."""
@@ -89,11 +89,11 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Rows that are looked up in an embedding."""
+    """A lookup of ``rows`` in an embedding."""
 
     embedding: Value
     dim: int
-    """The dim of the embedding that indices count along."""
+    """The dim of the embedding that indices refer to."""
     indices: Value
     rows: Value
 
@@ -107,13 +107,13 @@ class Program:
     operations: list[Operation] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     tensors: set[tuple[int, ...]] = field(default_factory=set)
-    """Dims of every value that has several: a mesh axis can split one of them."""
+    """Dims of every value with several dims, of which a mesh axis can split only one."""
     lookups: list[Lookup] = field(default_factory=list)
     sliced: set[int] = field(default_factory=set)
-    """Nodes of dims that an operation slices, or joins from slices. If one were split over devices, XLA would move
-    slices back and forth in ways that no cost foresees, so a search splits none."""
+    """Nodes of dims that an operation slices, or joins from slices. A search splits none of them: XLA would move slices
+    between devices in ways that the cost model does not know."""
     members: dict[int, int] = field(default_factory=dict)
-    """Nodes of all heads, by the group of a dim that counts groups of heads. Both are split together."""
+    """Group of a dim that counts groups of heads → node of all heads (grouped-query attention); both split together."""
     unknown: Counter[str] = field(default_factory=Counter)
     """Primitives without a rule, with how often each occurs."""
     clock: int = 0
@@ -133,7 +133,7 @@ class Program:
         return node
 
     def length(self, node: int) -> int:
-        """Return the greatest common divisor of the lengths of a group's dims: what a split must divide."""
+        """Return the greatest common divisor of the lengths of a group's dims; the number of parts must divide it."""
         return 1 if node == UNSPLIT else self._length[self.group(node)]
 
     def unite(self, first: int, second: int) -> int:
@@ -156,7 +156,7 @@ class Program:
             self.unite(a, b)
 
     def node(self, length: int) -> int:
-        """Return a new dim's node."""
+        """Return a new node, for a dim of this length."""
         if length == 1:
             return UNSPLIT
         self._parent.append(len(self._parent))
@@ -164,7 +164,7 @@ class Program:
         return len(self._parent) - 1
 
     def any_length(self) -> int:
-        """Return the node of a dim of a broadcast or a constant, which any length divides."""
+        """Return a new node for a dim of a broadcast or a constant, which may be split into any number of parts."""
         return self.node(0)  # gcd(0, n) is n
 
     def value(
@@ -190,19 +190,19 @@ class Program:
         return made
 
     def store(self, *values: Value) -> None:
-        """Note that values need buffers."""
+        """Record that values need buffers, so they count as activations while they are alive."""
         for value in values:
             value.root.stored = True
 
     def keep_for_later(self, boundary: int) -> None:
-        """Note that values from before a moment that are read after it need buffers: what the backward pass uses."""
+        """Record that values made up to ``boundary`` and read after it need buffers: those that backward uses."""
         for value in self.values:
             # Views share their root's buffer, and what is recomputed needs none.
             if value.view_of is None and not value.recomputed and value.born <= boundary < value.last_use:
                 value.stored = True
 
     def use(self, *values: Value) -> None:
-        """Note that an operation reads values now."""
+        """Record that the current operation reads values, so their buffers live at least until now."""
         for value in values:
             value.root.last_use = self.clock
 
@@ -216,7 +216,7 @@ class Program:
         self.operations.append(Operation(name, tuple(dims), flops * n, nbytes * n, grown))
 
     def need_whole(self, value: Value, dim: int, *, why: str) -> None:
-        """Record that an operation needs a dim whole: where split, the value is gathered first."""
+        """Record that an operation needs a dim whole: if the dim is split, the value is gathered first."""
         if value.dims[dim] != UNSPLIT:
             gather = Exchange("all-gather", value.dims[dim], value.nbytes, value.dims)
             self.work(why, value.dims, exchanges=(gather,))
@@ -229,11 +229,11 @@ class Program:
                 self.work(why, value.dims, exchanges=(gather,))
 
     def heads_of(self, groups: int) -> int | None:
-        """Return the node of all heads for a dim that counts groups of them, from `members`."""
+        """Return the node of all heads, given the node of a dim that counts groups of heads; see `members`."""
         return self.members.get(self.group(groups))
 
     def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
-        """Return the bytes that devices add up where a dim is split that an operation sums over.
+        """Return the bytes of the all-reduce that an operation needs if a dim that it sums over is split.
 
         Grouped-query attention sums gradients over the heads of each group of them. Where the heads are split over more
         devices than there are groups, the devices that share a group add up its part only.
@@ -249,13 +249,13 @@ class Program:
         self.mark_sliced(value.dims[dim])
 
     def mark_sliced(self, node: int) -> None:
-        """Note that a dim consists of slices, or is one."""
+        """Record that a dim is joined from slices, or is a slice, so that a search does not split it."""
         if node != UNSPLIT:
             self.sliced.add(node)
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Record what follows as the body of a loop."""
+        """Count operations recorded inside the block ``times`` times, as the body of a loop."""
         # Nested loops multiply.
         before, self._repeat = self._repeat, self._repeat * max(times, 1)
         try:

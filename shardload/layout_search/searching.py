@@ -1,4 +1,4 @@
-"""Search the layouts of a model: on a mesh, or on the smallest mesh on which a step fits.
+"""Search layouts for a model: on a given mesh, or on the smallest mesh on which a step fits.
 
 options ─► checked inputs ─► LayoutSearch: traced once ─► .on(mesh, limit) ─► LayoutPlan
 1x1, 1x2, 2x1, … ─► the smallest that fits
@@ -35,7 +35,7 @@ from shardload.typing import LayoutMap, MeshLike
 from shardload.units import check_kind
 
 BATCH_PER_POSITION = 8
-"""Rows of the default batch for each position of the batch axis."""
+"""Rows of the default batch for each device along the batch axis."""
 MAX_DEVICES = 4096
 """The most devices that the search for the smallest mesh tries."""
 
@@ -97,10 +97,10 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
 
 
 class MeshSearch:
-    """A search on one mesh, under one limit after another."""
+    """A search on one mesh, whose memory limit may change from call to call."""
 
     def __init__(self, caller: str, model: Any, mesh: MeshLike | MeshSpec, options: SearchOptions) -> None:
-        """Check the options of `search`, given to a function ``caller``, and trace the step."""
+        """Check the options of `search`, and trace the step; ``caller`` is the public function that errors name."""
         check_options(caller, options, SearchOptions)
         check_built(model)
         self.mesh = mesh_spec(mesh)
@@ -111,7 +111,7 @@ class MeshSearch:
         self.step = traced_step(model, self.mesh, options, rows=rows)
 
     def within(self, limit: int | None) -> LayoutPlan:
-        """Return the best plan for a limit of the memory of each device."""
+        """Return the best plan that needs at most ``limit`` bytes on each device."""
         return self.step.on(self.mesh, device_memory_bytes=limit, pins=self.pins, batch_axis=self.batch_axis)
 
 
@@ -129,7 +129,7 @@ def traced_step(model: Any, mesh: MeshSpec, options: StepOptions, *, rows: int) 
 
 
 class LayoutSearch:
-    """Searches for the layouts of one step of a model, which is traced once for all meshes and limits."""
+    """Searches layouts for one step of a model; JAX records the step once for all meshes and limits."""
 
     def __init__(
         self,
@@ -248,28 +248,30 @@ def smallest_mesh_plan(search: LayoutSearch, device_memory_bytes: int, max_devic
 
 
 def check_options(caller: str, options: Mapping[str, Any], known: type[StepOptions]) -> None:
-    """Refuse options that a public function does not have."""
+    """Raise if ``options`` has a name that the public function ``caller`` does not take."""
     names = known.__annotations__
     if unknown := [name for name in options if name not in names]:
         raise UsageError(f"{caller}() has no argument {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
 
 
 def batch_axis_of(mesh: MeshSpec, given: str | None) -> str:
-    """Return the axis that splits the batch; by default the mesh's."""
+    """Return the axis that splits the batch: the one that the caller gives, else `MeshSpec.batch_axis`."""
     if given is not None and not (isinstance(given, str) and given in mesh.axes):
-        raise LayoutError(f"Cannot split the batch over {given!r}: the mesh {mesh} has no such axis")
+        raise LayoutError(
+            f"Cannot split the batch over {given!r}: the mesh {mesh} has no such axis. Use one of its axes"
+        )
     return mesh.batch_axis if given is None else given
 
 
 def check_positive(**numbers: Any) -> None:
-    """Check arguments that are positive integers, or ``None``."""
+    """Raise unless each of these arguments is a positive integer or ``None``."""
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
             raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")
 
 
 def check_built(model: Any) -> None:
-    """Check that a model has variables to plan."""
+    """Raise unless a model is built, so that it has variables to plan for."""
     check_model(model, to="plan")
     # Keras counts a subclassed model as built after build(), even if its layers have to be called first.
     is_empty = not model.variables and any(not layer.built for layer in getattr(model, "layers", ()))

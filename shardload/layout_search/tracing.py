@@ -31,25 +31,25 @@ _DEFAULT_SEQUENCE = 512
 """Length of dims that a model leaves open, where the caller does not give inputs."""
 
 _MOST_INPUTS = 16
-"""Inputs that a plan or an error lists."""
+"""The most inputs whose shapes a plan or an error lists."""
 
 _OTHER_INPUTS = "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
 _VALUES_NEEDED = (
     "Its call reads values of tensors (float(), if, NumPy), but a search has only shapes. Use keras.ops (where, cond), "
     "which jit_compile=True needs as well"
 )
-"""The ways out where a model cannot be traced."""
+"""What an error about a model that cannot be traced advises: this one if its call reads values, else the one above."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A model's program, and its arguments."""
+    """A model's program for meshes with axes of certain sizes, and which of its values are weights."""
 
     program: Program
     weights: tuple[tuple[Any, Value], ...]
     """Every variable of the model with its value in the program."""
     batch: tuple[int, ...]
-    """Nodes of the first dims of the inputs, without those of one row."""
+    """Nodes of the first dims of the inputs, but for inputs that have one row."""
     training: bool
 
 
@@ -82,12 +82,12 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
 
 
 def _spec(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return a shape and a dtype as JAX would store it: from 0.12 on, it warns of 64 bits unless x64 is enabled."""
+    """Return a shape with the dtype that JAX stores: it warns of 64-bit dtypes from 0.12 on unless x64 is enabled."""
     return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def rows_of(inputs: Any) -> set[int]:
-    """Return the lengths of the first dims of inputs."""
+    """Return the lengths that the first dims of all inputs have."""
     return {leaf.shape[0] for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())}
 
 
@@ -137,7 +137,7 @@ class Recorded:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, which spent a quarter of a search on objects that are all still in use."""
+    """Pause Python's garbage collector in the block: it took a quarter of a search and found nothing to free."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -169,7 +169,7 @@ def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mappin
     leaves, structure = jax.tree.flatten(specs)
     if any(0 in getattr(leaf, "shape", ()) for leaf in leaves):
         raise LayoutError(
-            f"Cannot trace {model.name!r} on inputs {input_summary(specs[0])}: a dim is 0, expected examples"
+            f"Cannot trace {model.name!r} on inputs {input_summary(specs[0])}: a dim has length 0, expected at least 1"
         )
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     step = _step(model, leaves, structure, training=training)
@@ -194,7 +194,7 @@ def input_summary(inputs: Any) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the line of an error that names the cause. Keras puts a line about the place before it."""
+    """Return the line of an error that names the cause, which follows Keras' line about the layer that raised it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and lines[0].startswith("Exception encountered when calling") and len(lines) > 1:
         del lines[0]
@@ -202,7 +202,7 @@ def reason_of(error: Exception) -> str:
 
 
 def trace(recorded: Recorded, *, divisors: tuple[int, ...]) -> Traced:
-    """Read a recorded program into groups of dims and operations."""
+    """Turn a recorded program into groups of dims and operations; ``divisors`` are the sizes of the mesh axes."""
     program = Program(divisors)
     values = arguments_of(program, recorded.closed)
     weights = tuple(zip(recorded.variables, values, strict=False))
@@ -257,7 +257,7 @@ _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def read_program(program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequence[Value]) -> list[Value]:
-    """Read a program with the given arguments, and return the values of its results."""
+    """Add the equations of a recorded program to ``program``, and return the values of its results."""
     if isinstance(jaxpr, ClosedJaxpr):
         arguments = [*(program.value(c.shape, getattr(c.dtype, "itemsize", 8)) for c in jaxpr.consts), *arguments]
         jaxpr = jaxpr.jaxpr
@@ -301,7 +301,7 @@ def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Val
 
 
 def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Enter the body once; the dims of the carry are the same before and after, that of the steps is whole."""
+    """Read the body once; the carry is split alike before and after it, and the dim that is scanned must be whole."""
     params = eqn.params
     if "num_consts" in params:
         n_consts, n_carry = params["num_consts"], params["num_carry"]
@@ -327,7 +327,7 @@ def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Enter the body once: how often it runs is not known before it runs."""
+    """Read the body, and count it once: how often it runs is not known before it runs."""
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     carry = operands[n_cond + n_body :]
@@ -340,7 +340,7 @@ def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def _cond(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Enter every branch: the results of all branches are split alike."""
+    """Read every branch, and unite the dims of their results, which are split alike."""
     # The first operand chooses the branch. All branches count, as if they all ran.
     per_branch = [read_program(program, branch, operands[1:]) for branch in eqn.params["branches"]]
     for results in per_branch[1:]:

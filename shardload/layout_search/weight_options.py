@@ -1,4 +1,4 @@
-"""The layouts that a kind of weights can have, and what each costs: memory, gathers, and moves of the batch.
+"""The layouts that a kind of weights can have, and what each costs: memory, gathers, and moving the batch.
 
 A weight is split as the operations that read it are, and axes that do not split its use may still split its storage:
 devices then gather it for use, as in fully sharded data parallelism.
@@ -10,7 +10,8 @@ An embedding that a step only looks up in has one layout more, in which the batc
     rows split over model, batch   the batch is moved to the rows: every device looks the whole batch up in its rows,
                                    and results are added up; backward, the gradients of the results are gathered
 
-The second moves fewer bytes for few tokens and many words. XLA does it by itself wherever rows have that layout.
+The second moves fewer bytes if the vocabulary is large and a batch has few tokens. XLA does it by itself wherever rows
+have that layout.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from shardload.layout_search.program import CollectiveKind
 from shardload.sharding.layout import Layout, Spec
 
 LEAST_STORED_BYTES = 1 << 16
-"""Bytes of the smallest variable that is stored split where its use needs it whole: below, a gather costs more than it
-saves. Where nothing fits otherwise, smaller ones are stored split too (`Demand.small`)."""
+"""Bytes of the smallest variable that may be split in storage and gathered before use: for smaller ones, the gather
+costs more than it saves. They are stored split only where nothing fits otherwise (`Demand.small`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class WeightOption:
     assignment: Assignment
     """The dim group that each axis splits, in the weight and in the operations that read it."""
     stored: tuple[tuple[str, int], ...]
-    """Axes that only split the storage, with the dim: the weight is gathered for use."""
+    """(axis, dim) pairs: the axis splits this dim of the weight in storage only; the weight is gathered before use."""
     moved: str = ""
-    """The batch axis if it splits the rows of an embedding, too: the batch is moved to them."""
+    """The batch axis if it also splits the rows of an embedding, so that the batch is moved to the rows; else empty."""
 
 
 def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
@@ -91,20 +92,20 @@ def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Co
 
 @dataclass(frozen=True, slots=True)
 class WeightExchange:
-    """An exchange for one weight: a gather of what is stored split, or a change that comes with moving the batch."""
+    """Collectives for one weight: a gather of one that is stored split, or what moving the batch adds or saves."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     count: int
-    """Number of times in a step; negative for an exchange that falls away, as are its bytes and seconds."""
+    """How often a step runs the collective; negative, as are bytes and seconds, for one that is saved."""
     nbytes: float
     """Bytes of the result on each device."""
     seconds: float
-    """Seconds of all of them."""
+    """Seconds of all ``count`` runs."""
 
 
 def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption) -> Iterator[WeightExchange]:
-    """Yield the exchanges for one weight; XLA gathers dim by dim, the last one first, each over all axes of the dim."""
+    """Yield the collectives for one weight; XLA gathers one dim after the other, the last first, over all its axes."""
     if option.moved:
         yield from batch_move(problem, weight, option.assignment, option.moved)
     hardware, sizes = problem.hardware, problem.sizes
@@ -122,7 +123,7 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
 
 
 def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> str | None:
-    """Return the batch axis if moving the batch to the rows of an embedding is possible and takes less time."""
+    """Return the batch axis if moving the batch to the rows of an embedding is possible and saves time."""
     embedding = weight.embedding
     if embedding is None or not (weight.trainable and problem.traced.training) or len(problem.pinned) != 1:
         return None
@@ -137,7 +138,7 @@ def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) ->
 
 
 def batch_move(problem: Problem, weight: WeightKind, assignment: Assignment, axis: str) -> Iterator[WeightExchange]:
-    """Yield how the exchanges of an embedding change if the batch, split over ``axis``, is moved to its rows."""
+    """Yield the collectives that are added or saved if the batch, split over ``axis``, moves to an embedding's rows."""
     embedding = weight.embedding
     assert embedding is not None
 

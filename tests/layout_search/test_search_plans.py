@@ -513,7 +513,7 @@ def test_the_batch_that_a_model_fixes_is_planned_for_and_none_is_refused():
             use(model, MESH, batch=16)
     with pytest.raises(LayoutError, match=r"with batch=16: its inputs are float32\[6, 64\]"):
         search(model, MESH, inputs=np.zeros((6, 64), "float32"), batch=16)
-    with pytest.raises(LayoutError, match=r"on inputs float32\[0, 64\]: a dim is 0"):
+    with pytest.raises(LayoutError, match=r"on inputs float32\[0, 64\]: a dim has length 0"):
         search(keras.Sequential([keras.Input((64,)), *layers]), MESH, inputs=np.zeros((0, 64), "float32"))
 
 
