@@ -1,4 +1,4 @@
-"""The one comparison of results: which differences rounding explains.
+"""Compare results of a sharded model with those of one device: which differences does rounding explain?
 
 The tolerance follows from the arithmetic. Devices add partial sums in another order, so intermediate results are
 rounded differently. How far that moves a result depends on the model: depth, cancellation, gradients that are zero in
@@ -33,13 +33,13 @@ from shardload.keras_bridge.model_state import own_layers
 from shardload.units import plural
 
 _ROUNDINGS = 8
-"""Sum of 64 independent roundings, in units of one of them: they add up like a random walk."""
+"""Size of the sum of 64 independent roundings, in units of one rounding: they add up like a random walk."""
 _SAMPLES = 3
-"""Movements of the weights: a single one of a single number, such as a loss, may happen to be small."""
+"""How often weights are moved to measure rounding: one movement alone may hardly change a number such as a loss."""
 _MOST_SAMPLES = 15
-"""Movements where the first ones do not explain a difference. Rounding can move an activation across the kink of
-a ReLU, or change which entry a maximum takes: a gradient then jumps, and Adam turns a gradient that was zero into a
-whole step. Few movements cross a given kink; of fifteen that reach it some do."""
+"""How often weights are moved where `_SAMPLES` times do not explain a difference. Rounding can move an activation
+across the kink of a ReLU, or change which entry a maximum takes: a gradient then jumps, and Adam turns a gradient that
+was zero into a whole step. A movement rarely crosses a given kink; of fifteen, some do."""
 
 _Doubles: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -69,7 +69,7 @@ class ComparedArray:
 
     @property
     def share(self) -> float:
-        """The difference as a share of what rounding explains."""
+        """The largest difference as a fraction of the difference that rounding explains."""
         return self.max_abs / self.allowed if self.allowed else (math.inf if self.max_abs else 0.0)
 
     @property
@@ -122,7 +122,7 @@ class Compared:
 
     arrays: tuple[ComparedArray, ...]
     movements: int
-    """Number of measurements of rounding."""
+    """How often rounding was measured by moving the weights."""
 
 
 def compare_all(
@@ -158,7 +158,7 @@ def compare_all(
 def compare(
     name: str, result: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1
 ) -> ComparedArray:
-    """Compare a result with that of one device, and with those that it computes from `nudged` values."""
+    """Compare a result with the one device's, ``expected``; ``moved`` are its results from `nudged` values."""
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
     if not jnp.issubdtype(expected.dtype, jnp.floating):

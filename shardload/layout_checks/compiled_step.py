@@ -38,7 +38,7 @@ from shardload.transfer.placement import named_sharding
 from shardload.units import check_no_iterator, format_bytes, plural
 
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Options of XLA for CPU: the machine code is never run, and partitioning and buffers are decided before it."""
+"""Options of XLA for CPU: optimise no machine code, as it is never run; memory and collectives are decided before."""
 _WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
 
 
@@ -131,7 +131,7 @@ class CompiledStep:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Instructions of each kind: ``{"all-reduce": 4}``."""
+        """Number of collective instructions of each kind: ``{"all-reduce": 4}``."""
         return dict(Counter(found.kind for found in self.collectives))
 
     def fits(self, device_bytes: int) -> bool:
@@ -168,7 +168,7 @@ class CompiledStep:
         )
 
     def for_plan(self) -> CompiledCheck:
-        """Return what a plan records of this step."""
+        """Return the results in the form in which a plan stores them."""
         totals: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for one in self.collectives:
             count, nbytes = totals[one.kind]
@@ -184,7 +184,7 @@ class CompiledStep:
         )
 
     def summary(self) -> str:
-        """Return a few lines for people."""
+        """Return a few lines of text: bytes on each device, and the collectives, largest first."""
         lines = [
             f"{_WORDS[self.kind]} on {self.mesh}, compiled for {self.platform} in {self.compile_s:.1f} s",
             f"each device: {format_bytes(self.total_bytes)} (arguments {format_bytes(self.argument_bytes)}, outputs "
@@ -200,7 +200,7 @@ class CompiledStep:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for programs; bytes per device."""
+        """Return an object for `json.dumps`; bytes are those of one device."""
         skipped = ("mesh", "collectives", "notes")
         return {
             "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
@@ -213,7 +213,7 @@ class CompiledStep:
 
 
 def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...]:
-    """Return one device per mesh position."""
+    """Return one device per mesh position: the caller's ``devices``, else JAX's first ones."""
     found = device_list(devices) or tuple(jax.devices()[: mesh.size])
     if len(found) != mesh.size:
         raise MeshError(
@@ -252,7 +252,7 @@ def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any
 
 
 def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return keyword arguments that are (structures of) arrays, and the others, which a program has built in."""
+    """Separate keyword arguments that are (structures of) arrays from the others, which are compiled into a program."""
     if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or {}):
         raise UsageError(f"Cannot use kwargs={kwargs!r:.60}: expected a dictionary of keyword arguments of call")
     found = dict(kwargs or {})
@@ -302,7 +302,7 @@ def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: S
 
 
 def _float32_bytes(specs: Any) -> int:
-    """Bytes on one device of the arrays in float32."""
+    """Return the bytes that all float32 arrays together have on one device."""
     leaves = [leaf for leaf in jax.tree.leaves(specs) if leaf.dtype == np.float32]
     return sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 

@@ -85,7 +85,7 @@ class Collective:
     count: int = 1
     """Executions in one step: in a loop as often as its body runs."""
     inside: _Inside = ""
-    """``loop``: in a loop of unknown length, counted once; ``branch``: may not run at all."""
+    """``loop``: it is in a loop of unknown length, and counted once; ``branch``: it is in a branch that may not run."""
     source: str = ""
     """The operation of the model that it belongs to, as JAX names it; empty if XLA added it."""
 
@@ -219,7 +219,7 @@ def _bits(dtype: str) -> int:
 
 
 def collective_json(found: Collective) -> dict[str, Any]:
-    """Return a collective as an object for programs."""
+    """Return a collective as an object for `json.dumps`."""
     fields = {name: getattr(found, name) for name in Collective.__slots__}
     return fields | {"axes": list(found.axes), "total_bytes": found.total_bytes}
 

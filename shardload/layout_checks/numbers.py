@@ -35,7 +35,7 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, is_function, plural
 
 _MOST_LINES = 5
-"""Differences that an error or a summary lists."""
+"""The most differences that an error or a summary lists."""
 
 
 def check_numbers(
@@ -124,13 +124,13 @@ class NumbersCheck:
     comparisons: tuple[ComparedArray, ...]
     misplaced: tuple[Misplaced, ...]
     variables: int
-    """Variables whose shards were compared with the plan."""
+    """Number of variables whose shards were compared with the plan."""
     device_bytes: int
     """Bytes of these variables on each device, as planned."""
     found_device_bytes: Mapping[int, int]
-    """Bytes that their shards take, by the id of the device."""
+    """Bytes that the shards of these variables take, by the id of the device."""
     movements: int = 3
-    """Number of measurements of rounding: 3, or 15 where the first three did not explain a difference."""
+    """How often rounding was measured: 3 times, or 15 where the first three did not explain a difference."""
 
     @property
     def wrong(self) -> tuple[ComparedArray, ...]:
@@ -140,14 +140,14 @@ class NumbersCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether everything agrees."""
+        """Whether all results agree with one device, and all shards are where the plan puts them."""
         return not self.wrong and not self.misplaced
 
     def raise_if_wrong(self) -> NumbersCheck:
-        """Return this check if everything agrees.
+        """Raise if a result or a shard is wrong; otherwise return this check.
 
         Raises:
-            DisagreementError: Otherwise, with the largest differences and the misplaced variables.
+            DisagreementError: With the largest differences and the misplaced variables.
         """
         if self.ok:
             return self
@@ -173,7 +173,7 @@ class NumbersCheck:
             yield f"{len(self.misplaced)} of {plural(self.variables, 'variable')} are not where they were planned"
 
     def for_plan(self) -> ComparedNumbers:
-        """Return what a plan records of this check."""
+        """Return the results in the form in which a plan stores them."""
         return ComparedNumbers(
             len(self.comparisons),
             tuple(c.name for c in self.wrong),
@@ -185,7 +185,7 @@ class NumbersCheck:
         )
 
     def summary(self) -> str:
-        """Return a few lines for people."""
+        """Return a few lines of text: the verdict, and for each kind of result the largest difference."""
         verdict = "NOT COMPARABLE with" if self.wrong else "equal to"
         if any(c.differs for c in self.wrong):
             verdict = "DIFFERENT from"
@@ -204,7 +204,7 @@ class NumbersCheck:
         return "\n".join([*lines, *(f"  {found}" for found in (*shown, *self.misplaced[:_MOST_LINES]))])
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for programs."""
+        """Return an object for `json.dumps`."""
         return {
             "mesh": dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)),
             "ok": self.ok,
@@ -224,7 +224,7 @@ class NumbersCheck:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A variable's array in the sharded run."""
+    """The array that a variable has after the sharded run, and the layout that it should have."""
 
     key: int
     """``id`` of the variable."""
@@ -263,7 +263,7 @@ def _outcome(
     steps: int,
     terms: int = 1,
 ) -> _Outcome:
-    """Run a step on one device and sharded; the loss is a sum of ``terms`` elements."""
+    """Run a step sharded and on one device, and compare the results; the loss adds up ``terms`` elements."""
     with program_for(training=training) as program:
         # An optimizer that was built for this check has initial slots.
         slots = program.variables.get("optimizer", ())
@@ -296,7 +296,7 @@ def _outcome(
 
 
 def _run(program: StepProgram, step: Callable[..., Any], state: State, batch: Any, *, steps: int) -> _Results:
-    """Run a step, and name everything that it returns."""
+    """Run a step ``steps`` times, and return all it computes by name, such as ``gradient of dense/kernel``."""
     paths = {name: numbered(v.path for v in found) for name, found in program.variables.items()}
     if program.kind == "forward":
         outputs: dict[str, Any] = {}

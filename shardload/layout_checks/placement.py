@@ -36,9 +36,9 @@ class Misplaced:
     found: str
     """The actual sharding, as text."""
     planned_bytes: int
-    """Bytes on each device."""
+    """Bytes of the variable that each device should have."""
     found_bytes: int
-    """Bytes on the device with most."""
+    """Bytes of the variable on the device that has most of it."""
 
     def __str__(self) -> str:
         return (
@@ -107,7 +107,7 @@ def bytes_by_device(arrays: Iterable[Any]) -> dict[Any, int]:
 # ---- the setup of a wrapper: where its variables are, and what it computes ---------------------------
 
 SAMPLE_BATCH, SAMPLE_LENGTH = 2, 8
-"""Lengths of the open dims of a sample: its first dim, and every other."""
+"""Lengths of the open dims of sample inputs: of the first dim, and of every other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,21 +38,21 @@ from shardload.transfer.placement import named_sharding
 StepKind = Literal["forward", "gradients", "training"]
 State = dict[str, list[Any]]
 _Run = Callable[..., tuple[Any, list[Any], Any]]
-"""`run_forward` of one model."""
+"""`run_forward` of one model: takes state and inputs, returns outputs, non-trainable values and added losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """A function of values and a batch, and where the values belong."""
+    """A step as a function of state and batch, with the variables that the values of the state belong to."""
 
     kind: StepKind
     function: Callable[[State, Mapping[str, Any]], Any]
     variables: Mapping[str, Sequence[Any]]
-    """Keras' variables, whose values the state has."""
+    """The Keras variables whose values the state has, under the same keys and in the same order."""
     layouts: Mapping[str, Sequence[Layout]]
-    """The layout of each variable."""
+    """The layout of each of these variables."""
     fixed: frozenset[int] = frozenset()
-    """``id`` of state whose dtype does not follow that of the model."""
+    """``id`` of variables that keep their dtype in a 16-bit model, such as the step counter."""
     float32_update_bytes: int = 0
     """Bytes that the optimizer needs during its update, in float32 even if the model is 16-bit."""
 
@@ -89,7 +89,7 @@ def program_of(
     devices: Sequence[Any],
     on_mesh: bool = True,
 ) -> Iterator[StepProgram]:
-    """Make a program of a built model, abstract or not; it can be traced inside the block only.
+    """Yield the step of a built model, with or without values, as a program that can be traced in the block only.
 
     ``training`` is ``None`` for inference, ``"gradients"``, or an optimizer or the name of one: one that is not built
     yet is built without values, and as it was afterwards. ``static`` has the arguments of ``call`` that are not arrays.
@@ -135,7 +135,7 @@ def program_of(
 
 
 def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
-    """Return a function whose errors, of any kind, name what it was called with: it runs the user's own code."""
+    """Wrap a function that runs the user's own code, so that its errors say what was done with which shapes."""
 
     def called(first: Any, given: Any, **kwargs: Any) -> Any:
         try:
@@ -179,7 +179,7 @@ def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
 
 
 def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], optimizer: Any = None) -> Callable[..., Any]:
-    """Return the function of a training step, or without an optimizer that of loss and gradients."""
+    """Return a function that makes a training step or, without an optimizer, computes loss and gradients."""
 
     def of(trainable: list[Any], state: State, batch: Mapping[str, Any]) -> Any:
         # `value_and_grad` differentiates its first argument, so the trainable values come apart from the state.
@@ -202,7 +202,7 @@ def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], optimizer: Any
 
 
 def training_optimizer(training: Any) -> Any:
-    """Return the optimizer of a training step."""
+    """Return the optimizer that ``training`` is, or names; raise if Keras has none of that name."""
     try:
         return keras.optimizers.get(training)
     except (KeyError, TypeError, ValueError) as error:
@@ -213,7 +213,7 @@ def training_optimizer(training: Any) -> Any:
 
 
 def _layout(choice: LayoutChoice, variable: Any, *, is_slot: bool = False) -> Layout:
-    """Return a variable's layout as chosen; later slots have the one they were built with, others are replicated."""
+    """Return the layout chosen for a variable; of others, slots keep their own sharding, and the rest is replicated."""
     if (planned := choice.by_id.get(id(variable))) is not None:
         return planned.layout
     sharding = sharding_of(variable) if is_slot else None

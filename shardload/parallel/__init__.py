@@ -85,7 +85,7 @@ _HOME = {
     }.items()
     for name in names.split()
 }
-"""Modules of names that need Keras, imported on first use."""
+"""The module of each public name that needs Keras; it is imported when the name is first used."""
 
 
 def __getattr__(name: str) -> Any:

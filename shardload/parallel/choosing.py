@@ -65,7 +65,9 @@ def choose(model: Any, mesh: MeshLike | MeshSpec, layout: LayoutLike = "auto") -
     if distributions.is_distribution(layout):
         own = mesh_spec(cast("MeshLike", layout))
         if own != mesh:
-            raise LayoutError(f"Cannot use this {type(layout).__name__} on the mesh {mesh}: its own is {own}")
+            raise LayoutError(
+                f"Cannot use this {type(layout).__name__} on the mesh {mesh}: its own is {own}. Use its own mesh"
+            )
         if (shared := distributions.layout_of_models(layout)) is None:
             return choose_by_distribution(model, mesh, layout)
         layout = shared
@@ -86,7 +88,7 @@ def given_plan(layout: Any) -> LayoutPlan | None:
 
 
 def check_layout(layout: Any) -> None:
-    """Check a layout given as text or a path: it names a layout, or a file that is a plan or has rules."""
+    """Raise if a layout given as text or a path is neither the name of a layout nor a file with a plan or rules."""
     if isinstance(layout, str | os.PathLike) and str(layout) not in MODES and given_plan(layout) is None:
         rules_in_file(layout)
 
@@ -115,7 +117,7 @@ def autoconfig(model: Any, device_count: int, layout: LayoutLike = "auto") -> La
 
 
 def mesh_for(layout: LayoutLike, device_count: int) -> MeshSpec:
-    """Return the mesh of a layout on ``device_count`` devices: a plan for one axis brings its own, with any name."""
+    """Return the mesh for tensor parallelism: that of a plan, whose one axis may have any name, else ``1xN``."""
     plan, mesh = given_plan(layout), tensor_parallel_mesh(device_count)
     if plan is None:
         return mesh
@@ -155,7 +157,7 @@ class MeshFit:
     device_bytes: int
     """Bytes of weights on each device."""
     usable_bytes: int
-    """Device memory minus the margin."""
+    """Memory of a device without the part that is reserved for other than weights."""
 
     @property
     def fits(self) -> bool:
@@ -171,7 +173,7 @@ def belongs_to_a_mesh(layout: Any) -> bool:
 
 
 def fit(model: Any, mesh: MeshSpec, device_memory_bytes: int, *, layout: Any = "auto") -> MeshFit:
-    """Compute whether ``model`` fits on the devices of ``mesh``: weights only, `_RESERVED_SHARE` stays free."""
+    """Compute whether the weights of ``model`` fit on each device of ``mesh`` if 10 % of its memory stays free."""
     is_number = isinstance(device_memory_bytes, int | float) and not isinstance(device_memory_bytes, bool)
     if not is_number or not math.isfinite(device_memory_bytes):
         raise UsageError(
@@ -213,9 +215,9 @@ def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto")
 _ATTEMPTS = 4
 """How many plans are compiled before the search gives up."""
 _HEADROOM = 0.99
-"""Factor on a lowered limit, beyond the ratio, so that rounding does not cost one more attempt."""
+"""Further factor on the limit for the next attempt, so that it does not miss the real limit by a rounding error."""
 _ROUNDING = 1.005
-"""Factor on the least memory to find its plan again, which allows for the tolerance of the solver."""
+"""Factor on the least memory that a search found, to find that plan again despite the tolerance of the solver."""
 
 _WHOLE_GRADIENTS = (
     "XLA for CPU adds up whole gradients of weights that are stored split; XLA for accelerators does not. In Python, "
@@ -336,7 +338,7 @@ def _first(searched: _PlanForLimit, limit: int | None) -> LayoutPlan:
 
 
 def _next(searched: _PlanForLimit, plan: LayoutPlan, step: CompiledStep, limit: int) -> LayoutPlan | None:
-    """Search with the limit lowered by the ratio of what was estimated to what was compiled."""
+    """Search with a limit lowered as far as the last estimate was too low; return ``None`` if no plan needs less."""
     try:
         found: LayoutPlan | None = searched(int(plan.device.total * limit / step.total_bytes * _HEADROOM))
     except DoesNotFitError as error:
@@ -346,7 +348,7 @@ def _next(searched: _PlanForLimit, plan: LayoutPlan, step: CompiledStep, limit: 
 
 
 def _least(searched: _PlanForLimit, error: DoesNotFitError) -> LayoutPlan | None:
-    """Return the plan that needs least, of which an error reports the bytes."""
+    """Search again for the plan that needs least memory, whose bytes the error of the last search reports."""
     try:
         return searched(int(error.least_bytes * _ROUNDING))
     except DoesNotFitError:

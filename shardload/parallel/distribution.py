@@ -108,11 +108,11 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         self.devices: tuple[Any, ...] = found
         """`jax.Device`s in mesh order."""
         self.device_memory_bytes = device_memory_bytes
-        """The limit that plans keep."""
+        """Bytes on each device that the plans of a search need at most."""
         self.batch = batch
-        """The rows that plans are for, where `shard` gets no sample inputs."""
+        """Rows of the batch that a search plans for, where `shard` gets no sample inputs."""
         self.layout_of_models = layout
-        """How layouts are chosen, for `shardload.parallel.choose`."""
+        """The argument ``layout``, by which `shardload.parallel.choose` chooses the layouts of each model."""
         # Weak keys: the distribution may live for the whole program, and must not keep its models alive.
         self._choices: weakref.WeakKeyDictionary[Model, LayoutChoice] = weakref.WeakKeyDictionary()
 

@@ -43,7 +43,7 @@ _OF_THE_MODEL = """
 compile fit evaluate predict train_on_batch test_on_batch predict_on_batch compute_loss compute_metrics
 get_metrics_result reset_metrics summary get_layer quantize export save_weights load_weights
 """
-"""Methods that are the wrapped model's own: its ``train_step``, ``compile`` and inputs may differ from Keras'."""
+"""Methods that call the wrapped model's own, as its ``train_step``, ``compile`` and inputs may differ from Keras'."""
 
 
 class ParallelismInfo(TypedDict):
@@ -54,7 +54,7 @@ class ParallelismInfo(TypedDict):
     device_ids: list[str]
     """Ids of the devices, in the order of the shards."""
     distributed_backend: str
-    """``jax``."""
+    """Always ``jax``."""
     mesh: str
     sharding_strategy: str
     """How layouts were chosen: ``auto``, ``search``, ``rules``, …"""
@@ -63,9 +63,9 @@ class ParallelismInfo(TypedDict):
     weight_bytes: int
     """Bytes of all weights, each counted once."""
     weight_bytes_per_device: int
-    """Bytes of weights on the fullest device, counted there."""
+    """Bytes of weights on the device that has most of them, counted on the device."""
     other_bytes_per_device: int
-    """Bytes of optimizer slots and metrics on the fullest device."""
+    """Bytes of optimizer slots and metrics on the device that has most."""
     fallbacks: list[str]
     """Variables that did not get their rule's layout, and why."""
 
@@ -142,7 +142,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         # autocast=False: the wrapped model casts its inputs itself, to its own compute dtype.
         super().__init__(name=kwargs.pop("name", None) or f"tensor_parallel_{model.name}", autocast=False, **kwargs)
         self.distributed_backend = "jax"
-        """What moves data between devices."""
+        """Always ``jax``: XLA moves data between devices."""
         # For get_config. A plan itself, not the path of its file, which may be gone where the model is loaded.
         given = layout if plan is None else plan
         self._given: dict[str, Any] = {"device_count": count, "device_ids": device_ids, "layout": given}
@@ -159,7 +159,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         """The `AutoShardDistribution` that the model is sharded by."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns."""
+        """Call the wrapped model, and return its result."""
         return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -258,7 +258,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         """Return nothing: the configuration of the model includes how it was built."""
 
     def get_config(self) -> dict[str, Any]:
-        """Return the configuration of the model, and the arguments as given; a LayoutMap has none."""
+        """Return the configuration of the model and the arguments given; raise for a LayoutMap, which has none."""
         layout = self._given["layout"]
         saved = layout.to_json() if isinstance(layout, LayoutPlan) else layout
         given = {**self._given, "layout": os.fspath(saved) if isinstance(saved, os.PathLike) else saved}
@@ -303,7 +303,7 @@ def _most_bytes(variables: Iterable[Any]) -> int:
 
 
 def _devices(count: int | None, ids: Sequence[Any] | None) -> list[Any]:
-    """Return the devices for the arguments, in the order of the shards."""
+    """Return the `jax.Device`s that ``device_count`` and ``device_ids`` ask for, in the order of the shards."""
     if ids is None:
         every = devices_of(list_devices())
         count = len(every) if count is None else tensor_parallel_mesh(count).size
@@ -320,5 +320,7 @@ def _devices(count: int | None, ids: Sequence[Any] | None) -> list[Any]:
     names = [f"{platform}:{given}" if isinstance(given, int) else given for given in ids]
     found = [devices_of(name)[0] if isinstance(name, str) else name for name in names]
     if count not in (None, len(found)) or not found:
-        raise UsageError(f"Cannot use device_count={count} with device_ids={ids!r:.80}: give as many ids, or no count")
+        raise UsageError(
+            f"Cannot use device_count={count} with device_ids={ids!r:.80}: give as many ids, or no device_count"
+        )
     return found

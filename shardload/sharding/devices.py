@@ -28,13 +28,13 @@ class MeshDevices:
 
     mesh: MeshSpec
     devices: tuple[Any, ...]
-    """`jax.Device`s in mesh order."""
+    """`jax.Device`s in mesh order; ``None`` for each device that is only planned for."""
 
     def __post_init__(self) -> None:
         if len(self.devices) != self.mesh.size:
             raise MeshError(
                 f"The mesh {self.mesh} has {plural(self.mesh.size, 'position')}, but "
-                f"{plural(len(self.devices), 'device')} were given"
+                f"{plural(len(self.devices), 'device')} were given. Give one device for each position"
             )
 
 
@@ -73,7 +73,7 @@ def resolve_devices(
 ) -> MeshDevices:
     """Return a mesh with its devices: those given, else the mesh's own, else JAX's first ones.
 
-    Without a mesh, all devices are along the last default axis. Nothing but JAX's devices is a `UsageError`.
+    Without a mesh, all devices are along the ``model`` axis. Raises a `UsageError` for ``devices`` that are not JAX's.
     """
     mesh, named = mesh_of(mesh), named_devices(mesh, devices)
     if mesh is None:
@@ -99,7 +99,7 @@ def resolve_devices(
 
 
 def device_list(devices: Any) -> tuple[jax.Device, ...] | None:
-    """Return JAX's devices, in a sequence or an array in row-major order, as a tuple; ``None`` stays ``None``."""
+    """Return a caller's ``devices``, a sequence or an array of `jax.Device`, as a tuple; ``None`` stays ``None``."""
     if devices is None:
         return None
     flat = devices.flat if isinstance(devices, np.ndarray) else devices
@@ -188,5 +188,5 @@ def check_shares(devices: MeshDevices) -> None:
 
 
 def abstract_devices(spec: MeshSpec) -> MeshDevices:
-    """Return a mesh with abstract devices: for planning, not for loading."""
+    """Return a mesh with ``None`` in place of devices: for planning, where the devices need not exist."""
     return MeshDevices(spec, (None,) * spec.size)

@@ -84,7 +84,7 @@ class Bounds:
         return None if any(b <= a for a, b in zip(start, stop, strict=True)) else Bounds(start, stop)
 
     def relative_to(self, origin: tuple[int, ...]) -> Bounds:
-        """Return the same box, relative to ``origin``."""
+        """Return the same box in indices that count from ``origin``."""
         return Bounds(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -93,7 +93,7 @@ class Bounds:
 
 @functools.lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...]) -> Bounds:
-    """Layers repeat, so a few shapes are asked for thousands of times."""
+    """Return the box of a whole tensor; cached, because repeated layers ask for few shapes thousands of times."""
     return Bounds((0,) * len(shape), shape)
 
 
@@ -147,11 +147,11 @@ class Layout:
         return len(shape) == len(self.spec) and all(n % p == 0 for n, p in zip(shape, self.parts, strict=True))
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of one device's shard; a dim that is not divisible is a `LayoutError`."""
+        """Return the shape of one device's shard; raise a `LayoutError` if a dim is not divisible."""
         return _shard_shape(self, tuple(shape))
 
     def bounds(self, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
-        """Return the box of each mesh position, row-major over the mesh; see `shard_shape`."""
+        """Return the box of the shard at each mesh position, row-major; raise as `shard_shape` does."""
         return _bounds(self, tuple(shape))
 
     def __str__(self) -> str:
