@@ -59,12 +59,12 @@ from shardload.text.sources import record_text_source
 
 
 class NotSupported(Exception):  # noqa: N818 - not an error: Keras makes the call
-    """Why Keras is to make a call."""
+    """Raised with the reason why Keras has to make a call instead of shardload."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A call that shardload made."""
+    """The result of a call that shardload made instead of Keras."""
 
     result: Any
     """What Keras would return."""
@@ -72,7 +72,7 @@ class Filled:
 
 
 def local_path(path: Any) -> Path:
-    """Return an existing local path as an absolute one."""
+    """Return an existing local path as an absolute one; for anything else, leave the call to Keras."""
     if not isinstance(path, str | os.PathLike):
         raise NotSupported(f"its source is a {type(path).__name__}, expected a path")
     text = os.fspath(path)
@@ -158,16 +158,16 @@ HEAD, BACKBONE = "head", "backbone"
 
 @dataclass(slots=True)
 class _Collected:
-    """What KerasHub would have loaded."""
+    """The calls that load weights, collected from KerasHub while it builds a model, to be made at once afterwards."""
 
     loader: Any
     parts: dict[str, tuple[Any, Path]] = field(default_factory=dict)
-    """By part: the object to fill, and the folder of its weights."""
+    """Part, ``head`` or ``backbone`` → the object to fill, and the folder of its weights."""
     n_weights: int = 0
     """Number of weights that the backbone had when KerasHub would have loaded them."""
 
     def call(self, call: EntryCall) -> Any:
-        """Collect a call that loads weights; make all others."""
+        """Collect a call that loads weights; let Keras make all others."""
         if call.kind != "weights":
             return call.original()
         found = call.arguments
@@ -189,7 +189,7 @@ class _Collected:
             self.n_weights = len(target.weights)
 
     def target(self, made: Any) -> tuple[Any, Path]:
-        """Return the object to fill and the folder of its weights."""
+        """Return which object to fill from which folder, for all collected calls together."""
         if BACKBONE not in self.parts:
             raise NotSupported("it loads no weights of a backbone")
         backbone, folder = self.parts[BACKBONE]
@@ -268,7 +268,7 @@ class Accelerated:
 
 
 def _attempt(call: EntryCall) -> tuple[Filled | None, str | None]:
-    """Return the result of a call made by shardload, or why Keras is to make it.
+    """Make a call with shardload, and return its result, or ``None`` and the reason why Keras has to make it.
 
     Damage raises, as Keras would load the damaged bytes.
     """

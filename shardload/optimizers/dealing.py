@@ -31,24 +31,25 @@ from jax.sharding import Mesh, PartitionSpec
 from shardload.optimizers.rekls_math import Array, Eigenpairs
 
 EVERYWHERE_TIMES = 2
-"""Memory of an update on each device, as a multiple of the state that is whole on all of them; measured with XLA on
-CPU (1.5 to 2.1)."""
+"""Memory that a device needs to update matrices that are whole on all devices, as a multiple of their state; measured
+with XLA on CPU (1.5 to 2.1)."""
 ALONE_TIMES = 3
-"""Memory of an update of dealt-out matrices, as a multiple of the state that is whole on this device (2.6 to 2.8)."""
+"""The same for matrices that are dealt out, as a multiple of the state of those on one device (2.6 to 2.8)."""
 _Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
-"""From a stack of factors (b, n, n) and the old eigenpairs to the new ones."""
+"""Takes a stack of factors (b, n, n) and their old eigenpairs, and returns the new eigenpairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What batches depend on; equal matrices can be dealt out."""
+    """What decides about the batch of a matrix; matrices for which all of it is equal can be dealt out."""
 
     sides: tuple[int, int]
     """Rows and columns."""
     nbytes: int
     """Bytes of the whole matrix and its state."""
     is_split: bool
-    """Whether it and its state are split over all devices. Others would have to be gathered again afterwards."""
+    """Whether the matrix and its state are split over all devices; others are not dealt out, as their results would
+    have to be gathered again."""
     kind: Hashable
     """Everything else that the update of a matrix depends on."""
 
@@ -58,9 +59,9 @@ class Batch:
     """Matrices that are updated at the same time."""
 
     places: tuple[int, ...]
-    """Their positions among all matrices; of those dealt out, the first k go to one each of k devices, and so on."""
+    """Positions of the matrices among all; if dealt out to k devices, the first k go to one device each, and so on."""
     is_dealt: bool
-    """Whether each is whole on one device only, which computes it alone. Otherwise all are whole on all devices."""
+    """Whether each matrix is whole on one device only, which updates it; otherwise all are whole on all devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ class Deal:
 
     size: int
     factors: tuple[int, ...]
-    """Their positions among all factors."""
+    """Positions of the factors of this size among all factors."""
     hands: tuple[tuple[int, ...], ...]
-    """For each device, positions in ``factors``. Numbers of them differ by one at most."""
+    """For each device, the factors that it decomposes, as positions in ``factors``; numbers differ by at most one."""
 
 
 def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
@@ -102,7 +103,7 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
-    """Deal out factors of these lengths: equal numbers of every size, the rest to the devices with least to do."""
+    """Deal out factors of these lengths: to each device as many of every length, the rest to those with least to do."""
     load = [0] * devices
     found = []
     # Largest first, so that smaller factors even out what is left over of larger ones.
@@ -124,7 +125,7 @@ def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
 def decompose_dealt(
     factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: _Decompose, *, axes: tuple[str, ...], devices: int
 ) -> list[Eigenpairs]:
-    """Inside `jax.shard_map`, decompose whole factors that every device has; every device gets all eigenpairs."""
+    """Inside `jax.shard_map`, decompose each factor on one device only, and return all eigenpairs on every device."""
     found: dict[int, Eigenpairs] = {}
     for group in deal([factor.shape[0] for factor in factors], devices):
         stack = jnp.stack([factors[i] for i in group.factors])
@@ -160,7 +161,7 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 
 def _picked(group: Deal, cards: slice, axes: tuple[str, ...]) -> Array:
-    """Return which of these cards this device has: positions in the group, -1 for none."""
+    """Return the slice ``cards`` of this device's hand, as positions in ``group.factors``; -1 fills shorter hands."""
     # All devices run one program: each looks up its own row in a constant.
     hands = [hand[cards] for hand in group.hands]
     longest = max(map(len, hands))
@@ -176,7 +177,7 @@ def _at(places: Array, stack: Array, old: Eigenpairs) -> tuple[Array, Eigenpairs
 def _rest(
     group: Deal, share: int, stack: Array, old: Eigenpairs, decompose: _Decompose, *, axes: tuple[str, ...]
 ) -> Eigenpairs:
-    """Decompose what some devices have beyond their share, one each; return the pairs in the order of devices.
+    """Decompose the factors left after equal shares, at most one per device; return their pairs in order of devices.
 
     An all-gather would also send padding from devices that have nothing. Instead, results are summed over devices that
     have zeros in all other places.
@@ -202,7 +203,7 @@ def _rest(
 
 
 def gather_shards(shards: Any, specs: Any) -> Any:
-    """Return the whole arrays that this device has shards of; ``specs`` has the same structure."""
+    """Return the whole arrays that this device has shards of; ``specs`` has the `PartitionSpec` of each."""
 
     def one(own: Any, spec: PartitionSpec) -> Any:
         for dim, axes in _split_dims(spec):
@@ -213,7 +214,7 @@ def gather_shards(shards: Any, specs: Any) -> Any:
 
 
 def shard(arrays: Any, specs: Any) -> Any:
-    """Return this device's shards of whole arrays; ``specs`` has the same structure."""
+    """Return this device's shards of whole arrays; ``specs`` has the `PartitionSpec` of each."""
 
     def one(array: Any, spec: PartitionSpec) -> Any:
         array = jax.lax.optimization_barrier(array)
@@ -227,7 +228,7 @@ def shard(arrays: Any, specs: Any) -> Any:
 
 
 def collect_dealt(stacks: Any, specs: Any, mesh: Mesh) -> Any:
-    """Turn stacks of shards into the whole arrays that this device gets; ``specs`` has the same structure.
+    """Turn stacks of shards into the whole arrays that this device gets; ``specs`` has the `PartitionSpec` of each.
 
     A stack has shape (c · k, …) for k devices, which get c of the arrays each, every k-th one; returns (c, …) each.
     """
@@ -249,7 +250,7 @@ def collect_dealt(stacks: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def spread_dealt(arrays: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return this device's shards of the arrays on all devices, as stacks: the inverse of `collect`."""
+    """Return stacks of this device's shards of the arrays that all devices have: the inverse of `collect_dealt`."""
 
     def one(array: Any, spec: PartitionSpec) -> Any:
         array = array.reshape(array.shape[0], *(1 for _ in mesh.axis_names), *array.shape[1:])
@@ -274,7 +275,7 @@ def _dims_of_axes(spec: PartitionSpec) -> dict[str, int]:
 
 
 def _minor_first(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, str]]:
-    """Return mesh axes of several devices, with their dims in a stack; of those that split one dim, the minor first."""
+    """Return mesh axes of several devices, each with its dim in a stack; of axes that split one dim, the minor first."""
     # Minor axes split neighbours: joined first, they give the contiguous blocks that the major axis then joins.
     order = [axis for _, axes in _split_dims(spec) for axis in reversed(axes)]
     rest = [axis for axis in mesh.axis_names if axis not in order]

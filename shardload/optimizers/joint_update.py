@@ -49,21 +49,21 @@ from shardload.optimizers.rekls_math import Array, Eigenpairs, Moments, Settings
 
 
 class MatrixState(NamedTuple):
-    """A matrix and its state; with specs in place of arrays, how each is split."""
+    """A matrix and its state; in `Matrix.specs`, a `PartitionSpec` is in place of each array."""
 
     weight: Any
     """W, of the variable's own shape and dtype."""
     moments: Moments
-    """In the shape of W, float32."""
+    """Adam's moments in the shape of W, float32."""
     factors: Sides
     """L and R, in the dtype in which they are stored."""
     pairs: Sides
-    """`Eigenpairs`, float32."""
+    """The `Eigenpairs` of L and R, float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The static part of a matrix's update."""
+    """What the compiled update of a matrix depends on, besides its arrays."""
 
     view: MatrixView
     specs: MatrixState
@@ -73,7 +73,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class JointPlan:
-    """Everything about an update but the arrays."""
+    """What the compiled update of all matrices depends on, besides their arrays."""
 
     matrices: tuple[Matrix, ...]
     settings: Settings
@@ -81,7 +81,7 @@ class JointPlan:
     mesh: Mesh | None
     """`None` on one device."""
     frequency: int = 1
-    """A decomposition in steps 1, 1 + frequency, and so on."""
+    """Factors are decomposed in step 1, step 1 + frequency, and so on."""
     decomposition: str = "eigh"
     """``eigh``, or ``qr``: one step of QR iteration after a first ``eigh`` of each factor that is not 0."""
     dealt: bool = True
@@ -89,14 +89,14 @@ class JointPlan:
 
 
 class StepNumbers(NamedTuple):
-    """Numbers of one step, traced."""
+    """Numbers that differ from step to step, as traced scalars."""
 
     rate: Array
     """Learning rate, float32."""
     number: Array
-    """From 1, float32."""
+    """Number of the step, from 1, float32."""
     runs: Array
-    """Whether anything changes, bool."""
+    """Whether the step changes anything, bool."""
 
 
 def update(
@@ -181,7 +181,7 @@ def _update_everywhere(
 
 
 def _moving(plan: JointPlan, states: Sequence[MatrixState]) -> Array:
-    """Return which matrices change: those that had a nonzero gradient, by their factors, which start as zeros."""
+    """Return which matrices change: those that had a gradient before, so that a factor is no longer all zeros."""
     if not plan.settings.skip_first_update:
         return jnp.ones(len(states), bool)
     own = jnp.stack([jnp.array([jnp.any(x != 0) for x in jax.tree.leaves(state.factors)]).any() for state in states])
@@ -194,7 +194,7 @@ def _moving(plan: JointPlan, states: Sequence[MatrixState]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _OneMatrix:
-    """This device's shards of one matrix."""
+    """One matrix during its update: this device's shards, and what is computed from them."""
 
     matrix: Matrix
     settings: Settings
@@ -208,7 +208,7 @@ class _OneMatrix:
         return found
 
     def whole_gradient(self, *, when: Sequence[str]) -> Array:
-        """Return the gradient as a matrix, after the l2 methods of decay in ``when``."""
+        """Return the whole gradient as a matrix, with weight decay added if ``when`` names its method."""
         # Decay is added to the shard, so that W itself is never gathered.
         own = self.gradient.astype(jnp.float32)
         for method in when:
@@ -234,7 +234,7 @@ class _OneMatrix:
         return Sides(*found), failed
 
     def moved(self, factors: Sides, old: Sides, new: Sides) -> MatrixState:
-        """Return the shards of everything after the step, if it moves the weight."""
+        """Return the shards of weight and state after the step, if it moves the weight."""
         state, specs, view = self.state, self.matrix.specs, self.matrix.view
         # Moments start one step later if the first update is skipped. Its own result is dropped, but must not be 0 / 0.
         count = self.step.number - self.settings.skip_first_update
@@ -313,11 +313,11 @@ class AdamwState(NamedTuple):
 
     weight: Array
     moments: Moments
-    """float32."""
+    """Adam's moments, float32."""
 
 
 class Counters(NamedTuple):
-    """int32 scalars, since the optimizer was built."""
+    """What `Counts` counts, as int32 scalars."""
 
     steps: Array
     skipped: Array
@@ -326,7 +326,7 @@ class Counters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What did not go as planned, since the optimizer was built."""
+    """How many updates there were since the optimizer was built, and what was skipped because of NaN or infinity."""
 
     steps: int
     """Updates of the weights. Keras' ``iterations`` also counts those that are skipped."""
@@ -345,7 +345,7 @@ class WholeState(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """In the order of `WholeState`."""
+    """The gradients of all weights, in the order of `WholeState`."""
 
     matrices: list[Array]
     others: list[Array]
@@ -353,18 +353,18 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WholePlan:
-    """Everything about a step but the arrays."""
+    """What a compiled step depends on, besides the arrays."""
 
     joint: JointPlan
     decays: tuple[bool, ...]
-    """Whether weight decay applies, for each of the other variables."""
+    """Whether weight decay applies, for each of the variables that get AdamW."""
     adamw_ratio: float
-    """Multiplies the learning rate of the other variables."""
+    """Factor on the learning rate for the variables that get AdamW."""
 
 
 @partial(jax.jit, static_argnames=("plan",))
 def whole_step(plan: WholePlan, state: WholeState, gradients: Gradients, rate: Array, due: Array) -> WholeState:
-    """Return the state after a step; unless ``due``, gradients are only accumulated."""
+    """Return the state after a step; it is unchanged unless ``due``, as gradients are only accumulated then."""
     # One flag for all variables: a step updates all of them or none.
     finite = jnp.array([jnp.isfinite(g).all() for g in (*gradients.matrices, *gradients.others)]).all()
     rate = jnp.asarray(rate, jnp.float32)

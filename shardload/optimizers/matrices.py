@@ -24,17 +24,17 @@ from shardload.errors import UsageError
 from shardload.units import check_kind, plural
 
 MAX_DIMENSION = 10_000
-"""As SOAP has it: the decomposition of a larger factor takes minutes."""
+"""Longest side that has a factor, as in SOAP: the decomposition of a larger factor takes minutes."""
 ADAMW_FOR = ("embedding", r"(^|/)bias$")
-"""As `keras.optimizers.Muon` has it: few rows of an embedding have a gradient in each step. Some biases have two dims
-(heads, or the two of a GRU), but no rows and columns that belong together."""
+"""Paths of variables that get AdamW, as in `keras.optimizers.Muon`: few rows of an embedding have a gradient in each
+step, and biases with two dims (heads, or the two of a GRU) have no rows and columns that belong together."""
 _FLOAT32_BYTES = 4
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixView:
-    """An array of two or more dims as a matrix."""
+    """How an array of two or more dims is viewed as a matrix."""
 
     shape: tuple[int, ...]
     rows: tuple[int, ...]
@@ -64,7 +64,7 @@ class MatrixView:
         return array.transpose(self.rows + self.columns).reshape(self.sides)
 
     def array(self, matrix: Any) -> Any:
-        """Return what `matrix` was made of."""
+        """Return a matrix as an array of the original shape: the inverse of `matrix`."""
         order = self.rows + self.columns
         back = tuple(order.index(dim) for dim in range(len(order)))
         return matrix.reshape([self.shape[dim] for dim in order]).transpose(back)
@@ -75,7 +75,7 @@ class MatrixRules:
     """Which variables are matrices."""
 
     max_dimension: int = MAX_DIMENSION
-    """A longer side is the identity; a variable with two longer sides is not a matrix."""
+    """A longer side has the identity as its factor; a variable with two longer sides is not treated as a matrix."""
     adamw_for: tuple[str, ...] = ADAMW_FOR
     """Regular expressions, matched anywhere in a path and ignoring case; such variables are not matrices."""
     row_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -144,10 +144,10 @@ def state_bytes(
     """Return the bytes of REKLS' state per device for one variable: (8mn + 8m² + 8n² + 4m + 4n) / k in float32.
 
     Args:
-        shape: Of the variable.
+        shape: Shape of the variable.
         parts: The number of parts into which its layout splits each dim, as `Layout.parts`; their product is k. By
             default, the variable is whole.
-        path: Of the variable: embeddings and biases get AdamW.
+        path: Path of the variable, by which embeddings and biases get AdamW.
         max_dimension: As for `REKLS`.
         factor_bytes: Bytes per element of the factors L and R: 4, or 2 with ``factor_dtype="bfloat16"``.
         rules: Replaces ``max_dimension`` and the default patterns.

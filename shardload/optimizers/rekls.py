@@ -183,7 +183,7 @@ class REKLS(JointOptimizer):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
 
     def start_of_slot(self, slot: str) -> Any:
-        """Return the initializer of the state in an attribute (``left_vectors``), for a restore that lacks it."""
+        """Return the initializer of state by its attribute (``left_vectors``), for restoring a step that lacks it."""
         return rekls_setup.start_of_slot(slot, self.options)
 
     def _view(self, variable: Variable) -> MatrixView | None:
@@ -224,7 +224,7 @@ class REKLS(JointOptimizer):
 
     @property
     def fixed_dtype_state(self) -> list[Variable]:
-        """Moments, factors and eigenpairs."""
+        """State whose dtype does not follow that of the model: moments, factors and eigenpairs."""
         return [v for slot in rekls_setup.SLOTS for v in getattr(self, slot, ()) if v is not None]
 
     @property
@@ -262,7 +262,7 @@ class REKLS(JointOptimizer):
         return sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in state if v is not None)
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return the layouts of factors and eigenpairs for layouts of the variables, by ``id``."""
+        """Return by ``id`` the layouts that factors and eigenpairs have if ``layout_of`` has those of the variables."""
         found: dict[int, Layout] = {}
         for place, variable in enumerate(self.trained):
             if (layout := layout_of(variable)) is not None:
@@ -306,7 +306,7 @@ class REKLS(JointOptimizer):
         return WholePlan(joint, decays, self.options.adamw_ratio)
 
     def counts(self) -> Counts:
-        """Return how many steps changed the weights, and what did not go as planned.
+        """Return how many steps changed the weights, and what was skipped because of NaN or infinity.
 
         Raises:
             UsageError: Before the optimizer is built, which the first step does.
@@ -338,4 +338,4 @@ class REKLS(JointOptimizer):
 
 
 TpRekls = REKLS
-"""The name of the tensor-parallel original: `REKLS` where variables are sharded."""
+"""Another name of `REKLS`, which the original uses for its tensor-parallel version; `REKLS` needs no other version."""

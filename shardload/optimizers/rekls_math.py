@@ -139,9 +139,10 @@ def eigenpairs(factors: Array) -> Eigenpairs:
 
 
 _DEPENDENT = 1e-3
-"""An image depends on others if orthogonalisation leaves less of its length: float32 noise is 1e-4 of that."""
+"""An image counts as dependent on those before it if orthogonalisation leaves at most this share of its length, which
+is well above float32 noise (1e-7)."""
 _ROUNDS = 8
-"""Orthogonalisations at most. One is enough where no image depends on others, and two or three nearly always."""
+"""The most orthogonalisations: one is enough where no image depends on others, and two or three nearly always are."""
 
 
 def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
@@ -211,13 +212,13 @@ def is_finite(pair: Eigenpairs) -> Array:
 
 
 def into_basis(matrix: Array, pairs: Sides) -> Array:
-    """Return Q_Lᵀ X Q_R."""
+    """Return a matrix X in coordinates of the eigenbases: Q_Lᵀ X Q_R."""
     rows = matrix if pairs.left is None else product(pairs.left.vectors.T, matrix)
     return rows if pairs.right is None else product(rows, pairs.right.vectors)
 
 
 def out_of_basis(matrix: Array, pairs: Sides) -> Array:
-    """Return Q_L X Q_Rᵀ."""
+    """Return a matrix X, given in coordinates of the eigenbases, in its own: Q_L X Q_Rᵀ."""
     rows = matrix if pairs.left is None else product(pairs.left.vectors, matrix)
     return rows if pairs.right is None else product(rows, pairs.right.vectors.T)
 

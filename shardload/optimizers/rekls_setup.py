@@ -35,18 +35,18 @@ FACTOR_SLOTS = {
     "right_vectors": "right_eigenvectors",
 }
 SLOTS = {"momentums": "momentum", "velocities": "velocity", **FACTOR_SLOTS}
-"""Attributes of the optimizer, and the names of the Keras variables in them. Each is a list with an entry for every
+"""Attribute of the optimizer → name of the Keras variables in it. Each attribute is a list with an entry for every
 variable, `None` where there is no such state."""
 AdamwFor = Sequence[str] | Callable[[Any], bool]
-"""Regular expressions for paths, or a function of a variable."""
+"""Which variables get AdamW: regular expressions for their paths, or a function of a variable."""
 RMS = "rms"
-"""An ``init_factor``: the root mean square of each matrix's first gradient."""
+"""Value of ``init_factor`` that stands for the root mean square of each matrix's first gradient."""
 WHOLE_BYTES = 1 << 30
 """Default of ``whole_bytes``: less than a device's share of a large model's state, enough for a whole small model."""
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """Least number that float32 has in full precision."""
 _BFLOAT16_NOISE = 2.0**-8
-"""Precision of bfloat16."""
+"""Relative size of rounding errors in bfloat16."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_decay_method": DECAYS,
     "decomposition": DECOMPOSITIONS,
@@ -144,12 +144,12 @@ class Options:
 
     @property
     def starts_at_rms(self) -> bool:
-        """Whether eigenvalues come from each matrix's first gradient."""
+        """Whether the first eigenvalues of each matrix are the root mean square of its first gradient."""
         return isinstance(self.init_factor, str) and self.init_factor == RMS
 
     @property
     def rules(self) -> MatrixRules:
-        """Which variables are matrices, by path and shape; a function in ``adamw_for`` comes first."""
+        """The rules for which variables are matrices; if ``adamw_for`` is a function, the caller asks it first."""
         patterns = () if callable(self.adamw_for) else tuple(self.adamw_for)
         dims = {pattern: tuple(found) for pattern, found in self.row_dims.items()}
         return MatrixRules(self.max_dimension, patterns, dims)
@@ -228,7 +228,7 @@ def _refuse(name: str, value: Any, expected: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class NewSlot:
-    """State to create."""
+    """A variable of the optimizer's state that is about to be created."""
 
     slot: str
     """A key of `SLOTS`."""

@@ -123,7 +123,7 @@ def _place(slot: Any, weight: Any, axes: Sequence[str]) -> SlotLayout:
 
 
 def _others(optimizer: Any, mesh: MeshSpec) -> list[SlotLayout]:
-    """Return the state that is not of its weight's shape: Adafactor's rows and columns."""
+    """Return the layouts of state without the shape of a weight, such as Adafactor's rows; it is never spread."""
     # Keras creates these without a reference to a weight, so there is no layout to spread.
     slots = {id(slot) for slot, _ in optimizer_slots.slots_in(optimizer)}
     others = [v for v in optimizer.variables if id(v) not in slots and len(v.shape)]

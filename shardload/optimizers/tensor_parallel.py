@@ -93,7 +93,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def slot_report(self) -> SlotReport | None:
-        """How the slots are split; ``None`` before there are any, or a mesh."""
+        """How the slots are split; ``None`` until they exist and the weights are on a mesh."""
         if self._report is None:
             self._spread()
         return self._report
@@ -104,13 +104,13 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self._report = spread_slots(self.inner_optimizer, SlotSpread("every"))
 
     def state_layouts(self, layout_of: Callable[[Any], Layout | None]) -> dict[int, Layout]:
-        """Check the number of devices of the mesh that weights are about to have."""
+        """Check ``device_count`` against the mesh that weights are about to be on; return no layouts."""
         if self.built:
             self._check_device_count(map(layout_of, self._trainable_variables))
         return {}
 
     def _check_once(self) -> None:
-        """Check the mesh before the first update, if there was none when the slots were created."""
+        """Check ``device_count`` before the first update, if the mesh was not known when the slots were created."""
         if self._is_unchecked:
             self._check_device_count(map(variable_layout, self._trainable_variables))
             self._is_unchecked = False
@@ -183,7 +183,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Put the averages of the base optimizer, if it keeps any, into the weights."""
+        """Assign the moving averages of the weights, if the base optimizer keeps any, to the weights."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def get_config(self) -> dict[str, Any]:
@@ -199,6 +199,6 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
     ) -> TensorParallelOptimizer:
-        """Return the optimizer of a configuration."""
+        """Create an optimizer from a configuration that `get_config` returned."""
         base = keras.saving.deserialize_keras_object(dict(config["base_optimizer"]), custom_objects=custom_objects)
         return cls(**{**config, "base_optimizer": base})
