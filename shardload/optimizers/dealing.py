@@ -275,7 +275,7 @@ def _dims_of_axes(spec: PartitionSpec) -> dict[str, int]:
 
 
 def _minor_first(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, str]]:
-    """Return mesh axes of several devices, each with its dim in a stack; of axes that split one dim, the minor first."""
+    """Return mesh axes of several devices with their dims in a stack; where axes split one dim, the minor is first."""
     # Minor axes split neighbours: joined first, they give the contiguous blocks that the major axis then joins.
     order = [axis for _, axes in _split_dims(spec) for axis in reversed(axes)]
     rest = [axis for axis in mesh.axis_names if axis not in order]
