@@ -91,7 +91,7 @@ def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
 
 
 class Unseen:
-    """Data read outside ``fit``; it is checked when it is opened."""
+    """Stands for the dataset of a call outside ``fit``, which is not known yet: it is checked when it is opened."""
 
     def check(self, origin: Origin) -> None:
         """Do nothing: the data is not known yet."""
@@ -122,7 +122,8 @@ def _checked(dataset: Any, global_batch_size: int) -> Reading:
         raise UsageError(f"Cannot use global_batch_size={global_batch_size!r:.60}: expected a positive integer")
     if (size := len(dataset)) < global_batch_size:
         raise UsageError(
-            f"Cannot make a global batch of {global_batch_size}: the dataset has only {plural(size, 'example')}"
+            f"Cannot make a global batch of {global_batch_size}: the dataset has only {plural(size, 'example')}. Use a "
+            "smaller global_batch_size"
         )
     try:
         # Grain refuses to batch a filtered dataset, which is the only public sign that examples may be missing.
@@ -196,7 +197,7 @@ def _resumable_class() -> Any:
             self._reading = reading
 
         def check(self, origin: Origin) -> None:
-            """Raise a `UsageError` unless a position from ``origin`` means the same batches in this dataset."""
+            """Raise a `UsageError` if a position that was saved in the run ``origin`` means other batches here."""
             origin.check(self._reading)
             if origin.reading.rows is not None:
                 # A Grain dataset does not know how many rows its batches have: read one.
@@ -212,14 +213,14 @@ def _resumable_class() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """One of ``count`` equal runs of rows of every global batch."""
+    """Which rows of every global batch a process reads: the ``index``-th of ``count`` equal parts."""
 
     index: int
     count: int
 
 
 def part_of_this_process() -> BatchPart:
-    """Return the rows of a batch that belong to this process' devices; all rows without a Keras distribution."""
+    """Return the part of a batch that belongs to this process' devices; all of it without a Keras distribution."""
     import jax
     import keras
     import numpy as np
@@ -235,7 +236,7 @@ def part_of_this_process() -> BatchPart:
 
 
 def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
-    """Return the part of a process, given the processes that own each row of the mesh."""
+    """Return the part of a batch that a process reads; ``owners`` has the processes of each row of the mesh."""
     shares = {one: tuple(i for i, who in enumerate(owners) if one in who) for who in owners for one in who}
     parts = sorted(set(shares.values()))
     # JAX concatenates the parts in the order of the mesh, so they must be adjacent, disjoint and of equal size.
@@ -255,8 +256,9 @@ def global_batches_of(dataset: Any, global_batch_size: int) -> Any:
     rows, left = divmod(global_batch_size, part.count)
     if left:
         raise UsageError(
-            f"global_batch_size={global_batch_size} cannot be cut into {plural(part.count, 'equal part')}, one for "
-            f"each share of the mesh's batch axis. Use a multiple of {part.count}"
+            f"Cannot use global_batch_size={global_batch_size}: it cannot be cut into "
+            f"{plural(part.count, 'equal part')}, one for each share of the mesh's batch axis. Use a multiple of "
+            f"{part.count}"
         )
     return iter(_share_class()(dataset, part, rows).batch(rows, drop_remainder=True).to_iter_dataset())
 

@@ -25,16 +25,16 @@ from shardload.keras_bridge.training import (
 from shardload.units import plural
 
 _KEPT = 8
-"""The number of states kept; Keras reads at most two batches ahead of training."""
+"""How many of the last states of the data are kept; Keras reads at most two batches ahead of training."""
 _ENDLESS = 1 << 48
-"""Longer than any real dataset; Grain repeats an endless one up to the largest index, divided by the batch size."""
+"""Length from which a dataset counts as endless: that of an endless one is the largest index by the batch size."""
 
 _LENGTHS = {"examples": "examples", "batches": "batches", "repeated": "elements before repeat()"}
 
 _active = threading.local()
 _positions: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
-"""The position of the running ``fit`` of each model, whose data and callback find it here; weak, as a fit may not end.
-Not in `ModelRecord`, as `shardload.data` is above Keras' private parts."""
+"""Model → position of its running ``fit``, through which the dataset and the callback exchange it. Weak, because a
+``fit`` may end without notice. Not in `ModelRecord`, as `shardload.data` is above Keras' private parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ class Reading:
     rows: int | None = None
     """Examples per batch in this process, if it has its own dataset."""
     repeated: int | None = None
-    """Elements in the part of the dataset that repeats endlessly."""
+    """Number of elements in the part of the dataset that is repeated endlessly."""
 
     @classmethod
     def of_record(cls, found: Any) -> Reading:
-        """Read a saved record; a step without one gives an empty `Reading`."""
+        """Return the `Reading` that a step has stored as a mapping; an empty one for a step that has none."""
         given: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
         return cls(**{name: given[name] for name in cls.__slots__ if isinstance(given.get(name), int)})
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The run that saved a position."""
+    """Where a saved position comes from: the step, and how the run that saved it read its data."""
 
     step: int
     reading: Reading
@@ -70,7 +70,7 @@ class Origin:
     processes_now: int
 
     def check(self, now: Reading) -> None:
-        """Check that the same number of batches means the same examples in both runs."""
+        """Raise unless the same number of batches means the same examples in the saving run and ``now``."""
         then = self.reading
         if (then.global_batch_size is None) != (now.global_batch_size is None):
             saved, given = ("with", "without") if then.global_batch_size else ("without", "with")
@@ -91,7 +91,7 @@ class Origin:
             )
 
     def check_rows(self, now: int, *, at_end: bool) -> None:
-        """Check that batches have as many rows as before; the last one may have fewer."""
+        """Raise unless a batch has as many rows as in the run that saved the position; the last one may have fewer."""
         then = self.reading.rows
         if then is not None and now != then and not (at_end and now < then):
             raise self._cannot(f"its batches had {plural(then, 'row')} in this process, and now have {now}")
@@ -125,7 +125,7 @@ class Position:
     """The position in the data of one ``fit``. Several callbacks may report the same events to it."""
 
     def __init__(self, fit: Any = None) -> None:
-        """Follow ``fit``, which is identified by any object that is unique to it."""
+        """Begin the position of a ``fit``, which any object that only this ``fit`` has stands for."""
         self.fit = fit
         self._wanted: dict[str, Any] | None = None
         self._origin: Origin | None = None
@@ -140,7 +140,7 @@ class Position:
         self._rows = 0
 
     def resume(self, state: dict[str, Any] | None, *, skipped: int, origin: Origin | None = None) -> None:
-        """Make the first iterator of the next epoch begin at ``state``, ``skipped`` batches into the epoch.
+        """Make the next epoch begin at a saved ``state`` of the data, which is ``skipped`` batches into that epoch.
 
         With an ``origin``, data that is cut differently is refused when it is opened.
         """
@@ -160,14 +160,14 @@ class Position:
         self._trained = self._before_epoch + batches
 
     def epoch_ends(self) -> None:
-        """Make Keras forget the length of an epoch resumed in the middle; later epochs would be cut to it."""
+        """Record that an epoch ends; after one resumed in the middle, make Keras forget its shorter length."""
         if self._skipped and self._epochs is not None:
             forget_epoch_length(self._epochs)
         self._skipped = 0
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """The state after the last trained batch, JSON-compatible; ``None`` if no dataset reports one."""
+        """The state of the data after the last trained batch, JSON-compatible; ``None`` if no dataset reports one."""
         return next((copy.deepcopy(s) for number, s, _ in self._states if number == self._trained), None)
 
     @property
@@ -192,7 +192,7 @@ class Position:
         return self._epochs is not None and bool(self._epochs.steps_per_epoch)
 
     def opened(self, iterator: Any, reading: Reading) -> bool:
-        """Register an opened iterator; return whether training reads this iterator."""
+        """Register an iterator that was opened; return whether training reads it, not an inspection or validation."""
         # Keras also opens iterators to inspect a batch, and for validation: those are not training.
         if not self._expecting:
             return False
@@ -215,7 +215,7 @@ class Position:
         return True
 
     def may_continue(self) -> bool:
-        """Whether the live iterator may return another batch: a resumed epoch may be shorter than its data."""
+        """Whether the epoch has another batch for training's iterator; one resumed in the middle has fewer."""
         if self._left is None or self._given < self._left:
             return True
         # The next epoch opens another iterator, which must go on with the batch after this one.
@@ -224,7 +224,7 @@ class Position:
         return False
 
     def ended(self) -> None:
-        """Record that the live iterator is exhausted."""
+        """Record that training's iterator has no more data; raise if a resumed one had none from the start."""
         if self._origin is not None and not self._given:
             raise UsageError(
                 f"Step {self._origin.step} was saved at the end of the dataset, but fit() requests more batches. "
@@ -232,7 +232,7 @@ class Position:
             )
 
     def gave(self, state: dict[str, Any], *, rows: int, at_end: bool) -> None:
-        """Record that the live iterator returned a batch of ``rows`` rows and is now at ``state``."""
+        """Record that training's iterator returned a batch of ``rows`` rows, after which the data is at ``state``."""
         if self._origin is not None:
             # The first batch shows the number of rows; later ones need no check.
             origin, self._origin = self._origin, None
@@ -252,7 +252,7 @@ def follow_data(model: Any) -> Position:
 
 
 def followed() -> Position | None:
-    """Return the position of the training in this thread, if any."""
+    """Return the position that `follow_data` began for the training in this thread, if any."""
     return getattr(_active, "position", None)
 
 
