@@ -3,7 +3,7 @@
 Device collectives would have to be ordered with the collectives of training. The service's key-value store (JAX runs
 it in every such run, and Orbax uses it too) is independent of them, so a background thread can use it at any time.
 
-    together    every process does its part and sends the result    ─► process 0 collects the results
+    together    every process runs a function and sends its result    ─► process 0 collects the results
                 ─► every process receives all of them, or raises the first failure
 
 A `Channel` numbers its exchanges, so all processes must make them in the same order. In a run of one process
@@ -35,13 +35,13 @@ from shardload.processes.heartbeats import RETURN_S, Heartbeat, first_line
 _T = TypeVar("_T")
 
 _WAIT_MS = 1000
-"""After this time without a response, check the heartbeat for lost processes."""
+"""Milliseconds that a request waits for an answer, before the wait looks for lost processes and goes on."""
 _JOIN_S = 18.0
-"""How long a failed process waits for the messages of the others: longer than the heartbeat takes to detect a lost
-process."""
+"""How long a process waits for the messages of the others once one has failed: longer than the heartbeat takes to
+detect a lost process."""
 Word = dict[str, Any]
-"""A message: ``value`` and ``at``, the meeting of a joint call; or ``error``, ``kind`` and ``errno``; ``told`` if the
-process stopped because another one failed; ``absent`` if it sent no message."""
+"""A message from a process. Its keys: ``value``, a result, and ``at``, the meeting it is for; or ``error``, ``kind``
+and ``errno`` of a failure; ``told`` if it stopped because another one failed; ``absent`` if it sent no message."""
 
 
 def count() -> int:
@@ -88,8 +88,8 @@ def heartbeat() -> Heartbeat:
 def begin(*, by_all: bool = False) -> None:
     """Start the heartbeat, if there are several processes: from now on the others notice if this one dies.
 
-    With ``by_all``, all processes do so at this point, and make a joint call next: then one that never does is missed
-    as well, and losses are not logged, because that call raises them.
+    With ``by_all``, all processes call this now, and make a joint call next: then a process that never does counts as
+    lost, too, and losses are not logged, because that call raises them.
     """
     if are_several() and not by_all:
         heartbeat()
@@ -101,7 +101,7 @@ def begin(*, by_all: bool = False) -> None:
 # Registered after JAX's shutdown, which waits for the others, so it runs before it.
 @atexit.register
 def leave_unheard() -> None:
-    """Report the exit of a program that never made a joint call, likely due to an error, so that it is not awaited."""
+    """Tell the others that this process exits without having made a joint call, so that they do not wait for it."""
     if are_several() and not heartbeat.cache_info().currsize:
         with suppress(Exception):  # the service is gone
             Heartbeat.say_left(run_client(), index())
@@ -132,7 +132,7 @@ def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[Non
 # Runs after the heartbeat has stopped, which is registered later, and before JAX's own shutdown.
 @atexit.register
 def _end_starts() -> None:
-    """Make threads return that still wait inside JAX: returning after the interpreter's exit would abort."""
+    """Shut JAX down so that threads still waiting in it return now: after the interpreter's exit, that would abort."""
     if any(one.is_alive() for one in _starting):
         with suppress(Exception):
             jax.distributed.shutdown()
@@ -150,13 +150,14 @@ class _Call(threading.local):
 
 
 call = _Call()
-"""Its ``check`` is called while this thread waits for other processes: a failed process never arrives."""
+"""The joint call of this thread; while the thread waits for others, ``check`` raises if one of them has failed."""
 
 
 class Channel:
-    """A sequence of exchanges, in the same order on every process, between ``members``, which are all by default.
+    """A sequence of exchanges of messages between processes, which all make them in the same order.
 
-    The name is the same on all processes; by default its number, which matches if they open channels in the same order.
+    ``members`` are the indices of the processes, by default all. The name is the same on all of them; by default it is
+    a number, which matches if they open channels in the same order.
     """
 
     _numbers = itertools.count()
@@ -196,7 +197,7 @@ class Channel:
         hurried: Callable[[], bool] = lambda: False,
         check: Callable[[], None] = lambda: None,
     ) -> dict[int, Word]:
-        """Send a message and receive those of all members; for one that was lost or sent none, a word about that.
+        """Send a message and return those of all members; a process that was lost or sent none has a message saying so.
 
         Each second, ``hurried`` says whether a process failed, which limits the wait to `_JOIN_S`, and ``check`` may
         raise.
@@ -228,14 +229,14 @@ class Channel:
 
 
 class _Wait:
-    """The time limit of one exchange."""
+    """The waiting of one exchange for messages, with its time limit and its checks."""
 
     def __init__(self, beat: Heartbeat, hurried: Callable[[], bool], check: Callable[[], None]) -> None:
         self._beat, self._hurried, self._check = beat, hurried, check
         self._until: float | None = None
 
     def word(self, client: Any, key: str, *, of: int) -> Word:
-        """Return the message of a process, or a message with the reason for its absence."""
+        """Return the message of a process, or one that says why there is none."""
         try:
             said = self.hear(client, key, of=of)
         except ProcessLostError as error:
@@ -285,7 +286,7 @@ def run_watched(
 
 
 def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
-    """Make a request that a running process 0 answers at once and a stopped one never answers."""
+    """Make a request to process 0, and raise if it does not answer because it is lost; a stopped one never answers."""
 
     def look(is_waiting: bool) -> None:
         if is_waiting:
@@ -319,7 +320,7 @@ def raise_failure(said: Mapping[int, Word]) -> None:
 
 
 def from_elsewhere(process: int, heard: Word, *, foreign: type[ShardloadError]) -> ShardloadError:
-    """Rebuild the error of another process: in its own class if that is shardload's, else as ``foreign``."""
+    """Return the error that another process reported: in its own class if that is shardload's, else as ``foreign``."""
     kind = getattr(errors, heard["kind"], None)
     known = isinstance(kind, type) and issubclass(kind, ShardloadError)
     # Its message already names the lost process, which is not the one that reports it.
@@ -350,7 +351,7 @@ def run_client() -> Any:
 
 
 def _let_go() -> None:
-    """Keep JAX from waiting minutes for processes that will not come, only to abort this one then.
+    """Detach from JAX's coordination: at exit, it would wait minutes for processes that do not come, then abort.
 
     JAX's client waits at shutdown and also at its deallocation: a leaked reference prevents that.
     """

@@ -1,7 +1,7 @@
-"""Check that the processes of a run agree: about a call, about its topics, about the initial value of an array.
+"""Check that the processes of a run agree about a call, its arguments, and the initial values of variables.
 
-For every topic, each process makes the same short lists of facts and sends their digests. Where two digests differ,
-process 0 sends its list, and every process finds the first difference.
+For every topic, each process lists facts as text and sends a digest of the list. Where two digests differ, process 0
+sends its list, and every process finds the first difference.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardload.errors import DisagreementError, UninitialisedError
 _T = TypeVar("_T")
 
 Facts = dict[str, str]
-"""Name → fact, as text that is equal on every process."""
+"""Name of a fact → the fact as text, which is equal on every process if they agree."""
 
 
 class Meetings(Protocol):
-    """The meetings of a joint call."""
+    """The methods of a `JointCall` by which processes exchange results."""
 
     def together(self, do: Callable[[], _T], what: str) -> list[_T]:
         """As in `JointCall`."""
@@ -47,11 +47,11 @@ class Topic:
     fix: str
     """What to do about a difference, as the last sentence of the message."""
     titles: Callable[[], Facts] = dict
-    """Process 0's titles of facts whose names alone are unclear, for messages."""
+    """Returns titles for facts whose names alone are unclear; messages use those of process 0."""
 
 
 def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
-    """Return what to compare at the start of a call: the function's name, and arguments as they were written."""
+    """Return what to compare at the start of a call: the function's name, and the arguments as the caller gave them."""
     return [
         Topic("the call", lambda: {"function": repr(function)}, "Make the same calls in the same order on all of them"),
         Topic("the arguments", lambda: _written(arguments), "Pass the same on every process"),
@@ -83,7 +83,7 @@ def _raise_difference(joint: Meetings, topic: Topic, mine: Facts) -> NoReturn:
 
 
 def facts_digest(facts: Facts) -> str:
-    """Return a short text that differs for other facts."""
+    """Return a short digest, equal only for equal facts."""
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
@@ -114,7 +114,7 @@ def _as_text(value: Any) -> str:
 
 
 def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> None:
-    """Check that the processes initialize a variable alike; all of them call this, in the same order.
+    """Raise unless all processes give a variable the same initial value; all of them call this, in the same order.
 
     JAX's ``device_put`` compares too, but on the devices: a process that raises could then never exit, because its
     devices wait for the devices of the other processes, and a killed process would block the others. So digests are
@@ -139,5 +139,5 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
 
 @functools.cache
 def _channel(members: tuple[int, ...], call: str) -> processes.Channel:
-    """Return a channel; each call has its own, because a failed call may leave an exchange incomplete."""
+    """Return the channel of one joint call only, because a failed call may leave an exchange incomplete."""
     return processes.Channel("-".join(("initial", *map(str, members), call)), members=members)

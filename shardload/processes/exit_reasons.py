@@ -22,7 +22,7 @@ from shardload.processes import watchdog
 
 
 class ExitRecorder:
-    """A recorder for failures of this process, in the folder of the steps; inactive in a run of one process.
+    """Records failures of this process in the folder of the steps; does nothing in a run of one process.
 
     Without a folder, failures are only written to stderr.
     """
@@ -73,7 +73,7 @@ class ExitRecorder:
         self.note(watchdog.END)
 
     def leave(self) -> None:
-        """End the helper process right before `os._exit`, and give stderr back, for a last line there."""
+        """End the helper process right before `os._exit`, and restore stderr, so that a last line can be written."""
         self._finalize()
 
     def write(self, cause: str) -> None:
@@ -84,12 +84,12 @@ class ExitRecorder:
 
 @functools.cache
 def exit_recorder() -> ExitRecorder:
-    """Return the recorder of this process' loads."""
+    """Return the recorder for the loads of this process, which have no folder of steps."""
     return ExitRecorder()
 
 
 def _divert(pipe: int) -> int:
-    """Let file descriptor 2, where C++ writes, lead into a pipe, but not ``sys.stderr``; return the real stderr."""
+    """Redirect file descriptor 2, where C++ writes, to a pipe, but not ``sys.stderr``; return the real stderr."""
     sys.stderr.flush()
     real = os.dup(2)
     os.dup2(pipe, 2)

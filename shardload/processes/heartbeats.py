@@ -26,17 +26,17 @@ from shardload.errors import ProcessLostError
 
 _BEAT_S = 1.0
 _SILENT_S = 15.0
-"""After this silence a process counts as lost. The heartbeat has its own thread and runs while XLA compiles."""
+"""A process without a heartbeat for this long counts as lost; heartbeats go on while XLA compiles."""
 _LEAVE_S = 10.0
 """Time limit for the heartbeat thread at interpreter exit; its request returns within milliseconds, or never."""
 FIRST_S = 5.0
-"""Time limit for the first beat of this process."""
+"""How long `Heartbeat.start` waits for the first beat of this process."""
 LINGER_S = 6.0
 """How long process 0 waits for the others at exit: JAX aborts processes that lose its service."""
 SETTLE_S = 3.0
 """Time from a process' last message to its exit: Python still unloads modules."""
 RETURN_S = 1.0
-"""Time limit for the heartbeat thread after a process was lost, when it may never return."""
+"""The same after a process was lost: the request may then never return."""
 
 _ALIVE = "shardload/alive/"
 _LOST = "shardload/lost"
@@ -44,7 +44,7 @@ _LEFT = "left"
 
 
 class Heartbeat:
-    """The heartbeat of this process; it also watches the other processes.
+    """The heartbeat of this process, which also watches the heartbeats of the others.
 
     ``let_go`` is called at interpreter exit if the other processes will not exit, too, so that JAX stops waiting.
     """
@@ -74,7 +74,7 @@ class Heartbeat:
         self.lost: str | None = None
         """The message about the lost process; ``None`` while no process is lost."""
         self._heard: dict[int, tuple[str, float]] = {}
-        """The last beat of each process and its time. A process without a beat is not missed: it may be compiling."""
+        """The last beat of each process and its time. A process that never sent one does not count as lost."""
         self._left: set[int] = set()
         self._told: list[Callable[[str], None]] = []
         self._telling = threading.Lock()
@@ -84,7 +84,7 @@ class Heartbeat:
         self._rounds = 0
         self._found: dict[str, dict[str, str]] = {}
         self.each_beat: list[Callable[[], None]] = []
-        """Called once per beat, in the watcher thread; must not block."""
+        """Functions to call once per beat, in the watcher thread; they must not block."""
         self._thread = threading.Thread(target=self._run, name="shardload-heartbeat", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="shardload-heartbeat-watch", daemon=True)
 
@@ -98,7 +98,7 @@ class Heartbeat:
         atexit.register(self._leave)
 
     def expect(self, processes: Iterable[int]) -> None:
-        """Miss these processes also if they never send a heartbeat; all of them are about to."""
+        """Count these processes as lost also if they never send a heartbeat, which all of them are about to do."""
         now = time.monotonic()
         for process in processes:
             if process != self._index and not (self._index and process):  # those that this one watches
@@ -126,7 +126,7 @@ class Heartbeat:
         self._found[prefix] = {}
 
     def found(self, prefix: str) -> dict[str, str]:
-        """Return the values last read, by the key without ``prefix``."""
+        """Return the last values read for `ask`, by key without ``prefix``."""
         return self._found.get(prefix, {})
 
     def forget(self, prefix: str) -> None:
@@ -134,7 +134,7 @@ class Heartbeat:
         self._found.pop(prefix, None)
 
     def abandon(self) -> None:
-        """Record that the other processes may not exit together with this one, so that JAX does not wait for them."""
+        """Record that other processes may not exit with this one, so that JAX does not wait for them at its exit."""
         self._abandoned = True
 
     # ---- the thread that makes requests ----------------------------------------------------------
@@ -225,7 +225,7 @@ class Heartbeat:
     # ---- exit ------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Stop the heartbeat: a thread inside the service at interpreter exit aborts the process.
+        """Stop the heartbeat at exit: a thread that is then still inside the service would abort the process.
 
         Python ends a daemon thread when it next takes the GIL; in C++ code that must not throw, that aborts. A thread
         whose request a lost process 0 never answers does not return before the exit, so waiting for it is useless.
@@ -243,7 +243,7 @@ class Heartbeat:
             self._let_go()
 
     def see_off(self) -> None:
-        """Wait, on process 0, for the exit of the live processes: JAX aborts processes that lose its service."""
+        """On process 0, wait for the live processes to exit first: JAX aborts those that lose its service."""
         # A process without a recent beat is dead or stopped: do not wait for it.
         expected = {process for process, (_, since) in self._heard.items() if time.monotonic() - since < LINGER_S}
         until = time.monotonic() + LINGER_S

@@ -32,20 +32,20 @@ _T = TypeVar("_T")
 _LOST_S = 8.0
 """How long this process may wait inside JAX, where it cannot raise, after another process was lost."""
 _FAILED_S = 20.0
-"""How long after another process failed; longer, because this process may notice late while it computes."""
+"""The same after another process failed: longer, because this process may notice late while it computes."""
 _LOOK_S = 0.2
 """Interval at which a process that waits for JAX to start checks that all others are still running."""
 
 
 class JointCall:
-    """One process' part in a call that all processes make; the n-th calls of all processes belong together.
+    """A call that all processes make together, as seen by one of them; the n-th calls of all belong together.
 
     ``on_end`` is called before this process is terminated.
     """
 
     is_alone: ClassVar[bool] = False
     numbers: ClassVar[Iterator[int]] = itertools.count()
-    """Numbers of the calls that this process takes part in."""
+    """Counts the joint calls of this process; the numbers name their channels."""
 
     def __init__(self, *, on_end: Callable[[], None] = lambda: None) -> None:
         self._on_end = on_end
@@ -82,7 +82,7 @@ class JointCall:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Make an error inside the block fail on all processes, so that each may then try an alternative."""
+        """Raise an error of the block on all processes, each of which may then try an alternative (`try_again`)."""
         try:
             yield
         except BaseException as error:
@@ -122,7 +122,7 @@ class JointCall:
         return self.together(do if processes.is_first() else lambda: None, what)[0]  # type: ignore[return-value]
 
     def meet(self, what: str) -> None:
-        """Wait for all processes; raises on all if one of them failed."""
+        """Wait until all processes have come to the meeting ``what``; raise on all of them if one failed."""
         self.together(lambda: None, what)
 
     def require(self, found: Sequence[agreement.Topic]) -> None:
@@ -130,7 +130,7 @@ class JointCall:
         agreement.require(self, found)
 
     def watched(self, progress: Progress) -> Progress:
-        """Return progress that also raises if another process failed."""
+        """Wrap a progress so that it also raises if another process failed."""
         return Watched(progress, self.check)
 
     def start_jax(self) -> None:
@@ -140,7 +140,7 @@ class JointCall:
         self.together(self._start, "JAX has started")
 
     def draw_seed(self) -> int | None:
-        """Return process 0's seed, derived from the user's state without changing it; another one for each call."""
+        """Return a seed that process 0 draws for all, new in each call, without changing the state of `random`."""
 
         def draw() -> int:
             # A copy of the generator: two calls in a row draw the same bits from it, which the call's name tells apart.
@@ -218,7 +218,7 @@ class JointCall:
         return {process: word for process, word in sorted(found.items()) if process != processes.index()}
 
     def _cause(self, said: dict[int, Word]) -> BaseException:
-        """Build the exception for the common cause."""
+        """Build the exception that all processes raise: the failure that caused the others."""
         known = said if _primary(said) is not None else self._failed()
         process = _primary(known)
         if process is not None:
@@ -270,7 +270,7 @@ class JointCall:
 
 
 class Watched:
-    """Progress of one process of a joint call: forwarded, and a chance to notice that another process failed."""
+    """Forwards to another progress, and raises in between if another process of the joint call failed."""
 
     def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
         self._progress, self._check = progress, check
@@ -280,7 +280,7 @@ class Watched:
         self._progress.start(total_bytes, f"{description} on process {processes.index()} of {processes.count()}")
 
     def advance(self, n_bytes: int) -> None:
-        """Check between two blocks, and count."""
+        """Raise if another process failed, else count the bytes; called between two blocks."""
         self._check()
         self._progress.advance(n_bytes)
 
@@ -290,7 +290,7 @@ class Watched:
 
 
 def _primary(said: dict[int, Word]) -> int | None:
-    """Return the process whose failure caused the others: real failures before damage, secondary errors last."""
+    """Return the process whose failure most likely caused the others: damage, lost processes and XLA's rank last."""
     failed = [process for process, heard in said.items() if "error" in heard]
     return min(failed, key=lambda process: (_rank(said[process]), process), default=None)
 
@@ -307,8 +307,8 @@ def _with_note(error: Any, own: BaseException) -> Any:
 
 
 _OUTSIDE_S = 3.0
-"""JAX starts if others have not made the call after this time: one of them may be starting JAX outside of any call,
-which waits for this process."""
+"""If others have not joined the call after this time, JAX is started meanwhile: one of them may be starting it outside
+of a joint call, which waits until this process starts it, too."""
 
 
 @contextmanager
@@ -345,33 +345,33 @@ class Alone:
     is_alone: ClassVar[bool] = True
 
     def together(self, do: Callable[[], _T], what: str) -> list[_T]:
-        """Return the result of this process."""
+        """Run ``do``, and return its result as the only one."""
         return [do()]
 
     def first(self, do: Callable[[], _T], what: str) -> _T:
-        """Return the result of this process."""
+        """Run ``do``, and return its result."""
         return do()
 
     def meet(self, what: str) -> None:
         """Do nothing: this process is alone."""
 
     def require(self, found: Sequence[agreement.Topic]) -> None:
-        """Agree."""
+        """Do nothing: there is no other process to disagree with."""
 
     def watched(self, progress: Progress) -> Progress:
-        """Return the same progress."""
+        """Return ``progress`` unchanged."""
         return progress
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Let errors inside the block pass."""
+        """Run the block; errors are raised as they are."""
         yield
 
     def try_again(self) -> None:
-        """Begin an alternative after an `attempt` that failed."""
+        """Do nothing: no other process knows of the failure."""
 
     def start_jax(self) -> None:
-        """Leave the start of JAX to its first use."""
+        """Do nothing: JAX starts when it is first used."""
 
     def draw_seed(self) -> int | None:
         """Return ``None``: models draw from the user's generators."""

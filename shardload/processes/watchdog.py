@@ -27,15 +27,15 @@ _TAIL_BYTES = 64 << 10
 _ANSWER_S = 3.0
 """Time limit for connecting to the coordination service."""
 _DRAIN_S = 2.0
-"""Time limit for reading what the process wrote last: a program that it started may still have the pipe."""
+"""Time limit for reading what the process wrote last: the pipe stays open if a program that it started has it, too."""
 _FATAL = re.compile(rb"F\d{4} ")
-"""How a line of Abseil's log begins that ends the process; what follows is the stack trace."""
+"""Beginning of the line with which Abseil logs a fatal error; the stack trace follows it."""
 _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
-"""How the line before it begins."""
+"""Beginning of the line that comes before it when JAX aborts the process."""
 _RECENT_S = 120.0
 """An exit this soon after another failure is its consequence: JAX aborts processes that wait for a dead one."""
 _SETTLE_S = 2.0
-"""How long to wait for the record of a failure that ended this process, too."""
+"""How long to wait until the helper of another process has recorded the failure that also ended this process."""
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
@@ -114,7 +114,7 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
 
 
 def _pass_on(output: int, held: list[bytes]) -> None:
-    """Copy lines to stderr; hold back those from a fatal error on."""
+    """Copy lines from a pipe to stderr; from a fatal error on, append them to ``held`` instead."""
     is_fatal = False
     with open(output, "rb") as lines:
         for line in lines:
