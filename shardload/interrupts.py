@@ -34,9 +34,9 @@ _NO_PLACE = {
     "ExtensionFileLoader.create_module": "code of a compiled module, which may abort on an exception of Python",
     "ExtensionFileLoader.exec_module": "the same: JAX's make enums there, and optree takes it for a missing module",
 }
-"""Functions below which nothing may be raised, and why."""
+"""Functions in which, and in whose callees, no exception may be raised, and why."""
 _RETRY_S = 0.02
-"""Delay before a signal that arrived in this callback is sent again."""
+"""Seconds after which a signal that arrived in one of these functions is sent again."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -51,17 +51,17 @@ _raised: list[KeyboardInterrupt] = []
 
 
 def raised() -> KeyboardInterrupt:
-    """Return the exception of the last signal, which typer replaces by an exit code, with its notes."""
+    """Return the exception that the last signal raised, with its notes; typer itself keeps only an exit code."""
     return _raised[-1] if _raised else KeyboardInterrupt()
 
 
 def number_of(error: BaseException) -> int:
-    """Return the signal that an interruption comes from."""
+    """Return the number of the signal that an interruption comes from."""
     return error.number if isinstance(error, Terminated) else signal.SIGINT
 
 
 def message_of(number: int) -> str:
-    """Return what to print at the end of a process that a signal ended."""
+    """Return the last line that a process prints when a signal ends it."""
     return "Interrupted." if number == signal.SIGINT else f"Terminated by {signal.Signals(number).name}."
 
 
@@ -96,13 +96,13 @@ def ignore_at_exit() -> None:
 
 
 def drop(handler: Any = lambda number, frame: None) -> None:
-    """Let Ctrl-C, SIGTERM and SIGHUP do nothing from now on, not even interrupt what is about to be written."""
+    """Make Ctrl-C, SIGTERM and SIGHUP do nothing from now on, so that they cannot interrupt what is still written."""
     for number in _handled(_ENDING):
         signal.signal(number, handler)
 
 
 def end_with(code: int, farewell: Callable[[int], None]) -> None:
-    """Make Ctrl-C, SIGTERM and SIGHUP exit the process at once with its own exit code: its results are written.
+    """Make Ctrl-C, SIGTERM and SIGHUP exit at once with the process' own exit ``code``: its results are complete.
 
     Args:
         code: The exit code.
@@ -114,7 +114,7 @@ def end_with(code: int, farewell: Callable[[int], None]) -> None:
 
 
 def _watched(farewell: Callable[[int], None], code: int | None) -> tuple[int, int]:
-    """Start a thread that ends the process on a signal; return the end of its pipe, and the one used before."""
+    """Start a thread that ends the process on a signal; return the pipe that signals write to, and the former one."""
     # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -138,10 +138,10 @@ def _wait(read: int, farewell: Callable[[int], None], code: int | None) -> None:
 def raise_interrupt_safely(*, restore: bool = True) -> Iterator[None]:
     """Raise `KeyboardInterrupt` on Ctrl-C, and `Terminated` on SIGTERM and SIGHUP, unless the signal is ignored.
 
-    Slightly later where it would be dropped, or end the process without tidying up.
+    Where an exception would be dropped or abort the process (`_NO_PLACE`), it is raised slightly later.
 
     Args:
-        restore: Whether the block restores the handlers at its end; if not, the process has none that do less.
+        restore: Whether to restore the former handlers after the block; otherwise these stay for the whole process.
     """
     with _handled_by(_raise, _ENDING, restore=restore):
         yield
@@ -160,7 +160,7 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[None]:
-    """Handle the first Ctrl-C, and SIGTERM and SIGHUP if Python handles them, at the block's end; a second at once."""
+    """Delay a first Ctrl-C, SIGTERM or SIGHUP until the end of the block; handle a second one at once."""
     before = {number: found for number in _ENDING if callable(found := signal.getsignal(number))}
     if not may_handle() or signal.SIGINT not in before:
         yield
@@ -217,7 +217,7 @@ def _handled_by(
 
 
 def _handled(numbers: Sequence[int]) -> list[int]:
-    """Return the signals to handle: not ignored ones, nor those that C code handles or that this thread cannot."""
+    """Return the signals that this thread can handle: in the main thread, those neither ignored nor handled in C."""
     in_main = threading.current_thread() is threading.main_thread()
     return [n for n in numbers if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
 

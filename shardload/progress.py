@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     import rich.progress
 
 INTERVAL_S = 10.0
-"""Seconds between two lines in a log; anything shorter than that writes none."""
+"""Seconds between two lines in a log; a load that takes less writes no line."""
 
 
 class Progress(Protocol):
-    """The progress calls that a load makes."""
+    """What a load calls to report its progress."""
 
     def start(self, total_bytes: int, description: str) -> None:
         """Begin a stage of ``total_bytes`` (0: unknown); a second call begins the next stage."""
@@ -53,7 +53,7 @@ class Progress(Protocol):
 
 
 ProgressLike: TypeAlias = Progress | bool | Literal["bar", "lines", "json"] | None
-"""What callers may pass: ``True`` for what suits stderr, a name to insist on one, or an object of their own."""
+"""What callers may pass as ``progress``: ``True`` for a bar or lines as suits stderr, a name for one, or an object."""
 
 
 class Silent:
@@ -103,7 +103,7 @@ class ProgressLine:
     stage: str
     done_bytes: int
     total_bytes: int | None
-    """``None`` if unknown."""
+    """Bytes of the whole stage; ``None`` if unknown."""
     bytes_per_s: float
     """Rate since the previous line."""
     elapsed_s: float
@@ -127,7 +127,7 @@ class ProgressLine:
         return f"{printable(self.stage)}: {', '.join([*counted, *rate])}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
+        """Return an object for `json.dumps`."""
         return {
             "stage": self.stage,
             "bytes": self.done_bytes,
@@ -154,7 +154,7 @@ class _Stage:
 
 
 class LineProgress:
-    """A line on stderr at regular intervals, from a thread of its own: a stage may run for minutes without a call.
+    """Writes a line to stderr at regular intervals, from its own thread, as minutes may pass between two calls.
 
     Args:
         as_json: Write JSON objects.
@@ -171,7 +171,7 @@ class LineProgress:
         self._ended: threading.Event | None = None
 
     def start(self, total_bytes: int, description: str) -> None:
-        """Begin a stage; the first one begins the lines."""
+        """Begin a stage; the first stage starts the thread that writes lines."""
         self._stage = _Stage(without_secrets(description), total_bytes or None, self._clock())
         if self._ended is None:
             self._ended = threading.Event()
@@ -184,13 +184,13 @@ class LineProgress:
             self._stage.done_bytes += n_bytes
 
     def stop(self) -> None:
-        """End the lines."""
+        """Stop writing lines."""
         self._stage, ended, self._ended = None, self._ended, None
         if ended is not None:
             ended.set()
 
     def write(self) -> None:
-        """Write a line now, if there is a stage."""
+        """Write a line now, if a stage is running."""
         if (stage := self._stage) is None or sys.stderr is None:
             return
         line = stage.line(self._clock())
@@ -235,7 +235,7 @@ def _can_draw(console: rich.console.Console) -> bool:
 
 
 def as_progress(wanted: ProgressLike) -> Progress:
-    """Return the progress that a caller wants.
+    """Return the object that shows progress as the caller's argument ``progress`` asks.
 
     Raises:
         UsageError: If it is none of `ProgressLike`.
@@ -261,7 +261,7 @@ def as_progress(wanted: ProgressLike) -> Progress:
 
 @contextmanager
 def on_stderr(*, enabled: bool = True, as_json: bool = False) -> Iterator[Progress]:
-    """Yield what suits stderr, if ``enabled``, and stop it at the end.
+    """Yield a progress that suits stderr, a bar on a terminal and else lines; stop it at the end of the block.
 
     Args:
         enabled: Whether to show progress at all.

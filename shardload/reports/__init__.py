@@ -20,8 +20,8 @@ Missing measurements are ``null``, never ``NaN``, so that every JSON parser read
     Time       build   120 ms  ███████
                …
 
-It has one function per line of the left column, which returns the content on the right, or nothing. Names are folded
-(`shardload.reports`), and a truncated list always ends with the number of omitted names.
+Names that differ only in numbers are folded into one (`fold`), and a truncated list always ends with the number of
+omitted names.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from shardload.units import format_bytes, format_count, format_rate, format_seco
 _TEXT_WIDTH = 100
 """Columns of ``str(report)``, which does not know the width of the reader's window."""
 _MAX_DEVICE_LINES = 16
-"""More devices than this are shown as least, median and most: 256 bars are unreadable."""
+"""Of more devices than this, only those with the least, median and most bytes are shown: 256 bars are unreadable."""
 _MAX_NAME_LINES = 12
 """Folded names shown per list; ``to_json`` has them all."""
 _BAR_WIDTH = 24
 _LEAST_SHOWN = 0.01
-"""The part of the total from which imports and other times are shown."""
+"""Imports and other times are shown only if they are at least this fraction of the total time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -73,15 +73,15 @@ class Report:
     format: str
     """The checkpoint's format, as in `shardload.manifest.Manifest`."""
     mesh: str
-    """``batch=1,model=8``."""
+    """The mesh as text: ``batch=1,model=8``."""
     devices: tuple[DeviceUse, ...]
-    """In mesh order."""
+    """The devices of the mesh, in its order, with the bytes on each."""
     variables: int
-    """Variables filled from the checkpoint."""
+    """Number of variables filled from the checkpoint."""
     parameters: int
-    """Elements in them."""
+    """Number of elements in these variables."""
     weight_bytes: int
-    """Bytes of one unsharded copy of them, in the model's dtypes."""
+    """Bytes of one unsharded copy of these variables, in the model's dtypes."""
     bytes: ByteCounts
     seconds: Stages
     host_bytes: HostBytes
@@ -100,7 +100,7 @@ class Report:
     outside: tuple[Outside, ...] = ()
     """Tensors that do not belong to the model that was built: buffers, heads, poolers, copies of the embedding."""
     dtypes: tuple[str, ...] = ()
-    """Dtypes of the variables, the one of most bytes first."""
+    """Dtypes of the variables; the one with most bytes comes first."""
     notes: tuple[str, ...] = ()
     """Anything else a person should know, one line each: ``gemma2_7b is not a released size; loaded gemma2_9b``."""
 
@@ -259,7 +259,7 @@ def _stages(report: Report, block: str) -> RenderableType:
 
 
 def _by_reason(head: str, named: Iterable[tuple[str, str]], *, style: str) -> RenderableType:
-    """Return names, folded, each group of them with its reason below."""
+    """Return a list of ``(name, reason)`` pairs as text: names with the same reason folded, and the reason below."""
     groups: dict[str, list[str]] = {}
     for name, reason in named:
         groups.setdefault(reason, []).append(name)
@@ -356,7 +356,7 @@ class Folded:
 
 
 def fold(names: Iterable[str]) -> tuple[Folded, ...]:
-    """Group names that differ only in numbers, in order of first appearance; numbers that all of them share stay.
+    """Group names that differ only in numbers, in order of first appearance; a number that all share is kept.
 
     decoder_block_0/attention/key/kernel
     decoder_block_1/attention/key/kernel      ─ fold ─►   decoder_block_*/attention/key/kernel  ×18

@@ -19,22 +19,22 @@ class CallReport:
     """One call of ``from_preset``, ``load_model`` or ``load_weights``."""
 
     call: str
-    """As in a program: ``GemmaCausalLM.from_preset('./gemma')``."""
+    """The call as it would be written in a program: ``GemmaCausalLM.from_preset('./gemma')``."""
     by: Literal["shardload", "keras"]
     """Who loaded the weights."""
     why: str | None
-    """Why Keras did it; ``None`` if shardload did."""
+    """Why Keras loaded the weights; ``None`` if shardload did."""
     seconds: float
     """Wall-clock seconds of the whole call."""
     read_bytes: int | None
     """Bytes that shardload read; ``None`` if Keras did, which does not count them."""
     error: str | None = None
-    """The error that the call raised."""
+    """The error that the call raised, if any, as text."""
     load: LoadReport | None = field(default=None, repr=False)
-    """What shardload loaded, in detail."""
+    """The report of the load; ``None`` if Keras loaded the weights."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for `json.dumps`; ``load`` is that of the report of a load."""
+        """Return an object for `json.dumps`; ``load`` has the keys of a `LoadReport`."""
         names = ("call", "by", "why", "seconds", "read_bytes", "error")
         load = None if self.load is None else self.load.to_json()
         return {name: getattr(self, name) for name in names} | {"seconds": round(self.seconds, 6), "load": load}

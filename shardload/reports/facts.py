@@ -1,6 +1,6 @@
-"""The facts that a report states, each as a value of its own, and notes that code acts on.
+"""The records that a report consists of, and notes that code acts on.
 
-What such a note says is its kind, and its words are for people::
+Code recognises such a note by its kind; its words are for people and may change::
 
     Note("the step has no optimizer state; …", NoteKind.OPTIMIZER_UNCHANGED) ─► report.notes ─► of_kind(notes, …)
 """
@@ -29,7 +29,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class ByteCounts:
-    """Bytes of the checkpoint that were needed, and that were read."""
+    """How many bytes of the checkpoint the model needed, and how many were read."""
 
     needed: int
     """Bytes on disk with values that the model needs."""
@@ -56,19 +56,19 @@ class Stages:
 
     @property
     def other(self) -> float:
-        """What the stages leave of the total: opening the source, and what comes between the stages."""
+        """Seconds of the total that belong to no stage: opening the source, and the time between stages."""
         counted = (self.imports, self.build, self.plan, self.transfer)
         return max(0.0, self.total - math.fsum(s for s in counted if s is not None and math.isfinite(s)))
 
     def named(self) -> dict[str, float | None]:
-        """Return all of them in order; all before the last one add up to it."""
+        """Return the seconds of all stages by name; ``total`` comes last, and the others add up to it."""
         stages = {"imports": self.imports, "build": self.build, "plan": self.plan, "transfer": self.transfer}
         return {**stages, "other": self.other, "total": self.total}
 
 
 @dataclass(frozen=True, slots=True)
 class HostBytes:
-    """Host memory of the load, without the shards of CPU devices."""
+    """Host memory used for staging during the load; shards on CPU devices do not count."""
 
     budget: int
     """Limit on the bytes of staging buffers."""
@@ -110,7 +110,7 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Mismatched:
-    """A variable that was left alone because its tensor has another shape."""
+    """A variable that was not loaded because its tensor has another shape."""
 
     variable: str
     tensor: str
@@ -135,28 +135,28 @@ class Fit:
 
 
 class NoteKind(Enum):
-    """What a note says."""
+    """Kinds of notes that code acts on."""
 
     OPTIMIZER_UNCHANGED = auto()
-    """The step has no state for an optimizer that ``fit`` uses, so it stays as it is."""
+    """The step has no state for the optimizer that ``fit`` uses, so the optimizer keeps its current state."""
     BATCHES_RECOUNTED = auto()
     """The count of batches was converted for another ``gradient_accumulation_steps``."""
     AVERAGES = auto()
-    """Which of the two the weights are: moving averages (``use_ema``), or the weights in training."""
+    """Says whether the loaded weights are moving averages (``use_ema``) or the weights being trained."""
     ASSETS = auto()
-    """What became of files that layers save (vocabularies), where they were not just loaded."""
+    """Says what was done with files that layers save (vocabularies), if anything else than loading them."""
     TENSOR_NOT_STORED = auto()
     """A converter asked for a tensor that the checkpoint does not have."""
 
 
 class Note(str):
-    """A note with its kind; most notes are plain strings, because no code asks what they say."""
+    """A note of a kind that code acts on; all other notes are plain strings."""
 
     __slots__ = ("kind",)
     kind: NoteKind
 
     def __new__(cls, text: str, kind: NoteKind) -> Note:
-        """Make a string that knows its kind."""
+        """Make a string with the attribute ``kind``."""
         note = super().__new__(cls, text)
         note.kind = kind
         return note
