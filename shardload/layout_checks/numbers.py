@@ -126,9 +126,9 @@ class NumbersCheck:
     variables: int
     """Number of variables whose shards were compared with the plan."""
     device_bytes: int
-    """Bytes of these variables on each device, as planned."""
+    """Bytes of the compared variables on each device, as planned."""
     found_device_bytes: Mapping[int, int]
-    """Bytes that the shards of these variables take, by the id of the device."""
+    """Bytes that the shards of the compared variables take, by the id of the device."""
     movements: int = 3
     """How often rounding was measured: 3 times, or 15 where the first three did not explain a difference."""
 

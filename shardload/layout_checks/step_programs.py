@@ -50,7 +50,7 @@ class StepProgram:
     variables: Mapping[str, Sequence[Any]]
     """The Keras variables whose values the state has, under the same keys and in the same order."""
     layouts: Mapping[str, Sequence[Layout]]
-    """The layout of each of these variables."""
+    """The layout of each of ``variables``."""
     fixed: frozenset[int] = frozenset()
     """``id`` of variables that keep their dtype in a 16-bit model, such as the step counter."""
     float32_update_bytes: int = 0

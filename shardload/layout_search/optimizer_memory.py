@@ -36,12 +36,12 @@ class Slot:
     nbytes: int
     """Bytes of the whole array."""
     follows: _SplitBy
-    """How it is split: like its ``weight``; into as many parts as the weight, but along its own ``rows``, if they
+    """How the slot is split: like its ``weight``; into as many parts as the weight, but along its own ``rows``, if they
     divide; or by ``nothing``, as it is whole on every device."""
     spread: SlotSpread | None = None
-    """Further axes that it is spread over, if `shard_optimizer` or its optimizer spreads it."""
+    """Further axes that the slot is spread over, if `shard_optimizer` or its optimizer spreads it."""
     even: bool = False
-    """Whether it is an error if the number of parts does not divide its rows; else it stays whole then."""
+    """Whether it is an error if the number of parts does not divide the slot's rows; otherwise it stays whole then."""
 
     def allows(self, layout: Layout) -> bool:
         """Whether the slot can be split as it must be if its weight has this layout."""

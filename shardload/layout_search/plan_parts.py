@@ -167,7 +167,7 @@ class ComparedNumbers:
     misplaced: tuple[str, ...]
     """Paths of variables whose shards are not the planned ones."""
     device_bytes: int
-    """Bytes of these variables on each device."""
+    """Bytes of the compared variables on each device."""
 
     @property
     def ok(self) -> bool:

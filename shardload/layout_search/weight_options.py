@@ -92,7 +92,7 @@ def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Co
 
 @dataclass(frozen=True, slots=True)
 class WeightExchange:
-    """Collectives for one weight: a gather of one that is stored split, or what moving the batch adds or saves."""
+    """Collectives for one weight: its gather, if it is stored split, or those that moving the batch adds or saves."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]

@@ -134,7 +134,7 @@ def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) ->
 
 
 def _embedding_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Split an embedding by rows (the vocabulary) if it is tall, by features if it is wide."""
+    """Return roles that split an embedding by rows (the vocabulary) if it is tall, by features if it is wide."""
     if (embedding := own.get("embeddings")) is None:
         return {}
     rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")
@@ -163,7 +163,7 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
 
 
 def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Split a convolution by its output channels, else by its input channels; its bias follows."""
+    """Return roles that split a convolution by its output channels, else by its input channels; its bias follows."""
     kernel = own["kernel"]
     last = len(kernel.shape) - 1
     # A depthwise kernel ends in (channels, multiplier), a transposed one in (outputs, inputs): there the next to last

@@ -34,7 +34,7 @@ EVERYWHERE_TIMES = 2
 """Memory that a device needs to update matrices that are whole on all devices, as a multiple of their state; measured
 with XLA on CPU (1.5 to 2.1)."""
 ALONE_TIMES = 3
-"""The same for matrices that are dealt out, as a multiple of the state of those on one device (2.6 to 2.8)."""
+"""Memory that a device needs to update matrices dealt out to it, as a multiple of their state (2.6 to 2.8)."""
 _Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 """Takes a stack of factors (b, n, n) and their old eigenpairs, and returns the new eigenpairs."""
 
@@ -103,7 +103,7 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
-    """Deal out factors of these lengths: to each device as many of every length, the rest to those with least to do."""
+    """Decide which device decomposes which factors: equal numbers of every size, the rest to those with least to do."""
     load = [0] * devices
     found = []
     # Largest first, so that smaller factors even out what is left over of larger ones.

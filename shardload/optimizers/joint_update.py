@@ -83,7 +83,7 @@ class JointPlan:
     frequency: int = 1
     """Factors are decomposed in step 1, step 1 + frequency, and so on."""
     decomposition: str = "eigh"
-    """``eigh``, or ``qr``: one step of QR iteration after a first ``eigh`` of each factor that is not 0."""
+    """``eigh``, or ``qr``: ``eigh`` only when a factor is first not 0, then one step of QR iteration each time."""
     dealt: bool = True
     """Whether each decomposition runs on one device of the mesh, not on all of them."""
 

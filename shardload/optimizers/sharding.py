@@ -70,7 +70,7 @@ def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> 
 
 
 def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> SlotReport:
-    """Spread the slots of an optimizer as chosen; see `shard_optimizer`."""
+    """Spread the slots of an optimizer over the axes that ``chosen`` names; see `shard_optimizer`."""
     binding = None if model is None else binding_of(model)
     mesh = _mesh(optimizer, model)
     batch_axis = None if binding is None else str(binding.distribution.batch_dim_name)
@@ -148,10 +148,10 @@ class SlotLayout:
     nbytes: int
     """Bytes of the whole value."""
     before: Layout
-    """The layout of its weight, which it has unless it is spread."""
+    """The layout of the weight, which the slot has as well unless it is spread."""
     after: Layout
     why: str = ""
-    """Why an axis does not split it; empty if every axis does."""
+    """Why an axis does not split the slot; empty if every axis does."""
 
     @property
     def is_spread(self) -> bool:

@@ -273,7 +273,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> TensorParallelKeras:
-        """Build the model and wrap it.
+        """Build the wrapped model from a saved configuration, and wrap it.
 
         With fewer devices than it was saved on, it takes all of them and warns; a plan for more devices is dropped.
         """

@@ -36,7 +36,7 @@ LINGER_S = 6.0
 SETTLE_S = 3.0
 """Time from a process' last message to its exit: Python still unloads modules."""
 RETURN_S = 1.0
-"""The same after a process was lost: the request may then never return."""
+"""Time limit for the heartbeat thread at exit if a process was lost: its request may then never return."""
 
 _ALIVE = "shardload/alive/"
 _LOST = "shardload/lost"

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 _LOST_S = 8.0
 """How long this process may wait inside JAX, where it cannot raise, after another process was lost."""
 _FAILED_S = 20.0
-"""The same after another process failed: longer, because this process may notice late while it computes."""
+"""How long this process may wait inside JAX after another process failed: it may notice late while it computes."""
 _LOOK_S = 0.2
 """Interval at which a process that waits for JAX to start checks that all others are still running."""
 

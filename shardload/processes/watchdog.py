@@ -31,7 +31,7 @@ _DRAIN_S = 2.0
 _FATAL = re.compile(rb"F\d{4} ")
 """Beginning of the line with which Abseil logs a fatal error; the stack trace follows it."""
 _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
-"""Beginning of the line that comes before it when JAX aborts the process."""
+"""Beginning of the line that is logged before the fatal one when JAX aborts the process."""
 _RECENT_S = 120.0
 """An exit this soon after another failure is its consequence: JAX aborts processes that wait for a dead one."""
 _SETTLE_S = 2.0

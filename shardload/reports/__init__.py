@@ -79,9 +79,9 @@ class Report:
     variables: int
     """Number of variables filled from the checkpoint."""
     parameters: int
-    """Number of elements in these variables."""
+    """Number of elements in the variables filled from the checkpoint."""
     weight_bytes: int
-    """Bytes of one unsharded copy of these variables, in the model's dtypes."""
+    """Bytes of one unsharded copy of the variables filled from the checkpoint, in the model's dtypes."""
     bytes: ByteCounts
     seconds: Stages
     host_bytes: HostBytes
