@@ -119,7 +119,8 @@ class LayoutPlan:
         found = [(name, v) for name, v in named if path in (name, v.path)]
         if not found:
             raise LayoutError(
-                f"Cannot explain {path!r}: the plan of {self.model!r} has no such variable. Use one of plan.names"
+                f"Cannot explain {path!r}: the plan of {self.model!r} has no variable of that path. Use one of "
+                "plan.names"
             )
         limited, lines = self.device_memory_bytes is not None, []
         for name, v in found:
