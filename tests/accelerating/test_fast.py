@@ -25,8 +25,7 @@ X, Y = np.random.default_rng(0).random((16, 4), "float32"), np.zeros((16, 3), "f
 
 def build(units=5, compiled=True):
     inputs = keras.Input((4,))
-    hidden = keras.layers.Dense(units)(inputs)
-    model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
+    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Dense(units)(inputs)))
     if compiled:
         model.compile("rmsprop", "mse", metrics=["mae"])
     return model
@@ -131,8 +130,7 @@ def test_an_optimizer_that_is_not_built_warns_as_in_keras(saved):
 
 @pytest.mark.parametrize("kind", ["DataParallel", "ModelParallel"])
 def test_under_the_distribution_that_is_set(saved, kind):
-    mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"])
-    layouts = keras.distribution.LayoutMap(mesh)
+    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2, 4), ["batch", "model"]))
     layouts[".*dense/kernel"] = ("model", None)
 
     def load():
@@ -281,8 +279,7 @@ def test_a_failed_attempt_uses_up_no_name_and_no_seed(saved, monkeypatch):
 
 
 def test_damage_is_not_handed_to_keras(tmp_path):
-    model = build()
-    model.fit(X, Y, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path / "run")])
+    build().fit(X, Y, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path / "run")])
     largest = max((p for p in tmp_path.rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size)
     raw = bytearray(largest.read_bytes())
     raw[len(raw) // 2] ^= 1

@@ -67,8 +67,7 @@ def folder_of(tmp_path_factory):
 
     def folder(module, name):
         if (module, name) not in made:
-            path = tmp_path_factory.mktemp(name)
-            made[module, name] = str(write(path, module, name))
+            made[module, name] = str(write(tmp_path_factory.mktemp(name), module, name))
         return made[module, name]
 
     return folder
@@ -104,8 +103,7 @@ def test_a_task(name, folder_of):
 
 @pytest.mark.parametrize("name", ["gemma2", "bert"])
 def test_a_backbone_under_model_parallel(name, folder_of):
-    mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"])
-    layouts = keras.distribution.LayoutMap(mesh)
+    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2, 4), ["batch", "model"]))
     layouts[".*(token_embedding|feedforward|ffw).*(embeddings|kernel)"] = ("model", None)
     path = folder_of(hub_folders, name)
 

@@ -60,8 +60,7 @@ def test_sigterm_does_not_cost_the_best_step(tmp_path, named):
 
 @pytest.mark.parametrize(("mode", "values"), [("max", (0.5, 0.2)), ("min", (0.2, 0.5))])
 def test_it_does_not_in_any_mode(tmp_path, mode, values):
-    callback = OrbaxCheckpoint(tmp_path, mode=mode, save_best_only=True)
-    fit(compiled(), callback, *values, epochs=4, sigterm=10)
+    fit(compiled(), OrbaxCheckpoint(tmp_path, mode=mode, save_best_only=True), *values, epochs=4, sigterm=10)
     assert steps_in(tmp_path) == [4, 10] and best(tmp_path) == 4
 
 

@@ -203,8 +203,7 @@ def test_a_root_that_goes_away_while_a_step_is_written(folder, how):
 def test_what_becomes_of_older_steps_is_nobodys_failure(folder):
     seen = folder["older_spoilt"]
     assert [found["error"] for found in seen.values()] == [None] * len(seen)
-    left = {name: (found["steps"], found["bad"]) for name, found in seen.items()}
-    assert left == {
+    assert {name: (found["steps"], found["bad"]) for name, found in seen.items()} == {
         "removed": ([3, 4], []),
         "digests": ([1, 3, 4], [1]),  # what is damaged is for people to remove
         "json": ([1, 3, 4], [1]),

@@ -129,8 +129,7 @@ def test_training_goes_on_while_a_step_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(
         orbax_writer.PendingSave, "result", lambda self, timeout_s=None: (go.wait(60), real(self, timeout_s))
     )
-    batches = Batches({3: go.set})
-    fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None), batches)
+    fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None), Batches({3: go.set}))
     assert go.is_set() and steps_in(tmp_path) == [2, 4]
 
 
@@ -233,8 +232,7 @@ fit(compiled(), OrbaxCheckpoint({root!r}, save_freq=1, max_to_keep=3), Batches({
 
 
 def child(root, *, at="{}", epochs=1):
-    code = CHILD.format(root=str(root), at=at, epochs=epochs)
-    return warm_start.start(["-c", code])
+    return warm_start.start(["-c", CHILD.format(root=str(root), at=at, epochs=epochs)])
 
 
 @pytest.mark.slow
@@ -249,8 +247,7 @@ def test_kill_leaves_only_whole_steps(tmp_path):
     steps = list_steps(tmp_path)
     assert steps and [find_damage(info.path) for info in steps] == [[]] * len(steps)
     newest = steps[-1].step
-    callback = OrbaxCheckpoint(tmp_path, max_to_keep=None)
-    fit(compiled(), callback)
+    fit(compiled(), OrbaxCheckpoint(tmp_path, max_to_keep=None))
     assert steps_in(tmp_path)[-1] == newest + 4 and list((tmp_path / ".staging").glob("*")) == []
 
 

@@ -69,8 +69,7 @@ def test_a_resumed_run_continues(tmp_path):
 
 
 def test_a_model_of_nothing_else(tmp_path):
-    model = keras.Sequential([keras.Input((4,)), Empty()])
-    shardload.save(model, tmp_path, step=1)
+    shardload.save(keras.Sequential([keras.Input((4,)), Empty()]), tmp_path, step=1)
     report = shardload.restore(keras.Sequential([keras.Input((4,)), Empty()]), tmp_path, strict=False)
     assert "step 1, verified" in report.notes
 

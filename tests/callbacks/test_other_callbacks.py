@@ -93,8 +93,7 @@ def test_a_best_value_that_is_no_number_comes_back(tmp_path, first):
 def test_saving_by_batches_keeps_the_state_too(tmp_path):
     model = built()
     stopping = keras.callbacks.EarlyStopping(monitor="scripted", mode="min", patience=4)
-    saver = OrbaxCheckpoint(tmp_path, save_freq=3, max_to_keep=None)
-    fit(model, saver, Scripted(), stopping, epochs=4)
+    fit(model, OrbaxCheckpoint(tmp_path, save_freq=3, max_to_keep=None), Scripted(), stopping, epochs=4)
     found = {step: record(tmp_path, step)["callbacks"][0]["wait"] for step in (3, 6, 9, 12, 15)}
     assert found == {3: 0, 6: 0, 9: 0, 12: 0, 15: 0}
     assert record(tmp_path, 15)["callbacks"][0]["best_epoch"] == 2
@@ -102,8 +101,7 @@ def test_saving_by_batches_keeps_the_state_too(tmp_path):
 
 def test_a_step_from_before_has_no_such_state(tmp_path):
     fit(built(), OrbaxCheckpoint(tmp_path), epochs=2)
-    path = tmp_path / "8" / "shardload" / "step.json"
-    content = json.loads(path.read_text())
+    content = json.loads((tmp_path / "8" / "shardload" / "step.json").read_text())
     assert content.pop("callbacks") == []
     assert StepRecord.of_json(content).callbacks == ()
     _, n_epochs = run(tmp_path, epochs=20)

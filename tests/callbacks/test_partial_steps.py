@@ -43,8 +43,7 @@ def test_a_partial_step_has_what_training_changes_and_says_what_it_lacks(run):
     assert (step["save_trainable_only"], step["variables"], step["left_out"]) == (True, None, 2)
     left_out = {leaf["key"]: leaf["shape"] for leaf in structure["left_out"]}
     assert left_out == {"layers/dense/vars/0": [8, 8], "layers/dense/vars/1": [8]}
-    stored = {leaf["key"] for leaf in structure["leaves"] if leaf["kind"] == "weight"}
-    assert stored == {
+    assert {leaf["key"] for leaf in structure["leaves"] if leaf["kind"] == "weight"} == {
         "layers/dense/vars/lora_kernel_a",
         "layers/dense/vars/lora_kernel_b",
         *(f"layers/batch_normalization/vars/{n}" for n in range(4)),  # its statistics change in training

@@ -221,8 +221,7 @@ def test_a_resumable_dataset_may_lie_below_others(tmp_path):
 
 
 def test_a_model_that_was_restored_goes_on_once(tmp_path):
-    one = model()
-    fit(one, data(), OrbaxCheckpoint(tmp_path), epochs=2)
+    fit(model(), data(), OrbaxCheckpoint(tmp_path), epochs=2)
     again = model()
     shardload.restore(again, tmp_path)
     _, lengths = fit(again, data(), OrbaxCheckpoint(tmp_path), epochs=4)
@@ -249,8 +248,7 @@ def test_sigterm_saves_once_more_and_ends_fit(tmp_path):
 
 def test_arrays_do_not_say_where_they_stood_and_the_epoch_begins_again(tmp_path):
     x, y = Source().x, Source().y
-    one = model()
-    one.fit(x, y, batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, save_freq=3), At(7, stop)])
+    model().fit(x, y, batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, save_freq=3), At(7, stop)])
     again, lengths = model(), Lengths()
     with pytest.warns(UserWarning, match="after 6 batches of epoch 1, without a data position"):
         again.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[OrbaxCheckpoint(tmp_path, resume=True), lengths])

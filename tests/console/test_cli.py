@@ -62,8 +62,7 @@ def test_every_command_has_help_with_an_example(command, cli):
 @pytest.mark.slow
 def test_help_imports_nothing_heavy():
     after = "print(sorted(sys.modules), file=sys.stderr)"
-    code = f"import sys; from shardload.cli import main; main(['load', '--help']); {after}"
-    done = run((sys.executable, "-c", code))
+    done = run((sys.executable, "-c", f"import sys; from shardload.cli import main; main(['load', '--help']); {after}"))
     assert "'typer'" in done.stderr
     for heavy in ("'jax'", "'keras'", "'tensorflow'", "'keras_hub'", "'h5py'", "'tensorstore'", "'orbax'"):
         assert heavy not in done.stderr
@@ -162,8 +161,7 @@ def test_a_usage_error_after_a_result_is_an_object_too(capfd):
 
 
 def test_load_json_carries_generated_text(cli):
-    found = cli(*LOAD, "--json", "--prompt", "Say").json
-    assert found["generated"] == {"prompt": "Say", "text": " Paris."}
+    assert cli(*LOAD, "--json", "--prompt", "Say").json["generated"] == {"prompt": "Say", "text": " Paris."}
 
 
 @pytest.mark.slow
@@ -371,8 +369,7 @@ sys.exit(code)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(("arguments", "code"), [(["sources", "--json"], 0), (["steps", "/no/such/run", "--json"], 1)])
 def test_a_signal_after_the_result_changes_neither_result_nor_exit_code(arguments, code, number, late):
-    script = ENDING.format(arguments=arguments, number=int(number), late=late)
-    done = run((sys.executable, "-c", script))
+    done = run((sys.executable, "-c", ENDING.format(arguments=arguments, number=int(number), late=late)))
     assert done.code == code
     assert ("error" in json.loads(done.stdout)) == bool(code)
 

@@ -108,8 +108,7 @@ def test_bash_itself_completes(tmp_path):
         "source <(shardload --show-completion bash); COMP_WORDS=(shardload load x --mesh 8); COMP_CWORD=4; "
         '$(complete -p shardload | sed -E "s/.*-F ([^ ]+).*/\\1/") shardload 8 --mesh; echo "${COMPREPLY[@]}"'
     )
-    path = f"{tmp_path}:{environment()['PATH']}"
-    done = run(("bash", "-c", script), PATH=path)
+    done = run(("bash", "-c", script), PATH=f"{tmp_path}:{environment()['PATH']}")
     assert (done.stdout, done.stderr) == ("8x1\n", "")
 
 

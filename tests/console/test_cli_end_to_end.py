@@ -111,8 +111,7 @@ def test_inspect_imports_neither_jax_nor_keras(root):
 
 
 def test_sources_lists_it_first(cli, root):
-    first = cli("sources", "--json").json["sources"][0]
-    assert first == {"name": NAME, "kind": "local", "what": str(root / NAME)}
+    assert cli("sources", "--json").json["sources"][0] == {"name": NAME, "kind": "local", "what": str(root / NAME)}
 
 
 def test_sources_lists_aliases_and_architectures_once(cli):
@@ -167,8 +166,7 @@ def test_inspect_notes_a_tensor_that_the_index_does_not_list(cli, tmp_path):
 
 
 def test_a_tensor_name_cannot_drive_the_terminal(cli, tmp_path):
-    path = one_tensor(tmp_path / "model.safetensors", "\x1b]0;title\x07")
-    done = cli("inspect", str(path))
+    done = cli("inspect", str(one_tensor(tmp_path / "model.safetensors", "\x1b]0;title\x07")))
     assert "\\x1b]0;title\\x07" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
 

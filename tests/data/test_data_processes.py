@@ -72,8 +72,7 @@ def test_global_batches_go_on_with_any_number_of_processes_and_on_any_mesh(of_al
 
 def test_global_batches_go_on_in_one_process(of_all, tmp_path, one_process):
     whole, folder = of_all[0], shutil.copytree(of_all[1], tmp_path / "steps")
-    one = reading_child.train("global", folder, index=0, count=1)
-    assert reading_child.ledger(one) == whole["when"]
+    assert reading_child.ledger(reading_child.train("global", folder, index=0, count=1)) == whole["when"]
 
 
 def test_each_process_gets_back_the_place_of_its_own_data(of_each, tmp_path):

@@ -151,9 +151,8 @@ def pair(dtype="float32"):
 def job_of(model, source, **options):
     request = LoadWeightsRequest(model=model, source=source, strict=False, **options)
     opened = OpenedSource(open_manifest(str(source)), None, ())
-    mesh = devices.resolve_devices("1x1")
     return preparing.prepare(
-        opened, model, mesh, layout="auto", matching=request.matching, budget_bytes=None
+        opened, model, devices.resolve_devices("1x1"), layout="auto", matching=request.matching, budget_bytes=None
     ).validated()
 
 
@@ -190,8 +189,7 @@ def test_tensors_that_go_to_other_variables_are_a_difference_that_is_named(tmp_p
 def test_another_dtype_is_not_another_model(tmp_path):
     source = tmp_path / "x.weights.h5"
     pair().save_weights(source)
-    found = differing(job_of(pair(), source), job_of(pair("float16"), source))
-    assert found[0] == "the dtype"  # told first, and alone
+    assert differing(job_of(pair(), source), job_of(pair("float16"), source))[0] == "the dtype"  # told first, and alone
 
 
 class Service:

@@ -158,8 +158,7 @@ def test_variables_are_found_whatever_holds_them():
         "d": weakref.proxy(seeds),
     }.items():
         layer.__dict__[name] = value
-    found = {v.path for v in state_of(layer)}
-    assert {first.path, second.path, seeds.state.path} <= found
+    assert {first.path, second.path, seeds.state.path} <= {v.path for v in state_of(layer)}
 
 
 INITIALIZERS = [

@@ -191,8 +191,7 @@ def test_slots_are_found_behind_a_loss_scale():
 
 
 def test_one_operation_of_a_program_can_be_bound_alone():
-    closed = jax.make_jaxpr(lambda x: keras.random.normal((4,), seed=1) * x)(2.0)
-    for equation in closed.jaxpr.eqns:
+    for equation in jax.make_jaxpr(lambda x: keras.random.normal((4,), seed=1) * x)(2.0).jaxpr.eqns:
         assert isinstance(equation.primitive.get_bind_params(equation.params), dict)
 
 

@@ -180,8 +180,7 @@ def test_every_model_compiles_for_training(name):
 def test_a_model_in_bfloat16_is_noted_and_one_in_float32_scaled():
     x = keras.Input((64,))
     in_bf16 = keras.Model(x, keras.layers.Dense(32, dtype="bfloat16")(x))
-    step = compile_step(in_bf16, choose(in_bf16, MESH), np.ones((8, 64), "float32"))
-    assert "16-bit" in step.notes[0]
+    assert "16-bit" in compile_step(in_bf16, choose(in_bf16, MESH), np.ones((8, 64), "float32")).notes[0]
     model, choice, inputs, _ = planned()
     full = compile_step(model, choice, inputs)
     half = full.scaled("bfloat16")
@@ -194,8 +193,7 @@ def test_the_state_and_the_update_of_rekls_stay_in_float32():
     found = {}
     for dtype in ("float32", "bfloat16"):
         model = keras.Model(x, keras.layers.Dense(256, use_bias=False, dtype=dtype)(x))
-        batch = jax.ShapeDtypeStruct((8, 256), dtype)
-        found[dtype] = compile_step(model, choose(model, MESH), batch, training=REKLS())
+        found[dtype] = compile_step(model, choose(model, MESH), jax.ShapeDtypeStruct((8, 256), dtype), training=REKLS())
     full, half = found["float32"], found["float32"].scaled("bfloat16")
     assert (
         half.argument_bytes == found["bfloat16"].argument_bytes == full.argument_bytes - 2 * (256 * 256 // 4 + 4 * 256)

@@ -122,8 +122,7 @@ def test_loops_multiply_and_nest():
 
 
 def test_a_loop_of_unknown_length_and_a_branch_are_marked():
-    loop = program("%w = (f32[8]{0}) while(%x), condition=%c, body=%body", others=BODY)
-    (found,) = collectives_in(loop, MESH)
+    (found,) = collectives_in(program("%w = (f32[8]{0}) while(%x), condition=%c, body=%body", others=BODY), MESH)
     assert (found.count, found.inside) == (5, "loop") and "loop of unknown length" in str(found)
     branch = program("%c = f32[8]{0} conditional(%i, %x, %x), branch_computations={%inner, %other}", others=BODY)
     (found,) = collectives_in(branch, MESH)

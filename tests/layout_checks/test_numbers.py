@@ -42,8 +42,7 @@ def test_no_steps_are_refused():
 def test_outputs_loss_and_gradients_agree(name):
     model, choice, check = checked(name)
     assert check.ok and check.raise_if_wrong() is check
-    names = {c.name for c in check.comparisons}
-    assert {"loss", *(f"gradient of {v.path}" for v in model.trainable_variables)} < names
+    assert {"loss", *(f"gradient of {v.path}" for v in model.trainable_variables)} < {c.name for c in check.comparisons}
     assert all(c.max_rel < 1e-5 for c in check.comparisons if c.name == "loss" or c.name.startswith("output"))
     planned = sum(choice.by_id[id(v)].device_bytes for v in model.variables)
     assert set(check.found_device_bytes.values()) == {planned} == {check.device_bytes}
@@ -96,8 +95,7 @@ def wrong_model():
 
 
 def test_a_model_that_computes_otherwise_is_found():
-    batch = np.ones((8, 64), "float32")
-    check = check_numbers(wrong_model, lambda model: choose(model, MESH), batch)
+    check = check_numbers(wrong_model, lambda model: choose(model, MESH), np.ones((8, 64), "float32"))
     assert not check.ok and len(check.wrong) == len(check.comparisons) == 4
     assert check.wrong[-1].max_rel == pytest.approx(1e-3, rel=0.1)  # the output
     assert check.movements == 15  # three did not explain it: it might have been rounding across a kink
@@ -108,11 +106,9 @@ def test_a_model_that_computes_otherwise_is_found():
 
 def test_a_difference_in_bfloat16_is_found_too():
     x = keras.Input((64,))
-    y = keras.layers.Dense(64, dtype="bfloat16")(x)
-    model = keras.Model(x, keras.layers.Dense(16, dtype="bfloat16")(y))
+    model = keras.Model(x, keras.layers.Dense(16, dtype="bfloat16")(keras.layers.Dense(64, dtype="bfloat16")(x)))
     batch = np.random.default_rng(0).normal(size=(8, 64)).astype("float32")
-    check = check_numbers(model, choose(model, MESH), batch).raise_if_wrong()
-    output = check.comparisons[0]
+    output = check_numbers(model, choose(model, MESH), batch).raise_if_wrong().comparisons[0]
     assert (
         output.dtype == "bfloat16" and output.allowed < output.largest / 4
     )  # a sum of four parts without one is found

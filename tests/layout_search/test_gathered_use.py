@@ -87,8 +87,7 @@ def test_fit_and_predict_of_a_sharded_model_give_the_numbers_of_one_device(short
     stored = {v.path: v.spec for v in short_plan.variables if v.stored}
     for variable in sharded.trainable_variables:
         if variable.path in stored:
-            shard = variable.value.addressable_shards[0].data
-            assert shard.size * 8 == variable.value.size
+            assert variable.value.addressable_shards[0].data.size * 8 == variable.value.size
 
 
 @pytest.mark.parametrize(("platform", "barrier"), [("cpu", True), ("gpu", True), ("tpu", False)])

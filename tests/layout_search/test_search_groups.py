@@ -14,8 +14,7 @@ F32 = jnp.float32
 def traced(function, *shapes, divisors=(2, 4), dtypes=None):
     """Read a function; return the program, and a letter for the group of each dim of arguments and results."""
     dtypes = dtypes or [F32] * len(shapes)
-    specs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
-    closed = jax.make_jaxpr(function)(*specs)
+    closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)])
     program = Program(divisors)
     arguments = arguments_of(program, closed)
     results = read_program(program, closed, arguments)

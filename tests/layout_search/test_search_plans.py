@@ -155,8 +155,7 @@ def test_blocks_that_repeat_are_decided_once():
 
 
 def test_a_pin_is_kept_and_the_rest_follows(block):
-    pins = {"dense_1/kernel": ("model", None)}
-    plan = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", pins=pins)
+    plan = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", pins={"dense_1/kernel": ("model", None)})
     assert layouts(plan)["dense_1/kernel"] == "(model, -)"
     assert next(v.reason for v in plan.variables if v.path == "dense_1/kernel") == "pinned"
     assert plan.why("dense_1/kernel").startswith("dense_1/kernel (256, 1024): (model, -), pinned")
@@ -359,8 +358,7 @@ def test_plans_on_two_meshes_are_compared_with_the_meshes_named(block, trained, 
     mesh, *lines = other.diff(tmp_path / "plan.json")
     assert mesh == "mesh: batch=1,model=8 -> batch=2,model=4"
     ours = {v.path: v.spec for v in trained.variables}
-    differ = [v.path for v in other.variables if v.spec != ours[v.path]]
-    assert [line.partition(":")[0] for line in lines] == differ
+    assert [line.partition(":")[0] for line in lines] == [v.path for v in other.variables if v.spec != ours[v.path]]
     with pytest.raises(LayoutError, match=r"no_such\.json': there is no such file"):
         trained.diff(tmp_path / "no_such.json")
 
@@ -445,8 +443,7 @@ def test_a_plan_brings_its_mesh(chained, tmp_path):
 def test_variables_take_the_layout_of_their_path_or_of_their_place(chained, names, pinned):
     model = chain(*names)
     choice = choose(model, MESH, chained)
-    found = [v.path for v in model.variables if str(choice.of(v)) == "(batch, model)"]
-    assert found == [f"{pinned}/kernel"]
+    assert [v.path for v in model.variables if str(choice.of(v)) == "(batch, model)"] == [f"{pinned}/kernel"]
 
 
 @pytest.mark.parametrize("names", [("up_1", "x", "up_2"), ("up_5", "up_1", "up_0")])
@@ -463,8 +460,7 @@ def test_a_plan_becomes_a_layout_map_and_partition_specs(block, trained):
         found = layout_map[variable.path]
         assert (found is None) == layout.is_replicated
         assert found is None or tuple(found.axes) == tuple(axes[0] if axes else None for axes in variable.spec)
-    specs = trained.partition_specs()
-    assert specs["dense_1/kernel"] == jax.sharding.PartitionSpec(None, "model")
+    assert trained.partition_specs()["dense_1/kernel"] == jax.sharding.PartitionSpec(None, "model")
     with pytest.raises(LayoutError, match="the meshes differ"):
         trained.to_layout_map(keras.distribution.DeviceMesh((8,), ["model"], devices=[f"cpu:{i}" for i in range(8)]))
 

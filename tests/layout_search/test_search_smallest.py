@@ -35,8 +35,7 @@ def test_the_plan_is_that_of_a_search_on_its_mesh_and_the_fastest_of_its_size(bl
     limit = 40 * MIB
     plan = search_smallest_mesh(block.model, limit, inputs=block.inputs, optimizer="adamw")
     assert plan == trained(block, "x".join(map(str, plan.mesh.sizes)), limit)
-    others = [f"{b}x{plan.mesh.size // b}" for b in (1, 2, 4, 8) if plan.mesh.size % b == 0]
-    for mesh in others:
+    for mesh in [f"{b}x{plan.mesh.size // b}" for b in (1, 2, 4, 8) if plan.mesh.size % b == 0]:
         try:
             assert trained(block, mesh, limit).step_s >= plan.step_s
         except DoesNotFitError as error:
@@ -75,8 +74,7 @@ def test_an_input_of_one_row_does_not_keep_the_batch_whole():
 
 
 def test_a_batch_that_no_axis_divides_is_not_split():
-    model = LAYOUT_MODELS["block"](layers=1).model
-    plan = search_smallest_mesh(model, 8 * MIB, batch=3, optimizer="adamw")
+    plan = search_smallest_mesh(LAYOUT_MODELS["block"](layers=1).model, 8 * MIB, batch=3, optimizer="adamw")
     assert plan.mesh.size > 1 and plan.mesh.sizes[0] == 1
 
 

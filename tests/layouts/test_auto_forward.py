@@ -39,8 +39,7 @@ def continuation(name):
 def place(model, host, mesh, layout="auto"):
     """Put every variable where its layout says, and return how batches are to be split."""
     choice = choose(model, mesh, layout)
-    devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.sizes)
-    jax_mesh = jax.sharding.Mesh(devices, mesh.axes)
+    jax_mesh = jax.sharding.Mesh(np.array(jax.devices()[: mesh.size]).reshape(mesh.sizes), mesh.axes)
     for variable, value in zip(model.variables, host, strict=True):
         spec = jax.sharding.PartitionSpec(*(axes or None for axes in choice.layouts[id(variable)].spec))
         restore_value(variable, jax.device_put(value, jax.sharding.NamedSharding(jax_mesh, spec)), None)
@@ -73,8 +72,7 @@ def gathered_bytes(program):
 
 def check(name, mesh_text, **axes):
     model, inputs, host, expected = reference(name)
-    batch = place(model, host, MeshSpec.parse(mesh_text, **axes))
-    found, program = run(model, jax.device_put(inputs, batch))
+    found, program = run(model, jax.device_put(inputs, place(model, host, MeshSpec.parse(mesh_text, **axes))))
     assert np.abs(found - expected).max() < TOLERANCE
     return program
 
@@ -108,8 +106,7 @@ def test_axes_in_the_middle_compute_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama"])
 def test_blocks_that_divide_cost_two_all_reduces_and_gather_nothing(name):
-    program = check(name, "1x8")
-    kinds = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", program)
+    kinds = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", check(name, "1x8"))
     assert kinds == ["all-reduce"] * 5  # the embedding's, and two for each of two blocks
 
 
@@ -117,9 +114,7 @@ def test_blocks_that_divide_cost_two_all_reduces_and_gather_nothing(name):
 def test_fallbacks_gather_activations_not_weights(name):
     model, inputs, *_ = reference(name)
     batch, length = inputs["token_ids"].shape
-    activation = batch * length * model.backbone.hidden_dim
-    program = check(name, "1x8")
-    assert max(gathered_bytes(program)) <= activation
+    assert max(gathered_bytes(check(name, "1x8"))) <= (batch * length * model.backbone.hidden_dim)
 
 
 @pytest.mark.slow
@@ -152,14 +147,12 @@ def test_int8_kernels_with_their_scales_compute_the_same():
     inputs = models.tokens(model)
     host = [np.asarray(v.value) for v in model.variables]
     expected, _ = run(model, inputs)
-    batch = place(model, host, MeshSpec.parse("1x8"))
-    found, _ = run(model, jax.device_put(inputs, batch))
+    found, _ = run(model, jax.device_put(inputs, place(model, host, MeshSpec.parse("1x8"))))
     assert np.abs(found - expected).max() < TOLERANCE
 
 
 @pytest.mark.slow
 def test_keras_hubs_own_map_computes_the_same():
     model, inputs, host, expected = reference("gemma2")
-    batch = place(model, host, MeshSpec.parse("1x8"), "keras_hub")
-    found, _ = run(model, jax.device_put(inputs, batch))
+    found, _ = run(model, jax.device_put(inputs, place(model, host, MeshSpec.parse("1x8"), "keras_hub")))
     assert np.abs(found - expected).max() < TOLERANCE

@@ -71,8 +71,7 @@ def test_batch_norms_are_left_alone():
     inputs = keras.Input((64,))
     y = keras.layers.Dense(64, name="up")(inputs)
     y = keras.layers.LayerNormalization(name="over_features")(keras.layers.BatchNormalization(name="over_batch")(y))
-    model = keras.Model(inputs, keras.layers.Dense(10, name="odd")(y))
-    gathered = choose(model, MESH).activations
+    gathered = choose(keras.Model(inputs, keras.layers.Dense(10, name="odd")(y)), MESH).activations
     assert gathered("over_features/output") == WHOLE
     assert gathered("over_batch/output") is None
 

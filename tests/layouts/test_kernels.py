@@ -103,11 +103,9 @@ def test_an_activation_over_features_ends_a_chain():
 
 def test_a_kernel_whose_output_is_read_twice_or_returned_is_in_no_pair():
     inputs = keras.Input((WIDTH,))
-    one = L.Dense(WIDTH, name="one")
-    y = one(inputs)
+    y = L.Dense(WIDTH, name="one")(inputs)
     twice = keras.Model(inputs, L.Dense(WIDTH, name="two")(y) + y)
-    returned = keras.Model(inputs, [y, twice.get_layer("two")(y)])
-    for model in (twice, returned):
+    for model in (twice, keras.Model(inputs, [y, twice.get_layer("two")(y)])):
         assert autoconfig(model, 4).rules == dict.fromkeys(("one/kernel", "two/kernel"), "column") | {
             "one/bias": "bias follows one/kernel",
             "two/bias": "bias follows two/kernel",
@@ -118,8 +116,7 @@ def test_a_gated_block_stays_one():
     inputs = keras.Input((WIDTH,))
     gate, up = (L.Dense(256, name=name)(inputs) for name in ("gate", "up"))
     down = L.Dense(WIDTH, name="down")(L.Multiply()([gate, up]))
-    model = keras.Model(inputs, L.Dense(8, name="last")(L.Dense(32, name="next")(down)))
-    rules = autoconfig(model, 4).rules
+    rules = autoconfig(keras.Model(inputs, L.Dense(8, name="last")(L.Dense(32, name="next")(down))), 4).rules
     assert [rules[f"{name}/kernel"] for name in ("gate", "up", "down", "next", "last")] == [
         *("column", "column", "row"),
         *("column", "row"),

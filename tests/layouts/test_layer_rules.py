@@ -37,8 +37,7 @@ def specs(choice):
 
 
 def test_a_rule_decides_what_is_split_and_the_rest_stays_as_it_was(experts):
-    before = specs(chosen(experts)[1])
-    assert before == {"gate": "(-, -, model)", "router": "(-, model)", "scale": "(-, -)"}
+    assert specs(chosen(experts)[1]) == {"gate": "(-, -, model)", "router": "(-, model)", "scale": "(-, -)"}
 
     @shardload.layout_rule(experts)
     def split(layer):
@@ -78,8 +77,7 @@ def test_a_rule_wins_over_what_a_block_derives_for_its_sublayers():
         pass
 
     shardload.layout_rule(Mine)(lambda layer: {"kernel": (0,)})
-    model = keras.Sequential([keras.Input((64,)), Mine(128, name="experts")])
-    found = specs(choose(model, MeshSpec.parse("1x4")))
+    found = specs(choose(keras.Sequential([keras.Input((64,)), Mine(128, name="experts")]), MeshSpec.parse("1x4")))
     assert found == {"kernel": "(model, -)", "bias": "(-)"}  # the bias follows its kernel's outputs
 
 

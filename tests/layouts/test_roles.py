@@ -101,8 +101,7 @@ def test_square_kernels_are_columns_unless_a_graph_tells_which_one_feeds_the_oth
     ],
 )
 def test_an_einsum_is_split_by_heads_then_by_width_then_inside_heads(equation, output, shape, expected):
-    layer = built(keras.layers.EinsumDense(equation, output), *shape)
-    assert layouts(layer)["kernel"] == expected
+    assert layouts(built(keras.layers.EinsumDense(equation, output), *shape))["kernel"] == expected
 
 
 def test_the_bias_of_an_einsum_follows_its_heads():
@@ -144,8 +143,7 @@ def test_convolutions_over_one_dim_are_split_like_those_over_two(name, mesh):
         choice = choose(built(getattr(keras.layers, name.format(dims))(**sizes), *shape), MeshSpec.parse(mesh))
         return [v.layout.spec for v in choice.variables]
 
-    two = [spec[1:] if len(spec) == 4 else spec for spec in specs(2)]
-    assert specs(1) == two
+    assert specs(1) == [spec[1:] if len(spec) == 4 else spec for spec in specs(2)]
 
 
 def test_int8_scales_follow_their_kernels():

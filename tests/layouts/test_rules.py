@@ -56,8 +56,7 @@ def test_a_file_decides_and_auto_does_the_rest(rules):
 
 def test_a_file_may_replicate_the_rest_and_two_axes_may_split_one_dim(rules):
     path = rules('default = "replicated"\n' + rule(".*/ffw_linear/kernel", "fsdp+model", "-"))
-    mesh = MeshSpec.parse("data=2,fsdp=2,model=2")
-    found = choose(family("gemma2"), mesh, str(path))
+    found = choose(family("gemma2"), MeshSpec.parse("data=2,fsdp=2,model=2"), str(path))
     assert layouts(found)["decoder_block_1/ffw_linear/kernel"] == "(fsdp+model, -)"
     assert (found.sharded, found.rules[QUERY]) == (2, "default")
 

@@ -28,8 +28,7 @@ def test_an_array_as_a_matrix_and_back(shape, rows, sides):
     matrix = view.matrix(array)
     assert (view.rows, view.sides, matrix.shape) == (rows, sides, sides)
     np.testing.assert_array_equal(view.array(matrix), array)
-    first = np.moveaxis(array, rows, range(len(rows))).reshape(sides)
-    np.testing.assert_array_equal(matrix, first)
+    np.testing.assert_array_equal(matrix, np.moveaxis(array, rows, range(len(rows))).reshape(sides))
 
 
 @pytest.mark.parametrize("shape", [(), (8,), (1, 8), (8, 1), (20_000, 30_000)])
@@ -81,8 +80,7 @@ def test_state_bytes_needs_neither_jax_nor_keras():
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_decompositions_are_dealt_evenly(devices):
-    sizes = [64] * 6 + [32] * 3 + [128]
-    groups = deal(sizes, devices)
+    groups = deal([64] * 6 + [32] * 3 + [128], devices)
     assert sorted(i for group in groups for i in group.factors) == list(range(10))
     for group in groups:
         counts = [len(hand) for hand in group.hands]

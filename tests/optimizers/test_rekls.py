@@ -49,8 +49,7 @@ AS_THE_ORIGINAL = {
 @pytest.mark.parametrize("decay", DECAYS)
 def test_a_matrix_follows_the_reference(decay, options, by_hand):
     variable = weight((12, 12))
-    start = np.asarray(variable.value, "float64")
-    reference = ByHand(start, eps=0.125, weight_decay=1 / 16, decay=decay, **by_hand)
+    reference = ByHand(np.asarray(variable.value, "float64"), eps=0.125, weight_decay=1 / 16, decay=decay, **by_hand)
     optimizer = REKLS(1e-2, epsilon=0.125, weight_decay=1 / 16, weight_decay_method=decay, **options)
     optimizer.build([variable])
     for gradient in gradients((12, 12)):
@@ -262,8 +261,7 @@ def test_loss_scaling_and_mixed_precision():
 
 def test_as_one_of_several_optimizers():
     choices = {True: REKLS(1e-2), False: keras.optimizers.SGD(1e-2)}
-    model = build(keras.optimizers.MultiOptimizer(lambda variable: choices[variable.name == "kernel"]))
-    losses = fit(model, epochs=5)
+    losses = fit(build(keras.optimizers.MultiOptimizer(lambda variable: choices[variable.name == "kernel"])), epochs=5)
     assert losses[-1] < losses[0]
     assert choices[True].counts().steps == 20 and len(choices[True].views) == 2
 

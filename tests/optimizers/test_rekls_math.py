@@ -208,8 +208,7 @@ def test_least_divisors():
     least = rekls_math.divisors(values, gradient, Settings(epsilon=0.01, relative_epsilon=0.1, starts_at_rms=True))
     np.testing.assert_allclose(least, [3, 0.96, 0.1, 0.1], rtol=3e-3)
     np.testing.assert_allclose(rekls_math.divisors(values, gradient, Settings(epsilon=0.5)), [3, 0.96, 0.5, 0.5])
-    first = rekls_math.divisors(0 * values, gradient, Settings(starts_at_rms=True))
-    np.testing.assert_allclose(first, [2, 2, 2, 2])
+    np.testing.assert_allclose(rekls_math.divisors(0 * values, gradient, Settings(starts_at_rms=True)), [2, 2, 2, 2])
 
 
 def test_a_side_without_a_factor_is_the_identity():
@@ -224,8 +223,7 @@ def test_a_side_without_a_factor_is_the_identity():
 
 
 def test_qr_iteration_converges_to_the_eigenpairs():
-    rng = np.random.default_rng(0)
-    basis, _ = np.linalg.qr(rng.normal(size=(6, 6)))
+    basis, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 6)))
     factor = jnp.asarray(basis * 4.0 ** -np.arange(6) @ basis.T, "float32")
     pair = Eigenpairs(jnp.zeros(6), jnp.eye(6))
     for _ in range(30):

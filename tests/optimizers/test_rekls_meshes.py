@@ -109,8 +109,7 @@ def test_each_device_gets_only_the_matrices_that_it_updates():
 @pytest.mark.parametrize(("spec", "sizes"), [((), (8,)), ((None, "model"), (2, 4))])
 def test_matrices_that_are_not_split_over_all_devices_are_not_dealt_out(spec, sizes):
     variables = [weight((16, 24), mesh=mesh_of(*sizes), spec=spec, seed=seed) for seed in range(8)]
-    program = compiled(trained(variables, steps=0), variables)
-    assert "all-to-all(" not in program.as_text()
+    assert "all-to-all(" not in compiled(trained(variables, steps=0), variables).as_text()
 
 
 def test_what_fails_on_one_device_is_counted_once():
@@ -124,8 +123,7 @@ def test_what_fails_on_one_device_is_counted_once():
 
 def compiled(optimizer, variables):
     state, weights = [v.value for v in optimizer.variables], [v.value for v in variables]
-    step = jax.jit(optimizer.stateless_apply, donate_argnums=(0, 2))
-    return step.lower(state, weights, weights).compile()
+    return jax.jit(optimizer.stateless_apply, donate_argnums=(0, 2)).lower(state, weights, weights).compile()
 
 
 @pytest.mark.parametrize(("whole_bytes", "together"), [(1, 1), ("1.5MiB", 2), ("1GiB", 6)])
@@ -178,9 +176,7 @@ def test_one_device_has_the_factors_of_a_mesh():
     [((64, 128), ("model", None)), ((64, 128), (None, "model")), ((16, 8, 24), ("model", None, None))],
 )
 def test_bytes_per_device(shape, spec):
-    mesh = mesh_of(8)
-    variables = [weight(shape, mesh=mesh, spec=spec)]
-    optimizer = trained(variables, steps=1)
+    optimizer = trained([weight(shape, mesh=mesh_of(8), spec=spec)], steps=1)
     slots = [getattr(optimizer, slot)[0].value for slot in SLOTS]
     held = [sum(x.addressable_shards[i].data.nbytes for x in slots) for i in range(8)]
     m, n = (24, 128) if len(shape) == 3 else shape
@@ -189,8 +185,7 @@ def test_bytes_per_device(shape, spec):
 
 
 def test_a_step_gathers_and_does_nothing_else_across_devices():
-    mesh = mesh_of(8)
-    variables = [weight((64, 128), mesh=mesh, spec=("model", None))]
+    variables = [weight((64, 128), mesh=mesh_of(8), spec=("model", None))]
     optimizer = trained(variables, steps=0)
 
     def step(state, grads, weights):

@@ -173,8 +173,7 @@ def test_a_factor_that_does_not_divide():
 def test_a_mesh_that_changes_under_it():
     variables = [weight((16, 32), mesh=mesh_of(8), spec=("model", None))]
     optimizer = trained(variables)
-    moved = weight((16, 32), mesh=mesh_of(2, 4), spec=("data", "model"))
-    relocate(variables[0], moved.value.sharding)
+    relocate(variables[0], weight((16, 32), mesh=mesh_of(2, 4), spec=("data", "model")).value.sharding)
     before = values(optimizer, variables)
     message = "'kernel' is on the mesh data=2, model=4 of devices 0 to 7, but '.*momentum' on model=8"
     with pytest.raises(LayoutError, match=f"Cannot update with 'rekls.*{message}"):

@@ -37,8 +37,7 @@ def test_it_is_the_plain_optimizer_under_the_distribution(name, shard):
 def test_slots_are_split_over_every_device():
     model = on_mesh(regression(TensorParallelOptimizer("adam", 8)), "2x4")
     train(model)
-    weights = sum(v.value.nbytes for v in model.trainable_variables)
-    assert slot_bytes(model.optimizer) == 2 * weights // 8
+    assert slot_bytes(model.optimizer) == 2 * sum(v.value.nbytes for v in model.trainable_variables) // 8
     assert model.optimizer.slot_report.device_bytes == slot_bytes(model.optimizer)
 
 
@@ -54,8 +53,7 @@ def test_it_has_the_interface_of_the_pull_request():
     optimizer = TensorParallelOptimizer(base_optimizer="adam", device_count=4, tensor_parallel_config=object())
     assert type(optimizer.base_optimizer) is K.Adam
     assert (optimizer.device_count, optimizer.shard_optimizer_states) == (4, True)
-    again = TensorParallelOptimizer.from_config(optimizer.get_config())
-    assert again.get_config() == optimizer.get_config()
+    assert TensorParallelOptimizer.from_config(optimizer.get_config()).get_config() == optimizer.get_config()
     assert type(TensorParallelOptimizer({"class_name": "sgd", "config": {}}).base_optimizer) is K.SGD
     optimizer.learning_rate = 0.5
     assert float(optimizer.base_optimizer.learning_rate) == float(optimizer.learning_rate) == 0.5

@@ -129,8 +129,7 @@ def test_large_variables_made_inside_the_scope_are_never_whole_on_one_device(mon
 
 
 def test_build_initialises_each_shard_on_its_device():
-    distribution = shardload.AutoShardDistribution("1x8")
-    model, expected, (x, y) = distribution.build(pair), pair(), batch()
+    model, expected, (x, y) = shardload.AutoShardDistribution("1x8").build(pair), pair(), batch()
     assert_sharded(model)
     for one, other in zip(model.variables, expected.variables, strict=True):
         np.testing.assert_array_equal(one.value, other.value)

@@ -211,8 +211,7 @@ def test_devices_by_id_in_the_order_of_the_shards(ids):
     wrapped = shardload.TensorParallelKeras(nested(compiled=False), device_ids=ids)
     assert (wrapped.device_ids, wrapped.world_size) == (["cpu:5", "cpu:2"], 2)
     kernel = wrapped.model.get_layer("up").kernel.value
-    first = next(s for s in kernel.addressable_shards if s.device.id == 5)
-    assert first.index == (slice(None), slice(0, 32))
+    assert next(s for s in kernel.addressable_shards if s.device.id == 5).index == (slice(None), slice(0, 32))
 
 
 def test_detecting_devices_spreads_over_all_of_them():

@@ -51,8 +51,7 @@ def acme():
 def test_the_program_of_the_page_runs_with_the_installed_package(site, tmp_path):
     paths = os.pathsep.join([os.environ["PYTHONPATH"], str(site)])
     env = {**os.environ, "PYTHONPATH": paths, "SHARDLOAD_HOME": str(tmp_path / "root"), "KERAS_BACKEND": "jax"}
-    done = warm_start.run(["-c", PROGRAM], env=env, cwd=tmp_path, check=True)
-    assert "acme_1b" in done.stdout
+    assert "acme_1b" in warm_start.run(["-c", PROGRAM], env=env, cwd=tmp_path, check=True).stdout
 
 
 @pytest.fixture

@@ -28,8 +28,7 @@ def test_links_to_the_repository_lead_somewhere():
 
 
 def test_the_readme_names_exactly_the_two_commands_that_set_themselves_up():
-    targets = re.findall(r"^\$ make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert targets == ["demo", "test"]
+    assert re.findall(r"^\$ make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE) == ["demo", "test"]
 
 
 def test_readme_calls_only_what_is_public():
@@ -60,8 +59,7 @@ def test_contributing_names_every_part_of_the_package():
 def test_packages_import_from_their_row_of_contributing_and_below():
     rows = re.findall(r"^\| (`.*?) \|", CONTRIBUTING, re.MULTILINE)
     row = {name: number for number, names in enumerate(rows) for name in re.findall(r"\w+", names)}
-    upwards = [(a, b) for a, imported in EDGES.items() if a in row for b in imported if row[b] < row[a]]
-    assert upwards == []
+    assert [(a, b) for a, imported in EDGES.items() if a in row for b in imported if row[b] < row[a]] == []
     assert EDGES.keys() - row.keys() <= {"__main__"}
 
 

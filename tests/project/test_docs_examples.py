@@ -74,8 +74,7 @@ def numbers():
 
 
 def test_every_page_with_python_runs():
-    run_here = set(re.findall(r'\brun\(\s*"([^"]+)"', Path(__file__).read_text()))
-    assert run_here | TESTED_ELSEWHERE.keys() == PAGES.keys()
+    assert set(re.findall(r'\brun\(\s*"([^"]+)"', Path(__file__).read_text())) | TESTED_ELSEWHERE.keys() == PAGES.keys()
     assert all((ROOT / test).exists() for test in TESTED_ELSEWHERE.values())
 
 
@@ -216,8 +215,7 @@ def build_tutorial_model():
 @pytest.mark.filterwarnings("ignore:Step .* without a data position")
 def test_save_and_restore(here):
     x, y = numbers()
-    names = {"model": build_model(), "build_model": build_model, "x": x, "y": y}
-    found = run("docs/how-to/save-and-restore.md", names)
+    found = run("docs/how-to/save-and-restore.md", {"model": build_model(), "build_model": build_model, "x": x, "y": y})
     assert found["position"].at > 0
     assert shardload.inspect(found["weights"]).format == "orbax"
 
@@ -254,5 +252,4 @@ def test_several_processes():
 
 
 def test_second_order_optimizer(here):
-    found = run("docs/how-to/second-order-optimizer.md")
-    assert found["model"].optimizer.counts().steps == 8
+    assert run("docs/how-to/second-order-optimizer.md")["model"].optimizer.counts().steps == 8

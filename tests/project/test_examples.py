@@ -45,8 +45,7 @@ def run_again(name, *arguments, cwd):
     if "gemma3_270m" in arguments:
         return run(name, *arguments, cwd=cwd)
     code = f"import warnings; warnings.simplefilter('error', UserWarning)\n{RUN}"
-    child = warm_start.start(["-c", code, ROOT / "examples" / name, *arguments], cwd=cwd)
-    return said_by(child)
+    return said_by(warm_start.start(["-c", code, ROOT / "examples" / name, *arguments], cwd=cwd))
 
 
 def said_by(child):
@@ -86,8 +85,7 @@ def test_save_and_resume(tmp_path):
 
 @pytest.mark.slow
 def test_restore_on_new_mesh(tmp_path):
-    said = run("restore_on_new_mesh.py", "run", cwd=tmp_path)
-    assert said in PAGE
+    assert run("restore_on_new_mesh.py", "run", cwd=tmp_path) in PAGE
     assert shardload.inspect(tmp_path / "run").format == "orbax"
 
 

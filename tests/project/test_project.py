@@ -81,8 +81,7 @@ def test_the_tests_run_on_the_oldest_python_that_is_allowed():
     }
     assert [oldest, *jobs["sample"]["strategy"]["matrix"]["python"]] == ["3.11", "3.12", "3.13"]
     assert PROJECT["requires-python"] == f">={oldest}"
-    parts = jobs["test"]["strategy"]["matrix"]["part"]
-    assert parts == [1, 2, 3, 4]
+    assert jobs["test"]["strategy"]["matrix"]["part"] == [1, 2, 3, 4]
     assert {step["env"]["PART"] for step in jobs["test"]["steps"] if "env" in step} == {"${{ matrix.part }}/4"}
 
 

@@ -168,8 +168,7 @@ def test_text_as_a_target_is_not_called_a_tuple(tmp_path):
 
 
 def test_one_of_something_is_singular(tmp_path):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
-    model.save(tmp_path / "one.keras")
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)]).save(tmp_path / "one.keras")
     report = shardload.report(shardload.load(tmp_path / "one.keras", mesh="1x1"))
     assert ": 1 variable, 8 bytes" in repr(report) and "0 variables sharded" in str(report)
     assert ": 1 tensor, 2 parameters, 8 bytes" in repr(shardload.inspect(tmp_path / "one.keras"))

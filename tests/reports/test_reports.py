@@ -88,8 +88,7 @@ def test_throughput_without_a_transfer_is_not_a_number(transfer):
 
 
 def test_a_plan_adds_whether_it_fits():
-    fits = Fit(device_memory=16 << 30, per_device_max=20 << 30, fits=False, smallest_mesh="1x16")
-    report = plan_report(fits=fits)
+    report = plan_report(fits=Fit(device_memory=16 << 30, per_device_max=20 << 30, fits=False, smallest_mesh="1x16"))
     assert report.to_json()["fits"] == {
         "device_memory": 16 << 30,
         "per_device_max": 20 << 30,
@@ -143,8 +142,7 @@ def test_the_same_variable_with_two_reasons_is_two_lines():
 @pytest.mark.parametrize("field", ["missing", "unused", "computed", "initialised"])
 def test_every_list_is_shown_folded_and_cut_with_a_count(field):
     letters = "abcdefghijklmnopqrst"
-    names = tuple(f"{c}/vars_{i}" for c in letters for i in range(3))
-    text = str(load_report(**{field: names}))
+    text = str(load_report(**{field: tuple(f"{c}/vars_{i}" for c in letters for i in range(3))}))
     assert field.capitalize() in text
     assert f"a/vars_* {TIMES}3" in text
     assert "… and 24 more (--json lists all)" in text
@@ -169,8 +167,7 @@ def test_notes_are_shown():
 
 
 def test_256_devices_become_three_lines():
-    devices = tuple(DeviceUse(i, "tpu", 1000 + i) for i in range(256))
-    text = str(load_report(devices=devices))
+    text = str(load_report(devices=tuple(DeviceUse(i, "tpu", 1000 + i) for i in range(256))))
     assert "256 tpu devices" in text
     assert all(word in text for word in ("least (tpu 0)", "median (tpu 128)", "most (tpu 255)"))
     assert len(text.splitlines()) < 25

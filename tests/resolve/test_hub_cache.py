@@ -106,8 +106,7 @@ def test_a_handle_names_a_revision_and_a_file(cache, handle, number, place):
     if place == "sub":
         whole = cache / "snapshots" / list(COMMITS.values())[number] / "sub"
         (whole / "model-00001-of-00002.safetensors").rename(whole / "model.safetensors")
-    found = resolve(handle)
-    assert found.path == str(cache / "snapshots" / list(COMMITS.values())[number] / place).rstrip("/")
+    assert resolve(handle).path == str(cache / "snapshots" / list(COMMITS.values())[number] / place).rstrip("/")
     assert value(handle) == number
 
 

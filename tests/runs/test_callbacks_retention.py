@@ -42,8 +42,7 @@ def test_every_steps_keeps_the_first_after_each_multiple():
 
 
 def test_every_hours():
-    steps = [step(n, hours=n * 0.6) for n in range(6)]
-    assert removed(Retention(1, every_hours=1), steps) == [1, 3]
+    assert removed(Retention(1, every_hours=1), [step(n, hours=n * 0.6) for n in range(6)]) == [1, 3]
 
 
 def test_leaves_alone_what_is_foreign_or_damaged():

@@ -143,8 +143,7 @@ def codecs(step):
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_compression_is_a_choice(tmp_path, compression):
-    tree = {"z": jnp.zeros(1 << 18, jnp.float32)}
-    step = save(tmp_path, 0, {"pytree": tree}, compression=compression)
+    step = save(tmp_path, 0, {"pytree": {"z": jnp.zeros(1 << 18, jnp.float32)}}, compression=compression)
     assert all(("zstd" in text) == (compression == "zstd") for text in codecs(step))
     size = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
     assert (size > 1 << 20) == (compression == "none")

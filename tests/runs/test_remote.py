@@ -149,8 +149,7 @@ def test_load_weights_into_a_model_that_stands(objects, store):
 def test_nothing_is_left_behind(store, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     manifest = shardload.inspect(store.s3 + "/small")
-    model = build(32)
-    shardload.restore(model, store.s3 + "/small", items="weights")
+    shardload.restore(build(32), store.s3 + "/small", items="weights")
     assert len(list(tmp_path.iterdir())) == 1 and manifest.tensors
     del manifest
     gc.collect()
@@ -189,8 +188,7 @@ print(hashlib.sha256(b"".join(a.tobytes() for a in state(model))).hexdigest())
 
 @pytest.mark.slow
 def test_in_a_fresh_process(objects, store):
-    code = f"import conftest\n{FRESH}"
-    done = python("-c", code, store.s3 + "/run")
+    done = python("-c", f"import conftest\n{FRESH}", store.s3 + "/run")
     expected = hashlib.sha256(b"".join(a.tobytes() for a in state(objects[1]))).hexdigest()
     assert done.stdout.split() == [expected], done.stderr
 

@@ -86,8 +86,7 @@ def test_a_flipped_bit_of_data(objects, store, scheme):
 
 def test_the_step_before_is_taken_if_asked_for(objects, store):
     store.tampered[data_file(objects)] = flipped(4_000_000)
-    target = build(WIDTH)
-    report = shardload.restore(target, store.s3 + "/run", fallback="previous")
+    report = shardload.restore(build(WIDTH), store.s3 + "/run", fallback="previous")
     assert report.source == store.s3 + "/run/1" and "step 2 is damaged" in report.notes[0]
     expect(DamagedError, store.s3 + "/run", "Step 1 is the newest before it: pass step=1")
 
@@ -127,8 +126,7 @@ def test_no_permission(store, scheme):
 
 def test_no_permission_for_one_object_is_not_damage(objects, store):
     store.status[data_file(objects)] = 403
-    text = expect(TransferError, store.s3 + "/run", "may not be read", data_file(objects))
-    assert "is damaged" not in text
+    assert "is damaged" not in expect(TransferError, store.s3 + "/run", "may not be read", data_file(objects))
 
 
 def test_errors_of_the_server_are_tried_again_and_told(objects, store):
@@ -152,8 +150,7 @@ def test_a_web_page_in_place_of_a_file_is_no_damage(objects, store, what):
     store.paged.add(name)
     page = "" if name == "*" else f"{store.http}/{name} cannot be read: "
     said = f"{page}the server sent a web page, expected the file. It may be a page to log in"
-    text = expect(TransferError, f"{store.http}/run/2", said, "copy the step to this machine")
-    assert "damage" not in text
+    assert "damage" not in expect(TransferError, f"{store.http}/run/2", said, "copy the step to this machine")
 
 
 def test_a_redirect_to_a_page_to_log_in_names_it(objects, store):
@@ -370,8 +367,7 @@ def test_a_step_without_digests_is_damaged(store):
 
 
 def test_verify_names_all_that_is_wrong(objects, store):
-    name = data_file(objects, step=1)
-    store.tampered[name] = lambda data: flipped(10)(flipped(3_500_000)(data))
+    store.tampered[data_file(objects, step=1)] = lambda data: flipped(10)(flipped(3_500_000)(data))
     store.status["run/1/orbax.checkpoint"] = 404
     (objects[0] / "run/1/extra").write_text("more")
     (objects[0] / "run/1/.DS_Store").write_text("of Finder")

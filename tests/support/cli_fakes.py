@@ -117,8 +117,7 @@ def in_process(capfd: Any) -> Callable[..., Done]:
 
     def call(*arguments: str) -> Done:
         capfd.readouterr()
-        code = main(arguments)
-        return Done(code, *capfd.readouterr())
+        return Done(main(arguments), *capfd.readouterr())
 
     return call
 

@@ -346,8 +346,7 @@ def conversions(base):
         same = command("diff", disk / "out", base / to)[0] if (base / to).exists() else None
         found[f"{to} {count} {pages}"] = {"first": first, "again": again, "same": same}
         somebody.does(f"rm -rf {base}/{to} && cp -r {disk}/out {base}/{to} && rm -r {disk}/out")
-    small = tmpfs(base / "small", "size=1m")
-    found["small"] = {"first": converted(source, small / "out", "h5")}
+    found["small"] = {"first": converted(source, tmpfs(base / "small", "size=1m") / "out", "h5")}
     return found
 
 

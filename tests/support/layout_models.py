@@ -51,8 +51,7 @@ def block(*, layers: int = 2, width: int = 256, heads: int = 8, hidden: int = 10
         y = keras.layers.LayerNormalization()(keras.layers.Add()([y, attended]))
         inner = keras.layers.Dense(width)(keras.layers.Dense(hidden, activation="gelu")(y))
         y = keras.layers.LayerNormalization()(keras.layers.Add()([y, inner]))
-    rng = np.random.default_rng(0)
-    x, target = rng.normal(size=(2, 16, length, width)).astype("float32")
+    x, target = np.random.default_rng(0).normal(size=(2, 16, length, width)).astype("float32")
     return LayoutModel(keras.Model(inputs, y), x, target)
 
 
@@ -114,8 +113,7 @@ def lstm() -> LayoutModel:
     y = keras.layers.Embedding(264, 32)(tokens)
     y = keras.layers.Bidirectional(keras.layers.LSTM(48, return_sequences=True))(y)
     model = keras.Model(tokens, keras.layers.Dense(CLASSES)(keras.layers.GRU(64)(y)))
-    x = np.random.default_rng(0).integers(0, 264, (BATCH, LENGTH)).astype("int32")
-    return LayoutModel(model, x, _classes())
+    return LayoutModel(model, np.random.default_rng(0).integers(0, 264, (BATCH, LENGTH)).astype("int32"), _classes())
 
 
 def unet() -> LayoutModel:

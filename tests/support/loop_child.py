@@ -25,8 +25,7 @@ def built():
 def fill(model, optimizer, *, step):
     """Give every variable values that tell its position, its elements and the step."""
     for i, variable in enumerate([*model.variables, *optimizer.variables]):
-        count = int(np.prod(variable.shape))
-        variable.assign(np.arange(count).reshape(variable.shape) + 1000 * i + 100_000 * step)
+        variable.assign(np.arange(int(np.prod(variable.shape))).reshape(variable.shape) + 1000 * i + 100_000 * step)
 
 
 def parts(named):

@@ -26,8 +26,7 @@ class MemoryStore(Store):
         """The location of a copy of a local file, or of a folder with everything in it."""
         path = Path(path)
         found = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-        store = cls({each.relative_to(path.parent).as_posix(): each.read_bytes() for each in found})
-        return Location(store, path.name)
+        return Location(cls({each.relative_to(path.parent).as_posix(): each.read_bytes() for each in found}), path.name)
 
     def shown(self, key):
         return f"{self.scheme}://{key}"

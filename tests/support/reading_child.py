@@ -83,11 +83,10 @@ def train(kind, folder, *, index, count, stop_after=0):
     """The model after two epochs, or as far as it gets; begins with what the folder holds."""
     one = model()
     saver = shardload.callbacks.OrbaxCheckpoint(folder, save_freq=2, max_to_keep=3, resume=True)
-    steps = None if kind == "global" else EXAMPLES // BATCH
     one.fit(
         data(kind, index=index, count=count),
         epochs=2,
-        steps_per_epoch=steps,
+        steps_per_epoch=None if kind == "global" else EXAMPLES // BATCH,
         verbose=0,
         shuffle=False,
         callbacks=[saver, StopAfter(stop_after)],
@@ -111,8 +110,7 @@ def main(count, index, port, devices, mesh, do, folder):  # noqa: PLR0917
     one = train(kind, folder + "/whole" if what == "stop" else folder, index=index, count=count)
     tell(digest=digest(one), when=ledger(one))
     if what == "stop":
-        again = train(kind, folder + "/stopped", index=index, count=count, stop_after=STOP_AFTER)
-        assert digest(again) != digest(one)
+        assert digest(train(kind, folder + "/stopped", index=index, count=count, stop_after=STOP_AFTER)) != digest(one)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ from shardload.optimizers import REKLS
 
 
 def mesh_of(*sizes, axes=("data", "model")):
-    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
-    return Mesh(devices, axes[-len(sizes) :])
+    return Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), axes[-len(sizes) :])
 
 
 def weight(shape, *, mesh=None, spec=(), seed=0, dtype="float32", name="kernel"):
-    value = np.random.default_rng(seed).normal(size=shape)
-    variable = keras.Variable(value, dtype=dtype, name=name)
+    variable = keras.Variable(np.random.default_rng(seed).normal(size=shape), dtype=dtype, name=name)
     if mesh is not None:
         relocate(variable, NamedSharding(mesh, PartitionSpec(*spec)))
     return variable

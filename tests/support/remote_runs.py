@@ -18,8 +18,7 @@ def build(width=WIDTH, *, compiled=True):
 
 def train(folder, *, width=WIDTH, epochs=1, **options):
     """A model that was trained on 1x8, and saved its steps to a folder."""
-    devices = keras.distribution.DeviceMesh((1, 8), ("batch", "model"))
-    layouts = keras.distribution.LayoutMap(devices)
+    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((1, 8), ("batch", "model")))
     layouts[".*kernel"] = (None, "model")
     layouts[".*bias"] = ("model",)
     keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch"))
@@ -27,8 +26,7 @@ def train(folder, *, width=WIDTH, epochs=1, **options):
         keras.utils.set_random_seed(0)
         model = build(width)
         x = np.random.default_rng(0).random((8, width), np.float32)
-        saving = OrbaxCheckpoint(folder, max_to_keep=None, **options)
-        model.fit(x, x, epochs=epochs, verbose=0, callbacks=[saving])
+        model.fit(x, x, epochs=epochs, verbose=0, callbacks=[OrbaxCheckpoint(folder, max_to_keep=None, **options)])
     finally:
         keras.distribution.set_distribution(None)
     return model

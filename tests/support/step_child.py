@@ -26,8 +26,7 @@ def save(root, step, *, orbax):
 
 def main(root, kind):
     remove_stale(root)
-    first = max((info.step for info in list_steps(root)), default=-1) + 1
-    for step in itertools.count(first):
+    for step in itertools.count(max((info.step for info in list_steps(root)), default=-1) + 1):
         save(root, step, orbax=kind == "orbax")
         sys.stdout.write(f"{step}\n")
         sys.stdout.flush()

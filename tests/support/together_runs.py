@@ -148,8 +148,7 @@ def main():
     cases = [case for n in given.processes for case in all_cases(n) if given.only in str(case)]
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        sources = make_sources(Path(folder))
-        for found in outcomes(cases, sources, at_once=given.at_once):
+        for found in outcomes(cases, make_sources(Path(folder)), at_once=given.at_once):
             failed += bool(found.wrong)
             case, said = found.case, found.said.splitlines()[0] if found.said else ""
             row = (case.processes, case.call, case.stage, case.kind, case.victim, f"{found.seconds:.1f}", said)

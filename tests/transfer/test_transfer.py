@@ -106,8 +106,7 @@ def test_replicas_share_memory_and_survive_donation(manifest):
     found, _ = load(planned(manifest, whole(manifest, "b")), manifest)
     array = found["b"]
     assert len({s.data.unsafe_buffer_pointer() for s in array.addressable_shards}) == 1
-    again = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
-    for shard in again.addressable_shards:
+    for shard in jax.jit(lambda x: x + 1, donate_argnums=0)(array).addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), np.arange(1, 8, dtype=np.float32))
 
 
@@ -135,8 +134,7 @@ def test_fused_kernel_is_read_once_for_three_variables(tmp_path, reads):
 
 def test_tied_variables_share_one_read(manifest, value, reads):
     one, two = whole(manifest, "a", dim=0, variable="one"), whole(manifest, "a", dim=0, transposed=True, variable="two")
-    plan = planned(manifest, one, two)
-    found, _ = load(plan, manifest)
+    found, _ = load(planned(manifest, one, two), manifest)
     check(found["one"], value, split(2, 0))
     check(found["two"], value.T, split(2, 0))
     assert sum(n for _, n in reads) == value.nbytes
@@ -151,8 +149,7 @@ def test_columns_nobody_here_needs_are_not_read(tmp_path, reads):
 
 
 def test_over_read_is_counted(tmp_path):
-    narrow = np.zeros((64, 8 * 100), np.uint8)
-    manifest = manifest_of(tmp_path / "f.bin", {"w": narrow})
+    manifest = manifest_of(tmp_path / "f.bin", {"w": np.zeros((64, 8 * 100), np.uint8)})
     plan = planned(manifest, whole(manifest, "w", dim=1), positions=[0])
     assert plan.needed_bytes == 64 * 100
     assert plan.needed_bytes == 6400 == plan.read_bytes - 63 * 700
@@ -232,8 +229,7 @@ def test_decoded_rows_count_against_the_budget(tmp_path):
 
 
 def test_budget_too_small_for_a_unit_is_refused(tmp_path):
-    source = Rows(np.zeros((2, 1 << 20), np.uint8), path=located("f"))
-    manifest = manifest_of(tmp_path / "f.bin", {"q": source})
+    manifest = manifest_of(tmp_path / "f.bin", {"q": Rows(np.zeros((2, 1 << 20), np.uint8), path=located("f"))})
     with pytest.raises(BudgetError, match="Raise the budget to at least"):
         planned(manifest, whole(manifest, "q"), budget=MIB)
     with pytest.raises(BudgetError, match="at least 64KiB"):

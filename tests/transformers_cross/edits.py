@@ -49,8 +49,7 @@ def _drop(saved: Saved, pattern: str) -> Saved:
 
 
 def _config(saved: Saved, **changed: Any) -> Saved:
-    config = {**saved["json"]["config.json"], **changed}
-    return {**saved, "json": {**saved["json"], "config.json": config}}
+    return {**saved, "json": {**saved["json"], "config.json": {**saved["json"]["config.json"], **changed}}}
 
 
 def position_ids(saved: Saved) -> Saved:
@@ -119,8 +118,7 @@ def tied_copy(saved: Saved) -> Saved:
 
 def tied_differing(saved: Saved) -> Saved:
     """A head of its own values in a folder whose configuration ties it."""
-    embedding = _find(saved, r"(embed_tokens|wte|word_embeddings)\.weight$")[0]
-    _add(saved, "lm_head.weight", _text_of(saved, embedding))
+    _add(saved, "lm_head.weight", _text_of(saved, _find(saved, r"(embed_tokens|wte|word_embeddings)\.weight$")[0]))
     return saved
 
 

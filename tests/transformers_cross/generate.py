@@ -45,8 +45,7 @@ def main() -> None:
     wanted = [case for case in CASES if case.writer == VERSION and chosen.only in case.name]
     failed = 0
     for family in sorted({case.family for case in wanted}):
-        path = chosen.out / f"{family}.json.gz"
-        fixtures = folders.read_family(family, chosen.out) if path.exists() else {}
+        fixtures = folders.read_family(family, chosen.out) if (chosen.out / f"{family}.json.gz").exists() else {}
         for case in (case for case in wanted if case.family == family):
             try:
                 fixtures[case.name] = fixture(case)
@@ -82,8 +81,7 @@ def fixture(case: Case) -> dict[str, Any]:
 def save(case: Case, folder: Path) -> dict[str, Any]:
     """What ``save_pretrained`` writes, without the values of weights."""
     cls = getattr(transformers, case.cls)
-    config = transformers.AutoConfig.for_model(case.family, **case.config)
-    model = cls(config).to(DTYPES[case.dtype])
+    model = cls(transformers.AutoConfig.for_model(case.family, **case.config)).to(DTYPES[case.dtype])
     randomise(model)
     # By their last part: transformers 5.23 saves one of ESM's with a star in the middle of its name.
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}

@@ -187,8 +187,7 @@ def _biases(family: Family) -> Iterator[Case]:
 
 def _rotary(family: Family) -> Iterator[Case]:
     if family.name in ("gemma", "gemma2"):
-        other = {"rope_type": "default", "rope_theta": 5000.0}
-        yield family.case("another rope_theta", {"rope_parameters": other})
+        yield family.case("another rope_theta", {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}})
         yield family.case("another rope_theta, transformers 4", {"rope_theta": 5000.0}, writer=4)
     if family.name == "llama":
         yield family.case("partial_rotary_factor", family.rope(rope_type="default", partial_rotary_factor=0.5))
@@ -236,8 +235,7 @@ def _layers(family: Family) -> Iterator[Case]:
         yield family.case("norm_topk_prob", {"norm_topk_prob": True})
     if family.name == "gemma3_text":
         yield family.case("odd layer types", {"layer_types": [SLIDING, FULL]})
-        seven = [*[SLIDING] * 5, FULL, SLIDING]
-        yield family.case("7 layers", {"num_hidden_layers": 7, "layer_types": seven})
+        yield family.case("7 layers", {"num_hidden_layers": 7, "layer_types": [*[SLIDING] * 5, FULL, SLIDING]})
         for variant, full, sliding in (
             ("linear scaling", {"rope_theta": 1e6, **SCALINGS["linear"]}, 1e4),
             ("another rope_theta", {"rope_type": "default", "rope_theta": 5e4}, 2e3),

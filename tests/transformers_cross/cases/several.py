@@ -77,8 +77,7 @@ def _gemma_3() -> Iterator[Case]:
     def case(
         variant: str, cls: str = "ForConditionalGeneration", changed: Config | None = None, **options: Any
     ) -> Case:
-        whole = {**config, **(changed or {})}
-        return Case("gemma3", variant, f"Gemma3{cls}", whole, ask="image and text", **options)
+        return Case("gemma3", variant, f"Gemma3{cls}", {**config, **(changed or {})}, ask="image and text", **options)
 
     yield case("vision")
     yield case("vision, transformers 4", writer=4)
@@ -102,8 +101,7 @@ def _paligemma() -> Iterator[Case]:
     }
 
     def case(variant: str, config: Config = config, **options: Any) -> Case:
-        lm = "PaliGemmaForConditionalGeneration"
-        return Case("paligemma", variant, lm, config, ask="image and text", **options)
+        return Case("paligemma", variant, "PaliGemmaForConditionalGeneration", config, ask="image and text", **options)
 
     yield case("vision")
     yield case("vision, transformers 4", writer=4)
@@ -186,8 +184,7 @@ def _qwen_3_5(family: str, stem: str, more: Config) -> Iterator[Case]:
     yield seen("vision, bfloat16", dtype="bfloat16")
     yield seen("vision, sharded", sharded=True)
     yield Case(family, "text", lm, whole, mesh="2x2")
-    full = {**whole, "text_config": {**text, "layer_types": [FULL] * 2}}
-    yield Case(family, "text, no linear attention", lm, full)
+    yield Case(family, "text, no linear attention", lm, {**whole, "text_config": {**text, "layer_types": [FULL] * 2}})
     yield Case(f"{family}_text", "text only", f"{stem}ForCausalLM", text)
 
 
