@@ -13,6 +13,7 @@ import keras_hub
 import pytest
 from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 from initial_values import zeros_for_random
+from process_runs import told_by
 from same_models import differences
 
 import shardload
@@ -253,3 +254,15 @@ def test_every_task_of_a_family(module, name, folder_of, monkeypatch):
         report = compare(lambda: cls.from_preset(path, preprocessor=None, dtype="bfloat16"))  # noqa: B023  # called here
         unable = name in BY_KERAS or cls is keras_hub.models.Gemma3nCausalLM  # needs the values of its embedding
         assert all(call.by == "shardload" or call.error or unable for call in report), str(report)
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_each_process_gets_what_keras_would_give_it(tmp_path):
+    path = hub_folders.write(tmp_path / "hf", "gemma2", hub_folders.build(tmp_path / "hf", "gemma2"))
+    told = told_by(2, 2, "1x4", "inside,outside", path, module="fast_child")  # inside first: in a fresh process
+    inside, outside = ([one[where]["digest"] for one in told] for where in ("inside", "outside"))
+    assert inside == outside and inside[0] != inside[1]
+    assert [one["inside"]["why"] for one in told] == [[None], [None]]

@@ -8,9 +8,11 @@ import time
 
 import jax
 import keras
+import numpy as np
 import process_child
 import pytest
-from process_runs import Run
+from process_runs import Run, told_by
+from safetensors.numpy import save_file
 
 import shardload
 from shardload.processes.watchdog import written_since
@@ -35,8 +37,7 @@ def trained(tmp_path_factory):
     def made(shape):
         processes, devices, mesh = shape.split()
         folder = tmp_path_factory.mktemp("run") / "steps"
-        with Run(int(processes), int(devices), mesh, "train", folder) as run:
-            ends = run.finish()
+        ends = told_by(int(processes), int(devices), mesh, "train", folder)
         assert len({end["digest"] for end in ends}) == 1
         return folder, ends[0]
 
@@ -77,8 +78,7 @@ def test_one_process_restores_what_several_saved(saved, mesh):
 )
 def test_another_number_of_processes_restores_it_each_reading_its_share(trained, shape, processes, devices, mesh):
     folder, end = trained(shape)
-    with Run(processes, devices, mesh, "restore", folder) as run:
-        ends = run.finish()
+    ends = told_by(processes, devices, mesh, "restore", folder)
     assert [one["digest"] for one in ends] == [end["digest"]] * processes
     state = 3 * 4 * 2 * (process_child.WIDTH**2 + process_child.WIDTH)
     share = processes if mesh == "1x8" else 1  # on 4x2 each process has all columns
@@ -90,10 +90,8 @@ def test_another_number_of_processes_restores_it_each_reading_its_share(trained,
 
 def test_a_resumed_run_of_several_processes_equals_one_that_was_not_interrupted(trained, tmp_path):
     whole = trained("2 4 2x4")[1]
-    with Run(2, 4, "2x4", "train", tmp_path / "steps", 1) as run:
-        run.finish()
-    with Run(2, 4, "2x4", "resume", tmp_path / "steps", 2) as run:
-        assert run.finish()[0] == whole
+    told_by(2, 4, "2x4", "train", tmp_path / "steps", 1)
+    assert told_by(2, 4, "2x4", "resume", tmp_path / "steps", 2)[0] == whole
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -146,8 +144,7 @@ def test_sigterm_to_one_process_saves_once_more_and_ends_fit_on_all(tmp_path, to
 
 def test_sigterm_does_not_cost_the_best_step_which_process_0_chooses(tmp_path):
     folder = tmp_path / "steps"
-    with Run(2, 4, "2x4", "best", folder, 50) as run:
-        ends = run.finish()
+    ends = told_by(2, 4, "2x4", "best", folder, 50)
     steps = list_steps(folder)
     assert [info.step for info in steps] == [8, ends[1]["step"]] and all(end["stopped"] for end in ends)
     assert find_step(folder, "best").step == 8 and all(find_damage(info.path) == [] for info in steps)
@@ -158,3 +155,50 @@ def plain():
     yield
     keras.distribution.set_distribution(None)
     assert jax.process_count() == 1
+
+
+# ---- load_arrays and Checkpointer in loops of their own ------------------------------------------
+
+
+def joined(told):
+    """The parts of all processes as whole arrays, by name; every element must be there, and copies be equal."""
+    whole = {}
+    for name in told[0]["parts"]:
+        parts = [part for each in told for part in each["parts"][name]]
+        shape = [max(stops) for stops in zip(*([stop for _, stop in index] for index, _ in parts), strict=True)]
+        value = np.full(shape, np.nan)
+        for index, values in parts:
+            where = tuple(slice(*span) for span in index)
+            assert np.isnan(value[where]).all() or np.array_equal(value[where], values)
+            value[where] = values
+        assert not np.isnan(value).any()
+        whole[name] = value
+    return whole
+
+
+run = functools.partial(told_by, module="loop_child")
+
+
+def test_arrays_of_several_processes(tmp_path):
+    written = {
+        "a": np.arange(32, dtype=np.float32).reshape(16, 2),
+        "b": np.arange(3, dtype=np.int32),
+        "c": np.arange(8, dtype=np.float16),
+    }
+    save_file(written, tmp_path / "file.safetensors")
+    told = run(2, 4, "1x8", "arrays", tmp_path)
+    found = joined(told)
+    assert found.keys() == written.keys()
+    assert all(np.array_equal(found[name], written[name]) for name in written)
+    assert [index for index, _ in told[1]["parts"]["a"]] == [[[8 + 2 * i, 10 + 2 * i], [0, 2]] for i in range(4)]
+
+
+def test_a_loop_goes_on_with_other_processes_on_another_mesh(tmp_path):
+    saved = joined(run(2, 4, "2x4", "save", tmp_path))
+    assert [info.step for info in shardload.Checkpointer(tmp_path / "run").steps()] == [2]
+    for processes, devices, mesh in ((2, 4, "1x8"), (1, 2, "1x2")):
+        told = run(processes, devices, mesh, "restore", tmp_path)
+        assert {(each["step"], each["metadata"]["tokens"]) for each in told} == {(2, 20)}
+        found = joined(told)
+        assert found.keys() == saved.keys() and len(found) > 10
+        assert all(np.array_equal(found[name], saved[name]) for name in saved)

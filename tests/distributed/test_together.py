@@ -12,7 +12,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from process_runs import Run, told
+from process_runs import told_by
 from progress_calls import Counted
 from safetensors.numpy import save_file
 from together_runs import Case, make_sources, outcomes
@@ -67,10 +67,7 @@ def test_what_goes_wrong_on_one_ends_all_soon_with_the_cause(sources):
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["load", "local"])
 def test_a_load_by_all_is_alike_and_one_by_each_alone_waits_for_nobody(call, sources):
-    with Run(2, 4, "2x4", call, sources[0], "none", "none", 9, module="together_child") as run:
-        outputs = [one.communicate(timeout=150)[0] for one in run.started]
-    assert [one.returncode for one in run.started] == [0, 0], outputs
-    first, second = (told(output)[-1] for output in outputs)
+    first, second = told_by(2, 4, "2x4", call, sources[0], "none", "none", 9, module="together_child")
     if call == "load":
         assert first["seeds"] and second["seeds"]  # nothing was drawn from the user's generators, which differ
         assert first["state"] == second["state"]
@@ -80,10 +77,7 @@ def test_a_load_by_all_is_alike_and_one_by_each_alone_waits_for_nobody(call, sou
 
 @pytest.mark.slow
 def test_where_one_finds_damage_all_fall_back_to_the_same_step(sources):
-    with Run(2, 4, "2x4", "fallback", sources[0], "none", "none", 1, module="together_child") as run:
-        outputs = [one.communicate(timeout=150)[0] for one in run.started]
-    assert [one.returncode for one in run.started] == [0, 0], outputs
-    first, second = (told(output)[-1] for output in outputs)
+    first, second = told_by(2, 4, "2x4", "fallback", sources[0], "none", "none", 1, module="together_child")
     assert first["loaded"] == second["loaded"]
     for of_first, of_second in zip(first["notes"], second["notes"], strict=True):  # of the latest, and of the best
         assert of_first[0].startswith("step 2 is damaged and was passed over: On process 1: Step 2 is damaged")
@@ -112,9 +106,8 @@ def compared(*facts):
     barrier, words = threading.Barrier(2), [None, None]
 
     def side(index):
-        topics = [
-            agreement.Topic(f"topic {i}", lambda one=one: one, "Pass the same") for i, one in enumerate(facts[index])
-        ]
+        known = enumerate(facts[index])
+        topics = [agreement.Topic(f"topic {i}", lambda one=one: one, "Pass the same") for i, one in known]
         try:
             agreement.require(Side(index, barrier, words), topics)
         except DisagreementError as error:
@@ -151,9 +144,8 @@ def pair(dtype="float32"):
 def job_of(model, source, **options):
     request = LoadWeightsRequest(model=model, source=source, strict=False, **options)
     opened = OpenedSource(open_manifest(str(source)), None, ())
-    return preparing.prepare(
-        opened, model, devices.resolve_devices("1x1"), layout="auto", matching=request.matching, budget_bytes=None
-    ).validated()
+    options = {"layout": "auto", "matching": request.matching, "budget_bytes": None}
+    return preparing.prepare(opened, model, devices.resolve_devices("1x1"), **options).validated()
 
 
 def differing(*jobs):
@@ -245,19 +237,10 @@ def service(monkeypatch):
     monkeypatch.setattr(job_processes, "are_several", lambda: True)
     monkeypatch.setattr(job_processes, "count", lambda: 2)
     monkeypatch.setattr(job_processes, "index", lambda: made.me.index)
-    monkeypatch.setattr(joint_call.JointCall, "numbers", NumbersOf(made))
+    # Each process counts its own calls.
+    monkeypatch.setattr(joint_call.JointCall, "numbers", iter(lambda: next(made.me.calls), None))
     monkeypatch.setattr(joint_call, "exit_recorder", lambda: SimpleNamespace(begin=int, note=str, rest=int))
     return made
-
-
-class NumbersOf:
-    """Each process counts its own calls."""
-
-    def __init__(self, service):
-        self.service = service
-
-    def __next__(self):
-        return next(self.service.me.calls)
 
 
 def restore(**options):

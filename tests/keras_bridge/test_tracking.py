@@ -1,11 +1,13 @@
 """Contract with Keras 3.15: what it tracks in lists and dicts of a layer's attributes, and its state per thread."""
 
+import inspect
 import threading
 
 import keras
 import pytest
 from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
 
+import shardload
 from shardload.keras_bridge.model_state import members_of, without_walking_vocabularies
 from shardload.keras_bridge.recording import InThread
 
@@ -93,3 +95,47 @@ def test_its_error_is_raised_by_result():
 
 def test_a_thread_has_the_name_that_its_user_gives():
     assert InThread(lambda: threading.current_thread().name, name="reading").result() == "reading"
+
+
+# ---- signatures, which Keras reads once inside abstract() ----------------------------------------
+
+
+class Scaled(keras.layers.Layer):
+    """A layer that Keras serialises from the arguments of its constructor."""
+
+    def __init__(self, factor, *, offset=0.5, **options):
+        super().__init__(**options)
+
+    def call(self, inputs, training=None):
+        return inputs
+
+
+def made():
+    return [Scaled(2.0, name="a"), Scaled(3.0, offset=1.0, name="b"), keras.layers.Dense(4, name="c")]
+
+
+def test_configurations_and_call_signatures_are_those_of_outside():
+    outside = made()
+    with shardload.abstract():
+        inside = made()
+    for one, other in zip(inside, outside, strict=True):
+        assert one.get_config() == other.get_config()
+        assert one.call_signature_parameters == other.call_signature_parameters
+        assert one.__class__.from_config(one.get_config()).get_config() == other.get_config()
+
+
+def test_each_signature_is_read_once(monkeypatch):
+    read = []
+    look = inspect.signature
+
+    def counted(subject, **options):
+        read.append(subject)
+        return look(subject, **options)
+
+    monkeypatch.setattr(inspect, "signature", counted)
+    with shardload.abstract():
+        first, _ = Scaled(1.0), read.clear()
+        [Scaled(float(i)) for i in range(20)]
+    assert not read and first.built is False
+    with pytest.raises(TypeError, match="factor"), shardload.abstract():
+        Scaled()

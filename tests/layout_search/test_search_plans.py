@@ -57,8 +57,7 @@ def test_a_transformer_block_is_split_as_megatron_does_without_looking_at_names(
 
 
 def test_a_block_needs_a_quarter_of_its_weights_and_ten_mebibytes_of_collectives(block, trained):
-    assert trained.device.weights <= 1.6 * MIB
-    assert trained.exchanged_bytes <= 10.6 * MIB
+    assert trained.device.weights <= 1.6 * MIB and trained.exchanged_bytes <= 10.6 * MIB
     forward = search(block.model, MESH, inputs=block.inputs)
     assert forward.device.weights <= 1.6 * MIB and forward.exchanged_bytes == 4 * MIB
 
@@ -105,9 +104,8 @@ def test_where_only_the_least_memory_fits_times_are_still_seconds(monkeypatch):
 
 
 def test_a_limit_that_no_layout_keeps_says_what_would_do(block):
-    with pytest.raises(
-        LayoutError, match=r"at most 1\.0 MiB per device\. The least found is [\d.]+ MiB: .* weights"
-    ) as error:
+    said = r"at most 1\.0 MiB per device\. The least found is [\d.]+ MiB: .* weights"
+    with pytest.raises(LayoutError, match=said) as error:
         search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=MIB)
     advised = parse_bytes(str(error.value).split("The least found is ")[1].split(": ")[0])
     plan = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=advised)
@@ -129,9 +127,8 @@ def test_where_nothing_else_fits_small_weights_are_stored_split_too():
     layers = [keras.layers.Dense(120, use_bias=False) for _ in range(10)]  # 56 KiB each
     with shardload.abstract():
         model = keras.Sequential([keras.Input((120,)), *layers])
-    plans = [
-        search(model, "8x1", batch=8, optimizer="adamw", device_memory_bytes=limit) for limit in (3 * MIB, 2 * MIB, MIB)
-    ]
+    limits = (3 * MIB, 2 * MIB, MIB)
+    plans = [search(model, "8x1", batch=8, optimizer="adamw", device_memory_bytes=limit) for limit in limits]
     stored = [sum(bool(v.stored) for v in plan.variables) for plan in plans]
     assert stored[0] == 0 < stored[1] < stored[2] <= 10
     assert all(plan.device.total <= plan.device_memory_bytes for plan in plans)
@@ -142,7 +139,7 @@ def test_where_nothing_else_fits_small_weights_are_stored_split_too():
 
 @pytest.mark.parametrize(("mesh", "heads", "groups"), [("1x4", True, True), ("1x8", True, False), ("1x2", True, True)])
 def test_grouped_heads_are_split_together_where_groups_do_not_divide(mesh, heads, groups):
-    found = layouts(search(gemma(), MeshSpec.parse(mesh), batch=16, sequence=256))
+    found = layouts(search(gemma(), mesh, batch=16, sequence=256))
     assert (found["decoder_block_0/attention/query/kernel"] == "(model, -, -)") is heads
     assert (found["decoder_block_0/attention/key/kernel"] == "(model, -, -)") is groups
     assert found["decoder_block_0/attention/attention_output/kernel"] == "(model, -, -)"
@@ -215,8 +212,8 @@ def test_an_axis_of_weights_that_splits_the_batch_is_noted(mesh, noted):
 
 
 def test_a_sequential_model_says_its_inputs():
-    layers = [keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(64)]
-    assert search(keras.Sequential(layers), MESH, batch=8).inputs == "float32[8, 64]"
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(64)])
+    assert search(model, MESH, batch=8).inputs == "float32[8, 64]"
 
 
 class Pair(keras.layers.Layer):
@@ -314,12 +311,10 @@ def test_a_plan_is_saved_read_back_and_compared(trained, tmp_path):
     assert again == trained and again.diff(trained) == ()
     other = search(LAYOUT_MODELS["block"](layers=1).model, MESH, batch=16)
     assert any(line.endswith("-> absent") for line in trained.diff(other))
-    (tmp_path / "bad.json").write_text(json.dumps({"format": "other"}))
-    with pytest.raises(LayoutError, match="its format is not"):
-        LayoutPlan.load(tmp_path / "bad.json")
-    (tmp_path / "cut.json").write_text('{"format": ')
-    with pytest.raises(LayoutError, match="it is not JSON"):
-        LayoutPlan.load(tmp_path / "cut.json")
+    for text, why in (('{"format": "other"}', "its format is not"), ('{"format": ', "it is not JSON")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(LayoutError, match=why):
+            LayoutPlan.load(tmp_path / "bad.json")
 
 
 def test_a_plan_is_written_into_folders_that_are_made_for_it(chained, tmp_path):
@@ -346,9 +341,8 @@ def test_what_is_no_path_or_check_of_a_plan_is_refused(chained, wrong, tmp_path)
 
 @pytest.mark.parametrize("wrong", [None, "2x4", MESH])
 def test_what_is_no_mesh_with_devices_has_no_layout_map(chained, wrong):
-    with pytest.raises(
-        UsageError, match=r"LayoutMap on .*: expected .*DeviceMesh\(\(2, 4\), \['batch', 'model'\], dev"
-    ):
+    said = r"LayoutMap on .*: expected .*DeviceMesh\(\(2, 4\), \['batch', 'model'\], dev"
+    with pytest.raises(UsageError, match=said):
         chained.to_layout_map(wrong)
 
 
@@ -454,8 +448,7 @@ def test_where_some_paths_are_in_the_plan_the_others_are_named(chained, names):
 
 
 def test_a_plan_becomes_a_layout_map_and_partition_specs(block, trained):
-    devices = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices=[f"cpu:{i}" for i in range(8)])
-    layout_map = trained.to_layout_map(devices)
+    layout_map = trained.to_layout_map(DEVICE_MESH)
     for variable, layout in trained.layouts():
         found = layout_map[variable.path]
         assert (found is None) == layout.is_replicated
@@ -465,16 +458,19 @@ def test_a_plan_becomes_a_layout_map_and_partition_specs(block, trained):
         trained.to_layout_map(keras.distribution.DeviceMesh((8,), ["model"], devices=[f"cpu:{i}" for i in range(8)]))
 
 
+class OfOne(keras.Model):
+    """A model of which Keras does not know the inputs, with a layer that is built on the first call."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x):
+        return 2 * self.dense(x)
+
+
 def test_a_model_that_does_not_say_its_inputs_asks_for_them():
-    class Doubled(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(128)
-
-        def call(self, x):
-            return 2 * self.dense(x)
-
-    model = Doubled()
+    model = OfOne(128)
     model(np.zeros((8, 64), "float32"))
     with pytest.raises(LayoutError, match=r"does not declare its inputs\. Pass inputs="):
         search(model, MESH)
@@ -589,7 +585,7 @@ def test_every_model_is_planned_for_training_with_layouts_that_divide(name, mesh
     plan = search(found.model, MeshSpec.parse(mesh), inputs=found.inputs, optimizer="adam")
     assert [v.path for v in plan.variables] == [v.path for v in found.model.variables]
     assert all(layout.divides(v.shape) for v, layout in plan.layouts())
-    assert plan.device.weights == sum(v.nbytes // _parts(layout) for v, layout in plan.layouts())
+    assert plan.device.weights == sum(v.nbytes // math.prod(layout.parts) for v, layout in plan.layouts())
     assert plan.notes == ()
 
 
@@ -603,31 +599,15 @@ def test_the_note_on_the_cache_of_a_generating_model(family):
     model = models.causal_lm(family)
     sizes = [math.prod(v.shape) for v in model.variables if v.path.endswith("key/kernel")]
     per_token = 2 * sum(sizes) // model.backbone.hidden_dim  # keys and values of all layers
-    said = (
-        f"a KV cache, which is not counted: {format_bytes(8 * 16 * per_token * 4)} over all devices for 8 x 16 tokens"
-    )
+    cache = format_bytes(8 * 16 * per_token * 4)
+    said = f"a KV cache, which is not counted: {cache} over all devices for 8 x 16 tokens"
     assert any(said in note for note in search(model, MESH, batch=8, sequence=16).notes)
     assert not any("KV" in note for note in search(model, MESH, batch=8, sequence=16, optimizer="adam").notes)
 
 
-def _parts(layout):
-    total = 1
-    for n in layout.parts:
-        total *= n
-    return total
-
-
 @pytest.mark.filterwarnings("ignore:`build")
 def test_a_model_whose_layers_are_not_built_is_refused():
-    class Wrapped(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.inner = keras.layers.Dense(8)
-
-        def call(self, x):
-            return self.inner(x)
-
-    model = Wrapped()
+    model = OfOne(8)
     model.build((None, 8))
     with pytest.raises(LayoutError, match="has no variables yet"):
         search(model, "2x4", inputs=jax.ShapeDtypeStruct((16, 8), "float32"))
@@ -636,13 +616,12 @@ def test_a_model_whose_layers_are_not_built_is_refused():
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_the_garbage_collector_is_left_as_it_was(block, is_enabled):
-    wrong = jax.ShapeDtypeStruct((16, 7), "float32")
     (gc.enable if is_enabled else gc.disable)()
     try:
         search(block.model, MESH, inputs=block.inputs)
         assert gc.isenabled() is is_enabled
         with pytest.raises(LayoutError, match="Cannot trace"):
-            search(block.model, MESH, inputs=wrong)
+            search(block.model, MESH, inputs=jax.ShapeDtypeStruct((16, 7), "float32"))
         assert gc.isenabled() is is_enabled
     finally:
         gc.enable()

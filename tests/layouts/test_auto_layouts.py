@@ -5,10 +5,14 @@ import functools
 import keras
 import keras_hub
 import models
+import numpy as np
 import pytest
+from layout_models import LAYOUT_MODELS, MESHES, loss_for
 
+import shardload
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.recording import record_variables
+from shardload.keras_bridge.variables import has_value
 from shardload.parallel import choose, fit, smallest_mesh
 from shardload.sharding.mesh import MeshSpec
 
@@ -204,3 +208,26 @@ def test_what_an_unknown_axis_is_used_for_is_said():
         "axis 'y' of the mesh is used as the model axis because of its position",
     ]
     assert choice("gemma2", "2x4").guess_notes == ()
+
+
+# ---- the reduced models themselves ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYOUT_MODELS)
+def test_model_is_built_without_values_and_gets_a_layout_on_every_mesh(name):
+    with shardload.abstract():
+        model = LAYOUT_MODELS[name]().model
+    choices = [choose(model, MeshSpec.parse(mesh)) for mesh in MESHES]
+    assert model.variables and not any(map(has_value, model.variables))
+    assert any(choice.sharded for choice in choices if choice.mesh.sizes != (8, 1))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUT_MODELS)
+def test_a_training_step_lowers_the_loss_of_the_batch(name):
+    keras.utils.set_random_seed(0)
+    model, inputs, target = LAYOUT_MODELS[name]()
+    model.compile(keras.optimizers.SGD(0.03), loss_for(target))
+    before, after = (model.train_on_batch(inputs, target, return_dict=True)["loss"] for _ in range(2))
+    assert np.isfinite(before) and after < before

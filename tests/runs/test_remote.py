@@ -13,10 +13,14 @@ import warm_start
 from object_server import ObjectServer
 from remote_runs import build, same, state, train
 from saved_steps import save_step
+from store_contract import FILES, StoreContract
 
 import shardload
-from shardload.errors import BudgetError
+from shardload.errors import BudgetError, DamagedError, SourceError
+from shardload.runs.digests import Digests
 from shardload.runs.listing import list_steps
+from shardload.runs.remote_store import open_step
+from shardload.stores.remote import RemoteStore
 from shardload.transfer import byte_source, execution
 from shardload.verifying import verify
 
@@ -206,3 +210,50 @@ def test_the_command_line(store):
     assert [step["path"] for step in json.loads(done.stdout)["steps"]] == [f"{store.s3}/small/{n}" for n in (1, 2)]
     done = python("-m", "shardload", "verify", store.http + "/small/2")
     assert done.stdout.startswith(f"verified  {store.http}/small/2 ("), done.stderr
+
+
+# ---- a store like any other ----------------------------------------------------------------------
+
+
+class TestRemoteStep(StoreContract):
+    shown = "/bucket/7"
+    has_paths = True
+
+    @pytest.fixture
+    def server(self, tmp_path):
+        step = tmp_path / "bucket" / "7"
+        for name, content in FILES.items():
+            (step / name).parent.mkdir(parents=True, exist_ok=True)
+            (step / name).write_bytes(content)
+        Digests.compute(step).write(step)
+        server = ObjectServer(tmp_path / "bucket")
+        yield server
+        server.close()
+
+    @pytest.fixture
+    def location(self, server):
+        return open_step(RemoteStore(f"{server.http}/7")).root
+
+    def test_a_copy_is_used_instead_of_the_store(self, location, server):
+        (location / "sub/b").local_path()
+        sent = server.bytes_sent
+        assert (location / "sub/b").read_header(10, offset=0, what="it") == b"0123456789"
+        assert server.bytes_sent == sent
+
+    def test_a_flipped_bit_is_damage(self, location, tmp_path):
+        (tmp_path / "bucket/7/sub/b").write_bytes(b"X123456789")
+        with pytest.raises(DamagedError, match=r"Step 7 is damaged: http://.*/7/sub/b from byte 0"):
+            (location / "sub/b").read_header(1, offset=0, what="it")
+
+    def test_files_that_were_not_saved_do_not_exist(self, location, tmp_path):
+        (tmp_path / "bucket/7/stray").write_bytes(b"x")
+        assert "stray" not in location.names()
+        with pytest.raises((SourceError, FileNotFoundError), match="was not saved with the step"):
+            (location / "stray").open()
+
+    def test_its_copies_go_with_it(self, server):
+        step = open_step(RemoteStore(f"{server.http}/7"))
+        folder = (step.root / "sub/b").local_path().parents[2]
+        assert folder.exists()
+        del step
+        assert not folder.exists()

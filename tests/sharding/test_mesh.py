@@ -1,10 +1,17 @@
+import json
+import subprocess
+import sys
+
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.errors import MeshError
-from shardload.sharding.mesh import MeshSpec
+import shardload
+from shardload.errors import MeshError, UsageError
+from shardload.sharding.devices import not_started, resolve_devices
+from shardload.sharding.mesh import MeshSpec, planned_mesh
 
 
 @pytest.mark.parametrize(
@@ -82,3 +89,64 @@ def test_the_name_of_an_axis_says_what_it_splits_else_its_position(mesh, kinds, 
     spec = MeshSpec.parse(mesh)
     assert [spec.axis_kind(axis) for axis in spec.axes] == kinds
     assert (spec.batch_axis, spec.guessed_axes) == (batch, guessed)
+
+
+# ---- the mesh of a saved plan --------------------------------------------------------------------
+
+
+MESH = MeshSpec(("data", "model"), (2, 4))
+
+
+def test_the_mesh_of_a_saved_plan_is_read_without_jax(tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"mesh": {"axes": MESH.axes, "sizes": MESH.sizes}}))
+    assert planned_mesh(file) == planned_mesh(str(file)) == MESH
+    code = f"import sys; from shardload.sharding.mesh import planned_mesh; planned_mesh({str(file)!r}); "
+    subprocess.run([sys.executable, "-c", code + "assert 'jax' not in sys.modules"], check=True)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"mesh": "2x4"}', '{"mesh": {"axes": ["a"], "sizes": [0]}}', b"\xff"]
+)
+def test_what_is_no_plan_has_no_mesh(content, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert planned_mesh(file) is None
+    assert planned_mesh(tmp_path / "none.json") is planned_mesh("search") is planned_mesh(None) is None
+
+
+# ---- devices that a caller names: in any sequence or array ---------------------------------------
+
+
+WRONG = {
+    "none": lambda: [],
+    "an empty array": lambda: np.array([], dtype=object),
+    "one device": lambda: jax.devices()[0],
+    "names": lambda: ["cpu:0", "cpu:1"],
+    "an array of names": lambda: np.array(["cpu:0", "cpu:1"]),
+}
+
+
+@pytest.mark.parametrize("mesh", [None, "1x2"])
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_no_list_of_devices_is_refused(what, mesh):
+    with pytest.raises(UsageError, match=r"Cannot use devices=.*: expected a list of devices such as jax\.devices"):
+        resolve_devices(mesh, devices=WRONG[what]())
+    with pytest.raises(UsageError, match="Cannot use devices="):
+        shardload.AutoShardDistribution(mesh, devices=WRONG[what]())
+
+
+def test_an_array_of_devices_is_a_list_of_them_in_mesh_order():
+    devices = jax.devices()[:4][::-1]
+    assert resolve_devices(devices=np.array(devices)).devices == tuple(devices)
+    for shape in [(4,), (2, 2)]:
+        assert resolve_devices("2x2", devices=np.array(devices).reshape(shape)).devices == tuple(devices)
+    found = resolve_devices(devices=np.array(devices).reshape(2, 2))
+    assert (str(found.mesh), found.devices) == ("batch=1,model=4", tuple(devices))
+
+
+def test_a_process_that_does_not_come_is_the_cause_of_a_timeout(monkeypatch):
+    error = RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:topology/1")
+    assert "set JAX_PLATFORMS=cpu" in str(not_started(error))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    assert "it waits for every process: one of them has ended" in str(not_started(error))

@@ -49,3 +49,9 @@ class Run:
 
 def told(output):
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def told_by(*arguments, **named):
+    """What each process of a `Run` that ends well told last."""
+    with Run(*arguments, **named) as run:
+        return run.finish()
