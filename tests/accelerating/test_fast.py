@@ -233,8 +233,7 @@ def test_a_vocabulary_in_a_folder(tmp_path):
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_an_error_is_that_of_keras(saved, load):
     report = compare(lambda: load(saved))
-    assert set(by(report)) <= {"keras"}
-    assert all(call.error for call in report)
+    assert set(by(report)) <= {"keras"} and all(call.error for call in report)
 
 
 @pytest.mark.filterwarnings("ignore:.*objects could not be loaded")

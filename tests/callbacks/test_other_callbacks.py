@@ -41,8 +41,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, uninterrupted, aft
     options = {"restore_best_weights": best, "saver_first": saver_first, "max_to_keep": None}
     run(tmp_path, epochs=after, **options)
     parts, n_parts = run(tmp_path, epochs=20, **options)
-    assert (weights(parts), n_parts + after) == uninterrupted(**options)
-    assert n_parts == 7 - after
+    assert (weights(parts), n_parts + after) == uninterrupted(**options) and n_parts == 7 - after
 
 
 def test_a_run_that_was_stopped_stays_stopped_and_says_so(tmp_path, capsys):
@@ -104,8 +103,7 @@ def test_saving_by_batches_keeps_the_state_too(tmp_path):
 def test_a_step_from_before_has_no_such_state(tmp_path):
     fit(built(), OrbaxCheckpoint(tmp_path), epochs=2)
     content = json.loads((tmp_path / "8" / "shardload" / "step.json").read_text())
-    assert content.pop("callbacks") == []
-    assert StepRecord.of_json(content).callbacks == ()
+    assert content.pop("callbacks") == [] and StepRecord.of_json(content).callbacks == ()
     _, n_epochs = run(tmp_path, epochs=20)
     assert n_epochs == 5  # epochs 3 to 7
 

@@ -295,16 +295,10 @@ def test_a_source_that_cannot_be_set_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"[" * 100000,
-        b"\xff",
-        b"[]",
-        b'{"processes": 3}',
-        b'{"processes": [3]}',
-        b'{"state_base64": 5}',
-        b'{"state_base64": "\xc3\xa9"}',
-        b'{"state_base64": "abc"}',
+        b"[" * 100000, b"\xff", b"[]", b'{"processes": 3}', b'{"processes": [3]}', b'{"state_base64": 5}',
+        b'{"state_base64": "\xc3\xa9"}', b'{"state_base64": "abc"}',
     ],
-)
+)  # fmt: skip
 def test_a_record_of_the_data_that_cannot_be_is_damage(tmp_path, content):
     (tmp_path / "shardload").mkdir()
     (tmp_path / "shardload/iterator.json").write_bytes(content)

@@ -75,8 +75,7 @@ def test_the_outermost_frame_imports_nothing_that_takes_time():
 
 def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
     done = cli()
-    assert (done.code, done.stdout) == (2, "")
-    assert "Usage: shardload" in done.stderr
+    assert (done.code, done.stdout) == (2, "") and "Usage: shardload" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -118,23 +117,19 @@ def test_without_a_command_the_help_is_on_stderr_and_the_code_is_usage(cli):
 )
 def test_usage_errors(arguments, said, cli):
     done = cli(*arguments)
-    assert (done.code, done.stdout) == (2, "")
-    assert said in done.error
+    assert (done.code, done.stdout) == (2, "") and said in done.error
 
 
 def test_usage_errors_are_objects_for_programs(cli):
     done = cli("plan", "x", "--mesh", "nonsense", "--json")
-    assert done.code == 2
-    assert done.json["error"]["exit_code"] == 2
+    assert done.code == 2 and done.json["error"]["exit_code"] == 2
     assert "Cannot read the mesh 'nonsense'" in done.json["error"]["message"]
 
 
 def test_load_prints_the_table_on_stdout_and_nothing_else(cli):
     done = cli(*LOAD)
-    assert done.code == 0
-    assert done.stdout.startswith("Source ")
-    assert "2 variables sharded, 1 replicated" in done.stdout
-    assert "\x1b" not in done.stdout
+    assert done.code == 0 and done.stdout.startswith("Source ")
+    assert "2 variables sharded, 1 replicated" in done.stdout and "\x1b" not in done.stdout
 
 
 def test_load_prints_generated_text_last_and_set_off(cli):
@@ -149,8 +144,7 @@ def test_generated_text_cannot_drive_the_terminal(cli):
 
 def test_load_json_is_one_object(cli):
     found = cli(*LOAD, "--json").json
-    assert found["source"] == "/models/fake.gguf"
-    assert "generated" not in found
+    assert found["source"] == "/models/fake.gguf" and "generated" not in found
 
 
 def test_a_usage_error_after_a_result_is_an_object_too(capfd):
@@ -175,8 +169,7 @@ def noisy(source, **options):
 engine.load = noisy
 """
     done = with_fakes(setup, *LOAD, "--json")
-    assert done.json["format"] == "gguf"
-    assert "from Python" in done.stderr
+    assert done.json["format"] == "gguf" and "from Python" in done.stderr
     assert "from C++" in done.stderr
 
 
@@ -189,18 +182,10 @@ def test_options_arrive_as_typed(cli):
     assert str(seen.pop("mesh")) == "batch=1,model=2"
     assert type(seen.pop("progress")).__name__ == "LineProgress"
     expected = LoadRequest(
-        source="somewhere",
-        layout="auto",
-        dtype="bfloat16",
-        host_memory_bytes=2 << 30,
-        strict=False,
-        ignore=["score.*", "mtp.*"],
-        atomic=True,
-        compile=False,
-        step=8,
-        format="gguf",
+        source="somewhere", layout="auto", dtype="bfloat16", host_memory_bytes=2 << 30, strict=False,
+        ignore=["score.*", "mtp.*"], atomic=True, compile=False, step=8, format="gguf",
         ignore_config=("rope_scaling",),
-    )
+    )  # fmt: skip
     assert LoadRequest(**seen) == expected
 
 
@@ -266,8 +251,7 @@ def failing(cli):
 )
 def test_failures_are_one_paragraph(error, said, failing):
     done = failing(error)
-    assert (done.code, done.stdout) == (1, "")
-    assert said in done.error
+    assert (done.code, done.stdout) == (1, "") and said in done.error
     assert len(done.stderr) < 1000
 
 
@@ -285,8 +269,7 @@ def test_failures_are_objects_for_programs(failing):
 def test_a_traceback_is_shown_on_request_only(failing, monkeypatch):
     monkeypatch.setenv("SHARDLOAD_TRACEBACK", "1")
     done = failing(KeyError("gone"))
-    assert done.code == 1
-    assert "Traceback (most recent call last)" in done.stderr
+    assert done.code == 1 and "Traceback (most recent call last)" in done.stderr
     assert done.stderr.rstrip().endswith("that output.")
 
 
@@ -370,8 +353,7 @@ sys.exit(code)
 @pytest.mark.parametrize(("arguments", "code"), [(["sources", "--json"], 0), (["steps", "/no/such/run", "--json"], 1)])
 def test_a_signal_after_the_result_changes_neither_result_nor_exit_code(arguments, code, number, late):
     done = run((sys.executable, "-c", ENDING.format(arguments=arguments, number=int(number), late=late)))
-    assert done.code == code
-    assert ("error" in json.loads(done.stdout)) == bool(code)
+    assert done.code == code and ("error" in json.loads(done.stdout)) == bool(code)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -481,8 +463,7 @@ def test_ctrl_c_after_the_results_adds_no_second_object(monkeypatch, capfd):
     monkeypatch.setattr(streams, "flush_stdout", interrupted_late)
     assert main(["sources", "--json"]) == 130
     output = capfd.readouterr()
-    assert "sources" in json.loads(output.out)
-    assert output.err.endswith("Interrupted.\n")
+    assert "sources" in json.loads(output.out) and output.err.endswith("Interrupted.\n")
 
 
 def test_ctrl_c_that_became_an_error_of_ours_is_still_an_interruption():
@@ -523,21 +504,18 @@ def test_a_closed_stdout_is_told_before_any_work():
 @pytest.mark.slow
 def test_a_closed_stderr_loses_notes_and_nothing_else():
     done = in_a_shell("2>&-", *LOAD)
-    assert done.code == 0
-    assert done.stdout.startswith("Source ")
+    assert done.code == 0 and done.stdout.startswith("Source ")
 
 
 @pytest.mark.slow
 def test_an_ascii_terminal_gets_an_ascii_table():
     done = with_fakes("", *LOAD, "--prompt", "Köln", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    assert done.code == 0
-    assert "####" in done.stdout
+    assert done.code == 0 and "####" in done.stdout
     assert done.stdout.splitlines()[-2:] == ["-" * 40, "K\\xf6ln Paris."]
 
 
 def test_help_shows_flags_without_a_type(cli):
     for arguments in (("--help",), ("load", "-h"), ("convert", "--help")):
         done = cli(*arguments)
-        assert done.code == 0
-        assert "--help" in done.stdout
+        assert done.code == 0 and "--help" in done.stdout
         assert "bool" not in done.stdout

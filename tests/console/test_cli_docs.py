@@ -21,8 +21,7 @@ def long_options(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_its_section_and_its_place_in_the_list(name):
-    assert f"shardload {name}" in SECTIONS
-    assert re.search(rf"^shardload {name} ", CLI, re.MULTILINE)
+    assert f"shardload {name}" in SECTIONS and re.search(rf"^shardload {name} ", CLI, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

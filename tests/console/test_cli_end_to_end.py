@@ -51,17 +51,8 @@ def test_every_needed_byte_is_accounted_for(loaded):
 def test_the_plan_says_what_the_load_then_did(loaded, cli):
     planned = cli("plan", NAME, "--mesh", "1x8", "--json").json
     for key in (
-        "source",
-        "format",
-        "mesh",
-        "variables",
-        "parameters",
-        "weight_bytes",
-        "layout",
-        "missing",
-        "unused",
-        "cast",
-    ):
+        "source", "format", "mesh", "variables", "parameters", "weight_bytes", "layout", "missing", "unused", "cast",
+    ):  # fmt: skip
         assert planned[key] == loaded.json[key]
     assert [d["bytes"] for d in planned["devices"]] == [d["bytes"] for d in loaded.json["devices"]]
     assert planned["bytes"] == loaded.json["bytes"]
@@ -83,8 +74,7 @@ def test_a_plan_needs_no_weights(cli):
 def test_the_table_of_a_real_load(cli):
     done = cli("load", NAME, "--mesh", "2x4", "--platform", "cpu", "--dtype", "float32")
     assert done.code == 0, done.stderr
-    assert "batch=2,model=4 (8 cpu devices)" in done.stdout
-    assert "bfloat16 → float32" in done.stdout
+    assert "batch=2,model=4 (8 cpu devices)" in done.stdout and "bfloat16 → float32" in done.stdout
 
 
 def test_inspect_lists_each_tensor_on_a_line(cli):
@@ -116,15 +106,13 @@ def test_sources_lists_it_first(cli, root):
 
 def test_sources_lists_aliases_and_architectures_once(cli):
     names = [line.split()[0] for line in cli("sources").stdout.splitlines()]
-    assert {"gemma2_7b", "gemma2_9b", "llama3_8b"} <= set(names)
-    assert len(names) == len(set(names))
+    assert {"gemma2_7b", "gemma2_9b", "llama3_8b"} <= set(names) and len(names) == len(set(names))
 
 
 def test_synth_again_says_the_same_and_keeps_what_differs(cli, root):
     assert cli("synth", "gemma2_2b", "--scale", "0.02").stdout == f"{root / NAME}\n"
     differs = cli("synth", "gemma2_2b", "--scale", "0.02", "--seed", "1")
-    assert differs.code == 1
-    assert "--overwrite" in differs.error
+    assert differs.code == 1 and "--overwrite" in differs.error
 
 
 def one_tensor(path: Path, name: str) -> Path:
@@ -138,8 +126,7 @@ def test_a_prompt_without_a_tokenizer_fails_before_the_load(cli, tmp_path, monke
     monkeypatch.setattr("shardload.loading.run", lambda *a, **k: pytest.fail("loaded all the same"))
     path = one_tensor(tmp_path / "model.safetensors", "weight")
     done = cli("load", str(path), "--platform", "cpu", "--prompt", "Say")
-    assert (done.code, done.stdout) == (1, "")
-    assert "tokenizer" in done.error
+    assert (done.code, done.stdout) == (1, "") and "tokenizer" in done.error
 
 
 def test_a_damaged_checkpoint_is_one_paragraph(cli, tmp_path):
@@ -147,8 +134,7 @@ def test_a_damaged_checkpoint_is_one_paragraph(cli, tmp_path):
     path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
     for command in ("inspect", "load", "plan"):
         done = cli(command, str(path))
-        assert (done.code, done.stdout) == (1, "")
-        assert str(path) in done.error
+        assert (done.code, done.stdout) == (1, "") and str(path) in done.error
 
 
 def test_inspect_notes_a_tensor_that_the_index_does_not_list(cli, tmp_path):
@@ -167,8 +153,7 @@ def test_inspect_notes_a_tensor_that_the_index_does_not_list(cli, tmp_path):
 
 def test_a_tensor_name_cannot_drive_the_terminal(cli, tmp_path):
     done = cli("inspect", str(one_tensor(tmp_path / "model.safetensors", "\x1b]0;title\x07")))
-    assert "\\x1b]0;title\\x07" in done.stdout
-    assert "\x1b" not in done.stdout + done.stderr
+    assert "\\x1b]0;title\\x07" in done.stdout and "\x1b" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -176,8 +161,7 @@ def test_a_tensor_name_cannot_drive_the_terminal(cli, tmp_path):
 )
 def test_a_source_that_is_not_there(source, cli):
     done = cli("load", source, "--platform", "cpu")
-    assert (done.code, done.stdout) == (1, "")
-    assert done.error.startswith("Error: ")
+    assert (done.code, done.stdout) == (1, "") and done.error.startswith("Error: ")
     assert "Unexpected" not in done.error
 
 
@@ -185,8 +169,7 @@ def test_a_source_that_is_not_there(source, cli):
 def test_a_pipe_that_closes_early_is_quiet(root):
     command = f'{sys.executable} -m shardload inspect {root / NAME} | head -1; echo "${{PIPESTATUS[0]}}"'
     done = run(("bash", "-c", command))
-    assert done.stderr == ""
-    assert len(done.stdout.splitlines()) == 2
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 2
     assert NAME in done.stdout
 
 

@@ -38,8 +38,7 @@ def test_the_mesh_gets_its_devices_and_the_person_is_told():
 @pytest.mark.slow
 def test_what_is_there_already_is_not_simulated():
     done = with_fakes(SHOW, "load", "x", "--mesh", "1x2", "--platform", "cpu", JAX_NUM_CPU_DEVICES="4")
-    assert '"devices": 4' in done.stderr
-    assert "simulating" not in done.stderr
+    assert '"devices": 4' in done.stderr and "simulating" not in done.stderr
 
 
 @pytest.mark.slow

@@ -13,13 +13,9 @@ from shardload.console.launch import alone_among_several
 from shardload.errors import MeshError, MissingExtraError
 
 SRUN = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_NTASKS": "2",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "node[07-08]",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-}
+    "SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+}  # fmt: skip
 SALLOC = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[07-08]"}
 SBATCH = SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODELIST": "node[07-08]"}
 INTERACTIVE = SRUN | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}

@@ -96,8 +96,7 @@ def test_a_load_searches_its_layouts_itself(root):
 
 def test_a_plan_for_inference_is_printed_with_its_bars(cli):
     done = cli("plan", NAME, "--mesh", "1x4", "--layout", "search", "--batch", "4")
-    assert done.code == 0
-    assert "inference, inputs int32[4, 512]" in done.stdout
+    assert done.code == 0 and "inference, inputs int32[4, 512]" in done.stdout
     assert "  weights     █" in done.stdout and "gradients" not in done.stdout
     assert "smallest mesh" not in done.stdout
     assert re.match(r"source: \S+ \(\d+\.\d k parameters, bfloat16\)\n", done.stdout)

@@ -88,8 +88,7 @@ def test_what_fails_on_one_fails_on_all(checkpoint, tmp_path):
     with file.open("r+b") as opened:
         opened.truncate(file.stat().st_size - 1000)
     first, second = ended([(checkpoint, "--mesh", "1x4", "--json"), (damaged, "--mesh", "1x4", "--json")])
-    assert (first.code, second.code) == (1, 1)
-    assert str(file) in second.stderr
+    assert (first.code, second.code) == (1, 1) and str(file) in second.stderr
     assert "On process 1: " in first.stderr and str(file) in first.stderr
     assert first.json["error"]["type"] == second.json["error"]["type"] == "TruncatedSourceError"
 
@@ -106,18 +105,11 @@ def test_ctrl_c_ends_the_waiting_for_others(checkpoint):
 
 def test_those_that_never_come_are_missed_in_a_sentence(checkpoint):
     address = (
-        "--initialization-timeout",
-        "2",
-        "--coordinator-address",
-        f"127.0.0.1:{free_port()}",
-        "--num-processes",
-        "2",
-        "--process-id",
-        "0",
-    )
+        "--initialization-timeout", "2", "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2",
+        "--process-id", "0",
+    )  # fmt: skip
     done = run((*COMMAND, "load", str(checkpoint), "--mesh=1x2", "--json", *address))
-    assert done.code == 1
-    assert "Cannot connect the 2 processes at 127.0.0.1:" in done.stderr
+    assert done.code == 1 and "Cannot connect the 2 processes at 127.0.0.1:" in done.stderr
     assert "some have not connected within 2 s (--initialization-timeout)" in done.stderr
     assert "--process-id" in done.stderr and "@ " not in done.stderr  # a stack of C++ frames
     assert done.json["error"]["type"] == "MeshError"

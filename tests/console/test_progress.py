@@ -46,8 +46,7 @@ def on_a_terminal(arguments: str = "") -> str:
 
 def test_a_terminal_sees_bytes_and_the_name_as_it_is():
     drawn = on_a_terminal()
-    assert "Loading [a] name" in drawn
-    assert "1,000/1,000 bytes" in drawn
+    assert "Loading [a] name" in drawn and "1,000/1,000 bytes" in drawn
 
 
 def test_the_cursor_comes_back():
@@ -170,14 +169,12 @@ def slow_load(capfd, monkeypatch):
 
 def test_a_command_writes_lines_while_nothing_is_read(slow_load):
     lines = slow_load()
-    assert len(lines) >= 2
-    assert all(line.startswith("Loading x: 0 B of 1000 B, ") for line in lines)
+    assert len(lines) >= 2 and all(line.startswith("Loading x: 0 B of 1000 B, ") for line in lines)
 
 
 def test_a_command_writes_objects_for_machines(slow_load):
     lines = [json.loads(line)["progress"] for line in slow_load("--log-json")]
-    assert len(lines) >= 2
-    assert {line["stage"] for line in lines} == {"Loading x"}
+    assert len(lines) >= 2 and {line["stage"] for line in lines} == {"Loading x"}
 
 
 @pytest.mark.parametrize("more", [(), ("--log-json",)])

@@ -65,8 +65,7 @@ def test_a_process_that_goes_silent_is_lost_and_all_are_told(store):
     first, third = beating(store), beating(store, index=2)
     first.when_lost(told.put)
     assert "Process 1 (host-b pid 9) has sent no heartbeat" in lost(first)
-    assert told.get(timeout=5) == first.lost
-    assert lost(third) == first.lost
+    assert told.get(timeout=5) == first.lost and lost(third) == first.lost
     with pytest.raises(ProcessLostError, match="Process 1"):
         third.check()
 
@@ -74,8 +73,7 @@ def test_a_process_that_goes_silent_is_lost_and_all_are_told(store):
 def test_processes_that_speak_or_have_not_begun_or_have_left_are_not_lost(store):
     store.keys["shardload/alive/3"] = "left host-d pid 11"
     first, second = beating(store), beating(store, index=1)
-    assert lost(first, within_s=2.5) is None
-    assert lost(second, within_s=0.0) is None
+    assert lost(first, within_s=2.5) is None and lost(second, within_s=0.0) is None
     first.check(2)
     with pytest.raises(ProcessLostError, match="Process 3 has ended while others waited"):
         first.check(3)

@@ -111,8 +111,7 @@ def test_when_one_of_two_is_killed_in_a_save_the_cause_is_written_down(tmp_path,
         if "unexpectedly" in found["cause"]
     )
     steps = [info.step for info in list_steps(folder)]
-    assert steps
-    assert all(find_damage(folder / str(step)) == [] for step in steps)
+    assert steps and all(find_damage(folder / str(step)) == [] for step in steps)
     shown = written_since(str(folder), max((info.saved_s for info in list_steps(folder)), default=0.0))
     assert any(f"Process {victim} (" in found["cause"] for found in shown)
     model = process_child.model()

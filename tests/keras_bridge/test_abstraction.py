@@ -123,8 +123,7 @@ def test_late_initialisation_is_eager_initialisation(name):
         late = compiled(EVERYTHING[name])
     done = initialise(late)
     check_initialised(late)
-    assert len(done) == len(state_of(late))
-    assert bits(late) == bits(eager)
+    assert len(done) == len(state_of(late)) and bits(late) == bits(eager)
 
 
 class Odd(type):
@@ -162,16 +161,10 @@ def test_variables_are_found_whatever_holds_them():
 
 
 INITIALIZERS = [
-    "glorot_uniform",
-    "he_normal",
-    "orthogonal",
-    "zeros",
-    "identity",
-    keras.initializers.RandomNormal(0.3, 0.7, seed=1),
-    keras.initializers.RandomUniform(-0.3, 0.7, seed=2),
-    keras.initializers.TruncatedNormal(0.3, 0.7, seed=3),
-    keras.initializers.Constant(0.1),
-]
+    "glorot_uniform", "he_normal", "orthogonal", "zeros", "identity",
+    keras.initializers.RandomNormal(0.3, 0.7, seed=1), keras.initializers.RandomUniform(-0.3, 0.7, seed=2),
+    keras.initializers.TruncatedNormal(0.3, 0.7, seed=3), keras.initializers.Constant(0.1),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -406,8 +399,7 @@ def test_other_threads_build_as_always():
         thread.start()
         thread.join()
         inside = keras.Variable(np.ones(3))
-    assert not is_abstract(built[0])
-    assert is_abstract(inside)
+    assert not is_abstract(built[0]) and is_abstract(inside)
 
 
 def test_layers_made_outside_grow_as_always():
@@ -493,8 +485,7 @@ def test_from_preset_reads_configuration_only(tmp_path, task):
     with abstract():
         cls = keras_hub.models.GPT2CausalLM if task else keras_hub.models.Backbone
         model = cls.from_preset(str(tmp_path), **({"preprocessor": None} if task else {}))
-    assert all(map(is_abstract, model.weights))
-    assert model.count_params() == saved.count_params()
+    assert all(map(is_abstract, model.weights)) and model.count_params() == saved.count_params()
     with pytest.raises(FileNotFoundError):
         keras_hub.models.Backbone.from_preset(str(tmp_path))
 
@@ -520,16 +511,9 @@ def test_nine_billion_parameters_cost_nothing():
     before = sum(a.nbytes for a in jax.live_arrays())
     with abstract():
         backbone = keras_hub.models.GemmaBackbone(
-            vocabulary_size=256000,
-            num_layers=42,
-            num_query_heads=16,
-            num_key_value_heads=8,
-            hidden_dim=3584,
-            intermediate_dim=28672,
-            head_dim=256,
-            use_post_ffw_norm=True,
-            use_post_attention_norm=True,
+            vocabulary_size=256000, num_layers=42, num_query_heads=16, num_key_value_heads=8, hidden_dim=3584,
+            intermediate_dim=28672, head_dim=256, use_post_ffw_norm=True, use_post_attention_norm=True,
             dtype="bfloat16",
-        )
+        )  # fmt: skip
     assert backbone.count_params() == 9_241_705_984
     assert sum(a.nbytes for a in jax.live_arrays()) - before <= 8

@@ -62,10 +62,8 @@ def test_the_version_is_the_one_these_seams_were_read_in():
 
 def test_a_variable_has_the_private_attributes():
     variable = keras.Variable(np.ones(3, "float32"), name="v")
-    assert isinstance(variable, JaxVariable)
-    assert isinstance(variable._value, jax.Array)
-    assert variable._initializer is None
-    assert variable._layout is None
+    assert isinstance(variable, JaxVariable) and isinstance(variable._value, jax.Array)
+    assert variable._initializer is None and variable._layout is None
     assert variable._dtype == "float32"
 
 
@@ -209,8 +207,7 @@ def test_state_covers_samplers_metrics_and_seeds():
         lm.compile("adam", "mse", sampler="top_k", weighted_metrics=["mae"])
     state = state_of(lm)
     ids = set(map(id, state))
-    assert len(ids) == len(state)
-    assert {id(v) for v in lm.sampler.variables} <= ids
+    assert len(ids) == len(state) and {id(v) for v in lm.sampler.variables} <= ids
     assert {id(v) for v in lm.optimizer.variables} <= ids
     assert {id(v) for v in lm.metrics_variables} <= ids
     assert [*map(id, weights_of(lm))] == [*map(id, [*lm.variables, *lm.optimizer.variables])]
@@ -299,8 +296,7 @@ def test_an_optimizer_tracks_by_id_in_stores_that_can_be_put_back():
     optimizer.build(built)
     assert optimizer._tracker.stored_ids != tracked
     before.restore()
-    assert optimizer._tracker.stored_ids == tracked
-    assert not optimizer.built
+    assert optimizer._tracker.stored_ids == tracked and not optimizer.built
 
 
 def test_what_is_saved_is_found_by_walking_saveables():
@@ -324,8 +320,7 @@ def batches():
 def test_the_adapter_of_grain_keeps_the_dataset_and_the_iterator_its_length():
     data = batches()
     epochs = EpochIterator(x=data)
-    assert epochs.data_adapter._dataset is data
-    assert grain_dataset(epochs) is data
+    assert epochs.data_adapter._dataset is data and grain_dataset(epochs) is data
     epochs._num_batches = 1
     forget_epoch_length(epochs)
     assert epochs._num_batches == epochs.data_adapter.num_batches
@@ -349,8 +344,7 @@ def test_fit_has_a_local_variable_epoch_iterator_and_starts_where_it_is_told():
     model.fit(data, epochs=4, steps_per_epoch=1, shuffle=False, verbose=0, callbacks=[looking], initial_epoch=1)
     assert looking.given == 1 and initial_epoch_of_fit() == 0
     assert "epoch_iterator" in inspect.unwrap(trainer.JAXTrainer.fit).__code__.co_varnames
-    assert grain_dataset(looking.found) is data
-    assert looking.epochs == [2, 3]
+    assert grain_dataset(looking.found) is data and looking.epochs == [2, 3]
     assert epoch_iterator_of_fit() is None
 
 
@@ -363,8 +357,7 @@ def test_a_dataset_is_opened_from_inside_a_method_of_the_epoch_iterator():
             return iter(self._parent)
 
     epochs = trainer.JAXEpochIterator(x=Noting(batches()), steps_per_epoch=2)
-    assert len([begin for begin, _, _ in epochs]) == 2
-    assert found[-1] is epochs
+    assert len([begin for begin, _, _ in epochs]) == 2 and found[-1] is epochs
     assert isinstance(epochs, EpochIterator)
 
 

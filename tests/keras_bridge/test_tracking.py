@@ -38,8 +38,7 @@ def test_attributes_are_the_same_as_keras_makes_them():
     for name in values:
         assert getattr(quick, name) == getattr(plain, name)
         assert type(getattr(quick, name)) is type(getattr(plain, name))
-    assert type(quick.words) is TrackedList
-    assert type(quick.ids) is TrackedDict
+    assert type(quick.words) is TrackedList and type(quick.ids) is TrackedDict
 
 
 def test_layers_in_containers_are_tracked_inside_and_afterwards():

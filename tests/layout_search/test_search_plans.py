@@ -85,8 +85,7 @@ def test_where_memory_is_plenty_and_links_are_slow_everything_is_replicated(bloc
 def test_a_memory_limit_is_kept_by_splitting_what_costs_least(block):
     loose = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=2**30)
     tight = search(block.model, MESH, inputs=block.inputs, optimizer="adamw", device_memory_bytes=37 * MIB)
-    assert tight.device.total <= 37 * MIB < loose.device.total
-    assert tight.step_s >= loose.step_s
+    assert tight.device.total <= 37 * MIB < loose.device.total and tight.step_s >= loose.step_s
 
 
 def test_where_only_the_least_memory_fits_times_are_still_seconds(monkeypatch):
@@ -98,8 +97,7 @@ def test_where_only_the_least_memory_fits_times_are_still_seconds(monkeypatch):
         find(device_memory_bytes=1000)
     least = find(device_memory_bytes=error.value.least_bytes)
     again = find(pins=least)
-    assert again.device == least.device
-    assert least.step_s == pytest.approx(again.step_s)
+    assert again.device == least.device and least.step_s == pytest.approx(again.step_s)
     assert all(d.opposite_s is None or abs(d.opposite_s) < least.step_s for d in least.decisions)
 
 

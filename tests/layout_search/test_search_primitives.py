@@ -69,5 +69,4 @@ def test_a_plan_says_which_primitives_have_no_rule_where_it_is_printed():
     x = keras.Input((16,))
     plan = search(keras.Model(x, LAYERS.Dense(8)(keras.ops.real(keras.ops.fft((x, 0 * x))[0]))), "1x2", batch=8)
     said = "no rule for fft (x1): its operands count as gathered, its results as replicated"
-    assert f"note: {said}" in str(plan).splitlines()
-    assert said in plan.to_json()["notes"]
+    assert f"note: {said}" in str(plan).splitlines() and said in plan.to_json()["notes"]

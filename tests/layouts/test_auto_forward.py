@@ -134,8 +134,7 @@ def test_decoders_generate_the_same(name):
     expected = continuation(name)
     model, inputs, host, _ = reference(name)
     place(model, host, MeshSpec.parse("1x8"))
-    assert np.array_equal(generate(model, inputs), expected)
-    assert len(np.unique(expected[:, 6:])) > 4
+    assert np.array_equal(generate(model, inputs), expected) and len(np.unique(expected[:, 6:])) > 4
 
 
 @pytest.mark.slow

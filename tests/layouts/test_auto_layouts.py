@@ -96,8 +96,7 @@ def test_devices_hold_their_share(name, mesh):
 
 def test_a_mesh_without_an_axis_for_weights_splits_nothing_and_says_so():
     found = choice("gemma2", "8x1")
-    assert found.sharded == 0
-    assert found.fallbacks == found.replicated_large == ()
+    assert found.sharded == 0 and found.fallbacks == found.replicated_large == ()
     assert "no axis to split weights over" in found.summary()
 
 
@@ -114,14 +113,12 @@ def test_large_variables_left_whole_are_listed():
 
     found = choose(keras.Sequential([keras.Input((601,)), keras.layers.Dense(601, name="odd")]), MeshSpec.parse("1x8"))
     (path,) = found.replicated_large
-    assert path.endswith("odd/kernel")
-    assert f"replicated though large: {path}" in found.summary()
+    assert path.endswith("odd/kernel") and f"replicated though large: {path}" in found.summary()
 
 
 def test_replicated_is_what_it_says():
     found = choose(family("gemma2"), MeshSpec.parse("1x8"), "replicated")
-    assert found.sharded == 0
-    assert found.fallbacks == found.replicated_large == ()
+    assert found.sharded == 0 and found.fallbacks == found.replicated_large == ()
     assert set(found.rules.values()) == {"replicated"}
 
 

@@ -90,8 +90,7 @@ def test_all_reduce(name, spec, axes, op):
         wanted |= dict.fromkeys(group, REDUCE[op](np.stack([before[device] for device in group]), axis=0))
     result = all_reduce(x, op, axes)
     assert_each(result, wanted)
-    assert axes_of(result) == axes_of(x) - {axes, *axes}
-    assert result.sharding.mesh == x.sharding.mesh
+    assert axes_of(result) == axes_of(x) - {axes, *axes} and result.sharding.mesh == x.sharding.mesh
 
 
 @pytest.mark.parametrize(("name", "spec", "axes", "axis"), in_turn(CASES, 0, -1))

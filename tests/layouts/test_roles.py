@@ -47,14 +47,12 @@ def test_a_gated_mlp_is_column_column_row():
 
 def test_a_column_bias_is_split_and_a_row_bias_is_not():
     found = layouts(built(Block([256, 64]), None, 64))
-    assert found["part_0/bias"] == "(model)"
-    assert found["part_1/bias"] == "(-)"
+    assert found["part_0/bias"] == "(model)" and found["part_1/bias"] == "(-)"
 
 
 def test_a_gate_fused_into_the_first_kernel_still_pairs():
     found = layouts(built(FusedBlock([512, 64]), None, 64))
-    assert found["part_0/kernel"] == "(-, model)"
-    assert found["part_1/kernel"] == "(model, -)"
+    assert found["part_0/kernel"] == "(-, model)" and found["part_1/kernel"] == "(model, -)"
 
 
 @pytest.mark.parametrize("fused", [1, 3])
@@ -151,16 +149,14 @@ def test_int8_scales_follow_their_kernels():
     assert layouts(dense) == {"kernel": "(-, model)", "kernel_scale": "(model)", "bias": "(model)"}
     heads = keras.layers.EinsumDense("btd,ndh->btnh", (None, 8, 16), dtype="int8_from_float32")
     found = layouts(built(heads, None, None, 64))
-    assert found["kernel"] == "(model, -, -)"
-    assert found["kernel_scale"].count("model") == 1
+    assert found["kernel"] == "(model, -, -)" and found["kernel_scale"].count("model") == 1
 
 
 def test_lora_factors_follow_their_kernels():
     layer = built(keras.layers.Dense(256), None, 64)
     layer.enable_lora(4)
     found = layouts(layer)
-    assert found["lora_kernel_a"] == "(-, -)"
-    assert found["lora_kernel_b"] == "(-, model)"
+    assert found["lora_kernel_a"] == "(-, -)" and found["lora_kernel_b"] == "(-, model)"
     table = built(keras.layers.Embedding(1000, 64), None)
     table.enable_lora(4)
     assert layouts(table)["lora_embeddings_a"] == "(model, -)"
@@ -191,8 +187,7 @@ def test_an_unknown_layer_goes_by_its_largest_dim_that_divides():
 def test_small_things_and_vectors_stay_whole_without_a_fallback():
     model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(5), keras.layers.LayerNormalization()])
     choice = choose(model, MESH)
-    assert choice.sharded == 0
-    assert choice.fallbacks == ()
+    assert choice.sharded == 0 and choice.fallbacks == ()
 
 
 def test_optimizer_slots_follow_their_variables():

@@ -113,8 +113,7 @@ def test_a_layout_map_replicates_the_rest_and_says_so():
     given["token_embedding/embeddings"] = ("model", None)
     found = choose(family("gemma2"), MESH, given)
     assert layouts(found)["token_embedding/embeddings"] == "(model, -)"
-    assert found.rules[QUERY] == "default"
-    assert found.sharded == 1
+    assert found.rules[QUERY] == "default" and found.sharded == 1
 
 
 def test_a_layout_map_that_matches_nothing_is_refused():

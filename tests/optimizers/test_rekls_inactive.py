@@ -77,8 +77,7 @@ def test_what_has_no_gradient_does_not_move(mode):
     rows = np.eye(24) if "max_dimension" in MODES[mode] else rows
     # Factors in bfloat16 turn the direction itself, by their precision.
     limit = 0.02 if "bfloat16" in mode else 1e-3
-    assert np.linalg.norm(one - rows @ one @ columns) < limit
-    assert np.abs(one).max() > 1
+    assert np.linalg.norm(one - rows @ one @ columns) < limit and np.abs(one).max() > 1
     assert np.abs(row[3]).max() < 1e-4 and np.abs(row[4]).max() > 1
     assert np.abs(column[:, 3]).max() < 1e-4 and np.abs(column[:, 4]).max() > 1
     assert np.abs(embedding[1::2]).max() < 1e-4 and np.abs(embedding[::2]).max() > 1
@@ -110,8 +109,7 @@ def test_on_a_mesh(spec):
     """With the same bits for both ways to split it."""
     given, rows, columns = rank_one()
     (one,), (whole,) = (moved(given, mesh=mesh_of(8), spec=each) for each in (spec, ()))
-    assert same([one], [whole])
-    assert np.linalg.norm(one - rows @ one @ columns) < 1e-3
+    assert same([one], [whole]) and np.linalg.norm(one - rows @ one @ columns) < 1e-3
 
 
 def test_a_row_that_starts_late_moves_from_then_on():

@@ -157,14 +157,9 @@ def test_numpy_in_float64(decay, shape, start):
 
 def settings_of(decay, *, skip=False, start=0.0, relative=0.0, limit=None):
     return Settings(
-        epsilon=0.125,
-        weight_decay=1 / 16,
-        decay=decay,
-        skip_first_update=skip,
-        starts_at_rms=start == "rms",
-        relative_epsilon=relative,
-        limits_updates=limit is not None,
-    )
+        epsilon=0.125, weight_decay=1 / 16, decay=decay, skip_first_update=skip, starts_at_rms=start == "rms",
+        relative_epsilon=relative, limits_updates=limit is not None,
+    )  # fmt: skip
 
 
 def value_of(*, start=0.0, **_):

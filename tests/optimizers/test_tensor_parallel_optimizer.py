@@ -45,8 +45,7 @@ def test_without_sharding_slots_follow_their_weights():
     model = on_mesh(regression(TensorParallelOptimizer("adam", 4, shard_optimizer_states=False)), "2x4")
     train(model)
     here = sum(v.value.addressable_shards[0].data.nbytes for v in model.trainable_variables)
-    assert slot_bytes(model.optimizer) == 2 * here
-    assert model.optimizer.slot_report is None
+    assert slot_bytes(model.optimizer) == 2 * here and model.optimizer.slot_report is None
 
 
 def test_it_has_the_interface_of_the_pull_request():

@@ -36,8 +36,7 @@ def specs(layer):
 
 
 def assert_sharded(model):
-    assert specs(model.get_layer("up")) == UP
-    assert specs(model.get_layer("down")) == DOWN
+    assert specs(model.get_layer("up")) == UP and specs(model.get_layer("down")) == DOWN
 
 
 def device_mesh(shape=(2, 4)):

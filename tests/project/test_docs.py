@@ -25,8 +25,7 @@ def test_links_to_the_repository_lead_somewhere():
     """Pages of the site link to files outside of docs/ by their address."""
     pages = "".join(page.read_text() for page in PAGES)
     paths = set(re.findall(r"shardload/shardload/(?:blob|tree)/main/([^)#\s]+)", pages))
-    assert paths
-    assert {path for path in paths if not (ROOT / path).exists()} == set()
+    assert paths and {path for path in paths if not (ROOT / path).exists()} == set()
 
 
 def test_the_readme_names_exactly_the_two_commands_that_set_themselves_up():
@@ -75,8 +74,7 @@ def test_files_that_contributing_names_exist():
 def test_identifiers_that_contributing_names_exist():
     code = "".join(path.read_text() for path in (ROOT / "shardload").rglob("*.py"))
     for name in ("BUILT_IN", "_own_roles", "REMOTE_SCHEMES", "_spec"):
-        assert f"`{name}`" in CONTRIBUTING
-        assert re.search(rf"\b{re.escape(name)}\b", code)
+        assert f"`{name}`" in CONTRIBUTING and re.search(rf"\b{re.escape(name)}\b", code)
 
 
 def test_contributing_runs_make_targets_that_exist():
@@ -114,8 +112,7 @@ def test_pages_are_in_the_section_of_their_folder():
 
 
 def test_a_broken_link_fails_the_build_and_no_font_comes_from_a_network():
-    assert SITE["strict"] is True
-    assert SITE["theme"]["font"] is False
+    assert SITE["strict"] is True and SITE["theme"]["font"] is False
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

@@ -117,8 +117,7 @@ def test_readme(gemma, here):
     data = grain.MapDataset.source(list(zip(x, y, strict=True))).batch(25)  # ten batches: 100 in ten epochs
     names = {"build_my_model": build_model, "grain_dataset": data}
     found = run("README.md", names, replace=[('("./gemma2_9b")', '("./gemma2_9b", preprocessor=None)')])
-    assert found["plan"].devices[-1].id == 31
-    assert found["report"].missing == ()
+    assert found["plan"].devices[-1].id == 31 and found["report"].missing == ()
     assert "step 100" in shardload.report(found["model"]).notes[0]
 
 
@@ -216,8 +215,7 @@ def build_tutorial_model():
 def test_save_and_restore(here):
     x, y = numbers()
     found = run("docs/how-to/save-and-restore.md", {"model": build_model(), "build_model": build_model, "x": x, "y": y})
-    assert found["position"].at > 0
-    assert shardload.inspect(found["weights"]).format == "orbax"
+    assert found["position"].at > 0 and shardload.inspect(found["weights"]).format == "orbax"
 
 
 def test_migrate(here):

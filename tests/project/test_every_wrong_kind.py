@@ -40,20 +40,10 @@ class Unknown:
 
 
 WRONG = (
-    lambda: 3,
-    lambda: "x",
-    lambda: None,
-    lambda: [["a"], None],
-    lambda: {1: 2},
-    Unknown,
-    lambda: (number for number in [1]),
-    lambda: keras.Model,
-    lambda: lambda: 1,
-    lambda: float("nan"),
-    lambda: b"x",
-    lambda: np.ones(3),
-    dense,
-)
+    lambda: 3, lambda: "x", lambda: None, lambda: [["a"], None], lambda: {1: 2}, Unknown,
+    lambda: (number for number in [1]), lambda: keras.Model, lambda: lambda: 1, lambda: float("nan"), lambda: b"x",
+    lambda: np.ones(3), dense,
+)  # fmt: skip
 _numbers = itertools.count()
 
 

@@ -56,8 +56,7 @@ def said_by(child):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_short_and_linked(path):
-    assert len(path.read_text().splitlines()) <= 40
-    assert f"examples/{path.name})" in PAGE
+    assert len(path.read_text().splitlines()) <= 40 and f"examples/{path.name})" in PAGE
 
 
 @pytest.mark.slow
@@ -70,8 +69,7 @@ def test_load_and_generate(tmp_path):
 @pytest.mark.slow
 def test_load_into_own_model(tmp_path):
     said = run("load_into_own_model.py", cwd=tmp_path)
-    assert "146.0 KiB read, each needed byte once" in said
-    assert "spec=P(None, 'model')" in said
+    assert "146.0 KiB read, each needed byte once" in said and "spec=P(None, 'model')" in said
 
 
 @pytest.mark.slow

@@ -24,8 +24,7 @@ FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") 
 
 
 def test_the_version_is_that_of_pyproject():
-    assert shardload.__version__ == PROJECT["version"]
-    assert "__version__" in dir(shardload)
+    assert shardload.__version__ == PROJECT["version"] and "__version__" in dir(shardload)
 
 
 def test_a_source_tree_that_is_not_installed_has_an_unknown_version(monkeypatch):

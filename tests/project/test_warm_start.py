@@ -20,8 +20,7 @@ def test_a_copy_starts_without_devices_and_with_randomness_of_its_own():
     code = "import jax, numpy, random; jax.config.update('jax_num_cpu_devices', 3)\n"
     code += "print(jax.device_count()); print(random.random(), numpy.random.rand())"
     first, second = (warm_start.run(["-c", code], check=True).stdout.split("\n") for _ in range(2))
-    assert first[0] == second[0] == "3"
-    assert not set(first[1].split()) & set(second[1].split())
+    assert first[0] == second[0] == "3" and not set(first[1].split()) & set(second[1].split())
 
 
 def test_an_exception_ends_a_copy_with_a_traceback():
@@ -35,8 +34,7 @@ def test_what_a_process_beside_it_says_later_is_heard():
     beside = "import time; time.sleep(1); print('afterwards')"
     code = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {beside!r}]); os.kill(os.getpid(), 9)"
     child = warm_start.start(["-c", code])
-    assert child.wait(60) == -9
-    assert child.communicate(timeout=60) == ("afterwards\n", "")
+    assert child.wait(60) == -9 and child.communicate(timeout=60) == ("afterwards\n", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -23,22 +23,9 @@ from shardload.reports import (
 )
 
 ISSUE_KEYS = [
-    "source",
-    "format",
-    "mesh",
-    "devices",
-    "variables",
-    "parameters",
-    "weight_bytes",
-    "bytes",
-    "seconds",
-    "throughput_gb_s",
-    "host_bytes",
-    "layout",
-    "missing",
-    "unused",
-    "cast",
-]
+    "source", "format", "mesh", "devices", "variables", "parameters", "weight_bytes", "bytes", "seconds",
+    "throughput_gb_s", "host_bytes", "layout", "missing", "unused", "cast",
+]  # fmt: skip
 
 
 def key_fallbacks(n: int = 18) -> tuple[Fallback, ...]:
@@ -49,13 +36,8 @@ def key_fallbacks(n: int = 18) -> tuple[Fallback, ...]:
 def test_json_has_the_promised_keys_in_order():
     assert list(load_report().to_json())[: len(ISSUE_KEYS)] == ISSUE_KEYS
     assert list(load_report().to_json())[len(ISSUE_KEYS) :] == [
-        "mismatched",
-        "computed",
-        "initialised",
-        "outside",
-        "dtypes",
-        "notes",
-    ]
+        "mismatched", "computed", "initialised", "outside", "dtypes", "notes",
+    ]  # fmt: skip
 
 
 def test_json_nests_as_promised():
@@ -74,8 +56,7 @@ def test_json_survives_strict_parsers():
     report = load_report(seconds=Stages(build=math.nan, plan=math.inf, transfer=0.0, total=0.1))
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))
     stages = {"imports": None, "build": None, "plan": None, "transfer": 0.0, "other": 0.1, "total": 0.1}
-    assert found["seconds"] == stages
-    assert found["throughput_gb_s"] is None
+    assert found["seconds"] == stages and found["throughput_gb_s"] is None
 
 
 def test_throughput_counts_needed_bytes_only():
@@ -100,8 +81,7 @@ def test_a_plan_adds_whether_it_fits():
 
 
 def test_a_plan_without_device_memory_says_nothing_about_fitting():
-    assert plan_report().to_json()["fits"] is None
-    assert "Fits" not in str(plan_report())
+    assert plan_report().to_json()["fits"] is None and "Fits" not in str(plan_report())
 
 
 def test_the_table_says_what_went_where():
@@ -122,8 +102,7 @@ def test_the_table_says_what_it_cost():
 def test_a_text_has_no_colour_codes_and_no_trailing_blanks(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     text = str(load_report(layout=LayoutSummary(1, 1, key_fallbacks())))
-    assert "\x1b" not in text
-    assert text == "\n".join(line.rstrip() for line in text.splitlines())
+    assert "\x1b" not in text and text == "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def test_the_same_fallback_of_all_layers_is_one_line():
@@ -135,16 +114,14 @@ def test_the_same_fallback_of_all_layers_is_one_line():
 def test_the_same_variable_with_two_reasons_is_two_lines():
     other = (Fallback("decoder_block_9/attention/key/kernel", "(-, model)", "(model, -)", "too small"),)
     text = str(load_report(layout=LayoutSummary(190, 46, key_fallbacks(3) + other)))
-    assert f"decoder_block_*/attention/key/kernel {TIMES}3" in text
-    assert "too small" in text
+    assert f"decoder_block_*/attention/key/kernel {TIMES}3" in text and "too small" in text
 
 
 @pytest.mark.parametrize("field", ["missing", "unused", "computed", "initialised"])
 def test_every_list_is_shown_folded_and_cut_with_a_count(field):
     letters = "abcdefghijklmnopqrst"
     text = str(load_report(**{field: tuple(f"{c}/vars_{i}" for c in letters for i in range(3))}))
-    assert field.capitalize() in text
-    assert f"a/vars_* {TIMES}3" in text
+    assert field.capitalize() in text and f"a/vars_* {TIMES}3" in text
     assert "… and 24 more (--json lists all)" in text
 
 
@@ -175,23 +152,16 @@ def test_256_devices_become_three_lines():
 
 def test_nothing_at_all_is_still_a_table():
     empty = load_report(
-        devices=(),
-        variables=0,
-        parameters=0,
-        weight_bytes=0,
-        bytes=ByteCounts(0, 0),
-        seconds=Stages(build=None, plan=None, transfer=None, total=0.0),
-        host_bytes=HostBytes(0, 0),
+        devices=(), variables=0, parameters=0, weight_bytes=0, bytes=ByteCounts(0, 0),
+        seconds=Stages(build=None, plan=None, transfer=None, total=0.0), host_bytes=HostBytes(0, 0),
         layout=LayoutSummary(0, 0),
-    )
-    assert "no device" in str(empty)
-    assert str(replace(empty, devices=(DeviceUse(0, "cpu", 0),)))
+    )  # fmt: skip
+    assert "no device" in str(empty) and str(replace(empty, devices=(DeviceUse(0, "cpu", 0),)))
 
 
 def test_control_characters_of_a_checkpoint_never_reach_the_terminal():
     text = str(load_report(source="/a\x1b[31m", missing=("\x1b]0;title\x07",), notes=("[red]markup[/red]\r",)))
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
-    assert "[red]markup[/red]\\r" in text
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text) and "[red]markup[/red]\\r" in text
 
 
 def test_names_fold_by_numbers_that_differ():
@@ -213,5 +183,4 @@ def test_text_in_a_notebook_is_the_same(monkeypatch):
     monkeypatch.setattr(
         builtins, "get_ipython", type("ZMQInteractiveShell", (), {}), raising=False
     )  # as Jupyter has it
-    assert known
-    assert str(load_report()) == known
+    assert known and str(load_report()) == known

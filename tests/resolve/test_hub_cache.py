@@ -14,18 +14,10 @@ from shardload.resolve.hubs import HubName
 
 COMMITS = {name: letter * 40 for name, letter in (("main", "a"), ("v1", "b"), ("refs/pr/3", "c"), ("dev/x", "d"))}
 HANDLES = [
-    "org/name",
-    "org/name@v1",
-    "org/name@" + "b" * 40,
-    "org/name@v1/",
-    "models/org/name@v1",
-    "org/name@refs/pr/3",
-    "org/name@refs/pr/3/sub/x.gguf",
-    "org/name@refs/convert/parquet/x",
-    "org/name@feature%2Ffoo/x.gguf",
-    "org/name/sub/x.gguf",
-    "org/name@v1/a@b",
-]
+    "org/name", "org/name@v1", "org/name@" + "b" * 40, "org/name@v1/", "models/org/name@v1", "org/name@refs/pr/3",
+    "org/name@refs/pr/3/sub/x.gguf", "org/name@refs/convert/parquet/x", "org/name@feature%2Ffoo/x.gguf",
+    "org/name/sub/x.gguf", "org/name@v1/a@b",
+]  # fmt: skip
 MALFORMED = ["org/name@", "name", "org@v1/name", "org/name//x", "models/name", "org/..x/y"]
 
 

@@ -155,8 +155,7 @@ def test_random_weights_are_said_to_be_random(home):
 def test_a_cached_preset_needs_no_network(tmp_path):
     cached = folder(tmp_path / "kaggle/models/keras/gemma2/keras/gemma2_9b_en/2")
     (cached / "model.weights.h5").write_text("")
-    assert resolve("gemma2_9b_en").path == str(cached)
-    assert resolve("gemma2_9b").path == str(cached)
+    assert resolve("gemma2_9b_en").path == str(cached) and resolve("gemma2_9b").path == str(cached)
     assert resolve("gemma2_7b").note == "Gemma 2 was never released at 7B: using gemma2_9b_en"
     assert resolve("kaggle://keras/gemma2/keras/gemma2_9b_en/2").path == str(cached)
 
@@ -309,8 +308,7 @@ def test_installed_weights_win_over_random_ones(home, monkeypatch):
     assert "random" in resolve("gemma3_270m").note
     package(monkeypatch, lambda path: path.write_bytes(b"GGUF") and path)
     found = resolve("gemma3_270m")
-    assert found.path.endswith(".gguf")
-    assert str(home / "gemma3_270m") in found.note
+    assert found.path.endswith(".gguf") and str(home / "gemma3_270m") in found.note
 
 
 def test_weights_that_are_not_installed_say_how_to_install_them():

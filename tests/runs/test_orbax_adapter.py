@@ -59,8 +59,7 @@ def test_orbax_reads_what_was_published(tmp_path):
     tree = arrays()
     step = save(tmp_path, 3, {"pytree": tree, "model_config": {"config": "{}"}})
     found = ocp.load_checkpointables(step)
-    assert found["model_config"] == {"config": "{}"}
-    assert found["shardload"] == {"format": "1"}
+    assert found["model_config"] == {"config": "{}"} and found["shardload"] == {"format": "1"}
     jax.tree.map(np.testing.assert_array_equal, found["pytree"], tree)
     assert find_damage(step) == []
 
@@ -224,8 +223,7 @@ def test_a_full_disk_is_told_and_older_steps_stay(tmp_path):
         with pytest.raises(SaveError, match=r"step 2 .*No space left on device.*Free some room") as caught:
             save(disk, 2, {"pytree": arrays(1 << 23)})
         assert caught.value.errno == errno.ENOSPC
-        assert [info.step for info in list_steps(disk)] == [1]
-        assert find_damage(disk / "1") == []
+        assert [info.step for info in list_steps(disk)] == [1] and find_damage(disk / "1") == []
 
 
 @pytest.mark.parametrize(
@@ -241,8 +239,7 @@ def test_a_full_disk_is_told_and_older_steps_stay(tmp_path):
 def test_the_real_cause_is_found(tmp_path, cause, number):
     for error in (cause, wrapped(cause)):
         made = save_error(error, step=9, folder=tmp_path / "x")
-        assert made.errno == number
-        assert "Cannot save step 9" in str(made)
+        assert made.errno == number and "Cannot save step 9" in str(made)
         assert (os.strerror(number) if number else type(error).__name__) in str(made)
 
 

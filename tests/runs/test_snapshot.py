@@ -31,16 +31,14 @@ def test_arrays_outlive_a_step_that_takes_their_memory(spec, dtype):
     taken = held.take()["pytree"]
     assert jax.tree.map(lambda a: a.sharding, taken) == kept_shardings
     for array in jax.tree.leaves(taken):
-        assert array.dtype == values.dtype
-        assert np.asarray(array).tobytes() == values.tobytes()
+        assert array.dtype == values.dtype and np.asarray(array).tobytes() == values.tobytes()
 
 
 def test_nothing_is_copied_and_nothing_held_longer():
     array = jax.device_put(jnp.arange(1 << 20, dtype="float32"), sharding("model"))
     before = pointers(array)
     held = snapshot({"pytree": {"a": array}})
-    assert pointers(held.take()["pytree"]["a"]) == before
-    assert held.take() == {}
+    assert pointers(held.take()["pytree"]["a"]) == before and held.take() == {}
 
 
 def test_what_can_change_is_copied():
@@ -63,8 +61,7 @@ def test_what_only_its_handler_knows_is_not_held(thing):
 @pytest.mark.parametrize("kind", [dict, list, tuple])
 def test_containers_that_jax_does_not_look_into_are_not_held(kind):
     one = type("Own", (kind,), {})({"a": np.zeros(2)} if kind is dict else [np.zeros(2)])
-    assert snapshot({"mine": {"deep": one}}) is None
-    assert snapshot({"mine": one}) is None
+    assert snapshot({"mine": {"deep": one}}) is None and snapshot({"mine": one}) is None
 
 
 def test_random_keys_and_memory_of_another_kind_are_not_held():

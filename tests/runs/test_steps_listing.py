@@ -40,15 +40,13 @@ def test_foreign_steps_are_told_apart(tmp_path):
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / "_CHECKPOINT_METADATA").write_text("{}")
     (info,) = list_steps(tmp_path)
-    assert (info.ours, info.problems) == (False, None)
-    assert info.saved_s > 0
+    assert (info.ours, info.problems) == (False, None) and info.saved_s > 0
 
 
 def test_a_step_without_digests_stays_ours_and_says_so(tmp_path):
     (save_step(tmp_path, 3) / "shardload" / "digests.json").unlink()
     (info,) = list_steps(tmp_path)
-    assert info.ours
-    assert info.problems == "shardload/digests.json is missing"
+    assert info.ours and info.problems == "shardload/digests.json is missing"
 
 
 @pytest.mark.parametrize(

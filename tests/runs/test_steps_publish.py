@@ -35,10 +35,8 @@ def ready(root, step=7):
 
 def test_nothing_shows_before_publish(tmp_path):
     staging = ready(tmp_path)
-    assert names(tmp_path) == [".staging"]
-    assert staging.publish() == tmp_path / "7"
-    assert find_damage(tmp_path / "7") == []
-    assert names(tmp_path / ".staging") == []
+    assert names(tmp_path) == [".staging"] and staging.publish() == tmp_path / "7"
+    assert find_damage(tmp_path / "7") == [] and names(tmp_path / ".staging") == []
 
 
 def test_relative_roots_stay_where_they_were(tmp_path, monkeypatch):
@@ -111,8 +109,7 @@ def test_the_second_of_two_writers_is_told(tmp_path, make):
     with pytest.raises(StepExistsError):
         staging.publish()
     staging.discard()
-    assert os.lstat(tmp_path / "7").st_ino == before
-    assert names(tmp_path / ".staging") == []
+    assert os.lstat(tmp_path / "7").st_ino == before and names(tmp_path / ".staging") == []
 
 
 def test_a_writer_who_wins_in_the_last_moment_keeps_the_step(tmp_path, monkeypatch):
@@ -245,8 +242,7 @@ def test_stale_staging_is_removed_and_nothing_else(tmp_path):
     (tmp_path / ".staging" / "notes").mkdir()
     (tmp_path / ".staging" / "4-00").symlink_to(tmp_path)
     save_step(tmp_path, 1)
-    assert remove_stale(tmp_path) == [stale]
-    assert names(tmp_path / ".staging") == ["4-00", "notes"]
+    assert remove_stale(tmp_path) == [stale] and names(tmp_path / ".staging") == ["4-00", "notes"]
     assert find_damage(tmp_path / "1") == []
 
 

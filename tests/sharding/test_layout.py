@@ -109,8 +109,7 @@ def test_relative_to_its_own_start_is_whole(box):
 
 def test_rank_0_holds_one_element_and_meets_itself():
     point = Bounds.whole(())
-    assert point.size == 1
-    assert point.intersect(point) == point
+    assert point.size == 1 and point.intersect(point) == point
 
 
 @pytest.mark.parametrize(

@@ -20,20 +20,11 @@ from shardload.units import (
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("4096B", 4096),
-        ("1048576", 1 << 20),
-        ("512B", 512),
-        ("16GiB", 16 << 30),
-        ("16 GiB", 16 << 30),
-        ("16gib", 16 << 30),
-        ("16Gi", 16 << 30),
-        ("2G", 2 << 30),
-        ("2GB", 2_000_000_000),
-        ("1.5MiB", 3 << 19),
-        (" 1TB ", 10**12),
-        (7, 7),
+        ("4096B", 4096), ("1048576", 1 << 20), ("512B", 512), ("16GiB", 16 << 30), ("16 GiB", 16 << 30),
+        ("16gib", 16 << 30), ("16Gi", 16 << 30), ("2G", 2 << 30), ("2GB", 2_000_000_000), ("1.5MiB", 3 << 19),
+        (" 1TB ", 10**12), (7, 7),
     ],
-)
+)  # fmt: skip
 def test_sizes_people_write(text, expected):
     assert parse_bytes(text) == expected
 
@@ -57,8 +48,7 @@ def test_a_small_number_as_text_needs_a_unit(text):
 
 
 def test_a_small_int_is_bytes_unless_a_least_one_is_given():
-    assert parse_bytes(16) == 16
-    assert parse_bytes("16B", least=1 << 20) == 16
+    assert parse_bytes(16) == 16 and parse_bytes("16B", least=1 << 20) == 16
     with pytest.raises(ValueError, match="16 means 16 bytes"):
         parse_bytes(16, least=1 << 20)
 

@@ -34,8 +34,7 @@ class TestLocal(StoreContract):
 
     def test_relative_paths_become_absolute(self, location, monkeypatch):
         monkeypatch.chdir(location.local_path())
-        assert located("sub/b") == location / "sub/b"
-        assert located(location) is location
+        assert located("sub/b") == location / "sub/b" and located(location) is location
 
     def test_the_root(self):
         assert located("/").parent == located("/") and located("/") / "tmp" == located("/tmp")

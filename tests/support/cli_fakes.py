@@ -20,18 +20,12 @@ COMMAND = (sys.executable, "-c", "import sys; from shardload.cli import main; sy
 
 def report(kind: Any = LoadReport, **extra: Any) -> Any:
     facts = {
-        "source": "/models/fake.gguf",
-        "format": "gguf",
-        "mesh": "batch=1,model=2",
-        "devices": (DeviceUse(0, "cpu", 50), DeviceUse(1, "cpu", 50)),
-        "variables": 3,
-        "parameters": 50,
-        "weight_bytes": 100,
-        "bytes": ByteCounts(100, 100),
-        "seconds": Stages(build=0.1, plan=0.1, transfer=0.1, total=0.3),
-        "host_bytes": HostBytes(1000, 10),
+        "source": "/models/fake.gguf", "format": "gguf", "mesh": "batch=1,model=2",
+        "devices": (DeviceUse(0, "cpu", 50), DeviceUse(1, "cpu", 50)), "variables": 3, "parameters": 50,
+        "weight_bytes": 100, "bytes": ByteCounts(100, 100),
+        "seconds": Stages(build=0.1, plan=0.1, transfer=0.1, total=0.3), "host_bytes": HostBytes(1000, 10),
         "layout": LayoutSummary(2, 1),
-    }
+    }  # fmt: skip
     return kind(**facts, **extra)
 
 

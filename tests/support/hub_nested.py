@@ -26,117 +26,50 @@ ROPE = {
     "sliding_attention": {"rope_theta": 10000.0},
 }
 TEXT = {
-    **hub_folders.COMMON,
-    "rope_parameters": ROPE,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "hidden_act": "gelu",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "dropout_rate": 0.0,
-    "initializer_range": 0.02,
+    **hub_folders.COMMON, "rope_parameters": ROPE, "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh", "dropout_rate": 0.0, "initializer_range": 0.02,
     "num_image_tokens": 8,
-}
+}  # fmt: skip
 VISION = {
-    "image_size": 32,
-    "patch_size": 8,
-    "num_attention_heads": 2,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "intermediate_size": 24,
-    "layer_norm_eps": 1e-6,
-    "hidden_act": "gelu",
-}
+    "image_size": 32, "patch_size": 8, "num_attention_heads": 2, "hidden_size": 16, "num_hidden_layers": 1,
+    "intermediate_size": 24, "layer_norm_eps": 1e-6, "hidden_act": "gelu",
+}  # fmt: skip
 QWEN3_5 = {
-    **TEXT,
-    "hidden_act": "silu",
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-}
+    **TEXT, "hidden_act": "silu", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 QWEN3_5_VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 24,
-    "in_channels": 3,
-    "patch_size": 4,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-}
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "in_channels": 3, "patch_size": 4,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
+}  # fmt: skip
 GEMMA4_AUDIO = {
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "attention_chunk_size": 4,
-    "attention_context_left": 5,
-    "attention_context_right": 0,
-    "attention_logit_cap": 50.0,
-    "attention_invalid_logits_value": -1e9,
-    "conv_kernel_size": 3,
-    "residual_weight": 0.5,
-    "gradient_clipping": 1e10,
-    "subsampling_conv_channels": [8, 4],
-    "output_proj_dims": 24,
-    "rms_norm_eps": 1e-6,
-}
+    "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "attention_chunk_size": 4,
+    "attention_context_left": 5, "attention_context_right": 0, "attention_logit_cap": 50.0,
+    "attention_invalid_logits_value": -1e9, "conv_kernel_size": 3, "residual_weight": 0.5, "gradient_clipping": 1e10,
+    "subsampling_conv_channels": [8, 4], "output_proj_dims": 24, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 GEMMA3N_TEXT = {
-    **TEXT,
-    "vocab_size_per_layer_input": 40,
-    "hidden_size_per_layer_input": 8,
-    "altup_num_inputs": 2,
-    "laurel_rank": 4,
-    "altup_coef_clip": 120.0,
-    "altup_active_idx": 0,
-    "altup_correct_scale": True,
-    "num_kv_shared_layers": 0,
-    "activation_sparsity_pattern": [0.0, 0.0],
-    "intermediate_size": [56, 56],
-}
+    **TEXT, "vocab_size_per_layer_input": 40, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2,
+    "laurel_rank": 4, "altup_coef_clip": 120.0, "altup_active_idx": 0, "altup_correct_scale": True,
+    "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": [56, 56],
+}  # fmt: skip
 GEMMA3N_AUDIO = {
-    "hidden_size": 16,
-    "input_feat_size": 16,
-    "sscp_conv_channel_size": [8, 4],
-    "sscp_conv_kernel_size": [[3, 3], [3, 3]],
-    "sscp_conv_stride_size": [[2, 2], [2, 2]],
-    "sscp_conv_group_norm_eps": 1e-3,
-    "conf_num_hidden_layers": 1,
-    "rms_norm_eps": 1e-6,
-    "gradient_clipping": 1e10,
-    "conf_residual_weight": 0.5,
-    "conf_num_attention_heads": 2,
-    "conf_attention_chunk_size": 4,
-    "conf_attention_context_right": 0,
-    "conf_attention_context_left": 5,
-    "conf_attention_logit_cap": 50.0,
-    "conf_conv_kernel_size": 3,
-    "conf_reduction_factor": 2,
-    "vocab_size": 8,
-    "vocab_offset": 56,
-}
+    "hidden_size": 16, "input_feat_size": 16, "sscp_conv_channel_size": [8, 4],
+    "sscp_conv_kernel_size": [[3, 3], [3, 3]], "sscp_conv_stride_size": [[2, 2], [2, 2]],
+    "sscp_conv_group_norm_eps": 1e-3, "conf_num_hidden_layers": 1, "rms_norm_eps": 1e-6, "gradient_clipping": 1e10,
+    "conf_residual_weight": 0.5, "conf_num_attention_heads": 2, "conf_attention_chunk_size": 4,
+    "conf_attention_context_right": 0, "conf_attention_context_left": 5, "conf_attention_logit_cap": 50.0,
+    "conf_conv_kernel_size": 3, "conf_reduction_factor": 2, "vocab_size": 8, "vocab_offset": 56,
+}  # fmt: skip
 SAM3_PART = {
-    "num_layers": 1,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "hidden_act": "relu",
-    "hidden_dropout": 0.0,
-    "dropout": 0.0,
-    "layer_norm_eps": 1e-6,
-}
+    "num_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "hidden_act": "relu",
+    "hidden_dropout": 0.0, "dropout": 0.0, "layer_norm_eps": 1e-6,
+}  # fmt: skip
 SAM3 = {
     "vision_config": {
         "backbone_config": {
-            **VISION,
-            "pretrain_image_size": 16,
-            "rope_theta": 10000.0,
-            "window_size": 2,
-            "global_attn_indexes": [0],
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
+            **VISION, "pretrain_image_size": 16, "rope_theta": 10000.0, "window_size": 2, "global_attn_indexes": [0],
+            "attention_dropout": 0.0, "hidden_dropout": 0.0,
         },
         "fpn_hidden_size": 16,
         "scale_factors": [4.0, 2.0, 1.0, 0.5],
@@ -146,28 +79,19 @@ SAM3 = {
     "detr_encoder_config": SAM3_PART,
     "detr_decoder_config": {**SAM3_PART, "num_queries": 4},
     "mask_decoder_config": {**SAM3_PART, "num_upsampling_stages": 2},
-}
+}  # fmt: skip
 DINOV3 = {
-    "hidden_act": "gelu",
-    "layerscale_value": 1.0,
-    "num_register_tokens": 2,
-    "query_bias": True,
-    "key_bias": False,
-    "value_bias": True,
-    "proj_bias": True,
-    "mlp_bias": True,
-}
+    "hidden_act": "gelu", "layerscale_value": 1.0, "num_register_tokens": 2, "query_bias": True, "key_bias": False,
+    "value_bias": True, "proj_bias": True, "mlp_bias": True,
+}  # fmt: skip
 BLIP2 = {"vision_config": VISION, "num_query_tokens": 4}
 QFORMER = {**VISION, "num_hidden_layers": 2, "cross_attention_frequency": 2}
 GEMMA4_TEXT = {**TEXT, "num_kv_shared_layers": 0, "global_head_dim": 16}
 ASSISTANT = {
-    "text_config": {**GEMMA4_TEXT, "num_kv_shared_layers": 2},
-    "centroid_intermediate_top_k": 2,
-    "use_ordered_embeddings": True,
-    "backbone_hidden_size": 24,
-    "num_centroids": 4,
+    "text_config": {**GEMMA4_TEXT, "num_kv_shared_layers": 2}, "centroid_intermediate_top_k": 2,
+    "use_ordered_embeddings": True, "backbone_hidden_size": 24, "num_centroids": 4,
     "architectures": ["Gemma4AssistantForCausalLM"],
-}
+}  # fmt: skip
 TINY_MOBILENET = [
     ["er_r1_k3_s2_e4_c8"],
     ["uir_r1_a3_k5_s2_e2_c8"],
@@ -185,12 +109,7 @@ CONFIGS = {
         **BLIP2,
         "qformer_config": QFORMER,
         "text_config": {
-            "model_type": "t5",
-            "vocab_size": 48,
-            "num_layers": 2,
-            "num_heads": 4,
-            "d_model": 32,
-            "d_ff": 56,
+            "model_type": "t5", "vocab_size": 48, "num_layers": 2, "num_heads": 4, "d_model": 32, "d_ff": 56,
             "d_kv": 8,
         },
     },
@@ -200,13 +119,9 @@ CONFIGS = {
     "gemma3 vision": {"text_config": TEXT, "vision_config": VISION},
     "gemma3_text embedding": {"use_bidirectional_attention": True},
     "gemma3n": {
-        "text_config": GEMMA3N_TEXT,
-        "vision_config": {"hidden_size": 32, "vocab_size": 8, "vocab_offset": 48},
-        "audio_config": GEMMA3N_AUDIO,
-        "vision_soft_tokens_per_image": 4,
-        "image_token_id": 3,
-        "audio_soft_tokens_per_image": 4,
-        "audio_token_id": 4,
+        "text_config": GEMMA3N_TEXT, "vision_config": {"hidden_size": 32, "vocab_size": 8, "vocab_offset": 48},
+        "audio_config": GEMMA3N_AUDIO, "vision_soft_tokens_per_image": 4, "image_token_id": 3,
+        "audio_soft_tokens_per_image": 4, "audio_token_id": 4,
     },
     "gemma4_text": GEMMA4_TEXT,
     "gemma4_text moe": {**GEMMA4_TEXT, "enable_moe_block": True, "top_k_experts": 2},
@@ -243,7 +158,7 @@ CONFIGS = {
         "decoder": TEXT,
         "eoi_token_index": 5,
     },
-}
+}  # fmt: skip
 """By ``model_type`` and variant: what differs from `hub_folders.COMMON`."""
 
 SHAPES = {

@@ -69,15 +69,10 @@ def resnet(dtype: Any = "float32") -> Any:
     import keras_hub
 
     return keras_hub.models.ResNetBackbone(
-        input_conv_filters=[64],
-        input_conv_kernel_sizes=[3],
-        stackwise_num_filters=[64, 128],
-        stackwise_num_blocks=[1, 2],
-        stackwise_num_strides=[1, 2],
-        block_type="basic_block",
-        image_shape=(32, 32, 3),
+        input_conv_filters=[64], input_conv_kernel_sizes=[3], stackwise_num_filters=[64, 128],
+        stackwise_num_blocks=[1, 2], stackwise_num_strides=[1, 2], block_type="basic_block", image_shape=(32, 32, 3),
         dtype=dtype,
-    )
+    )  # fmt: skip
 
 
 def conv(dtype: Any = "float32") -> Any:

@@ -8,33 +8,19 @@ from safetensors.numpy import save_file
 from shardload.hub.config_forms import transformers_tensors
 
 DECODER = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
 GEMMA = {**DECODER, "query_pre_attn_scalar": 8, "sliding_window": 64, "hidden_activation": "gelu_pytorch_tanh"}
 GEMMA |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GEMMA3 = {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}
 GEMMA3 |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_hidden_layers": 6}
 QWEN = {**DECODER, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 2}
 BERT = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-}
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
+}  # fmt: skip
 GPT2 = {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0}
 CONFIGS = {
     "llama": ("LlamaModel", DECODER),

@@ -62,8 +62,7 @@ def test_cut_of_a_permuted_tensor_ascends_without_gaps(order, limit):
     view = View("t", 0, tuple(base.shape[d] for d in order), tuple(base.strides[d] for d in order))
     boxes = list(cut(Ordered.of(view, Bounds.whole(view.shape)), limit=limit, skip=1000))
     ranges = [(address(view, b.start), address(view, b.start) + span(b.shape, view.strides)) for b in boxes]
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == 120
+    assert ranges[0][0] == 0 and ranges[-1][1] == 120
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
 
 
@@ -135,8 +134,7 @@ def test_repeated_layers_are_planned_as_if_each_were_the_only_one():
 def test_no_position_means_no_read():
     manifest = manifest_of({"a": (64, 64)})
     plan = make_plan(manifest, [target(manifest, "a", 0)], host_memory_bytes=1 << 20, positions=[])
-    assert plan.blocks == ()
-    assert plan.needed_bytes == 0
+    assert plan.blocks == () and plan.needed_bytes == 0
 
 
 def test_positions_read_their_rows_only():
@@ -172,14 +170,12 @@ def test_a_54_gb_checkpoint_is_planned_in_few_blocks():
     manifest = manifest_of(shapes, dtype=np.uint16)
     targets = [target(manifest, n, 1, dtype=np.dtype(np.uint16)) for n in shapes]
     plan = make_plan(manifest, targets, host_memory_bytes=1 << 30)
-    assert plan.read_bytes > 54e9
-    assert len(plan.blocks) < 8000
+    assert plan.read_bytes > 54e9 and len(plan.blocks) < 8000
 
 
 def test_budget_counts_and_remembers_its_peak():
     budget = Budget(100)
-    assert budget.try_take(60, what="x")
-    assert not budget.try_take(41, what="x")
+    assert budget.try_take(60, what="x") and not budget.try_take(41, what="x")
     assert budget.try_take(40, what="x")
     budget.give_back(100)
     assert (budget.taken_bytes, budget.peak_bytes) == (0, 100)

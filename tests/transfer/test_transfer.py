@@ -128,8 +128,7 @@ def test_fused_kernel_is_read_once_for_three_variables(tmp_path, reads):
     found, _ = load(plan, manifest)
     for i, name in enumerate("qkv"):
         check(found[name], fused[:, 32 * i : 32 * i + 32].reshape(256, 4, 8), split(3, 0))
-    assert len(plan.blocks) == 4
-    assert sum(n for _, n in reads) == fused.nbytes == plan.needed_bytes
+    assert len(plan.blocks) == 4 and sum(n for _, n in reads) == fused.nbytes == plan.needed_bytes
 
 
 def test_tied_variables_share_one_read(manifest, value, reads):
@@ -151,8 +150,7 @@ def test_columns_nobody_here_needs_are_not_read(tmp_path, reads):
 def test_over_read_is_counted(tmp_path):
     manifest = manifest_of(tmp_path / "f.bin", {"w": np.zeros((64, 8 * 100), np.uint8)})
     plan = planned(manifest, whole(manifest, "w", dim=1), positions=[0])
-    assert plan.needed_bytes == 64 * 100
-    assert plan.needed_bytes == 6400 == plan.read_bytes - 63 * 700
+    assert plan.needed_bytes == 64 * 100 and plan.needed_bytes == 6400 == plan.read_bytes - 63 * 700
 
 
 @pytest.mark.slow
@@ -163,8 +161,7 @@ def test_budget_holds_for_a_tensor_four_times_its_size(manifest, value, placemen
     plan = planned(manifest, whole(manifest, "a", dim=dim, transposed=transposed), budget=MIB)
     found, stats = load(plan, manifest, placement=placement)
     check(found["a"], value.T if transposed else value, layout)
-    assert stats.peak_staging_bytes <= MIB
-    assert plan.peak_staging_bytes <= MIB
+    assert stats.peak_staging_bytes <= MIB and plan.peak_staging_bytes <= MIB
 
 
 def test_what_is_prepared_ahead_is_bounded(manifest, value, monkeypatch):
@@ -212,8 +209,7 @@ def test_progress_adds_up(manifest):
     plan = planned(manifest, whole(manifest, "a", dim=0), block_bytes=1 << 16)
     steps = []
     load(plan, manifest, progress=steps.append)
-    assert len(steps) == len(plan.blocks) > 8
-    assert sum(steps) == plan.read_bytes
+    assert len(steps) == len(plan.blocks) > 8 and sum(steps) == plan.read_bytes
 
 
 def test_decoded_rows_count_against_the_budget(tmp_path):

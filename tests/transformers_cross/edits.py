@@ -246,13 +246,9 @@ def peft(saved: Saved) -> Saved:
         part = f"base_model.model.{name.removesuffix('weight')}"
         tensors |= {f"{part}lora_A.weight": f"F32 4x{into}", f"{part}lora_B.weight": f"F32 {out}x4"}
     config = {
-        "base_model_name_or_path": "example/base-model",
-        "peft_type": "LORA",
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": ["q_proj", "v_proj"],
-        "task_type": "CAUSAL_LM",
-    }
+        "base_model_name_or_path": "example/base-model", "peft_type": "LORA", "r": 4, "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM",
+    }  # fmt: skip
     return {
         **saved,
         "json": {"adapter_config.json": config},
@@ -264,26 +260,9 @@ def peft(saved: Saved) -> Saved:
 EDITS: dict[str, Callable[[Saved], Saved]] = {
     edit.__name__: edit
     for edit in (
-        position_ids,
-        inv_freq,
-        causal_masks,
-        batches_tracked,
-        no_prefix,
-        gamma_beta,
-        tied_copy,
-        tied_differing,
-        one_layer_fewer,
-        no_layer_norm,
-        zero_token_types,
-        no_architectures,
-        defaults_left_out,
-        gptq,
-        awq,
-        fp8,
-        fp8_without_scales,
-        bitsandbytes,
-        compressed_tensors,
-        peft,
+        position_ids, inv_freq, causal_masks, batches_tracked, no_prefix, gamma_beta, tied_copy, tied_differing,
+        one_layer_fewer, no_layer_norm, zero_token_types, no_architectures, defaults_left_out, gptq, awq, fp8,
+        fp8_without_scales, bitsandbytes, compressed_tensors, peft,
     )
-}
+}  # fmt: skip
 """By name."""

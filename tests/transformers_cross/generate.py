@@ -29,12 +29,8 @@ from transformers_cross.cases import CASES, Case
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VERSION = int(transformers.__version__.partition(".")[0])
 BASE_OUTPUTS = (
-    "last_hidden_state",
-    "pooler_output",
-    "encoder_last_hidden_state",
-    "logits_per_image",
-    "logits_per_text",
-)
+    "last_hidden_state", "pooler_output", "encoder_last_hidden_state", "logits_per_image", "logits_per_text",
+)  # fmt: skip
 
 
 def main() -> None:

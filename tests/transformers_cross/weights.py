@@ -19,14 +19,8 @@ import numpy as np
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 INTEGERS = {
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "uint8",
-}
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "uint8",
+}  # fmt: skip
 _NORM = re.compile(
     r"(norm|ln|gamma|scale|laye?r_?scale|layernorm\w*|lambda)\d?(_\w+)?\.?(weight|gamma|lambda1)?$", re.I
 )

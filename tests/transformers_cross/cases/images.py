@@ -8,13 +8,8 @@ from typing import Any
 from transformers_cross.cases.parts import IMAGES, LABELS, Case, Config
 
 SWIN: Config = {
-    "image_size": 32,
-    "patch_size": 4,
-    "embed_dim": 16,
-    "depths": [1, 1],
-    "num_heads": [2, 4],
-    "window_size": 4,
-}
+    "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, Config]] = {
     "vit": ("ViT", IMAGES),
     "deit": ("DeiT", IMAGES),

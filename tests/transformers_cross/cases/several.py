@@ -8,14 +8,9 @@ from typing import Any
 from transformers_cross.cases.parts import DECODER, EXPERTS, FULL, HEAD_DIM, KV_1, SLIDING, TIED, Case, Config
 
 VISION: Config = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 4,
-    "vision_use_head": False,
-}
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
+    "patch_size": 4, "vision_use_head": False,
+}  # fmt: skip
 TEXT: Config = {**DECODER, **HEAD_DIM, **TIED}
 WINDOWED: Config = {**TEXT, "query_pre_attn_scalar": 8, "sliding_window": 4, "layer_types": [SLIDING, FULL]}
 TOKENS: Config = {"image_token_index": 63, "boi_token_index": 61, "eoi_token_index": 62}
@@ -37,23 +32,12 @@ QWEN: Config = {
     },
 }
 QWEN_VISION: Config = {
-    "depth": 2,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 24,
-    "in_channels": 3,
-    "patch_size": 4,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-}
+    "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "in_channels": 3, "patch_size": 4,
+    "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
+}  # fmt: skip
 QWEN_TOKENS: Config = {
-    "image_token_id": 60,
-    "video_token_id": 61,
-    "vision_start_token_id": 62,
-    "vision_end_token_id": 63,
-}
+    "image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63,
+}  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
@@ -91,14 +75,9 @@ def _gemma_3() -> Iterator[Case]:
 def _paligemma() -> Iterator[Case]:
     text = {**TEXT, "vocab_size": 72, "num_image_tokens": 16, "head_dim": 16}
     config = {
-        "text_config": text,
-        "vision_config": {**VISION, "patch_size": 8, "projection_dim": 32},
-        "projection_dim": 32,
-        "image_token_index": 64,
-        "image_token_id": 64,
-        "vocab_size": 64,
-        "hidden_size": 32,
-    }
+        "text_config": text, "vision_config": {**VISION, "patch_size": 8, "projection_dim": 32}, "projection_dim": 32,
+        "image_token_index": 64, "image_token_id": 64, "vocab_size": 64, "hidden_size": 32,
+    }  # fmt: skip
 
     def case(variant: str, config: Config = config, **options: Any) -> Case:
         return Case("paligemma", variant, "PaliGemmaForConditionalGeneration", config, ask="image and text", **options)
@@ -135,13 +114,8 @@ def _t5gemma_2() -> Iterator[Case]:
     text = {**WINDOWED, "sliding_window": 32}
     encoder = {"text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4, **TOKENS}
     config = {
-        "encoder": encoder,
-        "decoder": text,
-        "image_token_index": 63,
-        "eoi_token_index": 62,
-        "vocab_size": 64,
-        **TIED,
-    }
+        "encoder": encoder, "decoder": text, "image_token_index": 63, "eoi_token_index": 62, "vocab_size": 64, **TIED,
+    }  # fmt: skip
     seen: Config = {"ask": "image and text to text"}
     lm = "T5Gemma2ForConditionalGeneration"
     yield Case("t5gemma2", "tied", lm, config, **seen)
@@ -207,26 +181,15 @@ def _metaclip_2() -> Iterator[Case]:
 
 def _blip_2() -> Iterator[Case]:
     opt = {
-        "model_type": "opt",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 40,
-        "word_embed_proj_dim": 32,
-        "pad_token_id": 1,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-    }
+        "model_type": "opt", "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 40, "word_embed_proj_dim": 32, "pad_token_id": 1,
+        "bos_token_id": 2, "eos_token_id": 2,
+    }  # fmt: skip
     config = {
         "vision_config": {**PART, "image_size": 32, "patch_size": 8},
-        "qformer_config": {**PART, "vocab_size": 64, "encoder_hidden_size": 32},
-        "text_config": opt,
-        "num_query_tokens": 4,
-        "image_token_index": 63,
-        "image_token_id": 63,
-    }
+        "qformer_config": {**PART, "vocab_size": 64, "encoder_hidden_size": 32}, "text_config": opt,
+        "num_query_tokens": 4, "image_token_index": 63, "image_token_id": 63,
+    }  # fmt: skip
 
     def case(variant: str, **options: Any) -> Case:
         return Case("blip-2", variant, "Blip2ForConditionalGeneration", config, ask="queries and text", **options)
