@@ -175,9 +175,8 @@ def test_custom_objects(saved, tmp_path):
 
 
 def test_safe_mode(tmp_path):
-    keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Lambda(lambda x: x)]).save(
-        tmp_path / "lambda.keras"
-    )
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Lambda(lambda x: x)])
+    model.save(tmp_path / "lambda.keras")
     assert by(compare(lambda: load_model(tmp_path / "lambda.keras"))) == ["keras"]
 
 

@@ -104,9 +104,8 @@ def test_wherever_the_room_ends_it_is_told(disk):
 
 def test_staging_on_another_disk_is_told_with_the_way_out(disk):
     seen = disk["other_disk"]
-    assert_failed(
-        seen["first"], r"step 1 .*cross-device.*\.staging must be on the same file system", errno=18, steps=[]
-    )
+    why = r"step 1 .*cross-device.*\.staging must be on the same file system"
+    assert_failed(seen["first"], why, errno=18, steps=[])
     assert_saved(seen["again"], 4)
 
 

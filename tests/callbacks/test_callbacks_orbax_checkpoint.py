@@ -113,9 +113,7 @@ def test_several_batches_per_execution(tmp_path):
 
 def test_what_a_step_tells(tmp_path):
     given = {"run": "a", "seeds": [1, 2]}
-    fit(
-        compiled(), OrbaxCheckpoint(tmp_path, monitor="loss", metadata=given, data_iterator=lambda: {"at": 7}), epochs=2
-    )
+    fit(compiled(), OrbaxCheckpoint(tmp_path, "loss", metadata=given, data_iterator=lambda: {"at": 7}), epochs=2)
     told = record(tmp_path, 8)
     assert (told["step"], told["epoch"], told["batch"], told["epoch_done"]) == (8, 1, 4, True)
     assert set(told["logs"]) == {"loss", "mae"} and told["best"] <= told["logs"]["loss"]
@@ -197,14 +195,11 @@ def test_best_only_warns_without_the_metric(tmp_path):
     assert steps_in(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("rule", "what"), [({"save_best_only": True}, "skipping save at epoch 1"), ({}, "Cannot rank")]
-)
-def test_a_metric_that_is_not_there_names_those_that_are(tmp_path, rule, what):
+@pytest.mark.parametrize(("rule", "why"), [({"save_best_only": True}, "skipping save at epoch 1"), ({}, "Cannot rank")])
+def test_a_metric_that_is_not_there_names_those_that_are(tmp_path, rule, why):
     callback = OrbaxCheckpoint(tmp_path, "val_los", mode="min", **rule)
-    with pytest.warns(
-        UserWarning, match=rf"{what}.* have loss, mae, val_loss, val_mae \(did you mean 'val_loss'\?\)\."
-    ) as caught:
+    said = rf"{why}.* have loss, mae, val_loss, val_mae \(did you mean 'val_loss'\?\)\."
+    with pytest.warns(UserWarning, match=said) as caught:
         fit(compiled(), callback, epochs=2, validation_data=(X, X))
     assert len([found for found in caught if found.category is UserWarning]) == 1  # in two epochs
     with pytest.raises(UsageError, match=r"lower 'val_los' is better\. Check the name \(did you mean 'val_loss'\?\)"):
@@ -229,10 +224,8 @@ def test_direction_of_a_metric(tmp_path):
 @pytest.mark.slow
 def test_keeps_the_latest_and_tells_of_each(tmp_path):
     told = []
-    callback = OrbaxCheckpoint(
-        tmp_path, save_freq=1, max_to_keep=2, post_finalization=lambda step, path: told.append((step, path.name))
-    )
-    fit(compiled(), callback)
+    said = {"post_finalization": lambda step, path: told.append((step, path.name))}
+    fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=2, **said))
     assert steps_in(tmp_path) == [3, 4] and told == [(n, str(n)) for n in (1, 2, 3, 4)]
 
 

@@ -37,9 +37,8 @@ def after_writing(monkeypatch, do):
 
 @pytest.mark.slow
 def test_two_callbacks_of_one_folder_are_told_the_way_out(tmp_path):
-    with pytest.raises(
-        StepExistsError, match=r"Cannot save step 4: .* exists.*Two callbacks.*give one of them all rules"
-    ):
+    said = r"Cannot save step 4: .* exists.*Two callbacks.*give one of them all rules"
+    with pytest.raises(StepExistsError, match=said):
         fit(compiled(), OrbaxCheckpoint(tmp_path), OrbaxCheckpoint(tmp_path, "loss", save_best_only=True))
     assert steps_in(tmp_path) == [4]
 
@@ -261,14 +260,12 @@ def test_nothing_is_deferred_in_another_thread_or_where_ctrl_c_does_nothing():
 # ---- last words ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("same_run", "why"), [(False, "most likely killed"), (True, "after the failure recorded above")]
-)
-def test_an_end_is_a_consequence_of_failures_of_the_same_run_only(tmp_path, monkeypatch, capsys, same_run, why):
+@pytest.mark.parametrize(("same", "why"), [(False, "most likely killed"), (True, "after the failure recorded above")])
+def test_an_end_is_a_consequence_of_failures_of_the_same_run_only(tmp_path, monkeypatch, capsys, same, why):
     watchdog.write_down(str(tmp_path), {"process": 1, "cause": "Process 1 was killed in the run before"})
 
     def lines():
-        if same_run:
+        if same:
             watchdog.write_down(str(tmp_path), {"process": 1, "cause": "Process 1 was killed"})
         yield "training\n"
 

@@ -83,9 +83,8 @@ def test_orbax_itself_reads_the_rest(tmp_path):
 
 def test_items_of_the_user_are_refused_before_the_save(tmp_path):
     with shardload.Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(
-            UsageError, match=r"checkpointable 'mine': its array \['a'\] of shape \(0, 3\) has no elements"
-        ):
+        said = r"checkpointable 'mine': its array \['a'\] of shape \(0, 3\) has no elements"
+        with pytest.raises(UsageError, match=said):
             checkpointer.save(1, build(), checkpointables={"mine": {"a": np.zeros((0, 3)), "b": np.ones(2)}})
         checkpointer.save(2, build(), checkpointables={"mine": {"b": np.ones(2)}})
     assert [path.name for path in tmp_path.iterdir() if path.name.isdecimal()] == ["2"]

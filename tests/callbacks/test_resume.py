@@ -52,9 +52,8 @@ def data(*, repeat=False, rows=8, global_batch_size=None, count=80):
 
 def model():
     keras.utils.set_random_seed(1)
-    built = keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(16, "tanh"), keras.layers.Dropout(0.2), keras.layers.Dense(2)]
-    )
+    layers = [keras.layers.Dense(16, "tanh"), keras.layers.Dropout(0.2), keras.layers.Dense(2)]
+    built = keras.Sequential([keras.Input((6,)), *layers])
     built.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     return built
 

@@ -116,9 +116,8 @@ def test_enough_accelerators_need_no_words(machine):
 
 def test_a_platform_without_plugin_says_what_to_install(machine):
     machine("cpu", 1)
-    with pytest.raises(
-        MeshError, match=r"no GPU plugin here\. Install one, for example with pip install 'jax\[cuda13\]'"
-    ):
+    said = r"no GPU plugin here\. Install one, for example with pip install 'jax\[cuda13\]'"
+    with pytest.raises(MeshError, match=said):
         provide("1x1", Platform.GPU)
 
 
@@ -137,9 +136,8 @@ def test_a_plugin_without_its_device_is_told(machine):
 
 def test_a_jax_that_cannot_start_is_told(machine):
     machine("tpu", 0, error="Unable to initialize backend 'tpu': no libtpu.so. (set JAX_PLATFORMS='')")
-    with pytest.raises(
-        MeshError, match=r"Unable to initialize backend 'tpu': no libtpu.so\. Installed here: cpu.*--platform cpu"
-    ):
+    said = r"Unable to initialize backend 'tpu': no libtpu.so\. Installed here: cpu.*--platform cpu"
+    with pytest.raises(MeshError, match=said):
         provide("1x1", Platform.TPU)
 
 

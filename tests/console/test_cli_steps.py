@@ -120,9 +120,7 @@ def test_diff_lists_weights_before_state_of_the_optimizer(root, tmp_path):
     other = model()
     other.fit(np.zeros((8, 16)), np.ones((8, 64)), verbose=0)
     save_step(other, tmp_path / "run", 1)
-    names = [
-        d["name"] for d in json.loads(run("diff", root / "3", tmp_path / "run" / "1", "--json").stdout)["differences"]
-    ]
+    names = [d["name"] for d in json.loads(run("diff", root / "3", tmp_path / "run/1", "--json").stdout)["differences"]]
     state = [name.startswith(("optimizer_variables/", "metrics_variables/")) for name in names]
     assert state == sorted(state) and {True, False} == set(state)
 
@@ -139,9 +137,8 @@ def test_steps_shows_what_ended_a_run_of_several_processes_after_its_last_step(r
     lines = [{"unix_s": 1.0, "cause": "long ago"}, {"unix_s": time.time() + 9, "cause": "Process 1 ended"}]
     (root / ".failures.jsonl").write_text("no json\n" + "".join(json.dumps(line) + "\n" for line in lines))
     assert run("steps", root).stdout.splitlines()[-1] == "since then: Process 1 ended"
-    assert [found["cause"] for found in json.loads(run("steps", root, "--json").stdout)["failures"]] == [
-        "Process 1 ended"
-    ]
+    told = json.loads(run("steps", root, "--json").stdout)["failures"]
+    assert [found["cause"] for found in told] == ["Process 1 ended"]
 
 
 @pytest.mark.parametrize("width", [None, 200])

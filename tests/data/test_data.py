@@ -203,9 +203,8 @@ def test_a_state_comes_back_as_it_was():
 
 def test_a_position_of_other_processes_says_how_to_change_their_number():
     origin = Origin(3, Reading(), processes=2, processes_now=4)
-    with pytest.raises(
-        UsageError, match=r"saved by 2 processes.*are 4\. Read the data.*resumable\(dataset, global_bat"
-    ):
+    said = r"saved by 2 processes.*are 4\. Read the data.*resumable\(dataset, global_bat"
+    with pytest.raises(UsageError, match=said):
         origin.check(Reading())
 
 

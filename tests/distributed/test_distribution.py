@@ -45,9 +45,8 @@ def classifier(seed=0):
     x = keras.layers.Dense(16, activation="relu")(inputs)
     x = keras.layers.BatchNormalization()(x)
     model = keras.Model(inputs, keras.layers.Dense(4)(keras.layers.Dropout(0.0)(x)))
-    model.compile(
-        keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
-    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
     return model
 
 
@@ -73,9 +72,8 @@ def test_fit_evaluate_predict_equal_the_plain_model(mesh):
     runs = [m.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"] for m in (plain, bound)]
     np.testing.assert_allclose(*runs, atol=1e-5)
     assert_close(weights(plain), weights(bound))
-    np.testing.assert_allclose(
-        plain.predict(x, batch_size=8, verbose=0), bound.predict(x, batch_size=8, verbose=0), atol=2e-5
-    )
+    predicted = [m.predict(x, batch_size=8, verbose=0) for m in (plain, bound)]
+    np.testing.assert_allclose(*predicted, atol=2e-5)
     np.testing.assert_allclose(plain.evaluate(x, y, verbose=0), bound.evaluate(x, y, verbose=0), atol=2e-5)
 
 

@@ -66,12 +66,8 @@ def test_its_description_goes_along(tmp_path):
 def test_a_preset_for_a_model_that_holds_a_backbone_names_it(tmp_path):
     import keras_hub
 
-    def backbone():
-        return keras_hub.models.BertBackbone(
-            vocabulary_size=20, num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=8, max_sequence_length=4
-        )
-
-    saved, held = backbone(), backbone()
+    sizes = {"vocabulary_size": 20, "num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8}
+    saved, held = (keras_hub.models.BertBackbone(**sizes, max_sequence_length=4) for _ in range(2))
     saved.save_to_preset(tmp_path)
     model = keras.Sequential([keras.layers.Dense(2, name="head")])
     model.build((None, 8))

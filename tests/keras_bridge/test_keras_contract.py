@@ -63,8 +63,7 @@ def test_the_version_is_the_one_these_seams_were_read_in():
 def test_a_variable_has_the_private_attributes():
     variable = keras.Variable(np.ones(3, "float32"), name="v")
     assert isinstance(variable, JaxVariable) and isinstance(variable._value, jax.Array)
-    assert variable._initializer is None and variable._layout is None
-    assert variable._dtype == "float32"
+    assert (variable._initializer, variable._layout, variable._dtype) == (None, None, "float32")
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,8 @@ def test_a_training_step_with_slots_reuses_the_memory_of_the_old_state():
 @pytest.mark.parametrize("training", ["foo", True, keras.optimizers.Adam])
 def test_a_step_of_no_optimizer_is_refused(training):
     model, choice, inputs, _ = planned()
-    with pytest.raises(
-        UsageError, match=r"Cannot make a step with training=.*: expected None, 'gradients', an optimizer"
-    ):
+    said = r"Cannot make a step with training=.*: expected None, 'gradients', an optimizer"
+    with pytest.raises(UsageError, match=said):
         compile_step(model, choice, inputs, training=training)
     with pytest.raises(UsageError, match=r"Cannot make a step with training="):
         check_numbers(model, choice, inputs, training=training)

@@ -65,10 +65,8 @@ def test_a_terminal_without_unicode_gets_ascii(plan):
 
 def test_the_svg_is_well_formed_and_its_bar_has_the_widths_of_the_parts(plan):
     root = ElementTree.fromstring(plan.to_svg())
-    titles = {t.text: r for r in root.iter(f"{SVG}rect") if (t := r.find(f"{SVG}title")) is not None}
-    wide = {
-        name: float(titles[name].get("width")) for name in titles if name.split()[0] in ("weights", "slots", "free")
-    }
+    found = {t.text: r for r in root.iter(f"{SVG}rect") if (t := r.find(f"{SVG}title")) is not None}
+    wide = {name: float(found[name].get("width")) for name in found if name.split()[0] in ("weights", "slots", "free")}
     assert wide == {"weights 2.0 MiB": 114.0, "slots 4.0 MiB": 228.0, "free 4.0 MiB": 228.0}
     assert float(root.find(f"{SVG}line[@class='limit']").get("x1")) == 24 + 912
 

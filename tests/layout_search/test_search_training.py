@@ -26,9 +26,8 @@ def planned_and_trained(name, mesh, seed=0):
     found = LAYOUT_MODELS[name]()
     plan = search(found.model, MeshSpec.parse(mesh), inputs=found.inputs, optimizer="adam", hardware=FAST_LINKS)
     choice = choose(found.model, MeshSpec.parse(mesh), plan)
-    check = check_numbers(
-        found.model, choice, found.inputs, target=found.target, loss=loss_for(found.target), training="adam", steps=5
-    )
+    options = {"target": found.target, "loss": loss_for(found.target), "training": "adam", "steps": 5}
+    check = check_numbers(found.model, choice, found.inputs, **options)
     return found.model, plan, choice, check
 
 

@@ -174,9 +174,7 @@ def test_a_long_side_is_the_identity():
 
 
 def test_factors_in_bfloat16():
-    stored, exact = [
-        trained([weight((6, 8))], steps=2, epsilon=0.125, factor_dtype=dtype) for dtype in ("bfloat16", "float32")
-    ]
+    stored, exact = [trained([weight((6, 8))], steps=2, epsilon=0.125, factor_dtype=d) for d in ("bfloat16", "float32")]
     factor, expected = stored.left_factors[0].value, exact.left_factors[0].value
     assert factor.dtype == jnp.bfloat16 and stored.left_vectors[0].value.dtype == jnp.float32
     np.testing.assert_allclose(factor.astype("float32"), expected, atol=2**-6 * np.abs(expected).max())

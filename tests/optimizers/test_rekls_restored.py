@@ -40,9 +40,7 @@ def on(model, mesh):
 def saved(tmp_path_factory):
     """A model trained on 1x8, and the folder of a step in the middle of its epoch."""
     model, root = on(build(), "1x8"), tmp_path_factory.mktemp("steps")
-    stop = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", batch == 2)
-    )
+    stop = keras.callbacks.LambdaCallback(on_train_batch_end=lambda n, logs: setattr(model, "stop_training", n == 2))
     model.fit(X, X[:, :16], batch_size=8, verbose=0, callbacks=[OrbaxCheckpoint(root, save_freq=3), stop])
     return model, root
 

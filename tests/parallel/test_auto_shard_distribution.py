@@ -69,9 +69,8 @@ def test_shard_moves_a_model_and_computes_the_same():
     distribution = shardload.AutoShardDistribution("2x4")
     assert distribution.shard(model, x) is model
     assert_sharded(model)
-    assert specs(model.get_layer("up")) == {
-        v.name: tuple(distribution.get_variable_layout(v).spec) for v in model.get_layer("up").variables
-    }
+    up = model.get_layer("up")
+    assert specs(up) == {v.name: tuple(distribution.get_variable_layout(v).spec) for v in up.variables}
     assert distribution.choice(model).rules["up/kernel"] == "column"
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, atol=1e-6)
     assert collectives(forward(model, x).as_text()) == {"all-reduce": 1}

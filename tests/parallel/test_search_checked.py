@@ -66,9 +66,8 @@ def test_where_nothing_fits_the_error_says_by_how_much_and_the_way_out(model):
     with pytest.raises(DoesNotFitError, match=said) as error:
         search_compiled(model, MESH, device_memory_bytes=limit, **STEP)
     assert error.value.least_bytes > limit and "search_compiled(devices=...)" in str(error.value)
-    with pytest.raises(
-        DoesNotFitError, match=r"at most 512\.0 KiB per .* size\. Weights and slots alone are too large$"
-    ):
+    why = r"at most 512\.0 KiB per .* size\. Weights and slots alone are too large$"
+    with pytest.raises(DoesNotFitError, match=why):
         search_compiled(model, MESH, device_memory_bytes=MIB // 2, **STEP)
 
 

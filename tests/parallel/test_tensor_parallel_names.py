@@ -87,28 +87,26 @@ def slot_bytes(model, device=None):
 # ---- models ---------------------------------------------------------------------------------------
 
 
+def assert_answers_alike_with(name, exchanged):
+    assert_answers_alike(name)
+    _, wrapped, x, _ = at_rest(name)
+    assert_as_planned(wrapped)
+    assert collectives(forward(wrapped.model, x).as_text()) == exchanged
+
+
 def test_bert_tiny_model():
     """Two all-reduces per layer, one for the classifier, whose 10 classes do not divide, one gather after the table."""
-    assert_answers_alike("bert")
-    _, wrapped, x, _ = at_rest("bert")
-    assert_as_planned(wrapped)
-    assert collectives(forward(wrapped.model, x).as_text()) == {"all-reduce": 5, "all-gather": 1}
+    assert_answers_alike_with("bert", {"all-reduce": 5, "all-gather": 1})
 
 
 def test_gpt2_model():
     """Two all-reduces per layer; gathers after the table, whose 257 entries do not divide, and for the logits."""
-    assert_answers_alike("gpt2")
-    _, wrapped, x, _ = at_rest("gpt2")
-    assert_as_planned(wrapped)
-    assert collectives(forward(wrapped.model, x).as_text()) == {"all-reduce": 4, "all-gather": 2}
+    assert_answers_alike_with("gpt2", {"all-reduce": 4, "all-gather": 2})
 
 
 def test_roberta_model():
     """As BERT."""
-    assert_answers_alike("roberta")
-    _, wrapped, x, _ = at_rest("roberta")
-    assert_as_planned(wrapped)
-    assert collectives(forward(wrapped.model, x).as_text()) == {"all-reduce": 5, "all-gather": 1}
+    assert_answers_alike_with("roberta", {"all-reduce": 5, "all-gather": 1})
 
 
 @pytest.mark.slow
@@ -126,9 +124,8 @@ def einsums():
     merged = keras.layers.EinsumDense("btnh,nhd->btd", (None, 32), bias_axes="d", name="merge")(heads)
     up = keras.layers.EinsumDense("btd,df->btf", (None, 128), bias_axes="f", activation="gelu", name="up")(merged)
     down = keras.layers.EinsumDense("btf,fd->btd", (None, 32), bias_axes="d", name="down")(up)
-    return models.randomise(keras.Model(inputs, down)), np.random.default_rng(0).normal(size=(4, 6, 32)).astype(
-        "float32"
-    )
+    x = np.random.default_rng(0).normal(size=(4, 6, 32)).astype("float32")
+    return models.randomise(keras.Model(inputs, down)), x
 
 
 def test_einsum_dense_layers():
@@ -273,9 +270,8 @@ def test_sharded_optimizer_states(optimizer):
     np.testing.assert_allclose(*losses, rtol=1e-4)
     for slot, weight in slots_of(wrapped.model):
         assert slot.value.sharding.is_equivalent_to(weight.value.sharding, slot.ndim), slot.path
-        assert {s.data.shape for s in slot.value.addressable_shards} == {
-            wrapped.layouts.of(weight).shard_shape(tuple(weight.shape))
-        }
+        planned = wrapped.layouts.of(weight).shard_shape(tuple(weight.shape))
+        assert {s.data.shape for s in slot.value.addressable_shards} == {planned}
 
 
 def test_optimizer_state_management(tmp_path):

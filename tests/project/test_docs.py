@@ -50,9 +50,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_contributing_names_every_part_of_the_package():
-    parts = {
-        path.stem + "/" * path.is_dir() for path in (ROOT / "shardload").iterdir() if not path.name.startswith("_")
-    }
+    parts = {p.stem + "/" * p.is_dir() for p in (ROOT / "shardload").iterdir() if not p.name.startswith("_")}
     house = CONTRIBUTING.partition("## The layout of the house")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+/?)`", house)) >= parts - {"py"}
 

@@ -203,9 +203,8 @@ def test_planning_tutorial(here, capsys):
 
 
 def build_tutorial_model():
-    model = keras.Sequential(
-        [keras.Input((64,)), keras.layers.Dense(512, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
-    )
+    layers = [keras.layers.Dense(512, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
+    model = keras.Sequential([keras.Input((64,)), *layers])
     model.compile("adam", "mse")
     return model
 

@@ -99,9 +99,8 @@ def test_an_issue_form_asks_for_what_is_needed(form):
 
 def test_pre_commit_runs_the_tools_of_make_lint_and_make_types():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    assert [hook["entry"].split()[0] for hook in hooks] == [
-        f".venv/bin/{tool}" for tool in ("ruff", "ruff", "actionlint", "mypy")
-    ]
+    tools = [f".venv/bin/{tool}" for tool in ("ruff", "ruff", "actionlint", "mypy")]
+    assert [hook["entry"].split()[0] for hook in hooks] == tools
 
 
 def program(path, *lines):
@@ -112,9 +111,8 @@ def program(path, *lines):
 
 def newest_python(tmp_path):
     path = os.pathsep.join([str(tmp_path / "bin"), "/usr/bin", "/bin"])
-    return subprocess.run(
-        [ROOT / ".ci/newest-python"], env={"PATH": path}, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    command = [ROOT / ".ci/newest-python"]
+    return subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def test_the_newest_python_is_one_that_runs(tmp_path):

@@ -164,9 +164,8 @@ def test_a_record_that_is_not_as_it_was_saved_does_not_say_what_is_best(tmp_path
         (False, {}, False),
         (True, {"loss": 0.3}, True),
     ]
-    with pytest.raises(
-        DamagedError, match=r"determine the best step in .*: step 1 has no readable metrics .*step\.json cannot be read"
-    ):
+    said = r"determine the best step in .*: step 1 has no readable metrics .*step\.json cannot be read"
+    with pytest.raises(DamagedError, match=said):
         find_step(tmp_path, "best")
     assert find_step(tmp_path, "latest").step == 2
 

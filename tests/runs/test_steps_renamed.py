@@ -135,9 +135,8 @@ def test_the_next_best_is_not_a_copy_of_the_best(run, store, is_remote):
     data = max((run / "4" / "pytree").rglob("d/*"), key=lambda file: file.stat().st_size)
     data.write_bytes(data.read_bytes()[:-9] + bytes(9))
     folder = f"{store.s3}/run" if is_remote else run
-    with pytest.raises(
-        (DamagedError, LoadInterruptedError), match=r"(?s)tep 4 .*Step 7 is the next best.*: pass step=7"
-    ):
+    said = r"(?s)tep 4 .*Step 7 is the next best.*: pass step=7"
+    with pytest.raises((DamagedError, LoadInterruptedError), match=said):
         shardload.restore(build(), folder, step="best")
     report = shardload.restore(build(), folder, step="best", fallback="previous")
     assert any(note.startswith("step 7") for note in report.notes)

@@ -56,9 +56,8 @@ def test_replicated_and_split():
 def test_what_does_not_divide_is_refused():
     layout = Layout.split(MeshSpec.parse("1x8"), 2, dim=1, axis="model")
     assert not layout.divides((4, 4))
-    with pytest.raises(
-        LayoutError, match=r"Shape \(4, 4\) does not divide into \(1, 8\) parts on the mesh batch=1,model=8"
-    ):
+    said = r"Shape \(4, 4\) does not divide into \(1, 8\) parts on the mesh batch=1,model=8"
+    with pytest.raises(LayoutError, match=said):
         layout.bounds((4, 4))
 
 

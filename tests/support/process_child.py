@@ -31,9 +31,8 @@ def join(count, index, port):
 
 def model():
     keras.utils.set_random_seed(1)
-    built = keras.Sequential(
-        [keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, "tanh"), keras.layers.Dropout(0.1), keras.layers.Dense(WIDTH)]
-    )
+    layers = [keras.layers.Dense(WIDTH, "tanh"), keras.layers.Dropout(0.1), keras.layers.Dense(WIDTH)]
+    built = keras.Sequential([keras.Input((WIDTH,)), *layers])
     built.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     return built
 

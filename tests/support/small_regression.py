@@ -36,9 +36,8 @@ def train(model, *, epochs=2, **options):
 def distribution(mesh):
     """Keras' ModelParallel with these layouts; in its scope models are built on the mesh."""
     sizes = MeshSpec.parse(mesh).sizes
-    layout_map = keras.distribution.LayoutMap(
-        keras.distribution.DeviceMesh(sizes, ["batch", "model"], np.array(jax.devices()[: int(np.prod(sizes))]))
-    )
+    devices = np.array(jax.devices()[: int(np.prod(sizes))])
+    layout_map = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(sizes, ["batch", "model"], devices))
     for path, axes in SPECS.items():
         layout_map[f".*{path}"] = axes
     return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")

@@ -4,6 +4,8 @@ import dataclasses
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +152,7 @@ def test_columns_nobody_here_needs_are_not_read(tmp_path, reads):
 def test_over_read_is_counted(tmp_path):
     manifest = manifest_of(tmp_path / "f.bin", {"w": np.zeros((64, 8 * 100), np.uint8)})
     plan = planned(manifest, whole(manifest, "w", dim=1), positions=[0])
-    assert plan.needed_bytes == 64 * 100 and plan.needed_bytes == 6400 == plan.read_bytes - 63 * 700
+    assert 64 * 100 == plan.needed_bytes == 6400 == plan.read_bytes - 63 * 700
 
 
 @pytest.mark.slow
@@ -264,9 +266,8 @@ def test_casts_equal_numpy_bit_for_bit(tmp_path, stored, wanted, placement, tran
     np.testing.assert_array_equal(np.asarray(found["t"]).view(unsigned), expected.view(unsigned))
     if stored != np.float64:
         with np.errstate(all="ignore"):
-            np.testing.assert_array_equal(
-                np.asarray(jnp.asarray(value, wanted)).view(unsigned), value.astype(wanted).view(unsigned)
-            )
+            by_jax = np.asarray(jnp.asarray(value, wanted)).view(unsigned)
+            np.testing.assert_array_equal(by_jax, value.astype(wanted).view(unsigned))
 
 
 @pytest.mark.parametrize(
@@ -298,13 +299,9 @@ def test_file_that_changed_size_is_refused_before_reading(manifest, reads):
 def test_file_that_shrinks_while_being_read(manifest, transposed):
     plan = planned(manifest, whole(manifest, "a", dim=0, transposed=transposed), budget=MIB, block_bytes=1 << 16)
 
-    def shrink(_):
-        os.truncate(manifest.source, 1000)
-
-    with pytest.raises(
-        TransferError, match=r"tensor 'a': .*f\.bin ends early\. Found \d+ bytes at offset \d+, expected 65536"
-    ):
-        load(plan, manifest, progress=shrink)
+    said = r"tensor 'a': .*f\.bin ends early\. Found \d+ bytes at offset \d+, expected 65536"
+    with pytest.raises(TransferError, match=said):
+        load(plan, manifest, progress=lambda _: os.truncate(manifest.source, 1000))
 
 
 def test_file_that_vanished(manifest):
@@ -315,13 +312,9 @@ def test_file_that_vanished(manifest):
 
 
 def test_io_error_names_tensor_file_and_offset(manifest, monkeypatch):
-    def broken(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(shardload.transfer.preadv, "preadv", broken)
-    with pytest.raises(
-        TransferError, match=r"Cannot read tensor 'b', 28 bytes at offset 4194304 of .*Input/output error"
-    ):
+    monkeypatch.setattr(shardload.transfer.preadv, "preadv", Mock(side_effect=OSError(5, "Input/output error")))
+    said = r"Cannot read tensor 'b', 28 bytes at offset 4194304 of .*Input/output error"
+    with pytest.raises(TransferError, match=said):
         load(planned(manifest, whole(manifest, "b")), manifest)
 
 
@@ -329,12 +322,9 @@ def test_io_error_names_tensor_file_and_offset(manifest, monkeypatch):
 def test_cancelled_load_stops_and_frees_everything(manifest, error, reads):
     open_files, arrays = len(list(Path("/proc/self/fd").iterdir())), len(jax.live_arrays())
 
-    def stop(_):
-        raise error
-
     plan = planned(manifest, whole(manifest, "a", dim=0, transposed=True), budget=MIB)
     with pytest.raises(error):
-        load(plan, manifest, progress=stop)
+        load(plan, manifest, progress=Mock(side_effect=error))
     assert sum(n for _, n in reads) < 8 * (1 << 16) * 2
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files
     assert len(jax.live_arrays()) == arrays
@@ -348,15 +338,8 @@ def test_wrong_number_of_devices(manifest):
 
 
 def test_nothing_to_do():
-    assert (
-        execute(
-            planned(Manifest(located("x"), "safetensors", {}, {})),
-            Manifest(located("x"), "safetensors", {}, {}),
-            devices=[],
-            on_ready=print,
-        ).read_bytes
-        == 0
-    )
+    empty = Manifest(located("x"), "safetensors", {}, {})
+    assert execute(planned(empty), empty, devices=[], on_ready=print).read_bytes == 0
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
@@ -448,25 +431,11 @@ def test_rows_longer_than_the_budget_allows_are_not_moved_row_by_row(
 
 
 def test_no_memory_for_shards_is_told(manifest, monkeypatch):
-    def no_memory(n_bytes):
-        raise OSError(12, "Cannot allocate memory")
-
+    no_memory = Mock(side_effect=OSError(12, "Cannot allocate memory"))
     monkeypatch.setattr("shardload.transfer.host_memory.memory", no_memory)
-    with pytest.raises(
-        TransferError,
-        match=r"Cannot allocate 4194304 bytes for the shards of variable 'a' .*Use a mesh over more hosts",
-    ):
+    said = r"Cannot allocate 4194304 bytes for the shards of variable 'a' .*Use a mesh over more hosts"
+    with pytest.raises(TransferError, match=said):
         load(planned(manifest, whole(manifest, "a", dim=1)), manifest)
-
-
-class Zeros:
-    """Decodes whatever is stored to zeros."""
-
-    def __init__(self, shape):
-        self.shape = shape
-
-    def decode(self, stored):
-        return np.zeros(self.shape, np.uint16)
 
 
 @pytest.mark.parametrize("shape", [(4, 1 << 20), (4, 4 << 20), (4, 12 << 20)])
@@ -474,7 +443,8 @@ def test_the_least_budget_of_a_chunk_leaves_room_for_the_scratch_of_many_threads
     path = tmp_path / "f.bin"
     value = np.arange(1 << 20, dtype=np.uint32).astype(np.uint16).reshape(256, 4096)
     held = manifest_of(path, {"a": value})
-    big = Tensor("big", shape, value.dtype, Packed(located(path), 0, 8, Zeros(shape)))
+    zeros = SimpleNamespace(shape=shape, decode=lambda stored: np.zeros(shape, np.uint16))
+    big = Tensor("big", shape, value.dtype, Packed(located(path), 0, 8, zeros))
     manifest = dataclasses.replace(held, tensors={**held.tensors, "big": big})
     budget = least_budget(big, through_units=False, uploads=False)
     plan = planned(manifest, whole(manifest, "a", dim=0, transposed=True), whole(manifest, "big"), budget=budget)

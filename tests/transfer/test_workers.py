@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,11 +35,8 @@ def test_the_caller_sleeps_until_enough_have_ended(workers):
 def test_what_fails_wakes_the_caller_at_once(workers, error):
     gate = threading.Event()
 
-    def fail():
-        raise error
-
     workers.submit("slow", lambda: gate.wait(30))
-    workers.submit("bad", fail)
+    workers.submit("bad", Mock(side_effect=error))
     found = workers.collect(at_least=2)
     assert [(ended.job, ended.error) for ended in found] == [("bad", error)] and workers.in_flight == 1
     gate.set()

@@ -123,9 +123,7 @@ def _phi3() -> Iterator[Case]:
 
 
 def _bloom() -> Iterator[Case]:
-    config = {
-        key: DECODER[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    }
+    config = {k: DECODER[k] for k in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")}
 
     def case(variant: str, changed: Config | None = None, cls: str = "ForCausalLM", **options: Any) -> Case:
         sizes = {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
