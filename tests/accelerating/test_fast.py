@@ -25,7 +25,8 @@ X, Y = np.random.default_rng(0).random((16, 4), "float32"), np.zeros((16, 3), "f
 
 def build(units=5, compiled=True):
     inputs = keras.Input((4,))
-    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Dense(units)(inputs)))
+    hidden = keras.layers.Dense(units)(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
     if compiled:
         model.compile("rmsprop", "mse", metrics=["mae"])
     return model

@@ -106,7 +106,8 @@ def test_a_model_that_computes_otherwise_is_found():
 
 def test_a_difference_in_bfloat16_is_found_too():
     x = keras.Input((64,))
-    model = keras.Model(x, keras.layers.Dense(16, dtype="bfloat16")(keras.layers.Dense(64, dtype="bfloat16")(x)))
+    y = keras.layers.Dense(64, dtype="bfloat16")(x)
+    model = keras.Model(x, keras.layers.Dense(16, dtype="bfloat16")(y))
     batch = np.random.default_rng(0).normal(size=(8, 64)).astype("float32")
     output = check_numbers(model, choose(model, MESH), batch).raise_if_wrong().comparisons[0]
     assert (

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import keras
@@ -172,11 +173,14 @@ def test_without_weights_an_architecture_is_enough_but_what_is_here_comes_first(
     assert resolve("gemma2_9b", weights=False).path == str(mine)
 
 
-def test_without_kerashub_an_architecture_is_found(monkeypatch):
-    def missing():
-        raise MissingExtraError("keras-hub", extra="hub", needed_for="presets")
+@pytest.fixture
+def without_kerashub(monkeypatch):
+    error = MissingExtraError("keras-hub", extra="hub", needed_for="presets")
+    monkeypatch.setattr(kerashub, "preset_handles", Mock(side_effect=error))
 
-    monkeypatch.setattr(kerashub, "preset_handles", missing)
+
+@pytest.mark.usefixtures("without_kerashub")
+def test_without_kerashub_an_architecture_is_found():
     assert resolve("llama3_8b_en", weights=False).architecture == "llama3_8b"
     assert resolve("llama3_405b", weights=False).architecture == "llama3.1_405b"
 
@@ -186,13 +190,8 @@ def test_a_name_nobody_has_says_what_was_tried_and_what_to_type(home):
     with pytest.raises(SourceNotFoundError) as caught:
         resolve("gemma2_7b")
     message = str(caught.value)
-    for part in (
-        "this folder",
-        f"the checkpoint root {home} (has my_gemma)",
-        "preset gemma2_9b_en",
-        "cannot be reached",
-    ):
-        assert part in message
+    tried = f"the checkpoint root {home} (has my_gemma)"
+    assert all(part in message for part in ("this folder", tried, "preset gemma2_9b_en", "cannot be reached")), message
     assert message.endswith("shardload synth gemma2_7b writes a checkpoint of that architecture with random weights")
     assert "\n" not in message
 
@@ -203,11 +202,8 @@ def test_a_typing_error_gets_the_close_name(home):
         resolve("my_gema")
 
 
-def test_without_kerashub_the_extra_is_named(monkeypatch):
-    def missing():
-        raise MissingExtraError("keras-hub", extra="hub", needed_for="presets")
-
-    monkeypatch.setattr(kerashub, "preset_handles", missing)
+@pytest.mark.usefixtures("without_kerashub")
+def test_without_kerashub_the_extra_is_named():
     with pytest.raises(SourceNotFoundError, match=r"shardload\[hub\]"):
         resolve("llama3_8b_en")
 
@@ -279,16 +275,10 @@ def package(monkeypatch, assemble):
 
 
 def test_installed_weights_are_assembled_once(home, monkeypatch):
-    calls = []
-
-    def assemble(path):
-        calls.append(path)
-        path.write_bytes(b"GGUF")
-        return path
-
+    assemble = Mock(side_effect=lambda path: path.write_bytes(b"GGUF") and path)
     package(monkeypatch, assemble)
     assert resolve("gemma3_270m").path == resolve("gemma3_270m").path == str(home / "gemma3_270m.gguf")
-    assert len(calls) == 1
+    assemble.assert_called_once()
     assert [p.name for p in home.iterdir()] == ["gemma3_270m.gguf"]
 
 
@@ -330,12 +320,9 @@ def test_the_real_package_is_the_one_that_is_asked_for():
 
 
 def test_resolving_imports_nothing_heavy(home):
-    code = (
-        "import sys; from shardload.resolve import resolve, candidates; candidates(); resolve('.');"
-        "print({'jax', 'keras', 'keras_hub', 'h5py'} & set(sys.modules))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "set()"
+    code = "import sys; from shardload.resolve import resolve, candidates; candidates(); resolve('.');"
+    code += "print({'jax', 'keras', 'keras_hub', 'h5py'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
 @pytest.mark.parametrize("label", [None, [], 3, {"synthetic": "yes"}, "x"])

@@ -5,7 +5,9 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -144,8 +146,8 @@ def codecs(step):
 def test_compression_is_a_choice(tmp_path, compression):
     step = save(tmp_path, 0, {"pytree": {"z": jnp.zeros(1 << 18, jnp.float32)}}, compression=compression)
     assert all(("zstd" in text) == (compression == "zstd") for text in codecs(step))
-    size = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
-    assert (size > 1 << 20) == (compression == "none")
+    n_bytes = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
+    assert (n_bytes > 1 << 20) == (compression == "none")
 
 
 def test_what_changes_afterwards_is_not_saved(tmp_path):
@@ -160,15 +162,9 @@ def test_what_changes_afterwards_is_not_saved(tmp_path):
 
 
 def test_waiting_can_be_given_up_and_taken_up_again(tmp_path):
-    class Slow:
-        def result(self):
-            gate.wait()
-
-    import threading
-
     gate = threading.Event()
     saving.save_began()  # as start_save does; the end of the save is counted
-    pending = PendingSave(Slow(), path=tmp_path, step=3, parent=tmp_path.parent.stat())
+    pending = PendingSave(SimpleNamespace(result=gate.wait), path=tmp_path, step=3, parent=tmp_path.parent.stat())
     with pytest.raises(TimeoutError, match="Step 3 is still being written"):
         pending.result(0.01)
     assert not pending.done()
@@ -178,12 +174,13 @@ def test_waiting_can_be_given_up_and_taken_up_again(tmp_path):
 
 
 def test_paths_are_absolute_and_their_folder_is_there(tmp_path):
-    with pytest.raises(UsageError, match="absolute"):
-        start_save("relative/step", {"pytree": arrays()})
-    with pytest.raises(UsageError, match="compression"):
-        start_save(tmp_path / "x", {"pytree": arrays()}, compression="gzip")
-    with pytest.raises(UsageError, match="checkpointable 'shardload'"):
-        start_save(tmp_path / "x", {"shardload": arrays()})
+    for said, path, item, options in (
+        ("absolute", "relative/step", "pytree", {}),
+        ("compression", tmp_path / "x", "pytree", {"compression": "gzip"}),
+        ("checkpointable 'shardload'", tmp_path / "x", "shardload", {}),
+    ):
+        with pytest.raises(UsageError, match=said):
+            start_save(path, {item: arrays()}, **options)
     with pytest.raises(SaveError, match=r"there is no folder .*Create it first") as caught:
         start_save(tmp_path / "gone" / "x", {"pytree": arrays()}, step=4)
     assert caught.value.errno == errno.ENOENT

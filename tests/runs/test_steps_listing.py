@@ -139,9 +139,8 @@ def test_a_record_is_read_as_it_was_written():
 def test_every_field_of_a_record_is_documented():
     text = (Path(__file__).parents[2] / "docs/reference/checkpoints.md").read_text()
     table = text.partition("`shardload/step.json`:")[2].partition("\n\n")[2].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines()[2:]))) == {
-        *asdict(StepRecord())
-    }
+    names = "".join(line.split("|")[1] for line in table.splitlines()[2:])
+    assert set(re.findall(r"`(\w+)`", names)) == {*asdict(StepRecord())}
 
 
 @pytest.mark.parametrize("wrong", [None, "x", True, -1, 1e400, [1, "x"], {"a": "b"}])
@@ -160,10 +159,8 @@ def test_a_record_that_is_not_as_it_was_saved_does_not_say_what_is_best(tmp_path
         save_step(tmp_path, step, monitor="loss", mode="min", logs={"loss": loss})
     record = tmp_path / "1/shardload/step.json"
     record.write_text(record.read_text().replace("0.5", "0.1"))
-    assert [(info.best, info.metrics, info.problems is None) for info in list_steps(tmp_path)] == [
-        (False, {}, False),
-        (True, {"loss": 0.3}, True),
-    ]
+    found = [(info.best, info.metrics, info.problems is None) for info in list_steps(tmp_path)]
+    assert found == [(False, {}, False), (True, {"loss": 0.3}, True)]
     said = r"determine the best step in .*: step 1 has no readable metrics .*step\.json cannot be read"
     with pytest.raises(DamagedError, match=said):
         find_step(tmp_path, "best")

@@ -4,7 +4,6 @@ import errno
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from step_folders import fill, names, save_step
@@ -63,11 +63,7 @@ def test_everything_is_flushed_before_the_rename(tmp_path, monkeypatch):
 
 def test_a_failed_flush_is_no_step(tmp_path, monkeypatch):
     staging = ready(tmp_path)
-
-    def fail(fd):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(SaveError, match=r"step 7 .*Input/output error.*untouched") as caught:
         staging.publish()
     assert caught.value.errno == errno.EIO
@@ -90,10 +86,8 @@ def test_who_saved_the_step_that_is_there_decides_the_way_out(tmp_path):
     os.utime(tmp_path / "7", (root.opened_s, root.opened_s + 1))  # as if this root had been open when it was saved
     with pytest.raises(StepExistsError, match=r"This process saved it\. Two callbacks of one"):
         Staging.begin(root, 7)
-    for days, message in (
-        (-1, "saved before this run. Remove it"),
-        (1, "Another run.*saved it meanwhile, at 20.* own folder,"),
-    ):
+    told = {-1: "saved before this run. Remove it", 1: "Another run.*saved it meanwhile, at 20.* own folder,"}
+    for days, message in told.items():
         os.utime(tmp_path / "8", (root.opened_s, root.opened_s + days * 86400))
         with pytest.raises(StepExistsError, match=message):
             Staging.begin(root, 8)
@@ -157,10 +151,8 @@ def test_a_folder_that_may_not_be_written(tmp_path):
         save_step(Path(root), 1)
         for folder in (Path(root), Path(root) / ".staging"):
             folder.chmod(0o555)
-            with (
-                ordinary_user(),
-                pytest.raises(SaveError, match=r"step 2 .*Permission denied.*Grant this user") as caught,
-            ):
+            said = r"step 2 .*Permission denied.*Grant this user"
+            with ordinary_user(), pytest.raises(SaveError, match=said) as caught:
                 Staging.begin(root, 2)
             assert caught.value.errno == errno.EACCES
             with ordinary_user(), pytest.raises(WriteError, match="Cannot remove step 1"):
@@ -194,11 +186,10 @@ def test_a_root_that_was_replaced_is_noticed(tmp_path):
 
 def test_what_has_no_digests_is_not_published(tmp_path):
     staging = Staging.begin(tmp_path, 7)
-    with pytest.raises(SaveError, match="no valid digests"):
-        staging.publish()
-    fill(staging.path)
-    with pytest.raises(SaveError, match="no valid digests"):
-        staging.publish()
+    for prepare in (str, fill):  # nothing, and files without digests
+        prepare(staging.path)
+        with pytest.raises(SaveError, match="no valid digests"):
+            staging.publish()
     Digests.compute(staging.path).write(staging.path)
     (staging.path / "pytree/d/big").unlink()
     with pytest.raises(SaveError, match=r"changed after its digests.*big is missing"):
@@ -261,10 +252,7 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, mo
 
 
 def test_nothing_is_stale_where_nothing_can_be_locked(tmp_path, monkeypatch):
-    def refuse(fd, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(publish.fcntl, "flock", refuse)
+    monkeypatch.setattr(publish.fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     staging = ready(tmp_path)
     assert remove_stale(tmp_path) == []
     assert staging.publish().is_dir()
@@ -290,11 +278,7 @@ def test_a_linked_step_is_unlinked_not_emptied(tmp_path):
 
 def test_a_step_that_cannot_be_removed(tmp_path, monkeypatch):
     save_step(tmp_path, 1)
-
-    def fail(*_):
-        raise PermissionError(errno.EACCES, "Permission denied", "x")
-
-    monkeypatch.setattr(os, "rename", fail)
+    monkeypatch.setattr(os, "rename", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "x")))
     with pytest.raises(WriteError, match="Permission denied"):
         remove_step(tmp_path, 1)
     assert find_damage(tmp_path / "1") == []
@@ -304,12 +288,10 @@ def kill_often(root, kind, *, times, rng, patience_s):
     """Start a writer, kill it at a random moment after its first step; returns how many kills left staging behind."""
     left = 0
     for _ in range(times):
-        child = subprocess.Popen([sys.executable, CHILD, root, kind], stdout=subprocess.PIPE, text=True)
-        assert child.stdout.readline()
-        time.sleep(rng.random() * patience_s)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+        with subprocess.Popen([sys.executable, CHILD, root, kind], stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout.readline()
+            time.sleep(rng.random() * patience_s)
+            child.kill()
         left += any((root / ".staging").iterdir())
         steps = list_steps(root)
         assert steps
