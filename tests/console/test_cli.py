@@ -9,6 +9,7 @@ import sys
 import time
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cli_fakes import Done, environment, fake_command, in_process, install, loads, report, run, shardload, with_fakes
@@ -61,8 +62,8 @@ def test_every_command_has_help_with_an_example(command, cli):
 
 @pytest.mark.slow
 def test_help_imports_nothing_heavy():
-    after = "print(sorted(sys.modules), file=sys.stderr)"
-    done = run((sys.executable, "-c", f"import sys; from shardload.cli import main; main(['load', '--help']); {after}"))
+    code = "import sys; from shardload.cli import main; main(['load', '--help']); "
+    done = run((sys.executable, "-c", code + "print(sorted(sys.modules), file=sys.stderr)"))
     assert "'typer'" in done.stderr
     for heavy in ("'jax'", "'keras'", "'tensorflow'", "'keras_hub'", "'h5py'", "'tensorstore'", "'orbax'"):
         assert heavy not in done.stderr
@@ -211,10 +212,7 @@ def failing(cli):
     """Run the command with an engine that raises."""
 
     def call(error: BaseException, *arguments: str) -> Done:
-        def fails(*args, **options):
-            raise error
-
-        cli.engine.plan = fails
+        cli.engine.plan = Mock(side_effect=error)
         return cli("plan", "x", *arguments)
 
     return call
@@ -457,10 +455,7 @@ engine.inspect = imports
 
 
 def test_ctrl_c_after_the_results_adds_no_second_object(monkeypatch, capfd):
-    def interrupted_late():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(streams, "flush_stdout", interrupted_late)
+    monkeypatch.setattr(streams, "flush_stdout", Mock(side_effect=KeyboardInterrupt))
     assert main(["sources", "--json"]) == 130
     output = capfd.readouterr()
     assert "sources" in json.loads(output.out) and output.err.endswith("Interrupted.\n")

@@ -45,28 +45,21 @@ def built_custom():
     return model
 
 
-def lstm():
-    return keras.Sequential([keras.Input((5, 3)), keras.layers.LSTM(8), keras.layers.Dropout(0.5)])
-
-
-def normalization():
-    return keras.Sequential([keras.Input((4,)), keras.layers.Normalization(), keras.layers.Dense(8)])
+def attention():
+    x = keras.Input((5, 8))
+    return keras.Model(x, keras.layers.LayerNormalization()(keras.layers.MultiHeadAttention(2, 8)(x, x)))
 
 
 def batch_norm():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.BatchNormalization()])
 
 
-def attention():
-    x = keras.Input((5, 8))
-    return keras.Model(x, keras.layers.LayerNormalization()(keras.layers.MultiHeadAttention(2, 8)(x, x)))
-
-
-def quantized():
-    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, dtype="int8_from_float32")])
-
-
-PLAIN = {f.__name__: f for f in (built_custom, lstm, normalization, batch_norm, attention, quantized, models.conv)}
+L = keras.layers
+PLAIN = {
+    "lstm": lambda: keras.Sequential([keras.Input((5, 3)), L.LSTM(8), L.Dropout(0.5)]),
+    "normalization": lambda: keras.Sequential([keras.Input((4,)), L.Normalization(), L.Dense(8)]),
+    "quantized": lambda: keras.Sequential([keras.Input((8,)), L.Dense(16, dtype="int8_from_float32")]),
+} | {f.__name__: f for f in (built_custom, batch_norm, attention, models.conv)}
 EVERYTHING = PLAIN | {name: (lambda f=f: f()) for name, f in models.BUILDERS.items()}
 
 
@@ -150,13 +143,7 @@ def test_variables_are_found_whatever_holds_them():
     layer = keras.layers.Dense(2)
     seeds, first, second = keras.random.SeedGenerator(1), keras.Variable([1.0]), keras.Variable([2.0])
     layer.attributes = None
-    for name, value in {
-        "a": Empty(),
-        "b": Holder(first),
-        "c": weakref.proxy(second),
-        "d": weakref.proxy(seeds),
-    }.items():
-        layer.__dict__[name] = value
+    layer.__dict__.update({"a": Empty(), "b": Holder(first), "c": weakref.proxy(second), "d": weakref.proxy(seeds)})
     assert {first.path, second.path, seeds.state.path} <= {v.path for v in state_of(layer)}
 
 

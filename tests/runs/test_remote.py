@@ -5,12 +5,13 @@ import gc
 import hashlib
 import json
 import tempfile
+from contextlib import closing
 
 import keras
 import numpy as np
 import pytest
 import warm_start
-from object_server import ObjectServer
+from object_server import ObjectServer, served
 from remote_runs import build, same, state, train
 from saved_steps import save_step
 from store_contract import FILES, StoreContract
@@ -39,11 +40,8 @@ def objects(tmp_path_factory):
 
 @pytest.fixture
 def store(objects, monkeypatch):
-    server = ObjectServer(objects[0])
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.close()
+    with served(objects[0], monkeypatch) as server:
+        yield server
 
 
 def address(store, scheme, name):
@@ -225,9 +223,8 @@ class TestRemoteStep(StoreContract):
             (step / name).parent.mkdir(parents=True, exist_ok=True)
             (step / name).write_bytes(content)
         Digests.compute(step).write(step)
-        server = ObjectServer(tmp_path / "bucket")
-        yield server
-        server.close()
+        with closing(ObjectServer(tmp_path / "bucket")) as server:
+            yield server
 
     @pytest.fixture
     def location(self, server):

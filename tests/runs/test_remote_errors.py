@@ -7,7 +7,7 @@ import time
 import keras
 import numpy as np
 import pytest
-from object_server import BUCKET, ObjectServer
+from object_server import BUCKET, served
 from remote_runs import build, same, state, train
 from saved_steps import save_step
 
@@ -45,12 +45,9 @@ def objects(tmp_path_factory):
 
 @pytest.fixture
 def store(objects, monkeypatch):
-    server = ObjectServer(objects[0])
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(requests, "RETRIES", {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"})
-    yield server
-    server.close()
+    with served(objects[0], monkeypatch) as server:
+        yield server
 
 
 def data_file(objects, step=2):
@@ -77,11 +74,19 @@ def expect(error, url, *words, **options):
     return text
 
 
+DAMAGE = {
+    "from byte 3145728": lambda store, name: store.tampered.update({name: flipped(4_000_000)}),
+    "was truncated": lambda store, name: store.tampered.update({name: lambda data: data[:-100_000]}),
+    "is missing": lambda store, name: store.status.update({name: 404}),
+}
+
+
 @pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
-def test_a_flipped_bit_of_data(objects, store, scheme):
+@pytest.mark.parametrize("said", DAMAGE)
+def test_damage_of_data_is_named(objects, store, scheme, said):
     name = data_file(objects)
-    store.tampered[name] = flipped(4_000_000)
-    expect(DamagedError, f"{getattr(store, scheme)}/run", "Step 2 is damaged", name, "from byte 3145728", step=2)
+    DAMAGE[said](store, name)
+    expect(DamagedError, f"{getattr(store, scheme)}/run", "Step 2 is damaged", name, said, step=2)
 
 
 def test_the_step_before_is_taken_if_asked_for(objects, store):
@@ -101,20 +106,6 @@ def test_a_b_tree_node_is_checked_like_everything(objects, store):
     node = min((objects[0] / "run/2/pytree/d").iterdir()).relative_to(objects[0]).as_posix()
     store.tampered[node] = flipped(100)
     expect(DamagedError, store.s3 + "/run", "Step 2 is damaged", node)
-
-
-@pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
-def test_a_truncated_object(objects, store, scheme):
-    name = data_file(objects)
-    store.tampered[name] = lambda data: data[:-100_000]
-    expect(DamagedError, f"{getattr(store, scheme)}/run", "Step 2 is damaged", name, "was truncated", step=2)
-
-
-@pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
-def test_a_missing_object(objects, store, scheme):
-    name = data_file(objects)
-    store.status[name] = 404
-    expect(DamagedError, f"{getattr(store, scheme)}/run", "Step 2 is damaged", name, "is missing", step=2)
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3", "gs"])
@@ -176,14 +167,8 @@ def test_a_server_that_stalls(objects, store, monkeypatch):
 
 def test_a_server_that_ignores_ranges(store):
     store.ignores_ranges = True
-    expect(
-        TransferError,
-        store.http + "/run",
-        "the server ignores range requests",
-        "Copy it to this machine first",
-        step=2,
-        host_memory_bytes="16MiB",
-    )
+    words = "the server ignores range requests", "Copy it to this machine first"
+    expect(TransferError, store.http + "/run", *words, step=2, host_memory_bytes="16MiB")
 
 
 def test_a_server_that_hangs_is_waited_for_once(objects, store, monkeypatch):

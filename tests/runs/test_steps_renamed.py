@@ -5,7 +5,7 @@ import shutil
 import keras
 import numpy as np
 import pytest
-from object_server import ObjectServer
+from object_server import served
 from saved_steps import save_step
 from step_folders import save_step as save_files
 
@@ -45,11 +45,8 @@ def run(saved, tmp_path):
 
 @pytest.fixture
 def store(run, monkeypatch):
-    server = ObjectServer(run.parent)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.close()
+    with served(run.parent, monkeypatch) as server:
+        yield server
 
 
 @pytest.mark.parametrize("step", ["latest", 9])

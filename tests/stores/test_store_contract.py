@@ -4,7 +4,7 @@ import os
 
 import pytest
 from memory_store import MemoryStore, RemoteMemoryStore, VerifyingMemoryStore
-from object_server import ObjectServer
+from object_server import served
 from store_contract import FILES, LARGE, StoreContract
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, UnsafeSourceError, UnsupportedError
@@ -73,11 +73,8 @@ class TestRemoteStore(StoreContract):
     @pytest.fixture
     def server(self, tmp_path, monkeypatch):
         write(tmp_path / "folder")
-        server = ObjectServer(tmp_path)
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
-        server.close()
+        with served(tmp_path, monkeypatch) as server:
+            yield server
 
     @pytest.fixture(params=["s3", "gs"])
     def location(self, request, server):

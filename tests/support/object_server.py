@@ -219,6 +219,15 @@ def _handler(store):
     return Handler
 
 
+@contextlib.contextmanager
+def served(folder, monkeypatch):
+    """A server of a folder, and the environment that leads to it."""
+    with contextlib.closing(ObjectServer(folder)) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
 def _item(store, key):
     size = (store.folder / key).stat().st_size
     return {"kind": "storage#object", "name": key, "bucket": BUCKET, "size": str(size), "generation": "1"}
