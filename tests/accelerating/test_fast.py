@@ -5,6 +5,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import keras
@@ -269,10 +270,7 @@ def test_hdf5_of_keras_2(saved):
 
 
 def test_a_failed_attempt_uses_up_no_name_and_no_seed(saved, monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr("shardload.accelerating.fill_model", fail)
+    monkeypatch.setattr("shardload.accelerating.fill_model", Mock(side_effect=RuntimeError("out of luck")))
     (call,) = compare(lambda: (load_model(saved / "m.keras"), build())[1])
     assert call.why == "RuntimeError: out of luck"
 

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from unittest.mock import Mock
 
 import keras
 import pytest
@@ -89,9 +90,7 @@ def test_waiting_tells_of_a_failure_once(tmp_path, monkeypatch):
 
 
 def test_what_follows_a_save_may_fail_too(tmp_path):
-    def upload(step, path):
-        raise ConnectionError("no route")
-
+    upload = Mock(side_effect=ConnectionError("no route"))
     with pytest.raises(SaveError, match=r"Step 4 is saved in .*ConnectionError: no route"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, post_finalization=upload))
     assert find_damage(tmp_path / "4") == []
@@ -151,12 +150,9 @@ def test_a_root_that_went_away_is_noticed(tmp_path, replaced):
 
 @pytest.mark.slow
 def test_an_exception_in_fit_does_not_cost_the_pending_step(tmp_path):
-    def stop():
-        raise RuntimeError("out of luck")
-
     callback, model = OrbaxCheckpoint(tmp_path, save_freq=2, max_to_keep=None), compiled()
     with pytest.raises(RuntimeError, match="out of luck"):
-        fit(model, callback, Batches({2: stop}))
+        fit(model, callback, Batches({2: Mock(side_effect=RuntimeError("out of luck"))}))
     callback.wait_until_finished()
     assert_holds(tmp_path / "2", model)
     fit(model, callback)
@@ -164,14 +160,11 @@ def test_an_exception_in_fit_does_not_cost_the_pending_step(tmp_path):
 
 
 def test_a_failure_nobody_waited_for_is_raised_by_the_next_fit(tmp_path, monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
     callback, model = OrbaxCheckpoint(tmp_path, save_freq=2), compiled()
     with monkeypatch.context() as patch:
         broken(patch)
         with pytest.raises(KeyboardInterrupt):
-            fit(model, callback, Batches({2: interrupt}))
+            fit(model, callback, Batches({2: Mock(side_effect=KeyboardInterrupt)}))
         settle()
     with pytest.raises(SaveError, match="Cannot save step 2"):
         fit(model, callback)
@@ -208,10 +201,7 @@ def test_a_ctrl_c_that_was_dropped_ends_fit_after_the_batch(tmp_path, seen_befor
 
 @pytest.mark.parametrize("at", ["held", "copied"])
 def test_an_interrupt_while_arrays_are_held_or_copied_leaves_nothing(tmp_path, monkeypatch, at):
-    def interrupted(*args, **named):
-        raise KeyboardInterrupt
-
-    callback = OrbaxCheckpoint(tmp_path)
+    interrupted, callback = Mock(side_effect=KeyboardInterrupt), OrbaxCheckpoint(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(writer, "snapshot", interrupted if at == "held" else lambda items: None)
         patch.setattr(orbax_writer, "start_save", interrupted)
@@ -280,10 +270,7 @@ def test_saves_do_not_wait_for_steps_to_be_removed_but_fit_does(tmp_path, monkey
 
 
 def test_a_failure_to_remove_in_the_background_is_raised(tmp_path, monkeypatch):
-    def fail(root, step):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(best, "remove_step", fail)
+    monkeypatch.setattr(best, "remove_step", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(SaveError, match=r"Step \d is saved in .*Permission denied"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, save_freq=2, background_delete=True))
     assert steps_in(tmp_path) == [2, 4]

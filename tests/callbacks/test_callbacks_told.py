@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -50,10 +51,7 @@ def test_two_callbacks_of_one_folder_are_told_the_way_out(tmp_path):
     "names", ["pytree/_METADATA", "pytree/manifest.ocdbt", "pytree/d/*", "averages/d/*", "averages/ocdbt.process_0/d/*"]
 )
 def test_a_file_that_is_removed_before_the_digests_are_made_is_missed(tmp_path, monkeypatch, names):
-    def remove(step):
-        max(step.glob(names), key=lambda file: file.stat().st_size).unlink()
-
-    after_writing(monkeypatch, remove)
+    after_writing(monkeypatch, lambda step: max(step.glob(names), key=lambda file: file.stat().st_size).unlink())
     averages = {"averages": {"w": np.arange(4096.0)}}  # long enough for a file of its own
     with pytest.raises(SaveError, match=r"Cannot save step 4 .*incomplete: .*Something removed it"):
         fit(compiled(), OrbaxCheckpoint(tmp_path, checkpointables=averages))
@@ -64,19 +62,16 @@ def test_a_file_that_is_removed_before_the_digests_are_made_is_missed(tmp_path, 
 
 
 def test_an_older_step_that_cannot_be_looked_into_is_named_with_the_way_out(tmp_path, monkeypatch):
-    def deny(root):
-        raise SourceError(f"Cannot read {root}/1, which may be a step: Permission denied. Grant this user read access")
-
-    monkeypatch.setattr(best, "list_steps", deny)
+    error = SourceError(
+        f"Cannot read {tmp_path}/1, which may be a step: Permission denied. Grant this user read access"
+    )
+    monkeypatch.setattr(best, "list_steps", Mock(side_effect=error))
     with pytest.raises(SaveError) as caught:
         fit(compiled(), OrbaxCheckpoint(tmp_path))
     told = str(caught.value)
     assert told.startswith(f"Step 4 is saved in {tmp_path}/4, but a task after the save failed: the steps")
-    assert (
-        "beyond max_to_keep=1 could not be removed" in told
-        and "/1, which may be a step" in told
-        and "Grant this user read access" in told
-    )
+    for said in ("beyond max_to_keep=1 could not be removed", "/1, which may be a step", "Grant this user read access"):
+        assert said in told
     assert steps_in(tmp_path) == [4]
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import warnings
+from unittest.mock import Mock
 
 import grain
 import keras
@@ -17,9 +18,7 @@ from shardload.data import resumable
 from shardload.errors import DamagedError, UsageError
 from shardload.runs.step import StepInfo
 
-pytestmark = [
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -117,13 +116,8 @@ def uninterrupted(*, repeat=False):
 def test_weights_metrics_and_lengths_are_those_of_a_run_that_was_not_stopped(tmp_path, stopped, repeat):
     options = steps(repeat)
     whole, wanted = uninterrupted(repeat=repeat)
-    fit(
-        model(),
-        data(repeat=repeat),
-        OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=2),
-        At(stopped, stop),
-        **options,
-    )
+    saver = OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=2)
+    fit(model(), data(repeat=repeat), saver, At(stopped, stop), **options)
     again = model()
     found, lengths = fit(again, data(repeat=repeat), OrbaxCheckpoint(tmp_path, save_freq=5, resume=True), **options)
     assert same(whole, again)
@@ -270,12 +264,10 @@ class Counter:
 def test_a_source_of_the_users_own_gets_its_state_back(tmp_path):
     source = Counter()
 
-    def tick(_):
-        source.at = 99
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit(model(), data(), At(1, tick), OrbaxCheckpoint(tmp_path, data_iterator=source, save_freq=4), epochs=1)
+        tick = At(1, lambda _: setattr(source, "at", 99))
+        fit(model(), data(), tick, OrbaxCheckpoint(tmp_path, data_iterator=source, save_freq=4), epochs=1)
     other = Counter()
     fit(model(), data(), OrbaxCheckpoint(tmp_path, data_iterator=other, resume=True), epochs=1)
     assert other.at == 99
@@ -332,9 +324,7 @@ def test_going_on_from_weights_alone_is_a_warning(tmp_path):
 
 
 def test_an_interrupted_fit_and_the_next_one_in_the_same_process(tmp_path):
-    def interrupt(_):
-        raise KeyboardInterrupt
-
+    interrupt = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         fit(model(), data(), OrbaxCheckpoint(tmp_path, save_freq=1, max_to_keep=None), At(7, interrupt))
     _, lengths = fit(model(), data(), OrbaxCheckpoint(tmp_path, save_freq=1, resume=True), epochs=1)

@@ -153,11 +153,8 @@ def test_cuda_where_there_is_none_is_one_paragraph():
 @pytest.mark.parametrize(("variable", "value"), [("JAX_NUM_CPU_DEVICES", "eight"), ("JAX_ENABLE_X64", "maybe")])
 def test_a_variable_that_jax_refuses_is_told(variable, value):
     done = with_fakes("", "load", "x", "--mesh", "1x8", **{variable: value})
-    assert (done.code, done.error.strip()) == (
-        2,
-        f"Error: Cannot start JAX with {variable}={value}: it does not accept this value. Correct the environment "
-        "variable, or unset it",
-    )
+    said = f"Error: Cannot start JAX with {variable}={value}: it does not accept this value. Correct the environment "
+    assert (done.code, done.error.strip()) == (2, said + "variable, or unset it")
 
 
 @pytest.mark.slow

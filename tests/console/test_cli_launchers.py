@@ -123,18 +123,12 @@ def job_of_a_free_port():
 @pytest.mark.parametrize("title", ["Slurm", "Open MPI"])
 def test_jax_connects_what_a_launcher_started(title, count):
     job = job_of_a_free_port()
-    for_all, size, rank = {
-        "Slurm": (
-            SRUN | {"SLURM_JOB_ID": f"{job}", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": f"{count}"},
-            "SLURM_NTASKS",
-            "SLURM_PROCID",
-        ),
-        "Open MPI": (
-            MPIRUN | {"OMPI_MCA_orte_hnp_uri": f"{job * 4096}.0;tcp://127.0.0.1:1"},
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_RANK",
-        ),
-    }[title]
+    if title == "Slurm":
+        for_all = SRUN | {"SLURM_JOB_ID": f"{job}", "SLURM_STEP_NODELIST": "localhost"}
+        for_all["SLURM_STEP_NUM_TASKS"], size, rank = f"{count}", "SLURM_NTASKS", "SLURM_PROCID"
+    else:
+        for_all = MPIRUN | {"OMPI_MCA_orte_hnp_uri": f"{job * 4096}.0;tcp://127.0.0.1:1"}
+        size, rank = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
     started = [
         warm_start.start(["-c", MEET], env=os.environ | for_all | {size: f"{count}", rank: f"{index}"})
         for index in range(count)

@@ -32,15 +32,11 @@ def checkpoint(tmp_path_factory):
 @contextlib.contextmanager
 def started(*commands):
     """The same load by as many processes as there are commands, each with arguments of its own."""
-    together = ("--platform", "cpu", "--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes")
+    together = ["--platform", "cpu", "--coordinator-address", f"127.0.0.1:{free_port()}"]
+    together += ["--num-processes", str(len(commands)), "--process-id"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
     running = [
-        subprocess.Popen(
-            [*COMMAND, "load", *map(str, command), *together, str(len(commands)), "--process-id", str(index)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
+        subprocess.Popen([*COMMAND, "load", *map(str, command), *together, str(index)], **pipes)
         for index, command in enumerate(commands)
     ]
     try:

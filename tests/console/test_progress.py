@@ -115,16 +115,9 @@ def test_a_line_for_machines_has_the_same_facts(monkeypatch):
     lines = Lines(monkeypatch, as_json=True)
     lines.shown.start(1000, "Loading x")
     lines.shown.advance(100)
-    assert json.loads(lines.after(10)) == {
-        "progress": {
-            "stage": "Loading x",
-            "bytes": 100,
-            "total_bytes": 1000,
-            "bytes_per_s": 10,
-            "left_s": 90.0,
-            "elapsed_s": 10.0,
-        }
-    }
+    rate = {"bytes_per_s": 10, "left_s": 90.0, "elapsed_s": 10.0}
+    told = {"stage": "Loading x", "bytes": 100, "total_bytes": 1000, **rate}
+    assert json.loads(lines.after(10)) == {"progress": told}
     lines.shown.start(0, "Preparing x")
     assert json.loads(lines.after(5))["progress"]["total_bytes"] is None
 

@@ -220,10 +220,8 @@ def test_inside_shard_map_they_are_the_primitives():
         assert shard.shape == (8, 6)
         return all_reduce(shard), all_gather(shard, 1), reduce_scatter(all_gather(shard, 1), 1)
 
-    out = (P("data"), P("data"), P("data", "model"))
-    total, gathered, scattered = jax.shard_map(
-        step, mesh=mesh, in_specs=P("data", "model"), out_specs=out, check_vma=False
-    )(x)
+    specs = {"in_specs": P("data", "model"), "out_specs": (P("data"), P("data"), P("data", "model"))}
+    total, gathered, scattered = jax.shard_map(step, mesh=mesh, **specs, check_vma=False)(x)
     np.testing.assert_allclose(total, all_reduce(x), rtol=1e-6)
     np.testing.assert_array_equal(gathered, x)
     np.testing.assert_allclose(scattered, 4 * np.asarray(x), rtol=1e-6)
@@ -231,14 +229,8 @@ def test_inside_shard_map_they_are_the_primitives():
 
 def test_an_axis_outside_the_enclosing_shard_map_is_refused():
     x = placed("2-D", P("data", "model"))
-    run = jax.shard_map(
-        lambda shard: all_reduce(shard, axis_name=("data", "model")),
-        mesh=x.sharding.mesh,
-        in_specs=P("data"),
-        out_specs=P(),
-        axis_names={"data"},
-        check_vma=False,
-    )
+    known = {"in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}, "check_vma": False}
+    run = jax.shard_map(lambda s: all_reduce(s, axis_name=("data", "model")), mesh=x.sharding.mesh, **known)
     with pytest.raises(MeshError, match=r"the enclosing shard_map has data only\. Add model to its axis_names"):
         jax.jit(run)(x)
 

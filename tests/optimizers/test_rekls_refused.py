@@ -78,9 +78,8 @@ def test_variables_that_cannot_be_optimized(variable, message):
 
 
 def test_numbers_and_dtypes_of_numpy_are_taken():
-    made = REKLS(
-        precondition_frequency=np.int64(2), beta_1=np.float32(0.5), factor_dtype=np.float32, whole_bytes="2KiB"
-    )
+    given = {"precondition_frequency": np.int64(2), "beta_1": np.float32(0.5), "factor_dtype": np.float32}
+    made = REKLS(**given, whole_bytes="2KiB")
     again = REKLS.from_config(json.loads(json.dumps(made.get_config())))
     assert json.dumps(again.get_config()) == json.dumps(made.get_config())
     assert (again.options.whole_bytes, again.options.factor_dtype) == (2048, "float32")
@@ -108,10 +107,8 @@ def test_more_or_fewer_gradients_than_variables(count):
 
 @pytest.mark.parametrize("options", [{"adamw_for": ["kernel", "heads"]}, {"row_dims": {"heads": (0,)}}])
 def test_patterns_that_match_nothing(options):
-    optimizer = REKLS(**options)
-    message = (
-        f"Cannot build REKLS with {[*options][-1]}: the pattern 'heads' matches none of 2 variables.*: kernel, bias"
-    )
+    optimizer, option = REKLS(**options), [*options][-1]
+    message = f"Cannot build REKLS with {option}: the pattern 'heads' matches none of 2 variables.*: kernel, bias"
     with pytest.raises(UsageError, match=message):
         optimizer.build([weight((4, 4)), weight((4,), name="bias")])
     assert not optimizer.built and len(optimizer.variables) == 2
@@ -123,9 +120,8 @@ def test_a_gradient_of_another_shape(shape, accumulated):
     variables = [weight((3,)), weight((6, 4), seed=1)]
     optimizer = trained(variables, gradient_accumulation_steps=accumulated)
     before = values(optimizer, variables)
-    message = (
-        rf"Cannot update 'kernel' of shape \(6, 4\) .* gradient has shape {re.escape(str(shape))}, expected the same"
-    )
+    wrong = re.escape(str(shape))
+    message = rf"Cannot update 'kernel' of shape \(6, 4\) .* gradient has shape {wrong}, expected the same"
     with pytest.raises(MismatchError, match=message):
         optimizer.apply([np.ones(3, "float32"), np.ones(shape, "float32")], variables)
     with pytest.raises(MismatchError, match=message):
@@ -142,11 +138,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     given[1][2, 3] = bad
     optimizer.apply(given, variables)
     assert optimizer.counts().skipped_steps == counts.skipped_steps + 1 and optimizer.counts().steps == counts.steps
-    changed = [
-        v.name
-        for v, old in zip((*variables, *optimizer.variables), before, strict=True)
-        if np.asarray(v.value).tobytes() != old.tobytes()
-    ]
+    after = zip((*variables, *optimizer.variables), before, strict=True)
+    changed = [v.name for v, old in after if np.asarray(v.value).tobytes() != old.tobytes()]
     assert changed == ["iteration", "skipped_steps"]
 
 
@@ -194,9 +187,8 @@ def test_another_backend(monkeypatch):
 
 def test_a_backend_that_is_not_installed(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
-    done = subprocess.run(
-        [sys.executable, "-c", "import shardload.optimizers as o; o.REKLS"], capture_output=True, check=False, text=True
-    )
+    command = [sys.executable, "-c", "import shardload.optimizers as o; o.REKLS"]
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
     assert done.stderr.splitlines()[-1].startswith("shardload.errors.BackendError: shardload needs Keras on JAX, but")
 
 

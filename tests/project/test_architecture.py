@@ -53,11 +53,15 @@ def modules() -> dict[str, Path]:
     return {name: path for name, path in found.items() if name}
 
 
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text()))
+
+
 @cache
 def imports(path: Path) -> frozenset[str]:
     """Dotted names that a file imports anywhere in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -181,7 +185,7 @@ ASKING = {"startswith", "removeprefix", "partition", "split", "match", "fullmatc
 
 def asks_for_urls(path: Path) -> bool:
     """Whether a module compares text with a scheme, or searches it for one."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         is_call = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ASKING
         asks = is_call or isinstance(node, ast.Compare)
         texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)] if asks else []
@@ -196,18 +200,13 @@ def test_one_place_asks_whether_a_source_is_a_url():
 
 
 def test_no_two_classes_have_one_name():
-    found = Counter(
-        node.name
-        for path in modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    )
+    found = Counter(node.name for path in modules().values() for node in nodes(path) if isinstance(node, ast.ClassDef))
     assert not [name for name, n in found.items() if n > 1]
 
 
 def test_arguments_are_written_out():
     for name, path in modules().items():
-        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [node.func for node in nodes(path) if isinstance(node, ast.Call)]
         assert "locals" not in map(ast.unparse, calls), f"{name}: an editor, mypy and a reader cannot follow these"
 
 
@@ -228,14 +227,6 @@ def test_one_record_says_what_is_known_about_a_model():
     assert {name for name, path in modules().items() if "WeakKeyDictionary" in path.read_text()} == WEAK.keys()
 
 
-def fields_of(request: type) -> dict[str, object]:
-    """Fields of a request with their defaults, as a signature has them."""
-    return {
-        field.name: inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(request)
-    }
-
-
 @pytest.mark.parametrize(
     ("function", "request_class", "added"),
     [
@@ -247,7 +238,10 @@ def fields_of(request: type) -> dict[str, object]:
 )
 def test_a_request_has_the_parameters_of_its_function(function, request_class, added):
     asked = {name: one.default for name, one in inspect.signature(function).parameters.items()}
-    fields = fields_of(request_class)
+    fields = {
+        field.name: inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(request_class)
+    }
     assert {name: fields[name] for name in fields.keys() - added} == asked
 
 
@@ -275,14 +269,13 @@ def test_a_reader_does_not_have_to_jump():
 
 def private_uses(path: Path) -> Iterator[str]:
     """Names with a leading underscore that a test imports, reads of another object, or replaces."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         found: list[str] = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardload"):
             found = [part for alias in node.names for part in (*node.module.split("."), alias.name)]
         elif isinstance(node, ast.Import):
-            found = [
-                part for alias in node.names if alias.name.startswith("shardload") for part in alias.name.split(".")
-            ]
+            names = [alias.name for alias in node.names if alias.name.startswith("shardload")]
+            found = [part for name in names for part in name.split(".")]
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
             found = [node.attr]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
@@ -308,7 +301,7 @@ def test_one_place_asks_whether_a_model_has_a_backbone():
     users = {
         str(path.relative_to(PACKAGE))
         for path in modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) in ("getattr", "hasattr")
         and ast.unparse(node.args[1]) == "'backbone'"
@@ -330,12 +323,10 @@ FAMILIES = "from shardload.families import registry; registry.families()"
 def test_front_door_is_light(command):
     heavy = "{'jax', 'keras', 'keras_hub', 'tensorflow', 'orbax', 'h5py', 'tensorstore', 'xxhash', 'numpy.testing'}"
     code = f"{command}\nimport sys\nprint(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
 def test_no_module_has_the_name_of_a_public_function():
     """Importing ``shardload.plan`` as a module would put it in place of the function."""
-    assert not {package(name) for name in modules()} & (
-        set(shardload.__all__) - {"callbacks", "data", "errors", "optimizers", "parallel"}
-    )
+    functions = set(shardload.__all__) - {"callbacks", "data", "errors", "optimizers", "parallel"}
+    assert not {package(name) for name in modules()} & functions

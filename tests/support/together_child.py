@@ -108,16 +108,8 @@ def save(folder, seed):
 
 
 def source_of(folder, call):
-    return (
-        f"{folder}/"
-        + {
-            "load": "load.keras",
-            "local": "load.keras",
-            "fallback": "restore",
-            "load_weights": "load_weights.weights.h5",
-            "restore": "restore",
-        }[call]
-    )
+    names = {"load": "load.keras", "local": "load.keras", "load_weights": "load_weights.weights.h5"}
+    return f"{folder}/{names.get(call, 'restore')}"
 
 
 def alone(source, *, index):
@@ -208,15 +200,12 @@ def main(*arguments):
     before = random.getstate()
     began = time.time()
     tell(pid=os.getpid())
+    source = source_of(folder, call)
     if call == "fallback":
-        fall_back(source_of(folder, call), sees_damage=is_victim, mesh=mesh)
+        fall_back(source, sees_damage=is_victim, mesh=mesh)
         return
     try:
-        made = (
-            alone(source_of(folder, call), index=index)
-            if call == "local"
-            else run(call, source_of(folder, call), mesh=mesh, progress=progress)
-        )
+        made = alone(source, index=index) if call == "local" else run(call, source, mesh=mesh, progress=progress)
     except Exception as error:
         tell(error=str(error), kind=type(error).__name__, s=time.time() - began, seeds=random.getstate() == before)
         raise
