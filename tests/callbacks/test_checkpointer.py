@@ -27,10 +27,8 @@ def adam():
 
 def train(model, optimizer, batches):
     """A loop in JAX: no `compile`, no `fit`."""
-    weights, fixed, slots = (
-        [v.value for v in found]
-        for found in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
-    )
+    groups = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    weights, fixed, slots = ([v.value for v in group] for group in groups)
 
     def loss(weights, x, y):
         return ((model.stateless_call(weights, fixed, x)[0] - y) ** 2).mean()
@@ -184,11 +182,10 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, trained):
     for arguments, message in (
         ({"directory": None}, "expected the path of a folder"),
         ({"async_timeout_s": -1}, "positive"),
+        ({"max_to_keep": 0}, "Cannot use max_to_keep=0: expected a positive integer"),
     ):
         with pytest.raises(UsageError, match=message):
             shardload.Checkpointer(**{"directory": tmp_path} | arguments)
-    with pytest.raises(UsageError, match="Cannot use max_to_keep=0: expected a positive integer"):
-        shardload.Checkpointer(tmp_path, max_to_keep=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveError):
         shardload.Checkpointer(tmp_path / "file")

@@ -206,12 +206,7 @@ def test_saved_pickled_cloned_and_copied_models_are_plain(tmp_path):
     model.fit(x, y, verbose=0)
     expected = model.predict(x, verbose=0)
     model.save(tmp_path / "m.keras")
-    again = [
-        keras.saving.load_model(tmp_path / "m.keras"),
-        pickle.loads(pickle.dumps(model)),
-        copy.copy(model),
-    ]
-    for other in again:
+    for other in (keras.saving.load_model(tmp_path / "m.keras"), pickle.loads(pickle.dumps(model)), copy.copy(model)):
         assert binding_of(other) is None
         np.testing.assert_allclose(other.predict(x, verbose=0), expected, atol=2e-5)
     assert binding_of(keras.models.clone_model(model)) is None

@@ -215,20 +215,13 @@ def test_the_idle_optimizer_of_an_inner_model_refuses_no_step(kind, tmp_path):
     assert any("/optimizer; the model's is unchanged" in note for note in report.notes) == (kind != "adam")
 
 
-class OwnOptimizer(Plain):
-    """Keeps the optimizer that it is compiled with, which Keras wraps for loss scaling."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.mine = keras.optimizers.Adam()
-
-
 def test_a_wrapped_optimizer_is_not_another_one(tmp_path):
+    """A model keeps the optimizer that it is compiled with, which Keras wraps for loss scaling."""
     models = []
     for _ in range(2):
-        models.append(OwnOptimizer(dtype="mixed_float16"))
+        models.append(Second(dtype="mixed_float16"))
         models[-1].build((None, 4))
-        models[-1].compile(models[-1].mine, "mse")
+        models[-1].compile(models[-1].second, "mse")
     models[0].fit(X, np.ones((8, 1)), verbose=0, callbacks=[OrbaxCheckpoint(tmp_path)])
     shardload.restore(models[1], tmp_path)
     first, second = ([np.asarray(v) for v in model.optimizer.variables] for model in models)

@@ -1,6 +1,7 @@
 """A step compiled without weights has the collectives and the memory that can be counted by hand."""
 
 import functools
+from unittest.mock import Mock
 
 import jax
 import keras
@@ -35,9 +36,8 @@ def device_bytes(choice, variables):
 def test_a_forward_pass_of_two_blocks_has_four_all_reduces_of_one_mib():
     model, choice, inputs, _ = planned()
     step = compile_step(model, choice, inputs)
-    assert [(c.kind, c.nbytes, c.axes, c.group_size) for c in step.collectives] == [
-        ("all-reduce", MIB, ("model",), 4)
-    ] * 4
+    found = [(c.kind, c.nbytes, c.axes, c.group_size) for c in step.collectives]
+    assert found == [("all-reduce", MIB, ("model",), 4)] * 4
     assert step.collective_bytes == 4 * MIB
     assert step.argument_bytes == device_bytes(choice, model.variables) + inputs.nbytes // 2
     assert choice.device_bytes <= 1.6 * MIB
@@ -82,10 +82,7 @@ def test_nothing_is_allocated_and_an_optimizer_is_left_as_it_was():
 
 
 def test_nothing_is_put_on_devices_which_may_be_those_of_another_machine(monkeypatch):
-    def refused(*arguments, **options):
-        raise AssertionError("a value was put on a device")
-
-    monkeypatch.setattr(jax, "device_put", refused)
+    monkeypatch.setattr(jax, "device_put", Mock(side_effect=AssertionError("a value was put on a device")))
     model, choice, inputs, _ = planned()
     assert compile_step(model, choice, inputs, training="adamw").kind == "training"
 
@@ -138,9 +135,8 @@ def test_nested_inputs_several_outputs_and_keyword_arguments():
     forward = compile_step(model, choice, inputs, kwargs={"scale": scale, "mode": "mean"})
     assert forward.argument_bytes == device_bytes(choice, model.variables) + (2 * 16 + 1) * 8 * 4 // 2
     target = {"left": np.ones((8, 32), "float32")}
-    step = compile_step(
-        model, choice, inputs, target=target, loss={"left": "mse"}, training="sgd", kwargs={"scale": scale}
-    )
+    options = {"target": target, "loss": {"left": "mse"}, "training": "sgd", "kwargs": {"scale": scale}}
+    step = compile_step(model, choice, inputs, **options)
     assert step.alias_bytes >= device_bytes(choice, model.trainable_variables)
 
 

@@ -110,9 +110,8 @@ def test_a_difference_in_bfloat16_is_found_too():
     model = keras.Model(x, keras.layers.Dense(16, dtype="bfloat16")(y))
     batch = np.random.default_rng(0).normal(size=(8, 64)).astype("float32")
     output = check_numbers(model, choose(model, MESH), batch).raise_if_wrong().comparisons[0]
-    assert (
-        output.dtype == "bfloat16" and output.allowed < output.largest / 4
-    )  # a sum of four parts without one is found
+    # A sum of four parts without one is found.
+    assert output.dtype == "bfloat16" and output.allowed < output.largest / 4
 
 
 def test_variables_elsewhere_are_found():
@@ -178,11 +177,8 @@ def test_differences_count_beside_what_rounding_makes_infinite():
     expected, moved = np.array([1, 3e38, -np.inf], "float32"), np.array([1, np.inf, -np.inf], "float32")
     found = {"right": [1, 0, -np.inf], "wrong": [1e36, 3e38, -np.inf], "mask": [1, 3e38, np.inf]}
     compared = {k: compare(k, np.array(v, "float32"), [moved], expected, eps=2**-23) for k, v in found.items()}
-    assert {name: (c.differs, c.undefined) for name, c in compared.items()} == {
-        "right": (False, 1),
-        "wrong": (True, 1),
-        "mask": (True, 1),
-    }
+    told = {name: (c.differs, c.undefined) for name, c in compared.items()}
+    assert told == {"right": (False, 1), "wrong": (True, 1), "mask": (True, 1)}
 
 
 def test_masked_logits_may_be_infinite():
@@ -225,10 +221,8 @@ def test_the_model_stays_as_it_was():
     optimizer = keras.optimizers.Adam()
     before = [(v.value, np.asarray(v.value)) for v in model.variables]
     check_numbers(model, choose(model, MESH), inputs, target=target, loss=loss_for(target), training=optimizer)
-    assert all(
-        v.value is value and np.array_equal(v.value, copy)
-        for v, (value, copy) in zip(model.variables, before, strict=True)
-    )
+    pairs = zip(model.variables, before, strict=True)
+    assert all(v.value is value and np.array_equal(v.value, copy) for v, (value, copy) in pairs)
     assert not optimizer.built
 
 

@@ -109,8 +109,6 @@ def test_axes_in_the_middle_split_a_second_dim():
 
 
 def test_large_variables_left_whole_are_listed():
-    import keras
-
     found = choose(keras.Sequential([keras.Input((601,)), keras.layers.Dense(601, name="odd")]), MeshSpec.parse("1x8"))
     (path,) = found.replicated_large
     assert path.endswith("odd/kernel") and f"replicated though large: {path}" in found.summary()

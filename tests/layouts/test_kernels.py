@@ -46,18 +46,8 @@ PAIRS = {
     "dense": (lambda: dense(256, WIDTH), 1, 1),
     "square": (lambda: dense(WIDTH, WIDTH, WIDTH, WIDTH), 2, 3),
     "classifier": (lambda: dense(128, 32, 12), 1, 2),
-    "einsum": (
-        lambda: sequence((8, 64), L.EinsumDense("btd,df->btf", (None, 64)), L.EinsumDense("btf,fd->btd", (None, 64))),
-        1,
-        1,
-    ),
-    "heads": (
-        lambda: sequence(
-            (8, 64), L.EinsumDense("btd,dnh->btnh", (None, 4, 16)), L.EinsumDense("btnh,nhd->btd", (None, 64))
-        ),
-        1,
-        1,
-    ),
+    "einsum": (lambda: einsums("btd,df->btf", (None, 64), "btf,fd->btd"), 1, 1),
+    "heads": (lambda: einsums("btd,dnh->btnh", (None, 4, 16), "btnh,nhd->btd"), 1, 1),
     "multi_head_attention": (lambda: attention(L.MultiHeadAttention(4, 16)), 1, 1),
     "grouped_query_attention": (lambda: attention(L.GroupQueryAttention(16, 8, 4)), 1, 1),
     "convolutions": (convolutions, 1, 1),

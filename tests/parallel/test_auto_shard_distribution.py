@@ -1,5 +1,7 @@
 """`AutoShardDistribution`: any model, chosen layouts, under Keras' own interface."""
 
+import contextlib
+
 import jax
 import keras
 import models
@@ -81,12 +83,10 @@ def test_training_equals_one_device_inside_and_outside_the_scope(inside):
     plain, model, (x, y) = pair(), pair(), batch()
     distribution = shardload.AutoShardDistribution("1x4", devices=jax.devices()[:4])
     distribution.shard(model)
-    losses = [plain.fit(x, y, epochs=3, batch_size=8, shuffle=False, verbose=0).history["loss"]]
-    if inside:
-        with distribution.scope():
-            losses.append(model.fit(x, y, epochs=3, batch_size=8, shuffle=False, verbose=0).history["loss"])
-    else:
-        losses.append(model.fit(x, y, epochs=3, batch_size=8, shuffle=False, verbose=0).history["loss"])
+    options = {"epochs": 3, "batch_size": 8, "shuffle": False, "verbose": 0}
+    losses = [plain.fit(x, y, **options).history["loss"]]
+    with distribution.scope() if inside else contextlib.nullcontext():
+        losses.append(model.fit(x, y, **options).history["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-5)
     np.testing.assert_allclose(plain.evaluate(x, y, verbose=0), model.evaluate(x, y, verbose=0), rtol=1e-5)
     pairs = slots_of(model)

@@ -69,13 +69,9 @@ def test_throughput_without_a_transfer_is_not_a_number(transfer):
 
 
 def test_a_plan_adds_whether_it_fits():
-    report = plan_report(fits=Fit(device_memory=16 << 30, per_device_max=20 << 30, fits=False, smallest_mesh="1x16"))
-    assert report.to_json()["fits"] == {
-        "device_memory": 16 << 30,
-        "per_device_max": 20 << 30,
-        "fits": False,
-        "smallest_mesh": "1x16",
-    }
+    facts = {"device_memory": 16 << 30, "per_device_max": 20 << 30, "fits": False, "smallest_mesh": "1x16"}
+    report = plan_report(fits=Fit(**facts))
+    assert report.to_json()["fits"] == facts
     assert "no, weights take 20.0 GiB of 16.0 GiB on the fullest device (125.0 %)" in str(report)
     assert "Smallest mesh that fits: 1x16" in str(report)
 
@@ -180,7 +176,6 @@ def test_printable_keeps_what_people_write():
 
 def test_text_in_a_notebook_is_the_same(monkeypatch):
     known = str(load_report())
-    monkeypatch.setattr(
-        builtins, "get_ipython", type("ZMQInteractiveShell", (), {}), raising=False
-    )  # as Jupyter has it
+    # As Jupyter has it.
+    monkeypatch.setattr(builtins, "get_ipython", type("ZMQInteractiveShell", (), {}), raising=False)
     assert known and str(load_report()) == known
