@@ -82,13 +82,10 @@ def by(report):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("m.keras", {}),
-        ("m.keras", {"compile": False}),
-        ("unzipped", {}),
-        ("unzipped", {"compile": False}),
+        ("m.keras", {}), ("m.keras", {"compile": False}), ("unzipped", {}), ("unzipped", {"compile": False}),
         ("steps", {}),
     ],
-)
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")  # Keras saves no optimizer in a folder
 def test_load_model(saved, name, options):
     report = compare(lambda: load_model(saved / name, **options))

@@ -29,8 +29,6 @@ FAMILIES = [
     for module in (hub_folders, hub_nested)
     for name in module.CONFIGS
 ]
-
-
 BY_KERAS = {"blip-2 t5"}
 """Families that shardload cannot fill: their converters build layers while they convert."""
 

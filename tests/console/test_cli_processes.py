@@ -114,15 +114,11 @@ def test_those_that_never_come_are_missed_in_a_sentence(checkpoint):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        (("host:1", 2, None), "all three"),
-        ((None, None, 0), "all three"),
-        (("host", 2, 0), "host:1234"),
-        (("host:0", 2, 0), "host:1234"),
-        ((":12", 2, 0), "host:1234"),
-        (("host:99999", 2, 0), "host:1234"),
+        (("host:1", 2, None), "all three"), ((None, None, 0), "all three"), (("host", 2, 0), "host:1234"),
+        (("host:0", 2, 0), "host:1234"), ((":12", 2, 0), "host:1234"), (("host:99999", 2, 0), "host:1234"),
         (("host:1", 2, 2), "numbered from 0"),
     ],
-)
+)  # fmt: skip
 def test_options_that_contradict_each_other(given, named):
     with pytest.raises(options.typer.BadParameter, match=named):
         options.processes(*given)
@@ -182,14 +178,10 @@ except ShardloadError as error:
 @pytest.mark.parametrize(
     ("count", "victim", "when"),
     [
-        (2, 0, "importing"),
-        (2, 1, "importing"),
-        (2, 1, "interrupted"),
-        (4, 3, "importing"),
-        (4, 0, "waiting"),
+        (2, 0, "importing"), (2, 1, "importing"), (2, 1, "interrupted"), (4, 3, "importing"), (4, 0, "waiting"),
         (4, 3, "waiting"),
     ],
-)
+)  # fmt: skip
 def test_a_killed_peer_is_missed_from_the_moment_it_is_connected(count, victim, when):
     address = f"127.0.0.1:{free_port()}"
     running = [

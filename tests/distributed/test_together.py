@@ -38,18 +38,11 @@ from shardload.sharding import devices
 from shardload.sharding.mesh import MeshSpec
 
 SHARE = [
-    Case("load", "transfer", "kill", 1),
-    Case("load_weights", "headers", "stop", 0),
-    Case("restore", "end", "stop", 1),
-    Case("load", "before", "kill", 0),
-    Case("load_weights", "before", "raise", 0),
-    Case("restore", "transfer", "raise", 1),
-    Case("load", "end", "raise", 0),
-    Case("load", "import", "raise", 1),
-    Case("load", "script", "raise", 1),
-    Case("load", "before", "content", 1),
-    Case("restore", "before", "mesh", 1),
-]
+    Case("load", "transfer", "kill", 1), Case("load_weights", "headers", "stop", 0),
+    Case("restore", "end", "stop", 1), Case("load", "before", "kill", 0), Case("load_weights", "before", "raise", 0),
+    Case("restore", "transfer", "raise", 1), Case("load", "end", "raise", 0), Case("load", "import", "raise", 1),
+    Case("load", "script", "raise", 1), Case("load", "before", "content", 1), Case("restore", "before", "mesh", 1),
+]  # fmt: skip
 """Of `together_runs.all_cases`, each stage, kind and call at least once; the quick ones run while the others wait."""
 
 

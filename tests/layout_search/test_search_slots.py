@@ -14,15 +14,11 @@ MESH = MeshSpec(("data", "model"), (2, 4))
 SCALARS = 256
 """More than the bytes of counters and placeholders."""
 OPTIMIZERS = {
-    "adamw": lambda: "adamw",
-    "sgd": lambda: keras.optimizers.SGD(0.1),
-    "adafactor": keras.optimizers.Adafactor,
-    "muon": keras.optimizers.Muon,
-    "averaged": lambda: keras.optimizers.Adam(use_ema=True),
-    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
-    "rekls": REKLS,
+    "adamw": lambda: "adamw", "sgd": lambda: keras.optimizers.SGD(0.1), "adafactor": keras.optimizers.Adafactor,
+    "muon": keras.optimizers.Muon, "averaged": lambda: keras.optimizers.Adam(use_ema=True),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "rekls": REKLS,
     "rekls for some": lambda: REKLS(adamw_for=lambda v: "up" in v.path),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

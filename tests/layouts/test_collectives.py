@@ -158,8 +158,6 @@ DIFFERENTIATED = {
     "gather": functools.partial(all_gather, axis=1),
     "scatter": functools.partial(reduce_scatter, axis=0),
 }
-
-
 SOME = [c for c in CASES if c[0] != "1-D"][::5] + CASES[:3]
 """On every mesh, over all of its axes."""
 

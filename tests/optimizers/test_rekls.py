@@ -33,12 +33,8 @@ def fit(model, epochs=1):
 
 
 AS_THE_ORIGINAL = {
-    "skip_first_update": False,
-    "init_factor": 0,
-    "relative_epsilon": 0,
-    "limit_updates": False,
-    "rank_tolerance": 0,
-}
+    "skip_first_update": False, "init_factor": 0, "relative_epsilon": 0, "limit_updates": False, "rank_tolerance": 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -215,16 +211,12 @@ def test_row_dims_by_path():
 @pytest.mark.parametrize(
     "options",
     [
-        {"clipnorm": 0.1},
-        {"global_clipnorm": 0.1},
-        {"clipvalue": 0.01},
-        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
-        {"loss_scale_factor": 128.0},
-        {"gradient_accumulation_steps": 2},
-        {"precondition_frequency": 10},
+        {"clipnorm": 0.1}, {"global_clipnorm": 0.1}, {"clipvalue": 0.01},
+        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3}, {"loss_scale_factor": 128.0},
+        {"gradient_accumulation_steps": 2}, {"precondition_frequency": 10},
     ],
     ids=lambda options: next(iter(options)),
-)
+)  # fmt: skip
 def test_options_of_keras_lower_the_loss(options):
     model = build(REKLS(1e-2, **options))
     losses = fit(model, epochs=8)

@@ -23,8 +23,6 @@ from shardload.optimizers.matrices import MatrixRules
 from shardload.optimizers.rekls_math import Eigenpairs, Moments, Settings, Sides
 
 OF_ORIGINAL = {"beta_1": 0.5, "beta_2": 0.25, "factor_beta": 0.25, "epsilon": 0.125, "weight_decay": 1 / 16}
-
-
 SHAPES = [(12, 12), (6, 20), (32, 16)]
 
 
@@ -256,13 +254,10 @@ def test_what_is_not_finite_is_found():
 @pytest.mark.parametrize(
     ("shape", "rows", "sides"),
     [
-        ((64, 128), (0,), (64, 128)),
-        ((64, 8, 4), (0,), (64, 32)),
-        ((8, 64, 4), (1,), (64, 32)),
-        ((8, 4, 64), (0, 1), (32, 64)),
-        ((3, 3, 16, 32), (0, 1, 2), (144, 32)),
+        ((64, 128), (0,), (64, 128)), ((64, 8, 4), (0,), (64, 32)), ((8, 64, 4), (1,), (64, 32)),
+        ((8, 4, 64), (0, 1), (32, 64)), ((3, 3, 16, 32), (0, 1, 2), (144, 32)),
     ],
-)
+)  # fmt: skip
 def test_an_array_as_a_matrix_and_back(shape, rows, sides):
     view = MatrixRules().view("kernel", shape)
     array = np.arange(np.prod(shape)).reshape(shape)

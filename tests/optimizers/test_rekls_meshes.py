@@ -14,12 +14,10 @@ from shardload.parallel import collectives_in
 from shardload.sharding.mesh import MeshSpec
 
 SPLITS = {
-    "(16, 32)/0": ((16, 32), ("model", None)),
-    "(32, 16)/1": ((32, 16), (None, "model")),
-    "(96, 200)/0": ((96, 200), ("model", None)),
-    "(96, 200)/1": ((96, 200), (None, "model")),
+    "(16, 32)/0": ((16, 32), ("model", None)), "(32, 16)/1": ((32, 16), (None, "model")),
+    "(96, 200)/0": ((96, 200), ("model", None)), "(96, 200)/1": ((96, 200), (None, "model")),
     "(24, 40)/none": ((24, 40), (None, None)),
-}
+}  # fmt: skip
 
 
 def run(shape, spec, mesh, **options):
@@ -76,13 +74,10 @@ def test_the_same_bits_for_every_split_in_batches():
 @pytest.mark.parametrize(
     ("spec", "sizes"),
     [
-        (("model", None), (8,)),
-        ((), (8,)),
-        (("data", "model"), (2, 4)),
-        ((None, ("model", "data")), (2, 4)),
+        (("model", None), (8,)), ((), (8,)), (("data", "model"), (2, 4)), ((None, ("model", "data")), (2, 4)),
         ((None, "data"), (2, 4)),
     ],
-)
+)  # fmt: skip
 def test_matrices_that_are_dealt_out_have_the_state_of_those_that_are_not(spec, sizes):
     found = []
     for decompositions in ("dealt", "repeated"):
@@ -140,16 +135,12 @@ def test_one_batch_is_whole_at_a_time(whole_bytes, together):
 @pytest.mark.parametrize(
     ("shape", "spec", "sizes"),
     [
-        ((32, 64), ("data", None), (8, 1)),
-        ((32, 64), ("data", "model"), (2, 4)),
-        ((32, 64), ("model", "data"), (2, 4)),
-        ((32, 64), (("data", "model"), None), (2, 4)),
-        ((32, 64), (None, "model"), (2, 4)),
-        ((16, 8, 4), (None, "model", None), (2, 4)),
-        ((8, 4, 16), ("model", None, "data"), (2, 4)),
-        ((8, 16, 4), ("model", "data", None), (2, 4)),
+        ((32, 64), ("data", None), (8, 1)), ((32, 64), ("data", "model"), (2, 4)),
+        ((32, 64), ("model", "data"), (2, 4)), ((32, 64), (("data", "model"), None), (2, 4)),
+        ((32, 64), (None, "model"), (2, 4)), ((16, 8, 4), (None, "model", None), (2, 4)),
+        ((8, 4, 16), ("model", None, "data"), (2, 4)), ((8, 16, 4), ("model", "data", None), (2, 4)),
     ],
-)
+)  # fmt: skip
 def test_fsdp_two_axes_and_heads(shape, spec, sizes):
     mesh = mesh_of(*sizes)
     optimizer, _, found = run(shape, spec, mesh)

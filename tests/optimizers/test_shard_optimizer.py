@@ -25,23 +25,15 @@ def two_kinds():
 
 
 EVERY = {
-    "adadelta": (lambda: K.Adadelta(1.0), 2),
-    "adafactor": (lambda: K.Adafactor(0.01), 1),
-    "adagrad": (lambda: K.Adagrad(0.01), 1),
-    "adam": (lambda: K.Adam(0.01, amsgrad=True), 3),
-    "adamax": (lambda: K.Adamax(0.01), 2),
-    "adamw": (lambda: K.AdamW(0.01), 2),
-    "ftrl": (lambda: K.Ftrl(0.01), 2),
-    "lamb": (lambda: K.Lamb(0.01), 2),
-    "lion": (lambda: K.Lion(0.001), 1),
-    "loss scale": (lambda: K.LossScaleOptimizer(K.Adam(0.01)), 2),
-    "multi": (two_kinds, None),
-    "muon": (lambda: K.Muon(0.01), None),
-    "nadam": (lambda: K.Nadam(0.01), 2),
+    "adadelta": (lambda: K.Adadelta(1.0), 2), "adafactor": (lambda: K.Adafactor(0.01), 1),
+    "adagrad": (lambda: K.Adagrad(0.01), 1), "adam": (lambda: K.Adam(0.01, amsgrad=True), 3),
+    "adamax": (lambda: K.Adamax(0.01), 2), "adamw": (lambda: K.AdamW(0.01), 2), "ftrl": (lambda: K.Ftrl(0.01), 2),
+    "lamb": (lambda: K.Lamb(0.01), 2), "lion": (lambda: K.Lion(0.001), 1),
+    "loss scale": (lambda: K.LossScaleOptimizer(K.Adam(0.01)), 2), "multi": (two_kinds, None),
+    "muon": (lambda: K.Muon(0.01), None), "nadam": (lambda: K.Nadam(0.01), 2),
     "rmsprop": (lambda: K.RMSprop(0.01, momentum=0.9, centered=True), 3),
-    "schedule-free": (lambda: K.ScheduleFreeAdamW(0.01), 2),
-    "sgd": (lambda: K.SGD(0.01, momentum=0.9), 1),
-}
+    "schedule-free": (lambda: K.ScheduleFreeAdamW(0.01), 2), "sgd": (lambda: K.SGD(0.01, momentum=0.9), 1),
+}  # fmt: skip
 """How to make it, and its slots for each weight; ``None`` if that differs between weights."""
 ABSTRACT = {"Optimizer", "OptimizerMap", "TFOptimizer", "legacy", "schedules", "deserialize", "get", "serialize"}
 WEIGHT_BYTES = 4 * (16 * 24 + 24 + 24 * 8) // 4 + 4 * 8

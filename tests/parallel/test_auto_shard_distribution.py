@@ -48,13 +48,10 @@ def device_mesh(shape=(2, 4)):
 @pytest.mark.parametrize(
     "mesh",
     [
-        "2x4",
-        (2, 4),
-        MeshSpec(("batch", "model"), (2, 4)),
-        device_mesh,
+        "2x4", (2, 4), MeshSpec(("batch", "model"), (2, 4)), device_mesh,
         lambda: jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("batch", "model")),
     ],
-)
+)  # fmt: skip
 def test_every_form_of_mesh(mesh):
     distribution = shardload.AutoShardDistribution(mesh() if callable(mesh) else mesh)
     assert isinstance(distribution, keras.distribution.ModelParallel)

@@ -60,14 +60,10 @@ def test_a_fixed_plural_is_found():
 @pytest.mark.parametrize(
     ("n", "noun", "text"),
     [
-        (1, "batch", "1 batch"),
-        (2, "batch", "2 batches"),
-        (0, "entry", "0 entries"),
-        (3, "key", "3 keys"),
-        (2, "process", "2 processes"),
-        (1234, "tensor", "1,234 tensors"),
+        (1, "batch", "1 batch"), (2, "batch", "2 batches"), (0, "entry", "0 entries"), (3, "key", "3 keys"),
+        (2, "process", "2 processes"), (1234, "tensor", "1,234 tensors"),
     ],
-)
+)  # fmt: skip
 def test_plural(n, noun, text):
     assert plural(n, noun) == text
 

@@ -24,12 +24,8 @@ def test_latest():
 @pytest.mark.parametrize(("mode", "gone"), [("min", [3, 4]), ("max", [1, 3])])
 def test_best_and_latest_together(mode, gone):
     steps = [
-        step(1, loss=0.1),
-        step(2, loss=9.0 if mode == "max" else 0.2),
-        step(3, loss=0.5),
-        step(4, loss=0.7),
-        step(5),
-    ]
+        step(1, loss=0.1), step(2, loss=9.0 if mode == "max" else 0.2), step(3, loss=0.5), step(4, loss=0.7), step(5),
+    ]  # fmt: skip
     assert removed(Retention(1, best=2), steps, mode) == gone
 
 

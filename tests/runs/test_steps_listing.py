@@ -79,13 +79,10 @@ def test_an_epoch_that_cannot_be_is_none(tmp_path, epoch):
 @pytest.mark.parametrize(
     ("mode", "values", "best"),
     [
-        ("min", [3.0, 1.0, 2.0], [1]),
-        ("max", [3.0, 1.0, 2.0], [0]),
-        ("min", [float("nan"), 5.0, 5.0], [1]),
-        ("max", [None, float("-inf"), None], [1]),
-        ("min", [None, None], []),
+        ("min", [3.0, 1.0, 2.0], [1]), ("max", [3.0, 1.0, 2.0], [0]), ("min", [float("nan"), 5.0, 5.0], [1]),
+        ("max", [None, float("-inf"), None], [1]), ("min", [None, None], []),
     ],
-)
+)  # fmt: skip
 def test_the_best_step(tmp_path, mode, values, best):
     for step, value in enumerate(values):
         save_step(tmp_path, step, monitor="m", mode=mode, logs={} if value is None else {"m": value})

@@ -10,11 +10,7 @@ from shardload.comparing import diff
 from shardload.transfer.read_tensor import read_tensor
 
 FAMILIES = ("gemma_2b", "gemma2_9b", "gemma3_1b", "llama3.2_1b")
-
-
 FORMATS = ("h5", "safetensors", "orbax")
-
-
 ROOT = Path(__file__).parents[2]
 
 

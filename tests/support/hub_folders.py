@@ -38,22 +38,11 @@ COMMON = {
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "mlp_ratio": 2,
 }  # fmt: skip
 CONFIGS = {
-    "gemma": {},
-    "gemma2": {},
-    "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-    "llama": {},
-    "mistral": {},
-    "mixtral": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {},
-    "qwen2_moe": {},
-    "qwen3_moe": {},
-    "smollm3": {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2, "mlp_bias": False},
-    "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32, "resid_pdrop": 0.0, "n_positions": 24},
-    "bert": {},
-    "roberta": {},
-    "xlm-roberta": {},
-    "distilbert": {"n_layers": 2, "n_heads": 4, "dim": 32, "hidden_dim": 56},
+    "gemma": {}, "gemma2": {}, "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4}, "llama": {},
+    "mistral": {}, "mixtral": {}, "qwen2": {"tie_word_embeddings": True}, "qwen3": {}, "qwen2_moe": {},
+    "qwen3_moe": {}, "smollm3": {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2, "mlp_bias": False},
+    "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32, "resid_pdrop": 0.0, "n_positions": 24}, "bert": {},
+    "roberta": {}, "xlm-roberta": {}, "distilbert": {"n_layers": 2, "n_heads": 4, "dim": 32, "hidden_dim": 56},
     "albert": {"embedding_size": 16, "num_hidden_groups": 1, "inner_group_num": 1},
     "bart": {"d_model": 32, "encoder_ffn_dim": 56, "decoder_ffn_dim": 56, "encoder_layers": 2, "decoder_layers": 2}
     | {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
@@ -63,7 +52,7 @@ CONFIGS = {
     "dinov2": {"layerscale_value": 1.0, "use_swiglu_ffn": False, "image_size": 64},
     "swin": {"embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
     "gpt_oss": {"sliding_window": 24},
-}
+}  # fmt: skip
 """By ``model_type``: what differs from `COMMON`."""
 
 SHAPES = {

@@ -65,12 +65,9 @@ class ObjectServer:
 
     def environment(self):
         return {
-            "AWS_ENDPOINT_URL": self.root,
-            "AWS_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "TENSORSTORE_GCS_HTTP_URL": self.root,
-        }
+            "AWS_ENDPOINT_URL": self.root, "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret", "TENSORSTORE_GCS_HTTP_URL": self.root,
+        }  # fmt: skip
 
     def close(self):
         self.released.set()

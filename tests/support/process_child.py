@@ -108,12 +108,9 @@ def main(count, index, port, devices, mesh, do, folder, epochs=2):  # noqa: PLR0
     if do == "restore":
         report = shardload.restore(one, folder)
         tell(
-            digest=digest(one),
-            step=int(one.optimizer.iterations),
-            notes=report.notes,
-            needed=report.bytes.needed,
+            digest=digest(one), step=int(one.optimizer.iterations), notes=report.notes, needed=report.bytes.needed,
             read=report.bytes.read,
-        )
+        )  # fmt: skip
         return
     train(one, folder, epochs, parts=parts, part=index * parts // count, do=do)
     tell(digest=digest(one), step=int(one.optimizer.iterations), stopped=one.stop_training)

@@ -84,13 +84,10 @@ def train(kind, folder, *, index, count, stop_after=0):
     one = model()
     saver = shardload.callbacks.OrbaxCheckpoint(folder, save_freq=2, max_to_keep=3, resume=True)
     one.fit(
-        data(kind, index=index, count=count),
-        epochs=2,
-        steps_per_epoch=None if kind == "global" else EXAMPLES // BATCH,
-        verbose=0,
-        shuffle=False,
+        data(kind, index=index, count=count), epochs=2,
+        steps_per_epoch=None if kind == "global" else EXAMPLES // BATCH, verbose=0, shuffle=False,
         callbacks=[saver, StopAfter(stop_after)],
-    )
+    )  # fmt: skip
     return one
 
 

@@ -23,16 +23,11 @@ BERT = {
 }  # fmt: skip
 GPT2 = {"vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0}
 CONFIGS = {
-    "llama": ("LlamaModel", DECODER),
-    "mistral": ("MistralModel", {**DECODER, "sliding_window": None}),
-    "qwen2": ("Qwen2Model", QWEN),
-    "qwen3": ("Qwen3Model", QWEN),
-    "gemma": ("GemmaModel", DECODER),
-    "gemma2": ("Gemma2Model", GEMMA),
-    "gemma3_text": ("Gemma3TextModel", GEMMA3),
-    "bert": ("BertModel", BERT),
+    "llama": ("LlamaModel", DECODER), "mistral": ("MistralModel", {**DECODER, "sliding_window": None}),
+    "qwen2": ("Qwen2Model", QWEN), "qwen3": ("Qwen3Model", QWEN), "gemma": ("GemmaModel", DECODER),
+    "gemma2": ("Gemma2Model", GEMMA), "gemma3_text": ("Gemma3TextModel", GEMMA3), "bert": ("BertModel", BERT),
     "gpt2": ("GPT2Model", GPT2),
-}
+}  # fmt: skip
 TOKENS = np.array([[5, 17, 3, 42, 8, 23, 31, 11, 29, 7, 19, 44]])
 
 

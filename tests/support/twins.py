@@ -9,8 +9,6 @@ from shardload.keras_bridge.variables import sharding_of, value_of
 MESHES = ("1x8", "2x4", "8x1", "1x3", "1x1")
 """All of them under ``pytest --every-mesh`` (``make test-full``); else one for each case, in turn, so that every mesh
 meets every format: each test has five cases or more."""
-
-
 DTYPES = ("float32", "bfloat16")
 
 

@@ -5,20 +5,12 @@ import keras
 import numpy as np
 
 LAYERS = 2
-
-
 WIDTH = 1024
-
-
 LAYOUTS = {
-    "as saved": ((1, 8), (None, "model")),
-    "rows on 8x1": ((8, 1), ("batch", None)),
-    "rows on 1x8": ((1, 8), ("model", None)),
-    "2x4": ((2, 4), ("batch", "model")),
-    "columns on 2x4": ((2, 4), (None, "model")),
-    "1x4": ((1, 4), ("model", None)),
-    "1x1": ((1, 1), (None, None)),
-}
+    "as saved": ((1, 8), (None, "model")), "rows on 8x1": ((8, 1), ("batch", None)),
+    "rows on 1x8": ((1, 8), ("model", None)), "2x4": ((2, 4), ("batch", "model")),
+    "columns on 2x4": ((2, 4), (None, "model")), "1x4": ((1, 4), ("model", None)), "1x1": ((1, 1), (None, None)),
+}  # fmt: skip
 
 
 def layouts(shape, kernel):

@@ -85,14 +85,11 @@ def test_device_bytes_are_what_each_position_finally_holds():
 @pytest.mark.parametrize(
     ("shape", "dim", "strides", "how"),
     [
-        ((64, 4096), 0, (4096, 1), "direct"),
-        ((64, 4096), 1, (4096, 1), "direct"),
-        ((64, 2048), 1, (2048, 1), "staged"),
-        ((64, 512), 1, (512, 1), "staged"),
-        ((4096, 64), 0, (1, 4096), "staged"),
-        ((8,), None, (1,), "direct"),
+        ((64, 4096), 0, (4096, 1), "direct"), ((64, 4096), 1, (4096, 1), "direct"),
+        ((64, 2048), 1, (2048, 1), "staged"), ((64, 512), 1, (512, 1), "staged"),
+        ((4096, 64), 0, (1, 4096), "staged"), ((8,), None, (1,), "direct"),
     ],
-)
+)  # fmt: skip
 def test_how_depends_on_run_length_and_order(shape, dim, strides, how):
     manifest = manifest_of({"a": (math.prod(shape),)})
     plan = make_plan(

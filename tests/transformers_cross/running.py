@@ -99,13 +99,10 @@ def compare(model: Any, fixture: dict[str, Any]) -> Outcome:
 
 
 NAMES = {
-    "sequence_output": "last_hidden_state",
-    "pooled_output": "pooler_output",
-    "decoder_sequence_output": "last_hidden_state",
-    "encoder_sequence_output": "encoder_last_hidden_state",
-    "vision_logits": "logits_per_image",
-    "text_logits": "logits_per_text",
-}
+    "sequence_output": "last_hidden_state", "pooled_output": "pooler_output",
+    "decoder_sequence_output": "last_hidden_state", "encoder_sequence_output": "encoder_last_hidden_state",
+    "vision_logits": "logits_per_image", "text_logits": "logits_per_text",
+}  # fmt: skip
 
 
 def answers(model: Any, fixture: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -144,16 +141,11 @@ def _texts(backbone: Any, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]
         text = ids[:, int((ids[0] == ids[0, 0]).sum()) :]
     whole = ids if puts_the_image_first and "images" in backbone.input and "response_mask" in backbone.input else text
     made = {
-        "token_ids": text,
-        "encoder_token_ids": text,
-        "padding_mask": np.ones(whole.shape),
-        "encoder_padding_mask": np.ones(text.shape),
-        "response_mask": np.zeros(whole.shape),
-        "segment_ids": np.zeros(text.shape),
-        "position_ids": np.tile(np.arange(text.shape[1]), (len(text), 1)),
-        "decoder_token_ids": decoded,
-        "decoder_padding_mask": np.ones(decoded.shape),
-    }
+        "token_ids": text, "encoder_token_ids": text, "padding_mask": np.ones(whole.shape),
+        "encoder_padding_mask": np.ones(text.shape), "response_mask": np.zeros(whole.shape),
+        "segment_ids": np.zeros(text.shape), "position_ids": np.tile(np.arange(text.shape[1]), (len(text), 1)),
+        "decoder_token_ids": decoded, "decoder_padding_mask": np.ones(decoded.shape),
+    }  # fmt: skip
     return {name: np.asarray(value, "int32") for name, value in made.items()}
 
 

@@ -23,16 +23,13 @@ from transformers_cross.cases.parts import (
 
 SCALINGS: dict[str, Config] = {
     "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-}
+}  # fmt: skip
 """Ways to stretch rotary embeddings. All but the last change the outputs of twelve tokens."""
 METHODS = ("gptq", "awq", "fp8", "fp8_without_scales", "bitsandbytes", "compressed_tensors", "peft")
 

@@ -37,13 +37,11 @@ class Family:
 
 
 FAMILIES = (
-    Family("bert", "Bert", ENCODER),
-    Family("roberta", "Roberta", {**ENCODER, "type_vocab_size": 1}),
+    Family("bert", "Bert", ENCODER), Family("roberta", "Roberta", {**ENCODER, "type_vocab_size": 1}),
     Family("xlm-roberta", "XLMRoberta", {**ENCODER, "type_vocab_size": 1}),
-    Family("albert", "Albert", {**ENCODER, "embedding_size": 16}),
-    Family("esm", "Esm", ESM),
+    Family("albert", "Albert", {**ENCODER, "embedding_size": 16}), Family("esm", "Esm", ESM),
     Family("distilbert", "DistilBert", DISTILBERT),
-)
+)  # fmt: skip
 
 
 def cases() -> Iterator[Case]:

@@ -11,13 +11,10 @@ SWIN: Config = {
     "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, Config]] = {
-    "vit": ("ViT", IMAGES),
-    "deit": ("DeiT", IMAGES),
-    "dinov2": ("Dinov2", IMAGES),
+    "vit": ("ViT", IMAGES), "deit": ("DeiT", IMAGES), "dinov2": ("Dinov2", IMAGES),
     "dinov2_with_registers": ("Dinov2WithRegisters", {**IMAGES, "num_register_tokens": 2}),
-    "dinov3_vit": ("DINOv3ViT", {**IMAGES, "num_register_tokens": 2}),
-    "swin": ("Swin", SWIN),
-}
+    "dinov3_vit": ("DINOv3ViT", {**IMAGES, "num_register_tokens": 2}), "swin": ("Swin", SWIN),
+}  # fmt: skip
 
 
 def cases() -> Iterator[Case]:

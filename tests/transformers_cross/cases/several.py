@@ -25,12 +25,9 @@ QWEN: Config = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 5000.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [1, 1, 0],
+        "rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0],
     },
-}
+}  # fmt: skip
 QWEN_VISION: Config = {
     "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "in_channels": 3, "patch_size": 4,
     "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
