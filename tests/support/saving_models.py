@@ -74,7 +74,17 @@ def containers():
     return model
 
 
-class Hooked(LAYERS.Layer):
+class Passing(LAYERS.Layer):
+    """Has an output of the shape of its input: the input itself, where a subclass does not say otherwise."""
+
+    def call(self, x):
+        return x
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Hooked(Passing):
     """Two weights, and a hook of its own."""
 
     def build(self, shape):
@@ -83,9 +93,6 @@ class Hooked(LAYERS.Layer):
 
     def call(self, x):
         return x * self.a * keras.ops.sum(self.b)
-
-    def compute_output_shape(self, shape):
-        return shape
 
     def load_own_variables(self, store):
         self.a.assign(store["a"])
@@ -110,7 +117,7 @@ class InFolders(Hooked):
 
 
 @registered
-class Collecting(LAYERS.Layer):
+class Collecting(Passing):
     """Saves the variables of the layer inside, which Keras also saves itself."""
 
     def __init__(self, **named):
@@ -122,9 +129,6 @@ class Collecting(LAYERS.Layer):
 
     def call(self, x):
         return self.inner(x)
-
-    def compute_output_shape(self, shape):
-        return shape
 
     def save_own_variables(self, store):
         store["kernel"] = self.inner.kernel
@@ -174,40 +178,26 @@ class AsNumPy(Named):
 
 
 @registered
-class State(LAYERS.Layer):
+class State(Passing):
     """Variables of odd dtypes and shapes that are not trained."""
 
     def build(self, shape):
         for name, dtype, of in (("step", "int32", ()), ("flag", "bool", (3,)), ("byte", "uint8", (2, 1))):
             setattr(self, name, self.add_weight(shape=of, dtype=dtype, initializer="zeros", trainable=False))
 
-    def call(self, x):
-        return x
-
-    def compute_output_shape(self, shape):
-        return shape
-
 
 @registered
-class Empty(LAYERS.Layer):
+class Empty(Passing):
     """Variables without elements, which HDF5 stores and Orbax does not."""
 
     def build(self, shape):
         self.none = self.add_weight(shape=(0, 4))
         self.counts = self.add_weight(shape=(0,), dtype="int32", initializer="zeros", trainable=False)
 
-    def call(self, x):
-        return x
-
-    def compute_output_shape(self, shape):
-        return shape
-
 
 def around(*layers):
     """A builder of a small model with layers of these classes in its middle."""
-    return lambda: keras.Sequential(
-        [keras.Input((4,)), LAYERS.Dense(4), *(layer() for layer in layers), LAYERS.Dense(2)]
-    )
+    return lambda: keras.Sequential([keras.Input((4,)), LAYERS.Dense(4), *(of() for of in layers), LAYERS.Dense(2)])
 
 
 def shared():

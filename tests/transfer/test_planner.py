@@ -92,9 +92,8 @@ def test_device_bytes_are_what_each_position_finally_holds():
 )  # fmt: skip
 def test_how_depends_on_run_length_and_order(shape, dim, strides, how):
     manifest = manifest_of({"a": (math.prod(shape),)})
-    plan = make_plan(
-        manifest, [target(manifest, "a", dim, view=View("a", 0, shape, strides))], host_memory_bytes=1 << 20
-    )
+    wanted = target(manifest, "a", dim, view=View("a", 0, shape, strides))
+    plan = make_plan(manifest, [wanted], host_memory_bytes=1 << 20)
     assert {b.how for b in plan.blocks} == {how}
     assert all((b.host_bytes == 0) == (how == "direct") for b in plan.blocks)
 
