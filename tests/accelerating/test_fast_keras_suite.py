@@ -19,7 +19,7 @@ DIFFERENT = {
     "SavingBattleTest::test_legacy_load_skips_missing_nested_containers": (
         "the wheel lacks the file the test reads, so it fails with Keras as well",
         "fixture missing",
-    ),
+    )
 }
 """Tests that fail, why they may, and what their error must contain."""
 BY_KERAS = (

@@ -315,11 +315,7 @@ def test_a_variable_computed_in_build_is_never_initialised(sharded):
         (lambda x: x * 2, UninitialisedError, r"table' has no value inside.*Build the model outside it"),
         (np.asarray, UninitialisedError, "table' has no value"),
         (lambda x: 1 if keras.ops.convert_to_tensor(x) else 0, UninitialisedError, "table' has no value"),
-        (
-            lambda x: x.value + 1,
-            UnsupportedError,
-            r"'keeping': it computes \.made .*keeping/table.*load_weights",
-        ),
+        (lambda x: x.value + 1, UnsupportedError, r"'keeping': it computes \.made .*keeping/table.*load_weights"),
         (lambda x: keras.ops.sum(x[0]) + 1, UnsupportedError, r"computes \.made"),
     ],
 )

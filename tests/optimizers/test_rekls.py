@@ -274,8 +274,7 @@ def is_small(variable):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"rank_tolerance": 0}, {"adamw_for": is_small, "uneven": "replicate", "row_dims": {"a": (1,)}}],
+    "options", [{"rank_tolerance": 0}, {"adamw_for": is_small, "uneven": "replicate", "row_dims": {"a": (1,)}}]
 )
 def test_configuration_makes_a_round_trip(options):
     optimizer = REKLS(keras.optimizers.schedules.CosineDecay(1e-2, 10), clipnorm=1.0, decomposition="qr", **options)

@@ -13,15 +13,12 @@ from shardload.optimizers import REKLS
 
 SHAPE, STEPS, RATE = (24, 16), 30, 1e-2
 MODES = {
-    "eigh": {},
-    "qr": {"decomposition": "qr"},
-    "every third step": {"precondition_frequency": 3},
+    "eigh": {}, "qr": {"decomposition": "qr"}, "every third step": {"precondition_frequency": 3},
     "qr, every third step": {"decomposition": "qr", "precondition_frequency": 3},
     "columns only": {"max_dimension": 20},
     "original start": {"init_factor": 0, "relative_epsilon": 0, "skip_first_update": False},
-    "bfloat16": {"factor_dtype": "bfloat16"},
-    "bfloat16, qr": {"factor_dtype": "bfloat16", "decomposition": "qr"},
-}
+    "bfloat16": {"factor_dtype": "bfloat16"}, "bfloat16, qr": {"factor_dtype": "bfloat16", "decomposition": "qr"},
+}  # fmt: skip
 
 
 def moved(*given, mesh=None, spec=(), **options):

@@ -21,10 +21,7 @@ NOWHERE = "./there/is/nothing"
 WRONG = {
     "fast": (lambda: shardload.fast(1), r"Cannot call fast\(\): too many positional arguments"),
     "load_arrays": (lambda: shardload.load_arrays(NOWHERE), r"Cannot call load_arrays\(source, targets, .*'targets'"),
-    "convert": (
-        lambda: shardload.convert(NOWHERE),
-        r"Cannot call convert\(src, dst, .*argument: 'dst'",
-    ),
+    "convert": (lambda: shardload.convert(NOWHERE), r"Cannot call convert\(src, dst, .*argument: 'dst'"),
     "a long signature": (
         lambda: OrbaxCheckpoint(verbose=1),
         r"Cannot call OrbaxCheckpoint\(directory, monitor=…, [a-z_=…, ]*=…, …\): missing a required argument: 'dir",
@@ -32,10 +29,7 @@ WRONG = {
     "dst": (lambda: shardload.convert(NOWHERE, 3), "Cannot use dst=3: expected a path"),
     "ignore": (lambda: shardload.load(NOWHERE, ignore=3), "Cannot use ignore=3: expected a list of tensor names"),
     "ignore of plan": (lambda: shardload.plan(NOWHERE, ignore=None), "Cannot use ignore=None: expected a list"),
-    "ignore_config": (
-        lambda: shardload.load(NOWHERE, ignore_config=3),
-        "Cannot use ignore_config=3: expected a list",
-    ),
+    "ignore_config": (lambda: shardload.load(NOWHERE, ignore_config=3), "Cannot use ignore_config=3: expected a list"),
     "keep_every_hours": (
         lambda: shardload.Checkpointer("run", keep_every_hours="1"),
         "Cannot use keep_every_hours='1': expected more than 0, or None",
@@ -61,10 +55,7 @@ WRONG = {
     "initialise a list": (lambda: shardload.initialise([3]), r"Cannot use \[3\]: expected a model, or variables"),
     "axis_name": (lambda: parallel.all_reduce(np.ones(8), axis_name=3), "Cannot use axis_name=3: expected the name"),
     "op": (lambda: parallel.all_reduce(np.ones(8), op=["sum"]), r"Cannot reduce by op=\['sum'\]\. Choose sum"),
-    "mesh": (
-        lambda: parallel.all_reduce(np.ones(8), mesh="1x8"),
-        "Cannot use mesh='1x8': expected a jax",
-    ),
+    "mesh": (lambda: parallel.all_reduce(np.ones(8), mesh="1x8"), "Cannot use mesh='1x8': expected a jax"),
     "count": (lambda: parallel.get_best_devices("2"), "Cannot use count='2': expected a number of devices"),
     "device_type": (lambda: parallel.get_best_devices(1, device_type=3), "Cannot use device_type=3: expected 'cpu'"),
     "ids": (lambda: parallel.devices_of(3), "Cannot use the devices 3: expected ids such as 'cpu:0'"),

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import xxhash
-from step_folders import MIB, files_of, save_step
+from step_folders import MIB, files_of, flip, save_step
 
 from shardload.errors import DamagedError, SourceError, SourceNotFoundError, TransferError, UsageError
 from shardload.runs.digests import Checker, Damage, Digests, find_damage
@@ -20,14 +20,6 @@ BIG = "pytree/d/big"
 @pytest.fixture
 def step(tmp_path):
     return save_step(tmp_path, 7)
-
-
-def flip(path, *, offset=0, bit=0):
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ (1 << bit)]))
 
 
 def rewrite(step, change):

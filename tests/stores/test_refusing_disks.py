@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import keras
 import numpy as np
@@ -88,11 +89,7 @@ def test_a_disk_that_refuses_in_the_middle(model, tmp_path, monkeypatch, name, n
     model.save(tmp_path / "m.keras")
     folder = tmp_path / "out"
     folder.mkdir()
-
-    def refuses(*arguments):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "pwrite", refuses)
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(WriteError, match=SAID[number]) as caught:
         CONVERSIONS[name](model, folder)
     assert caught.value.errno == number and str(folder / "m.weights.h5") in str(caught.value)
@@ -101,10 +98,8 @@ def test_a_disk_that_refuses_in_the_middle(model, tmp_path, monkeypatch, name, n
 
 
 def test_memory_that_is_refused_is_a_limit_too(model, tmp_path, monkeypatch):
-    def refuses(*arguments):
-        raise MemoryError("Unable to allocate 70.3 MiB for an array with shape (36864000,)")
-
-    monkeypatch.setattr(os, "pwrite", refuses)
+    error = MemoryError("Unable to allocate 70.3 MiB for an array with shape (36864000,)")
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=error))
     said = r"Cannot write .*/m\.weights\.h5: Cannot allocate memory\. .*ulimit -v"
     with pytest.raises(WriteError, match=said) as caught:
         shardload.save_as(model, tmp_path / "m.weights.h5")
@@ -113,9 +108,7 @@ def test_memory_that_is_refused_is_a_limit_too(model, tmp_path, monkeypatch):
 
 
 def test_a_read_only_disk_names_the_target(model, tmp_path, monkeypatch):
-    def refuses(*arguments, **options):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
+    refuses = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
     monkeypatch.setattr("shardload.converting.publishing.FolderLock.take", refuses)
     with pytest.raises(WriteError, match=r"Cannot write .*/m\.weights\.h5: Read-only file system\. Choose a place"):
         shardload.save_as(model, tmp_path / "m.weights.h5")

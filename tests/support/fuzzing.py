@@ -138,10 +138,7 @@ class Child:
 
     def __init__(self, script="fuzz_child.py"):
         self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, Path(__file__).with_name(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def grown_by_opening(self, path):

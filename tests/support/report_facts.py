@@ -1,14 +1,6 @@
 """Reports with plausible numbers."""
 
-from shardload.reports import (
-    ByteCounts,
-    DeviceUse,
-    HostBytes,
-    LayoutSummary,
-    LoadReport,
-    PlanReport,
-    Stages,
-)
+from shardload.reports import ByteCounts, DeviceUse, HostBytes, LayoutSummary, LoadReport, PlanReport, Stages
 
 
 def facts(**changes):

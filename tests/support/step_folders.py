@@ -35,3 +35,11 @@ def files_of(folder: Path) -> list[Path]:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def flip(path, *, offset=0, bit=0):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ (1 << bit)]))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from step_folders import save_step
+from step_folders import flip, save_step
 from transfer_harness import Rows, check, load, manifest_of
 
 import shardload.transfer.preadv
@@ -136,9 +136,7 @@ def test_runs_of_a_step_are_verified(tmp_path, *, damage):
     file = step / "pytree/d/big"
     content = np.fromfile(file, np.uint8)[: 2 * MIB]
     if damage:
-        with file.open("r+b") as raw:
-            raw.seek(MIB + 77)
-            raw.write(bytes([content[MIB + 77] ^ 1]))
+        flip(file, offset=MIB + 77)
     path = located(file)
     tensors = {f"t{i}": Tensor(f"t{i}", (1024,), content.dtype, Extent(path, 1024 * i)) for i in range(2048)}
     manifest = Manifest(path, "orbax", tensors, {path: file.stat().st_size})

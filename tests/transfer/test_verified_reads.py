@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from step_folders import MIB, save_step
+from step_folders import MIB, flip, save_step
 
 from shardload.errors import DamagedError
 from shardload.runs.digests import Checker
@@ -81,11 +81,7 @@ def test_rows_are_spaced_out_as_scratch_has_them(row, pitch, offset, step):
 
 @pytest.mark.parametrize("at", [0, MIB, 2 * MIB + 4])
 def test_every_block_of_a_damaged_unit_fails(at, step):
-    with (step / BIG).open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
+    flip(step / BIG, offset=at)
     reads = UnitReads(BLOCKS, kept_units=2, verifier=Checker(step))
     hit = [b for b in BLOCKS if b.offset // MIB <= at // MIB <= (b.offset + b.read_bytes - 1) // MIB]
     assert hit
