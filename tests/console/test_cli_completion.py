@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from cli_fakes import COMMAND, environment, run
@@ -77,10 +78,7 @@ def test_formats_of_other_packages_are_not_imported(tmp_path, complete, monkeypa
 
 
 def test_a_root_that_cannot_be_read_does_not_disturb_the_prompt(complete, monkeypatch):
-    def refuse():
-        raise PermissionError("no")
-
-    monkeypatch.setattr(resolve, "root", refuse)
+    monkeypatch.setattr(resolve, "root", Mock(side_effect=PermissionError("no")))
     assert complete("shardload load m") == []
 
 

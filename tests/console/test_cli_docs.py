@@ -14,11 +14,6 @@ SECTIONS = {part.split("\n")[0]: part for part in CLI.split("\n## ")}
 COMMANDS = command().commands
 
 
-def long_options(name: str) -> set[str]:
-    declared = (o for p in COMMANDS[name].params for o in (*p.opts, *p.secondary_opts))
-    return {option for option in declared if option.startswith("--")}
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_its_section_and_its_place_in_the_list(name):
     assert f"shardload {name}" in SECTIONS and re.search(rf"^shardload {name} ", CLI, re.MULTILINE)
@@ -29,7 +24,8 @@ def test_a_section_names_exactly_the_options_there_are(name):
     section = SECTIONS[f"shardload {name}"]
     table = "\n".join(line for line in section.splitlines() if line.startswith("| `--"))
     named = set(re.findall(r"`(--[a-z-]+)", "\n".join(row.split("|")[1] for row in table.splitlines())))
-    assert named == long_options(name) - {"--help"}
+    declared = (o for p in COMMANDS[name].params for o in (*p.opts, *p.secondary_opts))
+    assert named == {option for option in declared if option.startswith("--")} - {"--help"}
 
 
 @pytest.mark.parametrize("option", [o for p in command().params for o in p.opts if o.startswith("--")])

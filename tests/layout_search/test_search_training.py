@@ -21,19 +21,14 @@ def cases():
             yield pytest.param(name, mesh, marks=mark, id=f"{name}-{mesh}")
 
 
-def planned_and_trained(name, mesh, seed=0):
-    keras.utils.set_random_seed(seed)
-    found = LAYOUT_MODELS[name]()
-    plan = search(found.model, MeshSpec.parse(mesh), inputs=found.inputs, optimizer="adam", hardware=FAST_LINKS)
-    choice = choose(found.model, MeshSpec.parse(mesh), plan)
-    options = {"target": found.target, "loss": loss_for(found.target), "training": "adam", "steps": 5}
-    check = check_numbers(found.model, choice, found.inputs, **options)
-    return found.model, plan, choice, check
-
-
 @pytest.mark.parametrize(("name", "mesh"), [*cases()])
 def test_five_training_steps_equal_those_of_one_device(name, mesh):
-    model, plan, choice, check = planned_and_trained(name, mesh)
+    keras.utils.set_random_seed(0)
+    model, inputs, target = LAYOUT_MODELS[name]()
+    plan = search(model, mesh, inputs=inputs, optimizer="adam", hardware=FAST_LINKS)
+    choice = choose(model, MeshSpec.parse(mesh), plan)
+    options = {"target": target, "loss": loss_for(target), "training": "adam", "steps": 5}
+    check = check_numbers(model, choice, inputs, **options)
     check.raise_if_wrong()
     assert set(check.found_device_bytes.values()) == {check.device_bytes}
     planned = {v.path: layout for v, layout in plan.layouts()}
@@ -53,16 +48,11 @@ MARGIN = 0.1 if jax.__version_info__ < (0, 11) else 0.15
 """How far planned activations are from what XLA allocates, which is a tenth less from JAX 0.11 on."""
 
 
-def planned_and_compiled(name, optimizer):
-    found = LAYOUT_MODELS[name]()
-    plan = search(found.model, MESH, inputs=found.inputs, optimizer=optimizer, hardware=FAST_LINKS)
-    training = "gradients" if optimizer else None
-    return plan, compile_step(found.model, choose(found.model, MESH, plan), found.inputs, training=training)
-
-
 @pytest.mark.parametrize("optimizer", [None, "adamw"])
 def test_a_block_exchanges_what_was_planned_and_needs_what_was_planned(optimizer):
-    plan, step = planned_and_compiled("block", optimizer)
+    model, inputs, _ = LAYOUT_MODELS["block"]()
+    plan = search(model, MESH, inputs=inputs, optimizer=optimizer, hardware=FAST_LINKS)
+    step = compile_step(model, choose(model, MESH, plan), inputs, training="gradients" if optimizer else None)
     assert step.collective_bytes == plan.exchanged_bytes
     assert step.counts == {"all-reduce": 8 if optimizer else 4}
     assert plan.device.activations == pytest.approx(step.temporary_bytes, rel=MARGIN)

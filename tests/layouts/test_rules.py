@@ -140,13 +140,17 @@ def test_a_class_without_a_map_names_the_way_out():
         choose(family("gemma3"), MESH, "keras_hub")
 
 
-def test_an_unknown_layout_names_the_known_ones():
-    with pytest.raises(LayoutError, match=r"Unknown layout 'best', and no file has that name\. Supported: 'auto'"):
-        choose(family("gemma2"), MESH, "best")
-    with pytest.raises(LayoutError, match=r"no file has that name\. Did you mean 'auto'\? Supported: 'auto'"):
-        choose(family("gemma2"), MESH, "autoo")
-    with pytest.raises(LayoutError, match="Cannot use 3 as layout"):
-        choose(family("gemma2"), MESH, 3)
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("best", r"Unknown layout 'best', and no file has that name\. Supported: 'auto'"),
+        ("autoo", r"no file has that name\. Did you mean 'auto'\? Supported: 'auto'"),
+        (3, "Cannot use 3 as layout"),
+    ],
+)
+def test_an_unknown_layout_names_the_known_ones(layout, said):
+    with pytest.raises(LayoutError, match=said):
+        choose(family("gemma2"), MESH, layout)
 
 
 # ---- the files of the how-to, loaded with --------------------------------------------------------

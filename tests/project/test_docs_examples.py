@@ -187,7 +187,10 @@ def test_tutorial(here, monkeypatch, capsys):
         run("docs/tutorials/train-kill-resume.md", replace=[*shorter, ("epochs=20", f"epochs={epochs}")])
     said = capsys.readouterr().out
     assert said.count("Epoch 2/") == 1 and said.count("Epoch 3/3") == 1
-    assert shardload.restore(build_tutorial_model(), "run").notes[0].startswith("step 30")
+    layers = [keras.layers.Dense(512, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    model.compile("adam", "mse")
+    assert shardload.restore(model, "run").notes[0].startswith("step 30")
 
 
 @pytest.mark.slow
@@ -200,13 +203,6 @@ def test_planning_tutorial(here, capsys):
     assert found["compiled"].total_bytes == pytest.approx(found["plan"].device.total, rel=0.12)
     assert Path("plan.svg").read_text().startswith("<svg")
     assert len(found["history"].history["loss"]) == 1
-
-
-def build_tutorial_model():
-    layers = [keras.layers.Dense(512, "relu"), keras.layers.Dropout(0.1), keras.layers.Dense(8)]
-    model = keras.Sequential([keras.Input((64,)), *layers])
-    model.compile("adam", "mse")
-    return model
 
 
 @pytest.mark.slow

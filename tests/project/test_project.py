@@ -8,6 +8,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -28,10 +29,7 @@ def test_the_version_is_that_of_pyproject():
 
 
 def test_a_source_tree_that_is_not_installed_has_an_unknown_version(monkeypatch):
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr(metadata, "version", Mock(side_effect=metadata.PackageNotFoundError("shardload")))
     assert shardload.__version__ == "0+unknown"
 
 

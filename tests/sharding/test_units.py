@@ -77,26 +77,21 @@ def test_bytes_never_show_four_digits_before_the_point():
     assert format_bytes(1023 << 20) == "1.0 GiB"
 
 
-def test_counts():
-    assert [format_count(n) for n in (999, 268_098_176, 9_241_705_984, 10**13)] == ["999", "268.1 M", "9.2 B", "10.0 T"]
-
-
-def test_seconds():
-    assert [format_seconds(s) for s in (0, 0.0449, 1.286, 185.0)] == ["0 ms", "45 ms", "1.29 s", "3 min 05 s"]
+@pytest.mark.parametrize(
+    ("shown", "numbers", "expected"),
+    [
+        (format_count, (999, 268_098_176, 9_241_705_984, 10**13), ["999", "268.1 M", "9.2 B", "10.0 T"]),
+        (format_seconds, (0, 0.0449, 1.286, 185.0), ["0 ms", "45 ms", "1.29 s", "3 min 05 s"]),
+        (format_rate, (1.286, 0.0451), ["1.29 GB/s", "45.1 MB/s"]),
+        (lambda n: plural(n, "tensor"), (0, 1, 1234), ["0 tensors", "1 tensor", "1,234 tensors"]),
+        (spare_bytes, (638 << 10, 80 << 20, 1 << 40), [1 << 20, 10 << 20, 64 << 20]),
+    ],
+    ids=["counts", "seconds", "slow rates are still numbers", "plural", "space to spare grows with what is written"],
+)
+def test_numbers_for_people(shown, numbers, expected):
+    assert [shown(n) for n in numbers] == expected
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_what_was_not_measured_is_a_dash(value):
     assert format_seconds(value) == format_rate(value) == "-"
-
-
-def test_slow_rates_are_still_numbers():
-    assert [format_rate(r) for r in (1.286, 0.0451)] == ["1.29 GB/s", "45.1 MB/s"]
-
-
-def test_plural():
-    assert [plural(n, "tensor") for n in (0, 1, 1234)] == ["0 tensors", "1 tensor", "1,234 tensors"]
-
-
-def test_space_to_spare_grows_with_what_is_written():
-    assert [spare_bytes(n) for n in (638 << 10, 80 << 20, 1 << 40)] == [1 << 20, 10 << 20, 64 << 20]

@@ -2,6 +2,7 @@ import codecs
 import json
 import os
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,10 +78,7 @@ def test_missing_and_dangling_files(tmp_path):
 
 
 def test_permission_is_named(path, monkeypatch):
-    def refuse(*_args):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(SourceError, match=r"may not be read .* chmod"):
         open_readonly(path)
 

@@ -26,5 +26,4 @@ def pytest_runtest_logreport(report):
     keep(report, calls=calls.get(report.nodeid, []))
 
 
-def pytest_sessionfinish():
-    write()
+pytest_sessionfinish = write

@@ -106,5 +106,4 @@ def pytest_runtest_logreport(report):
     keep(report, **{**told, "handed_over": sorted(told["handed_over"])})
 
 
-def pytest_sessionfinish():
-    write()
+pytest_sessionfinish = write
