@@ -43,6 +43,12 @@ def fit(model, callback, *values, epochs=None, sigterm=None):
     return model.fit(X, X, epochs=epochs, batch_size=4, verbose=0, callbacks=[says, callback])
 
 
+def fitted(callback, *values, **options):
+    """A callback after a fit of a new model."""
+    fit(compiled(), callback, *values, **options)
+    return callback
+
+
 def best(root):
     return find_step(root, "best").step
 
@@ -68,11 +74,9 @@ def test_it_does_not_in_any_mode(tmp_path, mode, values):
 def test_a_resumed_run_keeps_it_too_and_goes_on_comparing_with_it(tmp_path):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True), 0.2, epochs=3, sigterm=6)
     assert steps_in(tmp_path) == [4, 6]
-    again = OrbaxCheckpoint(tmp_path, save_best_only=True, resume=True)
-    fit(compiled(), again, 0.4, epochs=3, sigterm=6)
+    again = fitted(OrbaxCheckpoint(tmp_path, save_best_only=True, resume=True), 0.4, epochs=3, sigterm=6)
     assert again.best == 0.2 and best(tmp_path) == 4 and len(steps_in(tmp_path)) == 2
-    final = OrbaxCheckpoint(tmp_path, save_best_only=True, resume=True)
-    fit(compiled(), final, 0.3, 0.1, epochs=4)
+    final = fitted(OrbaxCheckpoint(tmp_path, save_best_only=True, resume=True), 0.3, 0.1, epochs=4)
     assert final.best == 0.1 and steps_in(tmp_path) == [best(tmp_path)]
 
 
@@ -80,8 +84,7 @@ def test_a_resumed_run_keeps_it_too_and_goes_on_comparing_with_it(tmp_path):
 def test_a_fit_that_ends_before_the_first_value_leaves_a_step_and_no_best(tmp_path):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True), epochs=2, sigterm=2)
     assert steps_in(tmp_path) == [2]
-    again = OrbaxCheckpoint(tmp_path, save_best_only=True, resume=True)
-    fit(compiled(), again, 0.5, epochs=1)
+    again = fitted(OrbaxCheckpoint(tmp_path, save_best_only=True, resume=True), 0.5, epochs=1)
     assert again.best == 0.5 and steps_in(tmp_path) == [6]
 
 
@@ -135,8 +138,7 @@ def test_a_best_that_is_gone_is_not_compared_with(tmp_path):
     callback = OrbaxCheckpoint(tmp_path, save_best_only=True, max_to_keep=None)
     fit(model, callback, 0.5, 0.1)
     shutil.rmtree(tmp_path / "8")
-    again = OrbaxCheckpoint(tmp_path, save_best_only=True, resume=True)
-    fit(compiled(), again, 0.3, epochs=2)
+    again = fitted(OrbaxCheckpoint(tmp_path, save_best_only=True, resume=True), 0.3, epochs=2)
     assert again.best == 0.3 and steps_in(tmp_path) == [8]
     shutil.rmtree(tmp_path / "8")
     fit(model, callback, 0.4)  # the same callback once more: what it remembers is gone as well
@@ -158,8 +160,7 @@ def shorten(file):
 def test_a_best_that_is_damaged_is_neither_compared_with_nor_removed(tmp_path, damage, capsys):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True, max_to_keep=None), 0.5, 0.1)
     damage(max((tmp_path / "8" / "pytree").rglob("d/*"), key=lambda file: file.stat().st_size))
-    again = OrbaxCheckpoint(tmp_path, save_best_only=True)
-    fit(compiled(), again, 0.3, epochs=3, sigterm=6)
+    again = fitted(OrbaxCheckpoint(tmp_path, save_best_only=True), 0.3, epochs=3, sigterm=6)
     assert "val_loss=0.1 of step 8 does not count" in capsys.readouterr().out
     assert again.best == 0.3 and steps_in(tmp_path) == [8, 12, 14]
 
@@ -210,8 +211,7 @@ def test_a_best_that_was_repaired_counts_again(beaten_by_a_damaged_one, tmp_path
     root = tmp_path / "run"
     shutil.copytree(beaten_by_a_damaged_one[0], root)
     flip(data_of(root / "8"))  # back
-    again = OrbaxCheckpoint(root, save_best_only=True)
-    fit(compiled(), again, 0.2, 0.05)
+    again = fitted(OrbaxCheckpoint(root, save_best_only=True), 0.2, 0.05)
     assert again.best == 0.05 and record(root, 20)["damaged"] == []
     assert steps_in(root) == [8, 20]  # 12, gone now, said that 8 is damaged
 
@@ -244,8 +244,7 @@ def lines(capsys):
 def test_a_run_says_that_it_compares_with_another_and_how_not_to(tmp_path, capsys):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True), 0.1)
     assert lines(capsys) == []
-    callback = OrbaxCheckpoint(tmp_path, save_best_only=True)
-    fit(compiled(), callback, 0.5, 0.4)
+    callback = fitted(OrbaxCheckpoint(tmp_path, save_best_only=True), 0.5, 0.4)
     (told,) = lines(capsys)
     assert f"val_loss=0.1 of step 4, which another run saved in {tmp_path}" in told
     assert "best_of='run'" in told and "another folder" in told
@@ -268,8 +267,7 @@ def test_a_run_may_compare_with_itself_alone_as_keras_does(tmp_path, capsys):
     assert lines(capsys) == [] and callback.best == 0.4
     assert best(tmp_path) == 12  # of this run
     assert steps_in(tmp_path) == [4, 12, 18]  # the best of the other is not lost
-    again = OrbaxCheckpoint(tmp_path, save_best_only=True, best_of="run", resume=True)
-    fit(compiled(), again, 0.45, epochs=4)
+    again = fitted(OrbaxCheckpoint(tmp_path, save_best_only=True, best_of="run", resume=True), 0.45, epochs=4)
     assert again.best == 0.4 and best(tmp_path) == 12 and lines(capsys) == []
 
 
@@ -296,8 +294,7 @@ def test_a_run_that_goes_back_says_what_it_leaves_ahead(tmp_path, capsys):
 
 def test_a_threshold_that_is_harder_to_beat_needs_no_word(tmp_path, capsys):
     fit(compiled(), OrbaxCheckpoint(tmp_path, save_best_only=True), 0.5)
-    callback = OrbaxCheckpoint(tmp_path, save_best_only=True, initial_value_threshold=0.2)
-    fit(compiled(), callback, 0.3, 0.1)
+    callback = fitted(OrbaxCheckpoint(tmp_path, save_best_only=True, initial_value_threshold=0.2), 0.3, 0.1)
     assert lines(capsys) == [] and callback.best == 0.1
 
 

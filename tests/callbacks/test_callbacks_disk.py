@@ -223,9 +223,8 @@ def test_a_conversion_that_fills_the_disk_goes_on_once_there_is_room(disk, to):
         assert seen["first"]["code"] == 1, name
         kept = ".out.converting" in seen["first"]["names"]
         assert seen["first"]["names"] == [*([".out.converting"] if kept else []), "filler"]
-        said = r"\. Free some space, or choose another disk\." + (
-            r" The finished part is in .*again to continue.*" if kept else ""
-        )
+        way_on = r" The finished part is in .*again to continue.*" if kept else ""
+        said = r"\. Free some space, or choose another disk\." + way_on
         full = r"the disk is full, for [\d.]+ [KM]iB of tensors"
         assert re.fullmatch(rf"Error: Cannot write .*/out: {full}{said}", paragraph)
         assert kept or " -1 " in name, "work that was lost"

@@ -69,12 +69,9 @@ def test_the_state_is_in_the_record_and_a_damaged_one_is_none(tmp_path):
     run(tmp_path, epochs=5)
     step = record(tmp_path, 20)
     stopping, plateau = step["callbacks"]
-    assert stopping == {
-        "callback": "EarlyStopping", "monitor": "scripted", "best": 3.0, "wait": 2, "best_epoch": 2, "stopped_epoch": 0
-    }  # fmt: skip
-    assert plateau == {
-        "callback": "ReduceLROnPlateau", "monitor": "scripted", "best": 3.0, "wait": 0, "cooldown_counter": 1
-    }  # fmt: skip
+    both = {"monitor": "scripted", "best": 3.0}
+    assert stopping == {"callback": "EarlyStopping", **both, "wait": 2, "best_epoch": 2, "stopped_epoch": 0}
+    assert plateau == {"callback": "ReduceLROnPlateau", **both, "wait": 0, "cooldown_counter": 1}
     assert step["logs"]["scripted"] == LOSSES[4]
     assert StepRecord.of_json({"callbacks": [3, {"callback": 5}]}).callbacks == ({"callback": 5},)
 

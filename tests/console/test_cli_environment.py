@@ -30,9 +30,8 @@ engine.load = show
 def test_the_mesh_gets_its_devices_and_the_person_is_told():
     done = with_fakes(SHOW, "load", "x", "--mesh", "1x8", "--platform", "cpu")
     assert '"devices": 8' in done.stderr
-    assert done.stderr.startswith(
-        "note: simulating 8 CPU devices for the mesh batch=1,model=8; no accelerator is used.\n"
-    )
+    said = "note: simulating 8 CPU devices for the mesh batch=1,model=8; no accelerator is used.\n"
+    assert done.stderr.startswith(said)
 
 
 @pytest.mark.slow

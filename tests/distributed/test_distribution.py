@@ -97,10 +97,9 @@ def test_models_on_different_meshes_alternate():
     x, y = data()
     plain, one, two = classifier(), put(classifier(), "1x8"), put(classifier(), "2x4")
     three = put(classifier(), "1x3", devices=jax.devices()[4:7])
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
     for _ in range(2):
-        results = [
-            m.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"] for m in (plain, one, two, three)
-        ]
+        results = [m.fit(x, y, **options).history["loss"] for m in (plain, one, two, three)]
         np.testing.assert_allclose(results, [results[0]] * 4, atol=1e-5)
     assert {d.id for d in three.weights[0].value.sharding.device_set} == {4, 5, 6}
     assert len(plain.weights[0].value.sharding.device_set) == 1

@@ -144,9 +144,8 @@ def test_convolutions_in_groups_have_the_planned_collectives(name, mesh, trainin
 @pytest.mark.parametrize("name", some("block"))
 def test_an_optimizer_exchanges_nothing_more(name):
     found, _, choice = planned(name, "2x4", "adam")
-    gradients, training = (
-        compile_step(found.model, choice, found.inputs, training=kind) for kind in ("gradients", "adam")
-    )
+    kinds = ("gradients", "adam")
+    gradients, training = (compile_step(found.model, choice, found.inputs, training=kind) for kind in kinds)
     assert in_program(training) == in_program(gradients) + Counter(MORE_WITH_ADAM.get(name))
 
 

@@ -117,9 +117,8 @@ def test_devices_that_share_a_group_of_heads_add_up_the_gradients_of_its_keys():
 def test_heads_and_their_width_carry_groups_of_heads_and_back():
     _, names = traced(lambda x: x.reshape(2, 4, 8).reshape(64), (64,), divisors=(1, 4))
     assert names == ["a", "a"]
-    program, _ = traced(
-        lambda x: x.reshape(6, 8), (48,), divisors=(1, 4)
-    )  # neither 6 heads nor their width divide alone
+    # Neither 6 heads nor their width divide alone.
+    program, _ = traced(lambda x: x.reshape(6, 8), (48,), divisors=(1, 4))
     assert sliced(program) == [48]
     program, _ = traced(lambda x: x.reshape(3, 16), (48,), divisors=(1, 4))
     assert sliced(program) == [48]

@@ -55,9 +55,8 @@ def steps(weight, gradients, settings, lr, *, value=0.0, dtype="float32"):
         if t > settings.skip_first_update:
             count = step - settings.skip_first_update
             own = rekls_math.l2_gradient(g, w, settings, when="l2", decays=True)
-            moments, direction = rekls_math.moments_and_direction(
-                moments, own, (old, new), step=count, settings=settings
-            )
+            given = (moments, own, (old, new))
+            moments, direction = rekls_math.moments_and_direction(*given, step=count, settings=settings)
             w = rekls_math.moved(w, direction, jnp.asarray(lr, dtype), settings, decays=True)
         old = new
         yield w, factors, new, moments
@@ -122,9 +121,8 @@ def test_what_float32_rounds(decay, shape):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_reference_by_hand_is_the_original(decay):
     known, lr = original(), learning_rate(decay)
-    by_hand = ByHand(
-        known["8x8|start"], lr=lr, betas=(0.5, 0.25), factor_beta=0.25, eps=0.125, weight_decay=1 / 16, decay=decay
-    )
+    options = {"betas": (0.5, 0.25), "factor_beta": 0.25, "eps": 0.125, "weight_decay": 1 / 16}
+    by_hand = ByHand(known["8x8|start"], lr=lr, decay=decay, **options)
     for gradient, expected in zip(known["8x8|gradients"], known[f"{decay}_8x8|weights"], strict=True):
         by_hand.step(gradient)
         assert np.abs(by_hand.w - expected).max() <= 2e-4 * lr

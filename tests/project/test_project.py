@@ -73,9 +73,7 @@ def test_a_workflow_may_only_read_and_ends(name):
 
 def test_the_tests_run_on_the_oldest_python_that_is_allowed():
     jobs = WORKFLOWS["ci"]["jobs"]
-    [oldest] = {
-        step["with"]["python-version"] for step in jobs["test"]["steps"] if "setup-python" in step.get("uses", "")
-    }
+    [oldest] = {s["with"]["python-version"] for s in jobs["test"]["steps"] if "setup-python" in s.get("uses", "")}
     assert [oldest, *jobs["sample"]["strategy"]["matrix"]["python"]] == ["3.11", "3.12", "3.13"]
     assert PROJECT["requires-python"] == f">={oldest}"
     assert jobs["test"]["strategy"]["matrix"]["part"] == [1, 2, 3, 4]

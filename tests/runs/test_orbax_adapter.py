@@ -200,9 +200,8 @@ def test_a_folder_removed_while_saving_is_the_cause_that_is_told(tmp_path):
 @contextmanager
 def small_disk(path, size):
     path.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False, capture_output=True
-    )
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]
+    done = subprocess.run(command, check=False, capture_output=True)
     if done.returncode:
         yield None
         return

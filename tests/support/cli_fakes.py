@@ -124,9 +124,8 @@ def environment(**changes: str) -> dict[str, str]:
 
 def run(command: tuple[str, ...], *, stdout: Any = subprocess.PIPE, **env: str) -> Done:
     """Run a command in its own process; ``env`` adds to the environment."""
-    done = subprocess.run(
-        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, check=False, env=environment(**env)
-    )
+    options: Any = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "timeout": 120}
+    done = subprocess.run(command, check=False, env=environment(**env), **options)
     return Done(done.returncode, done.stdout, SLOWLY.sub("", done.stderr))
 
 

@@ -43,9 +43,8 @@ def distribute(mesh):
     rules = keras.distribution.LayoutMap(devices)
     rules[".*kernel"] = (None, "model")
     rules[".*bias"] = ("model",)
-    keras.distribution.set_distribution(
-        keras.distribution.ModelParallel(layout_map=rules, batch_dim_name="batch", auto_shard_dataset=False)
-    )
+    found = keras.distribution.ModelParallel(layout_map=rules, batch_dim_name="batch", auto_shard_dataset=False)
+    keras.distribution.set_distribution(found)
     return sizes
 
 

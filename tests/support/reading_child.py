@@ -46,9 +46,8 @@ class Ledger(keras.layers.Layer):
         if training:
             numbers = keras.ops.cast(x[:, :1], "int32")
             self.batch.assign(self.batch + 1)
-            self.when.assign(
-                keras.ops.scatter_update(self.when, numbers, keras.ops.broadcast_to(self.batch, (x.shape[0],)))
-            )
+            batch = keras.ops.broadcast_to(self.batch, (x.shape[0],))
+            self.when.assign(keras.ops.scatter_update(self.when, numbers, batch))
         return x[:, 1:]
 
 

@@ -121,10 +121,8 @@ def test_repeated_layers_are_planned_as_if_each_were_the_only_one():
     for name in shapes:
         mine = [i for i, t in enumerate(targets) if t.view.tensor == name]
         alone = make_plan(manifest, [targets[i] for i in mine], host_memory_bytes=1 << 20)
-        renumbered = [
-            replace(b, pieces=tuple(replace(p, binding=mine[p.binding]) for p in b.pieces)) for b in alone.blocks
-        ]
-        assert [b for b in both.blocks if b.tensor == name] == renumbered
+        mapped = [replace(b, pieces=tuple(replace(p, binding=mine[p.binding]) for p in b.pieces)) for b in alone.blocks]
+        assert [b for b in both.blocks if b.tensor == name] == mapped
 
 
 def test_no_position_means_no_read():

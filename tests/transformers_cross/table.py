@@ -34,9 +34,7 @@ class Expected:
 def read() -> dict[str, Expected]:
     """By name of the case."""
     families = tomllib.loads(EXPECTED.read_text(encoding="utf-8"))
-    return {
-        f"{family}, {variant}": Expected(**row) for family, rows in families.items() for variant, row in rows.items()
-    }
+    return {f"{family}, {kind}": Expected(**row) for family, rows in families.items() for kind, row in rows.items()}
 
 
 def page(text: str) -> str:
