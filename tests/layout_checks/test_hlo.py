@@ -46,15 +46,10 @@ def test_axes_of_groups():
 @pytest.mark.parametrize(
     ("shape", "nbytes"),
     [
-        ("f32[16,128]{1,0}", 8192),
-        ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", 2048),
-        ("pred[7]", 7),
-        ("s4[6]{0}", 3),
-        ("f8e4m3fn[10]", 10),
-        ("f32[]", 4),
-        ("(f32[2]{0}, /*index=1*/(s32[], u8[3]), token[])", 15),
+        ("f32[16,128]{1,0}", 8192), ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", 2048), ("pred[7]", 7), ("s4[6]{0}", 3),
+        ("f8e4m3fn[10]", 10), ("f32[]", 4), ("(f32[2]{0}, /*index=1*/(s32[], u8[3]), token[])", 15),
     ],
-)
+)  # fmt: skip
 def test_bytes_of_shapes(shape, nbytes):
     assert shape_bytes(shape) == nbytes
 
@@ -63,9 +58,8 @@ def test_a_combined_instruction_counts_all_its_operands():
     text = program(
         '%ar = (f32[8]{0}, bf16[4]{0}) all-reduce(%a, %b), replica_groups=[2,4]<=[8], metadata={op_name="jit(f)/dense"}'
     )
-    assert collectives_in(text, MESH) == (
-        Collective("all-reduce", 40, "bf16+f32", 2, 4, ("model",), source="jit(f)/dense"),
-    )
+    (found,) = collectives_in(text, MESH)
+    assert found == Collective("all-reduce", 40, "bf16+f32", 2, 4, ("model",), source="jit(f)/dense")
 
 
 def test_a_start_and_its_done_count_once():
@@ -77,12 +71,8 @@ def test_a_start_and_its_done_count_once():
         "%s3 = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,4},{4,0}}",
         "ROOT %d3 = f32[8]{0} collective-permute-done(%s3)",
     )
-    found = collectives_in(text, MESH)
-    assert [(c.kind, c.nbytes, c.operands) for c in found] == [
-        ("all-reduce", 32, 1),
-        ("all-gather", 32, 1),
-        ("collective-permute", 32, 1),
-    ]
+    found = [(c.kind, c.nbytes, c.operands) for c in collectives_in(text, MESH)]
+    assert found == [("all-reduce", 32, 1), ("all-gather", 32, 1), ("collective-permute", 32, 1)]
 
 
 def test_a_wrapped_asynchronous_instruction_counts_once():
@@ -113,11 +103,8 @@ def test_a_program_for_tpu_states_no_groups():
 
 
 def test_loops_multiply_and_nest():
-    text = program(
-        '%w = (f32[8]{0}) while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}',
-        others=BODY,
-    )
-    (found,) = collectives_in(text, MESH)
+    loop = '%w = (f32[8]{0}) while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
+    (found,) = collectives_in(program(loop, others=BODY), MESH)
     assert (found.count, found.inside, found.total_bytes) == (15, "", 480)
 
 
