@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from keras.models import load_model  # by name, as programs do before the block
 from keras.src.saving import saving_api, saving_lib
-from same_models import differences, variable_differences
+from same_models import compare, variable_differences
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
@@ -47,29 +47,6 @@ def saved(tmp_path_factory):
     model.save_weights(folder / "m.weights.json", max_shard_size=1e-7)
     model.fit(X, Y, verbose=0, callbacks=[keras.callbacks.OrbaxCheckpoint(str(folder / "steps"))])
     return folder
-
-
-def again(function):
-    """A call from the same seeds and names each time: what it returns, and the error."""
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(7)
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
-
-
-def compare(function):
-    """Make a call outside and inside; both must do the same."""
-    expected = again(function)
-    with shardload.fast() as report:
-        found = again(function)
-    assert (type(found[1]), str(found[1])) == (type(expected[1]), str(expected[1]))
-    if isinstance(expected[0], keras.Model):
-        assert differences(found[0], expected[0]) == []
-    else:
-        assert found[0] == expected[0]
-    return report
 
 
 def by(report):

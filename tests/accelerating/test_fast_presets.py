@@ -14,7 +14,7 @@ import pytest
 from gguf_tokenizers import add_pieces, gguf_with_tokenizer
 from initial_values import zeros_for_random
 from process_runs import told_by
-from same_models import differences
+from same_models import compare
 
 import shardload
 
@@ -31,26 +31,6 @@ FAMILIES = [
 ]
 BY_KERAS = {"blip-2 t5"}
 """Families that shardload cannot fill: their converters build layers while they convert."""
-
-
-def outcome(function):
-    """What a call returns, or the error it raises; from the same seeds and names each time."""
-    keras.backend.clear_session(free_memory=False)  # to collect garbage takes longer than many a load
-    keras.utils.set_random_seed(7)
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
-
-
-def compare(function):
-    outside, expected = outcome(function)
-    with shardload.fast() as report:
-        inside, raised = outcome(function)
-    assert (type(raised), str(raised)) == (type(expected), str(expected))
-    if expected is None:
-        assert differences(inside, outside) == []
-    return report
 
 
 def tasks_of(backbone):

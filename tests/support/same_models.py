@@ -5,7 +5,31 @@ import json
 import keras
 import numpy as np
 
+import shardload
 from shardload.keras_bridge.model_state import own_layers
+
+
+def outcome(function):
+    """What a call returns, and the error it raises; from the same seeds and names each time."""
+    keras.backend.clear_session(free_memory=False)  # to collect garbage takes longer than many a load
+    keras.utils.set_random_seed(7)
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def compare(function):
+    """Make a call outside of `shardload.fast` and inside; both must do the same."""
+    outside, expected = outcome(function)
+    with shardload.fast() as report:
+        inside, raised = outcome(function)
+    assert (type(raised), str(raised)) == (type(expected), str(expected))
+    if isinstance(outside, keras.Layer):
+        assert differences(inside, outside) == []
+    else:
+        assert inside == outside
+    return report
 
 
 def differences(one, other):
