@@ -44,18 +44,14 @@ def test_another_shell_is_refused(capfd):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("shardload pl", ["plan"]),
-        ("shardload load --lay", ["--layout"]),
+        ("shardload pl", ["plan"]), ("shardload load --lay", ["--layout"]),
         ("shardload load x --mesh 2", ["2x2", "2x4", "2x8"]),
         ("shardload load x --layout ", ["auto", "replicated", "keras_hub", "search"]),
-        ("shardload plan x --layout s", ["search"]),
-        ("shardload plan x --train a", ["adam", "adamw", "adafactor"]),
-        ("shardload plan x --dtype b", ["bfloat16"]),
-        ("shardload synth gemma2_7", ["gemma2_7b"]),
-        ("shardload load gemma2_9", ["gemma2_9b"]),
-        ("shardload inspect ./no-such", []),
+        ("shardload plan x --layout s", ["search"]), ("shardload plan x --train a", ["adam", "adamw", "adafactor"]),
+        ("shardload plan x --dtype b", ["bfloat16"]), ("shardload synth gemma2_7", ["gemma2_7b"]),
+        ("shardload load gemma2_9", ["gemma2_9b"]), ("shardload inspect ./no-such", []),
     ],
-)
+)  # fmt: skip
 def test_offers(line, offered, complete):
     assert complete(line) == offered
 

@@ -84,16 +84,12 @@ def test_other_folders_with_snapshots_are_opened_themselves(tmp_path):
 @pytest.mark.parametrize(
     ("handle", "number", "place"),
     [
-        ("hf://org/name", 0, ""),
-        ("hf://org/name@v1", 1, ""),
-        ("hf://models/org/name@" + "b" * 40, 1, ""),
-        ("hf://org/name@refs/pr/3", 2, ""),
-        ("hf://org/name@dev%2Fx", 3, ""),
+        ("hf://org/name", 0, ""), ("hf://org/name@v1", 1, ""), ("hf://models/org/name@" + "b" * 40, 1, ""),
+        ("hf://org/name@refs/pr/3", 2, ""), ("hf://org/name@dev%2Fx", 3, ""),
         ("hf://org/name/model.safetensors", 0, "model.safetensors"),
-        ("hf://org/name@v1/model.safetensors", 1, "model.safetensors"),
-        ("hf://org/name@refs/pr/3/sub", 2, "sub"),
+        ("hf://org/name@v1/model.safetensors", 1, "model.safetensors"), ("hf://org/name@refs/pr/3/sub", 2, "sub"),
     ],
-)
+)  # fmt: skip
 def test_a_handle_names_a_revision_and_a_file(cache, handle, number, place):
     if place == "sub":
         whole = cache / "snapshots" / list(COMMITS.values())[number] / "sub"
