@@ -119,14 +119,22 @@ if "keras" not in sys.modules:
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
-    if name == "__version__":
-        return _installed_version()
+    if name == "__version__":  # from pyproject.toml, by the metadata of the installed package
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version(__name__)
+        except PackageNotFoundError:  # imported from a source tree that was never installed
+            return "0+unknown"
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         hint = errors.did_you_mean(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}".removesuffix("."))
-    _begin()
+    # Let the other processes notice if this one is killed in the imports that follow, which take seconds.
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        importlib.import_module(f"{__name__}.processes").begin()
     try:
         module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     except ImportError as error:
@@ -139,29 +147,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _begin() -> None:
-    """Let the other processes notice if this one is killed in the imports that follow, which take seconds."""
-    jax = sys.modules.get("jax")
-    if jax is not None and jax.distributed.is_initialized():
-        importlib.import_module(f"{__name__}.processes").begin()
-
-
 @atexit.register  # if JAX was imported first, this runs before its shutdown, which waits for other processes
 def _leave() -> None:
     """Notify the other processes when a script ends without using this package: they may be waiting for it."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         importlib.import_module(f"{__name__}.processes").leave_unheard()
-
-
-def _installed_version() -> str:
-    """Return the version in the package's metadata, which comes from pyproject.toml."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(__name__)
-    except PackageNotFoundError:  # imported from a source tree that was never installed
-        return "0+unknown"
 
 
 def __dir__() -> list[str]:

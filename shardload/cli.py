@@ -21,8 +21,6 @@ from collections.abc import Sequence
 
 from shardload.interrupts import INTERRUPTED, drop, end_with, ignore_at_exit, raise_interrupt_safely, raised
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -49,33 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if is_process:
             drop()
-        code = _failed(error, arguments)
+        if isinstance(error, SystemExit):  # raised by typer: completion, or --help whose reader left
+            code = 141 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
+        else:
+            from shardload.console.failures import tell
+
+            code = tell(error, json_wanted="--json" in arguments)
+        # Without unloading modules that its threads may still be using: Python would stop these somewhere inside of C++
+        # (of 77 interrupted runs of `verify`, five ended in a segmentation fault).
         if is_process and isinstance(error, KeyboardInterrupt):
-            _exit_now(code)
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(code)
     if is_process:
         end_with(code, _tidy)
     return code
-
-
-def _exit_now(code: int) -> None:
-    """End a process that was interrupted, without unloading modules that its threads may still be using.
-
-    Python would stop these threads somewhere inside of C++: of 77 interrupted runs of `verify`, five ended in a
-    segmentation fault.
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
-def _failed(error: BaseException, arguments: list[str]) -> int:
-    if isinstance(error, SystemExit):  # raised by typer: completion, or --help whose reader left
-        return 141 if isinstance(error.__context__, BrokenPipeError) else int(error.code or 0)
-    from shardload.console.failures import tell
-
-    return tell(error, json_wanted="--json" in arguments)
 
 
 def _tidy(_: int) -> None:
@@ -89,7 +77,7 @@ def _run(arguments: list[str]) -> int:
     from shardload.console import completion, streams
     from shardload.console.app import command
 
-    streams.begin()
+    streams.begin_command()
     if completion.answered(arguments):
         return 0
     code = command().main(arguments, prog_name="shardload", standalone_mode=False)

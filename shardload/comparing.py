@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -68,12 +68,7 @@ class Comparison:
         return asdict(self)
 
 
-def diff(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
-    *,
-    progress: ProgressLike = None,
-) -> Comparison:
+def diff(first: str | os.PathLike[str], second: str | os.PathLike[str], *, progress: ProgressLike = None) -> Comparison:
     """Compare two checkpoints of any formats.
 
     Args:
@@ -106,9 +101,8 @@ def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], s
             notes = (f"they have no tensor name in common, and cannot be compared by their models' weights: {error}",)
         else:
             equal, differences = _compared(*by_weight, shown)
-            return Comparison(
-                one.source, two.source, equal, differences, "weight", tuple(_without_values(differences, "weight"))
-            )
+            notes = _without_values(differences, "weight")
+            return Comparison(one.source, two.source, equal, differences, "weight", notes)
     # Decoders yield more digits than the model has, so nearly every value would differ: round them as a load would.
     decoded = [spec_of(side).model_dtype is not None for side in (one, two)]
     sides = (
@@ -121,19 +115,21 @@ def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], s
         if side.like is not None
     )
     equal, differences = _compared(*sides, shown)
-    notes += tuple(_without_values(differences, "tensor"))
+    notes += _without_values(differences, "tensor")
     return Comparison(one.source, two.source, equal, differences, notes=notes)
 
 
-def _without_values(differences: Iterable[TensorDifference], matched_by: str) -> Iterator[str]:
-    """Yield a note for each reason why values were not compared."""
+def _without_values(differences: Iterable[TensorDifference], matched_by: str) -> tuple[str, ...]:
+    """Return a note for each reason why values were not compared."""
     reasons: dict[str, list[str]] = {}
     for found in differences:
         if found.why:
             reasons.setdefault(found.why, []).append(found.name)
-    for why, names in reasons.items():
-        listed = f"{names[0]!r}" + (" …" if len(names) > 1 else "")
-        yield f"{plural(len(names), matched_by)} could not be compared by value ({listed}): {why}"
+    listed = {why: repr(names[0]) + " …" * (len(names) > 1) for why, names in reasons.items()}
+    return tuple(
+        f"{plural(len(names), matched_by)} could not be compared by value ({listed[why]}): {why}"
+        for why, names in reasons.items()
+    )
 
 
 class _Values(Protocol):
@@ -185,31 +181,23 @@ class _Tensors:
 
 def _compared(one: _Values, two: _Values, shown: Progress) -> tuple[int, tuple[TensorDifference, ...]]:
     """Return how many values are equal, and the differences of the others."""
-    others, equal, found = set(two.keys), 0, []
+    first, others, equal, found = set(one.keys), set(two.keys), 0, []
     both = [key for key in one.keys if key in others and one.shape(key) == two.shape(key)]
     shown.start(sum(_size(one, key) * one.dtype(key).itemsize for key in both), "Comparing")
     for key in one.keys:
         if key not in others:
-            found.append(
-                TensorDifference(one.name(key), "only in the first", _title(one, key), "", _size(one, key), None)
-            )
+            title, size = _title(one, key), _size(one, key)
+            found.append(TensorDifference(one.name(key), "only in the first", title, "", size, None))
         elif (difference := _compare(one, two, key, shown)) is not None:
             found.append(difference)
         else:
             equal += 1
-    first = set(one.keys)
     for key in two.keys:
         if key not in first:
-            found.append(
-                TensorDifference(two.name(key), "only in the second", "", _title(two, key), _size(two, key), None)
-            )
+            title, size = _title(two, key), _size(two, key)
+            found.append(TensorDifference(two.name(key), "only in the second", "", title, size, None))
     # The sort is stable: within weights, and within state, tensors keep the order of the file.
-    return equal, tuple(sorted(found, key=lambda difference: _is_state(difference.name)))
-
-
-def _is_state(name: str) -> bool:
-    """Whether a tensor is state of an optimizer or a metric; weights are listed before it."""
-    return name.partition("/")[0] in _STATE
+    return equal, tuple(sorted(found, key=lambda difference: difference.name.partition("/")[0] in _STATE))
 
 
 def _title(values: _Values, key: str) -> str:
@@ -249,7 +237,10 @@ def _compare_values(one: _Values, two: _Values, key: str, shown: Progress) -> tu
         a, b = one.rows(key, start, stop), two.rows(key, start, stop)
         if differing := _differing(a, b):
             elements += differing
-            by = _distance(a, b)
+            # inf - inf is NaN and warns; where every difference is NaN, so is the largest.
+            with np.errstate(all="ignore"):
+                apart = np.abs(_numbers(a) - _numbers(b))
+            by = float("nan") if np.all(np.isnan(apart)) else float(np.nanmax(apart))
             largest = by if largest is None else max(largest, by)
         shown.advance(a.nbytes)
     return elements, largest
@@ -274,13 +265,6 @@ def _differing(a: NDArray[Any], b: NDArray[Any]) -> int:
         bits = np.dtype(f"u{a.dtype.itemsize}")
         return int(np.count_nonzero(np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)))
     return int(np.count_nonzero(a != b))
-
-
-def _distance(a: NDArray[Any], b: NDArray[Any]) -> float:
-    # inf - inf is NaN and warns; where every difference is NaN, so is the largest.
-    with np.errstate(all="ignore"):
-        apart = np.abs(_numbers(a) - _numbers(b))
-    return float(np.nanmax(apart)) if not np.all(np.isnan(apart)) else float("nan")
 
 
 def _numbers(value: NDArray[Any]) -> NDArray[np.float64]:

@@ -44,7 +44,7 @@ import resource
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -170,9 +170,6 @@ class MismatchError(ShardloadError, ValueError):
         other_arguments: Whether the advice is to call the same function with other arguments.
     """
 
-    problem = ""
-    other_arguments = False
-
     def __init__(self, problem: str, advice: str = "", *, other_arguments: bool = False) -> None:
         super().__init__(f"{problem}{advice}")
         self.problem, self.other_arguments = problem, other_arguments
@@ -232,8 +229,6 @@ class UninitialisedError(ShardloadError, ValueError):
         variable: The path of the variable, if it is one.
     """
 
-    variable: str | None = None
-
     def __init__(self, message: str, variable: str | None = None) -> None:
         super().__init__(message)
         self.variable = variable
@@ -259,7 +254,11 @@ _WORDS = {
 
 def errno_of(error: BaseException) -> int | None:
     """Return the operating system's error number, taken from the error, its causes, or their messages."""
-    for link in _chain(error):
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        link, cause = cause, cause.__cause__ or cause.__context__
         if isinstance(link, OSError) and link.errno:
             return link.errno
         if isinstance(link, MemoryError):  # NumPy's says how many bytes, not why
@@ -272,16 +271,6 @@ def errno_of(error: BaseException) -> int | None:
             if words in text:
                 return number
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and each exception in its chain of causes, once."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or link.__context__
 
 
 WAYS_OUT = {
@@ -298,8 +287,6 @@ WAYS_OUT = {
 }
 """What helps against an error of the operating system that says nothing about the file."""
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-
-
 _SYSTEM = frozenset({*_LIMITS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
@@ -315,9 +302,7 @@ class LimitError(ShardloadError, OSError):
     def explaining(cls, error: BaseException, doing: str) -> LimitError | None:
         """Return the error for one that such a limit caused, ``None`` for all others.
 
-        Args:
-            error: Any exception, also of a library that has only words for the cause.
-            doing: What failed: ``"open model.safetensors"``.
+        ``error`` may be that of a library that has only words for the cause; ``doing`` is what failed: ``"open x.h5"``.
         """
         if isinstance(error, cls):
             return error
@@ -353,18 +338,8 @@ class StepExistsError(ShardloadError, FileExistsError):
 
 
 _OWN = (
-    "jax",
-    "jaxlib",
-    "keras",
-    "orbax",
-    "numpy",
-    "ml_dtypes",
-    "scipy",
-    "h5py",
-    "tensorstore",
-    "xxhash",
-    "typer",
-    "rich",
+    *("jax", "jaxlib", "keras", "orbax", "numpy", "ml_dtypes", "scipy", "h5py", "tensorstore", "xxhash"),
+    *("typer", "rich"),
 )
 _OF_HUB = ("keras_hub", "kagglehub", "huggingface_hub", "safetensors", "sentencepiece", "tokenizers")
 _EXTRAS = {**dict.fromkeys(_OWN, ""), **dict.fromkeys(_OF_HUB, "hub"), "gguf": "gguf", "grain": "data"}
@@ -386,10 +361,7 @@ class MissingExtraError(ShardloadError, ImportError):
     def explaining(cls, error: ImportError, *, needed_for: str, extra: str | None = None) -> MissingExtraError:
         """Return the error for any import that failed: of a missing module, or of one that lacks a part.
 
-        Args:
-            error: The failed import.
-            needed_for: What failed, as the message's subject.
-            extra: The extra that brings modules that are not known to belong to one.
+        ``needed_for`` is the message's subject; ``extra`` brings modules that are not known to belong to an extra.
         """
         if isinstance(error, cls):
             return error
@@ -399,7 +371,10 @@ class MissingExtraError(ShardloadError, ImportError):
         module = (error.name or "").partition(".")[0]
         extra = _EXTRAS.get(module, extra)
         package = module if extra is None else f"'shardload[{extra}]'" if extra else "shardload"
-        if module and not _is_installed(module):
+        # Asked first, because find_spec raises for entries without a spec; an entry of None refuses the import.
+        is_known = module in sys.modules
+        is_installed = sys.modules[module] if is_known else module and importlib.util.find_spec(module)
+        if module and is_installed is None:
             found = f"needs the package {module.replace('_', '-')!r}, which is not installed"
             advice = "the package that provides it" if extra is None else f"it with: pip install {package}"
         else:  # a part of a package is missing, or the error comes without a name
@@ -410,13 +385,6 @@ class MissingExtraError(ShardloadError, ImportError):
         super(MissingExtraError, made).__init__(f"{needed_for} {found}. Install {advice}")
         made.package, made.extra = module, extra or ""
         return made
-
-
-def _is_installed(module: str) -> bool:
-    # Asked first, because find_spec raises for entries without a spec; an entry of None refuses the import.
-    if module in sys.modules:
-        return sys.modules[module] is not None
-    return importlib.util.find_spec(module) is not None
 
 
 def import_failure(error: BaseException) -> ImportError | None:

@@ -55,7 +55,7 @@ def raised() -> KeyboardInterrupt:
     return _raised[-1] if _raised else KeyboardInterrupt()
 
 
-def number_of(error: BaseException) -> int:
+def signal_of(error: BaseException) -> int:
     """Return the number of the signal that an interruption comes from."""
     return error.number if isinstance(error, Terminated) else signal.SIGINT
 
@@ -69,11 +69,10 @@ def message_of(number: int) -> str:
 def exit_at_once(farewell: Callable[[int], None]) -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGHUP exit the process at once, even inside C++ code, with 128 + the signal.
 
-    Args:
-        farewell: Called first with the signal, in another thread; must not block. Functions registered with `atexit` do
-            not run.
+    ``farewell`` is called first with the signal, in another thread, and must not block. Functions registered with
+    `atexit` do not run.
     """
-    if not may_handle():
+    if not _may_handle():
         yield
         return
     write, previous_fd = _watched(farewell, None)
@@ -102,12 +101,7 @@ def drop(handler: Any = lambda number, frame: None) -> None:
 
 
 def end_with(code: int, farewell: Callable[[int], None]) -> None:
-    """Make Ctrl-C, SIGTERM and SIGHUP exit at once with the process' own exit ``code``: its results are complete.
-
-    Args:
-        code: The exit code.
-        farewell: As for `exit_at_once`.
-    """
+    """Make Ctrl-C, SIGTERM and SIGHUP exit at once with the process' own exit ``code``: its results are complete."""
     if _handled(_ENDING):
         drop()
         _watched(farewell, code)
@@ -138,10 +132,8 @@ def _wait(read: int, farewell: Callable[[int], None], code: int | None) -> None:
 def raise_interrupt_safely(*, restore: bool = True) -> Iterator[None]:
     """Raise `KeyboardInterrupt` on Ctrl-C, and `Terminated` on SIGTERM and SIGHUP, unless the signal is ignored.
 
-    Where an exception would be dropped or abort the process (`_NO_PLACE`), it is raised slightly later.
-
-    Args:
-        restore: Whether to restore the former handlers after the block; otherwise these stay for the whole process.
+    Where an exception would be dropped or abort the process (`_NO_PLACE`), it is raised slightly later. Without
+    ``restore``, these handlers stay for the whole process.
     """
     with _handled_by(_raise, _ENDING, restore=restore):
         yield
@@ -162,7 +154,7 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 def defer_interrupt() -> Iterator[None]:
     """Delay a first Ctrl-C, SIGTERM or SIGHUP until the end of the block; handle a second one at once."""
     before = {number: found for number in _ENDING if callable(found := signal.getsignal(number))}
-    if not may_handle() or signal.SIGINT not in before:
+    if not _may_handle() or signal.SIGINT not in before:
         yield
         return
     deferred: list[tuple[int, FrameType | None]] = []
@@ -222,7 +214,6 @@ def _handled(numbers: Sequence[int]) -> list[int]:
     return [n for n in numbers if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
 
 
-def may_handle() -> bool:
+def _may_handle() -> bool:
     """Whether this thread can set signal handlers and SIGINT is not ignored (as under `nohup`)."""
-    in_main = threading.current_thread() is threading.main_thread()
-    return in_main and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None)
+    return bool(_handled([signal.SIGINT]))

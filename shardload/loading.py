@@ -145,11 +145,8 @@ def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
     # KerasHub takes a while to make a preprocessor, so that happens in a thread, during the build and the transfer.
     text = TextInput(task=request.task) if preprocessor else None
     with joint_load(request) as call:
-        opener = partial(pipeline.open_requested, request)
-        if text is None:
-            loaded = pipeline.run_load(request, call, opener=opener)
-        else:
-            loaded = pipeline.run_load(request, call, opener=opener, on_opened=text.begin, on_built=text.prepare)
+        hooks: dict[str, Any] = {} if text is None else {"on_opened": text.begin, "on_built": text.prepare}
+        loaded = pipeline.run_load(request, call, opener=partial(pipeline.open_requested, request), **hooks)
     # For `shardload.generate` and `tokenizer`, which are given the model only.
     record_text_source(loaded.model, loaded.manifest)
     if text is None or (note := text.attach(loaded.model, loaded.manifest)) is None:

@@ -38,27 +38,21 @@ class RowReader(Protocol):
     @property
     def paths(self) -> tuple[Location, ...]:
         """Files this reader reads from."""
-        ...
 
     @property
     def stored_bytes(self) -> int:
         """Bytes the tensor takes up on disk, encoded."""
-        ...
 
     @property
     def row_alignment(self) -> int:
         """Rows per independently decodable unit; ranges should start at multiples of it."""
-        ...
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
         """Read rows ``[start, stop)``, C-contiguous, in the tensor's dtype.
 
-        A rank-0 tensor counts as one row and is returned with shape ``()``.
-
-        Raises:
-            TransferError: When the file no longer matches its headers.
+        A rank-0 tensor counts as one row and is returned with shape ``()``. A file that no longer matches its headers
+        is a `TransferError`.
         """
-        ...
 
 
 class EncodedRows(ABC):
@@ -78,11 +72,7 @@ class EncodedRows(ABC):
 
     @abstractmethod
     def require_decoder(self) -> None:
-        """Raise if the rows cannot be decoded here.
-
-        Raises:
-            MissingExtraError: When a package that decodes them is not installed.
-        """
+        """Raise if the rows cannot be decoded here, as a package that decodes them is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +91,8 @@ class Codec(Protocol):
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
         """Decode a chunk to its shape and the tensor's dtype, C-contiguous; empty bytes: the chunk was never written.
 
-        Raises:
-            TransferError: When the bytes do not decode.
+        Bytes that do not decode are a `TransferError`.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +258,7 @@ class Manifest:
         )
 
     def require_description(self) -> None:
-        """Raise unless a model can be built from it.
-
-        Raises:
-            UnsupportedError: When the model is not supported.
-            SourceError: When the description lacks something.
-        """
+        """Raise unless a model can be built from it."""
         if self.undescribed is not None:
             raise type(self.undescribed)(str(self.undescribed))
 

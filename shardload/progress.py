@@ -41,15 +41,12 @@ class Progress(Protocol):
 
     def start(self, total_bytes: int, description: str) -> None:
         """Begin a stage of ``total_bytes`` (0: unknown); a second call begins the next stage."""
-        ...
 
     def advance(self, n_bytes: int) -> None:
         """Add ``n_bytes`` to the bytes done."""
-        ...
 
     def stop(self) -> None:
         """End the load, successful or not; may be called twice, or without ``start``."""
-        ...
 
 
 ProgressLike: TypeAlias = Progress | bool | Literal["bar", "lines", "json"] | None
@@ -79,7 +76,22 @@ class TerminalProgress:
     def start(self, total_bytes: int, description: str) -> None:
         """Show a bar of ``total_bytes``, or an indeterminate one if that is 0."""
         self.stop()
-        self._bar = _bar()
+        from rich import progress
+
+        console = _console()
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=None),
+            progress.DownloadColumn(binary_units=True),  # as in reports
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+            console=console,
+            disable=not _can_draw(console),  # a log would get blank lines
+            refresh_per_second=5,  # drawing competes with the loading threads for the interpreter
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         # Descriptions contain file names; brackets in them are not markup.
         self._task = self._bar.add_task(without_secrets(description).replace("[", r"\["), total=total_bytes or None)
         self._bar.start()
@@ -154,13 +166,7 @@ class _Stage:
 
 
 class LineProgress:
-    """Writes a line to stderr at regular intervals, from its own thread, as minutes may pass between two calls.
-
-    Args:
-        as_json: Write JSON objects.
-        every_s: Seconds between lines, across stages.
-        clock: Returns the time in seconds.
-    """
+    """Writes a line to stderr at regular intervals, from its own thread, as minutes may pass between two calls."""
 
     def __init__(
         self, *, as_json: bool = False, every_s: float | None = None, clock: Callable[[], float] = time.monotonic
@@ -205,25 +211,6 @@ class LineProgress:
             self.write()
 
 
-def _bar() -> rich.progress.Progress:
-    from rich import progress
-
-    console = _console()
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=None),
-        progress.DownloadColumn(binary_units=True),  # as in reports
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=console,
-        disable=not _can_draw(console),  # a log would get blank lines
-        refresh_per_second=5,  # drawing competes with the loading threads for the interpreter
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-
-
 def _console() -> rich.console.Console:
     from rich.console import Console
 
@@ -235,11 +222,7 @@ def _can_draw(console: rich.console.Console) -> bool:
 
 
 def as_progress(wanted: ProgressLike) -> Progress:
-    """Return the object that shows progress as the caller's argument ``progress`` asks.
-
-    Raises:
-        UsageError: If it is none of `ProgressLike`.
-    """
+    """Return the object that shows progress as the caller's argument ``progress`` asks."""
     # By identity, as 0 == False and 1 == True: numbers are refused below.
     if wanted is None or wanted is False:
         return Silent()
@@ -261,12 +244,7 @@ def as_progress(wanted: ProgressLike) -> Progress:
 
 @contextmanager
 def on_stderr(*, enabled: bool = True, as_json: bool = False) -> Iterator[Progress]:
-    """Yield a progress that suits stderr, a bar on a terminal and else lines; stop it at the end of the block.
-
-    Args:
-        enabled: Whether to show progress at all.
-        as_json: Write JSON objects, even on a terminal.
-    """
+    """Yield a progress that suits stderr, a bar on a terminal and else lines; stop it at the end of the block."""
     # stderr is None under pythonw, or when it was closed before Python started.
     progress: Progress = Silent()
     if enabled and sys.stderr is not None:

@@ -200,12 +200,7 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
 
 def weight_values(model: Any, info: StepInfo) -> list[NDArray[Any]]:
-    """Return the values for ``model.set_weights`` from a shardload step, verified; of a partial step with the model's.
-
-    Raises:
-        DamagedError: If the step is damaged.
-        MismatchError: If it belongs to another model.
-    """
+    """Return the values for ``model.set_weights`` from a shardload step, verified; the model's where it is partial."""
     found = {id(variable): value for variable, value in _verified(model, info, "weights")}
     return [found[id(v)] if id(v) in found else np.asarray(value_of(v)) for v in model.weights]
 

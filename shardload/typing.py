@@ -19,12 +19,10 @@ class Mesh(Protocol):
     @property
     def axis_names(self) -> Sequence[Any]:
         """Names of the axes."""
-        ...
 
     @property
     def devices(self) -> Any:
         """Array of devices, with one dim per axis."""
-        ...
 
 
 class LayoutMap(Protocol):
@@ -33,7 +31,6 @@ class LayoutMap(Protocol):
     @property
     def device_mesh(self) -> Any:
         """The mesh of its layouts."""
-        ...
 
 
 class Distribution(Protocol):
@@ -42,16 +39,13 @@ class Distribution(Protocol):
     @property
     def device_mesh(self) -> Any:
         """Its mesh."""
-        ...
 
     @property
     def batch_dim_name(self) -> Any:
         """The mesh axis that splits the batch."""
-        ...
 
     def get_variable_layout(self, variable: Any) -> Any:
         """Return the layout of a variable."""
-        ...
 
 
 class DTypePolicy(Protocol):
@@ -60,7 +54,6 @@ class DTypePolicy(Protocol):
     @property
     def variable_dtype(self) -> str:
         """The dtype of weights."""
-        ...
 
 
 class Plan(Protocol):
@@ -69,11 +62,9 @@ class Plan(Protocol):
     @property
     def mesh(self) -> Any:
         """The mesh it is for."""
-        ...
 
     def partition_specs(self) -> dict[str, Any]:
         """Return a ``jax.sharding.PartitionSpec`` for every variable."""
-        ...
 
 
 # The words are no Literals, as any other string may be a path or a size.
@@ -85,15 +76,3 @@ LayoutLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Sequence[str | Non
 mapping, a plan, or a layout map or a distribution of Keras."""
 DTypeLike: TypeAlias = "str | type[Any] | np.dtype[Any] | DTypePolicy"
 """A name such as ``"bf16"``, a dtype of NumPy or JAX, or a dtype policy of Keras."""
-
-__all__ = [
-    "DTypeLike",
-    "DTypePolicy",
-    "Distribution",
-    "LayoutLike",
-    "LayoutMap",
-    "Mesh",
-    "MeshLike",
-    "PathLike",
-    "Plan",
-]

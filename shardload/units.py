@@ -21,6 +21,7 @@ from typing import Any
 
 from shardload.errors import UsageError
 
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _PREFIXES = ("", "k", "m", "g", "t", "p")
 _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgtp]?)(i?b?)", re.IGNORECASE)
 
@@ -58,7 +59,7 @@ def check_choice(argument: str, value: Any, choices: Iterable[str | None]) -> No
         raise UsageError(f"Cannot use {argument}={value!r:.60}: expected {', '.join(first)} or {last}")
 
 
-def check_names(argument: str, value: Any) -> None:
+def check_name_map(argument: str, value: Any) -> None:
     """Raise a `UsageError` unless an argument is a mapping from names to names, or ``None``."""
     check_kind(argument, value, Mapping | None, "a mapping")
     if not all(isinstance(name, str) for pair in (value or {}).items() for name in pair):
@@ -77,14 +78,9 @@ def is_function(value: Any) -> bool:
 
 
 def parse_bytes(text: str | int, *, least: int = 0) -> int:
-    """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"17179869184"`` to bytes; an int passes through.
+    """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"17179869184"`` to bytes; an int of at least ``least`` passes.
 
-    Args:
-        text: A quantity; as text, a number below 1 MiB needs a unit.
-        least: Smallest int that is accepted.
-
-    Raises:
-        ValueError: When the text is not a positive quantity of bytes.
+    As text, a number below 1 MiB needs a unit. Raises a `ValueError` for anything else.
     """
     if is_integer(text):
         return _with_unit(_positive(int(text), str(text)), str(text), least=least)
@@ -97,6 +93,14 @@ def parse_bytes(text: str | int, *, least: int = 0) -> int:
     # Decimal, as floats have sixteen digits: the bytes of large sizes would be off.
     n = _positive(int(Decimal(match[1]) * base ** _PREFIXES.index(match[2].lower())), text)
     return n if match[2] or match[3] else _with_unit(n, match[1], least=UNIT_NEEDED)
+
+
+def byte_count(argument: str, wanted: int | str, *, least: int = 0) -> int:
+    """Parse an argument as `parse_bytes` does; raise a `UsageError` that names it."""
+    try:
+        return parse_bytes(wanted, least=least)
+    except ValueError as error:
+        raise UsageError(f"{argument}: {error}") from error
 
 
 def _with_unit(n: int, text: str, *, least: int) -> int:
@@ -115,21 +119,17 @@ def _positive(n: int, text: str) -> int:
 
 def format_bytes(n: int) -> str:
     """Format as ``511.4 MiB``; exact below 1 KiB."""
-    return _bytes(n, None)
+    return _scaled(n, 1024, _BINARY) or f"{n} B"
 
 
 def format_bytes_up(n: int) -> str:
     """Format as `format_bytes` does, rounded up: whoever takes what is printed as a limit has room for ``n``."""
-    return _bytes(n, math.ceil)
+    return _scaled(n, 1024, _BINARY, math.ceil) or f"{n} B"
 
 
 def format_bytes_down(n: int) -> str:
     """Format as `format_bytes` does, rounded down: never the same text as `format_bytes_up` has for more bytes."""
-    return _bytes(n, math.floor)
-
-
-def _bytes(n: int, rounding: Callable[[float], int] | None) -> str:
-    return _scaled(n, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB"), rounding) or f"{n} B"
+    return _scaled(n, 1024, _BINARY, math.floor) or f"{n} B"
 
 
 def format_count(n: int) -> str:
@@ -174,19 +174,17 @@ def format_rate(gb_per_s: float | None) -> str:
 
 def plural(n: int, noun: str) -> str:
     """Format as ``1 tensor``, ``1,234 tensors``, ``2 batches``, ``3 entries``."""
-    return f"{n:,} {noun if n == 1 else _plural_of(noun)}"
+    if n == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{n:,} {noun[:-1]}ies"
+    hisses = noun.endswith(("s", "x", "ch", "sh")) and noun != "epoch"
+    return f"{n:,} {noun}{'es' if hisses else 's'}"
 
 
 def exact_bytes(n: int) -> str:
     """Format as ``1 byte``, ``1048576 bytes``: without separators, as `parse_bytes` reads a budget back."""
     return f"{n} byte" if n == 1 else f"{n} bytes"
-
-
-def _plural_of(noun: str) -> str:
-    if noun.endswith("y") and noun[-2] not in "aeiou":
-        return f"{noun[:-1]}ies"
-    hisses = noun.endswith(("s", "x", "ch", "sh")) and noun != "epoch"
-    return f"{noun}es" if hisses else f"{noun}s"
 
 
 FLOATS = ("bfloat16", "float16", "float32")
@@ -202,18 +200,10 @@ _QUANTISED = r"(int8|int4|float8)\w*_from_\w+"
 
 
 def dtype_name(wanted: Any) -> Any:
-    """Return the canonical name of a dtype to load in; ``None`` and Keras' policy objects pass through.
-
-    Args:
-        wanted: A name in any spelling, a NumPy or JAX dtype, a Keras dtype policy or its name, or ``None``.
-
-    Raises:
-        UsageError: When it is not a floating-point dtype.
-    """
+    """Return the canonical name of a dtype to load in, or of a policy of Keras; ``None`` and policy objects pass."""
     if wanted is None or hasattr(wanted, "variable_dtype"):
         return wanted
-    text = wanted if isinstance(wanted, str) else _name_of(wanted)
-    name = _SPELLINGS.get(text.lower(), text.lower())
+    name = _canonical(wanted)
     if name in FLOATS or name in _ALSO or re.fullmatch(_QUANTISED, name):
         return name
     raise UsageError(
@@ -225,25 +215,19 @@ def dtype_name(wanted: Any) -> Any:
 def plain_dtype_name(wanted: Any, *, doing: str, also: Iterable[str] = ()) -> str:
     """Return the canonical name of a dtype of single tensors, for which a policy of Keras says nothing.
 
-    Args:
-        wanted: As for `dtype_name`.
-        doing: What the dtype is for, after "Cannot": ``"write"``.
-        also: Further names that are accepted.
-
-    Raises:
-        UsageError: When it is no such dtype.
+    ``doing`` is what the dtype is for, after "Cannot": ``"write"``.
     """
-    text = wanted if isinstance(wanted, str) else _name_of(wanted)
-    name = _SPELLINGS.get(text.lower(), text.lower())
-    known = (*FLOATS, "float64", *also)
+    name, known = _canonical(wanted), (*FLOATS, "float64", *also)
     if name not in known:
         raise UsageError(f"Cannot {doing} in the dtype {wanted!r}. Choose {', '.join(known)} (or bf16, fp16, fp32)")
     return name
 
 
-def _name_of(wanted: Any) -> str:
-    """Return the name of a dtype object: ``np.dtype("float32")``, ``np.float32``, ``jnp.float32``."""
-    return str(getattr(getattr(wanted, "dtype", wanted), "name", getattr(wanted, "__name__", wanted)))
+def _canonical(wanted: Any) -> str:
+    """Return the name of a dtype: text in any spelling, ``np.dtype("float32")``, ``np.float32``, ``jnp.float32``."""
+    dtype = getattr(wanted, "dtype", wanted)
+    text = wanted if isinstance(wanted, str) else str(getattr(dtype, "name", getattr(wanted, "__name__", wanted)))
+    return _SPELLINGS.get(text.lower(), text.lower())
 
 
 def spare_bytes(n_bytes: int) -> int:

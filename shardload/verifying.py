@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from shardload.errors import LimitError, MissingExtraError, ShardloadError, SourceNotFoundError, UnsupportedError
 from shardload.loaders import open_manifest
-from shardload.manifest import Decoded, EncodedRows, Manifest, Tensor, UnreadableRows
+from shardload.manifest import Decoded, EncodedRows, Tensor, UnreadableRows
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.runs import digests
@@ -89,9 +89,9 @@ def _verdicts(source: str | os.PathLike[str], shown: Progress) -> list[Verdict]:
         return [_remote(info, shown) for info in steps]
     path = Path(resolve(source).path)
     if is_ours(path):
-        return [_with_digests(path, shown)]
+        return [_local(path, shown)]
     if steps := list_steps(path) if path.is_dir() else []:
-        return [_with_digests(info.path, shown) if info.ours else _readable(info.path, shown) for info in steps]
+        return [_local(info.path, shown) if info.ours else _readable(info.path, shown) for info in steps]
     return [_readable(path, shown)]
 
 
@@ -100,22 +100,19 @@ def _remote(info: StepInfo, shown: Progress) -> Verdict:
         raise foreign(info.where)
     if info.remote is None:
         return Verdict(info.where, "damaged", None, info.n_bytes, (str(info.problems),))
-    shown.start(info.n_bytes, f"Verifying {info.where}")
-    problems = tuple(str(found) for found in digests.find_damage(info.remote, progress=shown.advance))
-    verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
-    left_out = info.recorded.left_out
-    return Verdict(info.where, verdict, None, info.n_bytes, _shortened(problems), left_out)
+    return _with_digests(info.remote, info.where, info.n_bytes, shown, left_out=info.recorded.left_out)
 
 
-def _with_digests(path: Path, shown: Progress) -> Verdict:
-    size = _size(path)
-    shown.start(size, f"Verifying {path}")
-    damage = digests.find_damage(path, progress=shown.advance)
-    problems = tuple(str(found) for found in damage)
-    verdict: Literal["verified", "damaged"] = "damaged" if problems else "verified"
-    has_record = not problems and (path / STEP_FILE).is_file()  # a converted step has none
-    left_out = StepRecord.read(path).left_out if has_record else 0
-    return Verdict(str(path), verdict, None, size, _shortened(problems), left_out)
+def _local(path: Path, shown: Progress) -> Verdict:
+    found = _with_digests(path, str(path), _size(path), shown)
+    has_record = found.is_good and (path / STEP_FILE).is_file()  # a converted step has none
+    return replace(found, left_out=StepRecord.read(path).left_out) if has_record else found
+
+
+def _with_digests(place: Any, name: str, n_bytes: int, shown: Progress, *, left_out: int = 0) -> Verdict:
+    shown.start(n_bytes, f"Verifying {name}")
+    problems = tuple(str(found) for found in digests.find_damage(place, progress=shown.advance))
+    return Verdict(name, "damaged" if problems else "verified", None, n_bytes, _shortened(problems), left_out)
 
 
 def _size(path: Path) -> int:
@@ -127,10 +124,8 @@ def _size(path: Path) -> int:
 def _readable(path: Path, shown: Progress) -> Verdict:
     try:
         manifest = open_manifest(str(path))
-    except UnsupportedError:  # not a checkpoint at all, rather than a damaged one
-        raise
-    # A limit of this process, or a package that is missing: the checkpoint may be whole.
-    except (LimitError, MissingExtraError):
+    # Not a checkpoint at all, a limit of this process, or a package that is missing: it may be whole.
+    except (UnsupportedError, LimitError, MissingExtraError):
         raise
     except ShardloadError as error:
         return Verdict(str(path), "damaged", None, _size(path), (str(error),))
@@ -140,39 +135,36 @@ def _readable(path: Path, shown: Progress) -> Verdict:
     problems = []
     for tensor in manifest.tensors.values():
         try:
-            _read(tensor, shown)
+            for n_bytes in _read(tensor):
+                shown.advance(n_bytes)
         except (LimitError, MissingExtraError):
             raise
         except (ShardloadError, OSError) as error:
             if limit := LimitError.explaining(error, f"read {path}"):
                 raise limit from error
             problems.append(f"tensor {tensor.name!r}: {error}")
-    verdict: Literal["readable", "damaged"] = "damaged" if problems else "readable"
-    notes = tuple(_without_known_size(manifest))
-    return Verdict(
-        str(path), verdict, len(manifest.tensors), size, _shortened(tuple(problems)), notes=_shortened(notes)
+    notes = tuple(
+        f"tensor {name!r} has an unknown size, so it may be incomplete: {rows.why}"
+        for name, tensor in manifest.tensors.items()
+        if isinstance(tensor.storage, Decoded)
+        and isinstance(rows := tensor.storage.reader, UnreadableRows)
+        and not rows.is_size_known
     )
+    counts, shortened = (len(manifest.tensors), size), _shortened(tuple(problems))
+    return Verdict(str(path), "damaged" if problems else "readable", *counts, shortened, notes=_shortened(notes))
 
 
-def _without_known_size(manifest: Manifest) -> Iterator[str]:
-    for name, tensor in manifest.tensors.items():
-        match tensor.storage:
-            case Decoded(UnreadableRows(why=why, is_size_known=False)):
-                yield f"tensor {name!r} has an unknown size, so it may be incomplete: {why}"
-
-
-def _read(tensor: Tensor, shown: Progress) -> None:
+def _read(tensor: Tensor) -> Iterator[int]:
+    """Read a tensor to its end, and yield the number of bytes after each block."""
     if isinstance(tensor.storage, Decoded) and isinstance(rows := tensor.storage.reader, EncodedRows):
-        for stored in stored_chunks(rows, limit_bytes=READ_BYTES):
-            shown.advance(stored.nbytes)
+        yield from (stored.nbytes for stored in stored_chunks(rows, limit_bytes=READ_BYTES))
         return
     for start, stop in row_ranges(tensor, limit_bytes=READ_BYTES):
         read_rows(tensor, start, stop)
         # Stored bytes, in proportion to the rows: decoded rows have more bytes than the file.
-        shown.advance(tensor.stored_bytes * stop // tensor.rows - tensor.stored_bytes * start // tensor.rows)
+        yield tensor.stored_bytes * stop // tensor.rows - tensor.stored_bytes * start // tensor.rows
 
 
 def _shortened(problems: tuple[str, ...]) -> tuple[str, ...]:
-    if len(problems) <= SHOWN:
-        return problems
-    return (*problems[:SHOWN], f"… and {len(problems) - SHOWN} more")
+    rest = len(problems) - SHOWN
+    return problems if rest <= 0 else (*problems[:SHOWN], f"… and {rest} more")

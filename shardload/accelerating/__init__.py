@@ -47,8 +47,7 @@ from shardload.keras_bridge.variables import is_abstract, release_from_mesh
 from shardload.layouts.choice import current_devices
 from shardload.loading import Loaded, run_load_weights
 from shardload.mapping.assets import load_assets, staged_assets
-from shardload.pipeline.arguments import check_backend
-from shardload.pipeline.request import LoadWeightsRequest
+from shardload.pipeline.request import LoadWeightsRequest, check_backend
 from shardload.reports import LoadReport
 from shardload.reports.calls import CallReport, FastReport
 from shardload.resolve import hubs

@@ -25,8 +25,7 @@ from shardload import restoring
 from shardload.errors import UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_state import plain_model, with_optimizer
-from shardload.pipeline import arguments
-from shardload.pipeline.request import RestoreRequest
+from shardload.pipeline.request import RestoreRequest, check_keras_model
 from shardload.runs.best import Monitor, Retention, plain_logs
 from shardload.runs.contents import (
     Selection,
@@ -140,7 +139,7 @@ class Checkpointer:
                 failed.
         """
         model = plain_model(model)
-        arguments.check_model(model)
+        check_keras_model(model)
         step, epoch = _count("step", step), None if epoch is None else _count("epoch", epoch)
         if metrics is not None and not isinstance(metrics, Mapping):
             raise UsageError(f"Cannot use metrics={metrics!r:.60}: expected a mapping from names to numbers")
@@ -216,7 +215,7 @@ class Checkpointer:
             ShardloadError: As `shardload.restore`.
         """
         model = plain_model(model)
-        arguments.check_model(model)
+        check_keras_model(model)
         self.wait()
         if iterator is not None:  # before the restore changes the model
             check_settable(iterator, "iterator")

@@ -1,6 +1,7 @@
 """The command tree: what `shardload --help` shows.
 
-The functions are in `shardload.console.commands`; this module gives them their names and order.
+The functions are in `shardload.console.commands` and `shardload.console.checkpoint_commands`; this module gives them
+their names and order.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from shardload.console import commands, convert_command, plan_command, run_commands, streams
+from shardload.console import checkpoint_commands, commands, streams
 
-HELP = ["-h", "--help"]
+_HELP = ["-h", "--help"]
 app = typer.Typer(
     name="shardload",
     help="""Load any checkpoint straight into a sharded Keras model on JAX.
@@ -33,18 +34,18 @@ app = typer.Typer(
     rich_markup_mode=None,
     # Exceptions belong to `shardload.cli.main`, which reports them in one paragraph.
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": HELP},
+    context_settings={"help_option_names": _HELP},
 )
 
 app.command("load")(commands.load)
-app.command("plan")(plan_command.plan)
-app.command("inspect")(commands.inspect)
-app.command("synth")(commands.synth)
-app.command("sources")(commands.sources)
-app.command("steps")(run_commands.steps)
-app.command("verify")(run_commands.verify)
-app.command("diff")(run_commands.diff)
-app.command("convert")(convert_command.convert)
+app.command("plan")(commands.plan)
+app.command("inspect")(checkpoint_commands.inspect)
+app.command("synth")(checkpoint_commands.synth)
+app.command("sources")(checkpoint_commands.sources)
+app.command("steps")(checkpoint_commands.steps)
+app.command("verify")(checkpoint_commands.verify)
+app.command("diff")(checkpoint_commands.diff)
+app.command("convert")(commands.convert)
 
 
 def _show_version(wanted: bool) -> None:
@@ -56,7 +57,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def root(
+def without_command(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
@@ -78,7 +79,7 @@ def command() -> Any:
     # typer's help shows the type <bool> after a flag, as if it took a value.
     for each in (tree, *tree.commands.values()):
         # The parameter --help is created here, once, with the names that this context has.
-        context = typer.Context(each, help_option_names=HELP)
+        context = typer.Context(each, help_option_names=_HELP)
         for parameter in each.get_params(context):
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""

@@ -1,33 +1,31 @@
-"""The commands: read options, prepare the process, call the engine, write results.
+"""The commands that load, plan and convert: read options, set JAX up, call the engine, write results.
 
 The docstring of a command is its help text: a description, then examples to copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from dataclasses import asdict, astuple, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardload.console import (
-    completion,
-    failures,
-    jax_setup,
-    known_sources,
-    listing,
-    options,
-    streams,
-)
+from shardload.console import completion, failures, jax_setup, listing, options, streams
 from shardload.console.launch import alone_among_several
+from shardload.errors import WriteError
 from shardload.interrupts import exit_at_once
 from shardload.progress import on_stderr
 from shardload.reports import printable
-from shardload.synth import MAX_SEED
-from shardload.synth import synth as write_checkpoint
+from shardload.stores.local import local_target, working_folder
+
+_TEXT = "\n\t"
+"""Control characters that generated text may contain; others could control the terminal."""
+_MORE = "These are the weights only. For activations too, add --layout search; for a training step, --train adamw\n"
 
 
 def load(
@@ -69,7 +67,7 @@ def load(
     $ shardload load ./model.safetensors --mesh 2x4 --dtype bfloat16 --json
     """
     # What the options alone can say is wrong comes first, before seconds of imports.
-    spec, which = options.mesh_spec(mesh, axes, layout), options.step(step)
+    spec, which = options.mesh_option(mesh, axes, layout), options.step(step)
     processes = options.processes(
         coordinator_address,
         num_processes,
@@ -78,13 +76,14 @@ def load(
         initialization_timeout=initialization_timeout,
     )
     _check_together(spec, processes, prompt, max_new_tokens)
-    note = streams.note if processes is None or processes.is_first else _nothing
+    reports = processes is None or processes.is_first  # the others print neither notes nor results
+    note = streams.note if reports else lambda text: None
     if processes is None and (alone := alone_among_several(os.environ)) is not None:
         note(alone)
     with streams.results() as out:
-        jax_setup.prepare(note=note)
+        jax_setup.set_up_jax(note=note)
         # May download, and has a folder to clean up: Ctrl-C raises here. What follows writes nothing, so it just exits.
-        known_sources.fetch(source)
+        completion.make_available(source)
         with exit_at_once(partial(out.interrupted, as_json=json)):
             processes = jax_setup.provide_devices(
                 spec,
@@ -93,7 +92,7 @@ def load(
                 processes=processes,
                 give_up=lambda error: failures.tell(error, json_wanted=json, stdout=out.stream),
             )
-            reports = processes is None or processes.is_first
+            reports = processes is None or processes.is_first  # only JAX may have been able to tell
             if prompt is not None:
                 from shardload.text.sources import tokenizer
 
@@ -125,10 +124,19 @@ def load(
             if not json:
                 out.table(loaded.report)
                 out.text(listing.of_processes(loaded.shares))
-            text = _generate(out, loaded, prompt, max_new_tokens=max_new_tokens or 32, shown=not json)
+            text = ""
+            if prompt is not None:
+                from shardload.text import generation
+
+                text = generation.generate(loaded.model, prompt, max_new_tokens=max_new_tokens or 32)
+                if not json:
+                    rule = ("─" if out.unicode else "-") * 40
+                    out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n")
         # After the block that exits on Ctrl-C, which would add a second object to one that is being written.
         if json:
-            out.json(_as_json(loaded, prompt, text))
+            shares = {"processes": [asdict(share) for share in loaded.shares]} if loaded.shares else {}
+            generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
+            out.json({**loaded.report.to_json(), **shares, **generated})
 
 
 def _summed(loaded: Any) -> Any:
@@ -140,12 +148,6 @@ def _summed(loaded: Any) -> Any:
     highest = max((share.host_bytes for share in loaded.shares), key=lambda host: host.peak_staging)
     total = replace(loaded.report.bytes, needed=needed, read=read)
     return replace(loaded, report=replace(loaded.report, bytes=total, host_bytes=highest))
-
-
-def _as_json(loaded: Any, prompt: str | None, text: str) -> dict[str, Any]:
-    processes = {"processes": [asdict(share) for share in loaded.shares]} if loaded.shares else {}
-    generated = {"generated": {"prompt": prompt, "text": text}} if prompt is not None else {}
-    return {**loaded.report.to_json(), **processes, **generated}
 
 
 def _check_together(spec: Any, processes: Any, prompt: str | None, max_new_tokens: int | None) -> None:
@@ -163,151 +165,202 @@ def _check_together(spec: Any, processes: Any, prompt: str | None, max_new_token
         raise typer.BadParameter("A mesh is required with several processes.", param_hint="--mesh")
 
 
-def _nothing(_: str) -> None:
-    """Drop a note: only process 0 prints notes."""
-
-
-def _generate(out: streams.Results, loaded: Any, prompt: str | None, *, max_new_tokens: int, shown: bool) -> str:
-    """Continue the prompt, if there is one, and return the new text; if ``shown``, print both."""
-    if prompt is None:
-        return ""
-    from shardload.text import generation
-
-    text = generation.generate(loaded.model, prompt, max_new_tokens=max_new_tokens)
-    if shown:
-        rule = ("─" if out.unicode else "-") * 40
-        out.text(f"\n{rule}\n{printable(prompt + text, keep=_TEXT)}\n")
-    return text
-
-
-_TEXT = "\n\t"
-"""Control characters that generated text may contain; others could control the terminal."""
-
-
-def inspect(
+def plan(
     source: options.Source,
     *,
-    match: Annotated[
-        str | None,
-        typer.Option("--match", metavar="GLOB", help="Only tensors whose names match, for example '*/attention/*'."),
-    ] = None,
+    mesh: options.Mesh = None,
+    axes: options.Axes = None,
+    layout: options.PlanLayout = None,
+    dtype: options.DtypeOption = None,
+    host_memory: options.HostMemory = None,
+    device_memory: options.DeviceMemory = None,
+    train: options.Train = None,
+    batch: options.Batch = None,
+    sequence: options.Sequence = None,
+    compile: options.CompileStep = False,
+    save_plan: options.SavePlan = None,
+    svg: options.Svg = None,
+    ignore: options.Ignore = None,
     format: options.FormatOption = None,
-    json: options.Json = False,
-) -> None:
-    """List the tensors of a checkpoint, reading headers only.
-
-    One line per tensor: name, shape, dtype, bytes, file, and position in the file.
-
-    Examples:
-    $ shardload inspect model.weights.h5
-
-    $ shardload inspect gemma3_270m --match '*norm*' --json
-    """
-    with streams.results() as out:
-        jax_setup.prepare(note=streams.note)
-        from shardload.resolve.opening import open_source
-
-        manifest = open_source(source, format and str(format), verify=False).manifest
-        if json:
-            out.json(listing.as_json(manifest, match=match))
-        else:
-            for note in manifest.notes:
-                streams.note(note)
-            out.text(listing.as_text(manifest, match=match, width=out.width))
-
-
-def synth(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="An architecture, for example gemma2_9b.",
-            autocompletion=completion.synthetic,
-            show_default=False,
-        ),
-    ],
-    *,
-    format: Annotated[
-        options.SynthFormat, typer.Option("--format", help="Format of the checkpoint.")
-    ] = options.SynthFormat.PRESET,
-    scale: Annotated[
-        float,
-        typer.Option(
-            "--scale", metavar="FACTOR", callback=options.scale, help="Shrink the architecture: 0.01 is tiny."
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, max=MAX_SEED, help="Seed of the random weights.")
-    ] = 0,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype",
-            metavar="DTYPE",
-            parser=options.dtype,
-            help="Dtype of the weights: bfloat16, float16 or float32.",
-            autocompletion=completion.dtypes,
-        ),
-    ] = "bfloat16",
-    directory: Annotated[
-        Path | None,
-        typer.Option("--directory", metavar="DIR", help="Where to write; the local checkpoint root by default."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing, different checkpoint.")] = False,
+    ignore_config: options.IgnoreConfig = None,
     json: options.Json = False,
     no_progress: options.NoProgress = False,
     log_json: options.LogJson = False,
 ) -> None:
-    """Write a checkpoint of an exact architecture with random weights.
+    """Say what a load would do, or plan layouts, without reading tensors.
 
-    The weights depend on the seed only, so you can try any size, repeatedly, without a hub.
+    No device is needed: the mesh may be larger than this machine. No weights are needed either: the name of an
+    architecture (see `shardload sources`) or a config.json is enough.
+
+    With --layout search, or any of --train, --batch, --sequence, --compile, --save-plan and --svg, it searches for the
+    layouts that make a step fastest, within --device-memory if that is given.
+
+    With --device-memory the exit code is 1 when the weights, or the step, do not fit.
 
     Examples:
-    $ shardload synth gemma2_9b --scale 0.01
+    $ shardload plan gemma2_27b --mesh 4x8 --device-memory 16GiB
 
-    $ shardload synth gemma2_7b && shardload load gemma2_7b --mesh 1x8
+    $ shardload plan gemma2_2b --mesh 2x4 --train adamw --batch 8 --sequence 512 --device-memory 16GiB
     """
+    spec = options.mesh_option(mesh, axes, layout)
+    steps = {"train": train, "batch": batch, "sequence": sequence, "compile": compile}
+    searched = _searched(layout, {**steps, "save-plan": save_plan, "svg": svg})
+    on_mesh = "1x1" if spec is None else str(spec)
     with streams.results() as out:
-        jax_setup.prepare(note=streams.note)
-        kind: Any = str(format)  # a choice that typer has checked
-        with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
-            path = write_checkpoint(
-                name,
-                format=kind,
-                scale=scale,
-                seed=seed,
-                dtype=dtype,
-                directory=directory,
-                overwrite=overwrite,
-                progress=progress,
-            )
+        jax_setup.set_up_jax(note=streams.note)
+        # Compiling needs as many devices as the mesh has, simulated ones. A plan needs none, but must not take any.
+        if compile:
+            jax_setup.provide_devices(spec, platform=jax_setup.Platform.CPU, note=streams.note)
+        os.environ["JAX_PLATFORMS"] = "cpu"  # a plan must not occupy a TPU that is in use for training
+        completion.make_available(source, weights=False)
+        with (
+            exit_at_once(partial(out.interrupted, as_json=json)),
+            on_stderr(enabled=not no_progress, as_json=log_json) as progress,
+        ):
+            progress.start(0, f"Planning {source}")
+            if searched:
+                from shardload.pipeline.layout_planning import StepSpec, plan_layouts
+                from shardload.pipeline.request import PlanRequest
+
+                # A search chooses layouts itself, and plans no staging.
+                request = PlanRequest(
+                    source=source,
+                    mesh=on_mesh,
+                    dtype=dtype,
+                    device_memory_bytes=device_memory,
+                    format=format and str(format),
+                    ignore_config=tuple(ignore_config or ()),
+                    progress=progress,
+                )
+                found: Any = plan_layouts(request, StepSpec(train, batch, sequence, compile))
+            else:
+                from shardload import loading
+
+                found = loading.plan(
+                    source,
+                    mesh=on_mesh,
+                    layout=layout or "auto",
+                    dtype=dtype,
+                    host_memory_bytes=host_memory,
+                    device_memory_bytes=device_memory,
+                    ignore=ignore or (),
+                    format=format and str(format),
+                    ignore_config=tuple(ignore_config or ()),
+                )
+        if searched:
+            _write(found.plan, save_plan, svg)
         if json:
-            out.json({"name": name, "path": str(path)})
+            out.json(found.to_json())
+        elif searched:
+            out.text(found.summary(ascii_only=not out.unicode) + "\n")
         else:
-            out.text(f"{printable(str(path))}\n")
+            out.table(found)
+            out.text(_MORE)
+    if not searched and found.fits is not None and not found.fits.fits:
+        raise typer.Exit(1)
 
 
-def sources(
+def _searched(layout: str | None, asked: dict[str, Any]) -> bool:
+    """Whether to search for layouts; refuse another layout together with an option of the search."""
+    given = [f"--{name}" for name, value in asked.items() if value]
+    if given and layout not in (None, "search"):
+        raise typer.BadParameter(
+            f"{given[0]} searches for layouts. Leave out --layout {layout}.", param_hint="--layout"
+        )
+    return bool(given) or layout == "search"
+
+
+def _write(plan: Any, save_plan: Path | None, svg: Path | None) -> None:
+    for path, write in ((save_plan, plan.save), (svg, lambda path: path.write_text(plan.to_svg()))):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except WriteError:
+            raise
+        except OSError as error:
+            raise WriteError(f"Cannot write {str(path)!r}: {error.strerror or error}.") from error
+        streams.note(f"wrote {path}")
+
+
+def convert(
+    source: options.Source,
+    target: options.Target,
     *,
-    presets: Annotated[
-        bool, typer.Option("--presets", help="Also list KerasHub's presets, which takes a few seconds.")
-    ] = False,
+    to: options.To = None,
+    dtype: options.DtypeOption = None,
+    host_memory: options.ConvertMemory = None,
+    max_shard_size: options.MaxShardSize = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint at TARGET.")] = False,
+    ignore: options.Ignore = None,
+    ignore_config: options.IgnoreConfig = None,
+    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Merge LoRA adapters into their kernels.")] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", metavar="SOURCE", help="Source of the missing weights, for a step with some weights only."
+        ),
+    ] = None,
     json: options.Json = False,
+    no_progress: options.NoProgress = False,
+    log_json: options.LogJson = False,
 ) -> None:
-    """List the names that SOURCE can have on this machine.
+    """Write a checkpoint in another format, bit for bit.
 
-    Checkpoints in the local root, weights installed by pip, aliases, and what `shardload synth` can write.
+    h5 is a KerasHub preset (or Keras' own files), safetensors a Hugging Face folder, orbax an Orbax checkpoint. TARGET
+    appears when it is complete. After an interruption, the same command continues where it stopped.
 
     Examples:
-    $ shardload sources
+    $ shardload convert gemma2_9b gemma2-hf --to safetensors
 
-    $ SHARDLOAD_HOME=/models shardload sources --json
+    $ shardload convert checkpoints/400 trained.weights.h5
+
+    $ shardload convert model.gguf gemma3.weights.json --max-shard-bytes 2GiB
+
+    $ shardload convert checkpoints/400 tuned --to safetensors --merge-lora --base model.gguf
     """
-    with streams.results() as out:
-        jax_setup.prepare(note=streams.note)
-        found = known_sources.known(presets=presets)
+    local_target(target)  # before seconds of imports
+    with streams.results() as out, _way_on(target):
+        jax_setup.set_up_jax(note=streams.note)
+        from shardload import converting
+
+        # Left out if not given: the default is that of `shardload.convert`.
+        memory = {} if host_memory is None else {"host_memory_bytes": host_memory}
+        chosen: Any = to.value if to else None  # a choice that typer has checked
+        with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
+            progress.start(0, f"Preparing {source}")
+            report = converting.convert(
+                source,
+                target,
+                to=chosen,
+                dtype=dtype,
+                max_shard_bytes=max_shard_size,
+                overwrite=overwrite,
+                ignore=tuple(ignore or ()),
+                ignore_config=tuple(ignore_config or ()),
+                merge_lora=merge_lora,
+                base=base,
+                progress=progress,
+                **memory,
+            )
+        for note in report.notes:
+            streams.note(note)
         if json:
-            out.json({"sources": [asdict(source) for source in found]})
-        else:
-            rows = [("name", "kind", "what"), *(tuple(map(printable, astuple(s))) for s in found)]
-            out.text(listing.aligned(rows, width=out.width))
+            out.json(report.to_json())
+            return
+        # The lines after the first one are the notes, which are on stderr already.
+        out.text(f"{str(report).splitlines()[0]}\n")
+
+
+@contextlib.contextmanager
+def _way_on(target: str) -> Iterator[None]:
+    """Say how to go on after an interruption before anything was written, during imports or checks."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if not getattr(error, "__notes__", ()):
+            home = working_folder(Path(target))
+            again = "Start the same conversion again"
+            kept = f"The finished part of an earlier run is in {home}. {again} to continue."
+            error.add_note(kept if home.exists() else f"Nothing was written. {again}.")
+        raise

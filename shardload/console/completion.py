@@ -1,78 +1,123 @@
-"""Shell completion; it must be fast, so nothing here imports JAX or Keras.
+"""What can be typed on the command line: the names of sources on this machine, and what a shell completes.
 
-Files are completed as well: if no name matches, shells fall back to file names.
+`shardload sources` and the shell list the same names. Listing changes nothing: no checkpoint is opened, assembled or
+downloaded. KerasHub's presets are listed only on request, because that imports KerasHub; nothing here imports JAX or
+Keras, as completion must be fast. Where no name matches, shells complete file names.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from shardload.errors import UsageError
-from shardload.units import FLOATS
+from shardload import resolve
+from shardload.errors import ShardloadError, UsageError
+from shardload.synth import names as architecture_names
+from shardload.units import format_bytes, format_count
 
-SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
-_PROGRAM = {"prog_name": "shardload", "complete_var": "_SHARDLOAD_COMPLETE"}
-
-_MESHES = ("1x1", "1x2", "1x4", "1x8", "1x16", "2x2", "2x4", "2x8", "4x1", "4x2", "4x4", "4x8", "8x1")
-_LAYOUTS = (
+MESHES = tuple(
+    (mesh, "batch={}, model={}".format(*mesh.split("x")))
+    for mesh in ("1x1", "1x2", "1x4", "1x8", "1x16", "2x2", "2x4", "2x8", "4x1", "4x2", "4x4", "4x8", "8x1")
+)
+"""Common meshes, with the names of their axes."""
+LAYOUTS = (
     ("auto", "rules for the model's own layers"),
     ("replicated", "every device holds everything"),
     ("keras_hub", "KerasHub's layout map"),
     ("search", "what makes a step fastest, by search"),
 )
-_OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "rekls", "rmsprop", "sgd")
+OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "rekls", "rmsprop", "sgd")
+"""Common ones; `shardload plan` accepts every optimizer of Keras, and ``rekls``."""
+_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+_PROGRAM = {"prog_name": "shardload", "complete_var": "_SHARDLOAD_COMPLETE"}
 
 
-def meshes(incomplete: str) -> list[tuple[str, str]]:
-    """Return common meshes, with the names of their axes."""
-    offered = ((mesh, "batch={}, model={}".format(*mesh.split("x"))) for mesh in _MESHES)
-    return [(mesh, text) for mesh, text in offered if mesh.startswith(incomplete)]
+class Kind(StrEnum):
+    """The origin of a name."""
+
+    LOCAL = "local"
+    INSTALLED = "installed"
+    ALIAS = "alias"
+    SYNTHETIC = "synthetic"
+    PRESET = "preset"
 
 
-def layouts(incomplete: str) -> list[tuple[str, str]]:
-    """Return the names of layouts."""
-    return [(name, text) for name, text in _LAYOUTS if name.startswith(incomplete)]
+@dataclass(frozen=True, slots=True)
+class KnownSource:
+    """A name that SOURCE can have."""
+
+    name: str
+    kind: Kind
+    what: str
+    """One line for people."""
 
 
-def optimizers(incomplete: str) -> list[str]:
-    """Return common optimizers; `shardload plan` accepts every optimizer of Keras, and ``rekls``."""
-    return [name for name in _OPTIMIZERS if name.startswith(incomplete)]
+def make_available(source: str, *, weights: bool = True) -> None:
+    """Make ``source`` available locally (assemble or download it), or raise if it does not exist.
+
+    Without ``weights``, an architecture or a configuration is enough.
+    """
+    from shardload.stores.remote import location_of
+
+    # Checkpoints in stores are read in place.
+    if location_of(source) is None:
+        resolve.resolve(source, weights=weights)
 
 
-def dtypes(incomplete: str) -> list[str]:
-    """Return the canonical names of dtypes."""
-    return [name for name in FLOATS if name.startswith(incomplete)]
+def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]:
+    """Return each name once; names that load immediately come first.
+
+    Args:
+        presets: Also list KerasHub's.
+        announced: Also list files in formats that installed packages announce, which imports those packages.
+    """
+    found: dict[str, KnownSource] = {}
+    # The first of a name counts: a checkpoint on this machine hides an architecture or preset of its name.
+    for source in (*_on_this_machine(announced=announced), *known_architectures()):
+        found.setdefault(source.name, source)
+    if presets:
+        from shardload.hub import kerashub
+
+        for name, handle in sorted(kerashub.preset_handles().items()):
+            found.setdefault(name, KnownSource(name, Kind.PRESET, handle))
+    return list(found.values())
 
 
-def sources(incomplete: str) -> list[tuple[str, str]]:
+def _on_this_machine(*, announced: bool) -> Iterator[KnownSource]:
+    root = resolve.root_if_any()
+    for entry in sorted(root.iterdir()) if root is not None and root.is_dir() else ():
+        # Files count by their endings: anything else in the root is not a checkpoint. Folders are not looked into.
+        stem = resolve.stem_of(entry.name, announced=announced)
+        if not entry.name.startswith(".") and (stem != entry.name or entry.is_dir()):
+            yield KnownSource(stem, Kind.LOCAL, str(entry))
+    # Without importing it, and without assembling its parts: a list must be quick.
+    if importlib.util.find_spec(resolve.PIP_PACKAGE) is not None:
+        yield KnownSource(resolve.PIP_NAME, Kind.INSTALLED, f"real weights, from the package {resolve.PIP_PACKAGE}")
+
+
+def known_architectures() -> Iterator[KnownSource]:
+    """Yield the architectures that `shardload synth` can write, aliases after their targets."""
+    for found in architecture_names():
+        size = f"{format_count(found.parameters)} parameters, {format_bytes(found.nbytes)} in bfloat16"
+        yield KnownSource(found.name, Kind.SYNTHETIC, f"{size}; write it with: shardload synth {found.name}")
+        for alias in found.aliases:
+            yield KnownSource(alias, Kind.ALIAS, f"another name of {found.name}")
+
+
+def source_names() -> list[tuple[str, str]]:
     """Return what `shardload sources` lists, without formats of other packages, whose import takes time."""
-    from shardload.console import known_sources
-    from shardload.errors import ShardloadError
-
     # An error would be printed into the line that is being typed; the command itself will report it.
     try:
-        return [(s.name, s.what) for s in known_sources.known(announced=False) if s.name.startswith(incomplete)]
+        return [(source.name, source.what) for source in known(announced=False)]
     except (OSError, ShardloadError):
         return []
 
 
-def synthetic(incomplete: str) -> list[tuple[str, str]]:
-    """Return the architectures that `shardload synth` can write."""
-    from shardload.console import known_sources
-
-    return [(s.name, s.what) for s in known_sources.architectures() if s.name.startswith(incomplete)]
-
-
 def answered(arguments: Sequence[str]) -> bool:
-    """Show or install completion for a shell, if the arguments name one.
-
-    Args:
-        arguments: The command's arguments: ``--show-completion zsh``, or ``--install-completion=zsh``.
-
-    Returns:
-        Whether they did; if so, nothing else is left to run.
+    """Show or install completion if the arguments name a shell: ``--show-completion zsh``; whether they did.
 
     Raises:
         UsageError: If the shell is not supported.
@@ -81,8 +126,8 @@ def answered(arguments: Sequence[str]) -> bool:
     option, _, shell = " ".join(arguments).replace("=", " ", 1).partition(" ")
     if option not in ("--show-completion", "--install-completion") or not shell:
         return False
-    if shell not in SHELLS:
-        raise UsageError(f"Cannot set up completion for {shell!r}. Supported shells: {', '.join(SHELLS)}")
+    if shell not in _SHELLS:
+        raise UsageError(f"Cannot set up completion for {shell!r}. Supported shells: {', '.join(_SHELLS)}")
     import typer
 
     # By import_module, because typer declares no types for these functions.

@@ -22,12 +22,11 @@ from typer.exceptions import TyperException
 
 from shardload.console import streams
 from shardload.errors import WAYS_OUT, LimitError, MissingExtraError, ShardloadError, UsageError, errno_of
-from shardload.interrupts import message_of, number_of
+from shardload.interrupts import message_of, signal_of
 from shardload.reports import printable
 
-TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
-MAX_WIDTH = 100
-MAX_FOREIGN_MESSAGE = 600
+_TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
+_MAX_FOREIGN_MESSAGE = 600
 """Characters kept of a message that is not meant for users: XLA's run to pages."""
 _EXTRA = re.compile(r"Got unexpected extra argument(?:\(s\))? \((.*)\)", re.S)
 _JAX_VARIABLE = re.compile(
@@ -48,21 +47,16 @@ class Failure:
 
 
 def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:
-    """Report a failure on stderr, and on stdout for programs.
+    """Report a failure on stderr, and on stdout for programs; return the exit code.
 
-    Args:
-        error: The exception.
-        json_wanted: Whether a program reads stdout.
-        stdout: The real stdout, if `streams` still redirects it.
-
-    Returns:
-        The exit code.
+    ``stdout`` is the real one, if `streams` still redirects it.
     """
-    failure = describe(error)
-    if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+    failure = failure_of(error)
+    if os.environ.get(_TRACEBACK_VARIABLE, "0") not in ("", "0"):
         _to_stderr("".join(traceback.format_exception(error)))
     if failure.message:
-        label = "Error: " if _interruption(error) is None else ""
+        cause = error.__cause__ if isinstance(error, ShardloadError) else error
+        label = "" if isinstance(cause, KeyboardInterrupt) else "Error: "
         _to_stderr(_paragraph(label + failure.message))
         # Of several processes: JAX may abort this one before it ends, which is not to be reported as well.
         if (reasons := sys.modules.get("shardload.processes.exit_reasons")) is not None:
@@ -73,7 +67,7 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
     return failure.exit_code
 
 
-def describe(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """Return the exit code and the paragraph for an exception, with the notes that were added to it."""
     code, message = _code_and_message(error)
     notes = getattr(error, "__notes__", ())
@@ -86,21 +80,29 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
         case streams.ReaderLeftError():
             return streams.READER_LEFT, ""
         case KeyboardInterrupt():
-            return 128 + number_of(error), message_of(number_of(error))
+            return 128 + signal_of(error), message_of(signal_of(error))
         case ShardloadError(__cause__=KeyboardInterrupt() as cause):
-            return 128 + number_of(cause), f"{message_of(number_of(cause))} {error}"
+            return 128 + signal_of(cause), f"{message_of(signal_of(cause))} {error}"
         case TyperException():
-            return error.exit_code, _usage(error)
+            path = getattr(getattr(error, "ctx", None), "command_path", "shardload")
+            # "Value error, " is pydantic's prefix of a failed check, which says nothing to a user, as its "Input".
+            message = error.format_message().replace("Value error, ", "").replace("Input should be", "it must be")
+            message = _EXTRA.sub(r"Unexpected argument: \1", message)
+            end = "" if message.endswith("?") else "."
+            return error.exit_code, f"{message.rstrip('.')}{end} Try: {path} --help"
         case UsageError():
             return 2, str(error)
         case ShardloadError() | streams.OutputError():
-            return 1, _with_way_out(error)
+            # What helps against a limit of the system; errors of shardload say more about refused permissions.
+            number = errno_of(error)
+            advice = WAYS_OUT.get(number or 0, "") if number not in (errno.EACCES, errno.EPERM) else ""
+            return 1, f"{str(error).rstrip('.')}. {advice}." if advice and advice not in str(error) else str(error)
         case MemoryError():
             return 1, "The machine ran out of memory, or this process's limit (ulimit -v). " + _LESS_MEMORY
         # Also a module that cannot be opened, which is installed.
         case _ if limit := LimitError.explaining(error, "run this command"):
             return 1, str(limit)
-        # A module of shardload itself that is missing is a bug, or half an installation: see `_unexpected`.
+        # A module of shardload itself that is missing is a bug, or half an installation.
         case ImportError() if (error.name or "").partition(".")[0] != "shardload":
             return 1, str(MissingExtraError.explaining(error, needed_for="This command"))
         case OSError():
@@ -113,7 +115,11 @@ def _code_and_message(error: BaseException) -> tuple[int, str]:
     # JAX has one class for all errors of XLA; the status is in the text.
     if "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"A device ran out of memory: {_one_line(error)} " + _LESS_MEMORY
-    return 1, _unexpected(error)
+    return 1, (
+        f"Unexpected {type(error).__name__}: {_one_line(error)} This is a bug in shardload or in a library under it. "
+        f"Run the command again with {_TRACEBACK_VARIABLE}=1 to see where it happened, and report it together with "
+        "that output."
+    )
 
 
 _LESS_MEMORY = (
@@ -122,42 +128,17 @@ _LESS_MEMORY = (
 )
 
 
-def _usage(error: TyperException) -> str:
-    context = getattr(error, "ctx", None)
-    path = getattr(context, "command_path", "shardload")
-    # "Value error, " is pydantic's prefix of a failed check, which says nothing to a user; nor does its "Input".
-    message = error.format_message().replace("Value error, ", "").replace("Input should be", "it must be")
-    message = _EXTRA.sub(r"Unexpected argument: \1", message)
-    return f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} Try: {path} --help"
-
-
 def _os_error(error: OSError) -> str:
-    where = f": {error.filename}" if error.filename is not None else ""
     if error.errno is None:
         return f"{type(error).__name__}: {_one_line(error)}"
+    where = f": {error.filename}" if error.filename is not None else ""
     advice = f" {WAYS_OUT[error.errno]}." if error.errno in WAYS_OUT else ""
     return f"{error.strerror}{where}.{advice}"
 
 
-def _with_way_out(error: BaseException) -> str:
-    """Return the message of an error, with what helps against a limit of the system that caused it."""
-    # Not against refused permissions, about which errors of shardload say more.
-    number = errno_of(error)
-    advice = WAYS_OUT.get(number or 0, "") if number not in (errno.EACCES, errno.EPERM) else ""
-    return f"{str(error).rstrip('.')}. {advice}." if advice and advice not in str(error) else str(error)
-
-
-def _unexpected(error: BaseException) -> str:
-    return (
-        f"Unexpected {type(error).__name__}: {_one_line(error)} This is a bug in shardload or in a library "
-        f"under it. Run the command again with {TRACEBACK_VARIABLE}=1 to see where it happened, and report it "
-        "together with that output."
-    )
-
-
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or "no message"
-    text = text if len(text) <= MAX_FOREIGN_MESSAGE else text[:MAX_FOREIGN_MESSAGE] + " …"
+    text = text if len(text) <= _MAX_FOREIGN_MESSAGE else text[:_MAX_FOREIGN_MESSAGE] + " …"
     return text if text[-1] in ".!?…" else text + "."
 
 
@@ -165,7 +146,7 @@ def _paragraph(message: str) -> str:
     """Wrap a message for a terminal; in files and pipes, leave it on one line for grep."""
     if not sys.stderr.isatty():
         return message + "\n"
-    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    width = min(shutil.get_terminal_size().columns, 100)
     # Do not break paths and commands, so that they can be copied.
     lines = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in message.split("\n"))
     return "\n".join("\n".join(wrapped) for wrapped in lines) + "\n"
@@ -188,8 +169,3 @@ def _to_stdout(failure: Failure, stdout: TextIO | None) -> None:
         stdout.flush()
     except (OSError, ValueError):
         streams.abandon(stdout)
-
-
-def _interruption(error: BaseException) -> KeyboardInterrupt | None:
-    found = error.__cause__ if isinstance(error, ShardloadError) else error
-    return found if isinstance(found, KeyboardInterrupt) else None

@@ -23,8 +23,7 @@ from shardload.errors import MeshError
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural
 
-KEEP_TENSORFLOW_VARIABLE = "SHARDLOAD_KEEP_TENSORFLOW"
-MAX_SIMULATED = 1024
+_MAX_SIMULATED = 1024
 """Most CPU devices that one process simulates; 1024 take a second to start, and more show nothing new."""
 _TELL: GiveUp = functools.partial(failures.tell, json_wanted=False)
 
@@ -37,30 +36,17 @@ class Platform(StrEnum):
     TPU = "tpu"
 
 
-def prepare(*, note: Callable[[str], None]) -> None:
+def set_up_jax(*, note: Callable[[str], None]) -> None:
     """Set the backend, TensorFlow and log levels; call before anything imports Keras or JAX."""
-    _choose_backend(note)
-    _block_tensorflow()
-    _quieten()
-
-
-def _choose_backend(note: Callable[[str], None]) -> None:
     configured = os.environ.get("KERAS_BACKEND", "jax")
     if configured != "jax":
         note(f"KERAS_BACKEND is {configured!r}, but sharded loading needs JAX; using 'jax' for this command.")
     os.environ["KERAS_BACKEND"] = "jax"
-
-
-def _block_tensorflow() -> None:
-    if os.environ.get(KEEP_TENSORFLOW_VARIABLE, "0") not in ("", "0"):
-        return
-    # For a name that is None in sys.modules, `import` raises ModuleNotFoundError. What is imported already stays.
-    modules: dict[str, Any] = sys.modules
-    for package in ("tensorflow", "tensorflow_text"):
-        modules.setdefault(package, None)
-
-
-def _quieten() -> None:
+    if os.environ.get("SHARDLOAD_KEEP_TENSORFLOW", "0") in ("", "0"):
+        # For a name that is None in sys.modules, `import` raises ModuleNotFoundError. What is imported already stays.
+        modules: dict[str, Any] = sys.modules
+        for package in ("tensorflow", "tensorflow_text"):
+            modules.setdefault(package, None)
     for variable, level in (("TF_CPP_MIN_LOG_LEVEL", "3"), ("GLOG_minloglevel", "3"), ("GRPC_VERBOSITY", "ERROR")):
         os.environ.setdefault(variable, level)
     # `python -W` asks for warnings; others would stand between a user and the results.
@@ -78,18 +64,8 @@ def provide_devices(
 ) -> Processes | None:
     """Start JAX with the devices that a mesh needs; simulate them if the platform is the CPU.
 
-    Args:
-        mesh: The mesh that needs the devices; ``None`` uses the existing devices.
-        platform: The platform to use; JAX's choice when ``None``.
-        note: Called if devices are simulated.
-        processes: This process among several, each with its part of the mesh; ``None`` for a single process.
-        give_up: Called if the other processes do not connect, right before the process ends.
-
-    Returns:
-        ``processes`` with what JAX found of them.
-
-    Raises:
-        MeshError: When the platform is unavailable, or has too few devices.
+    Returns ``processes`` with what JAX found of them. ``give_up`` is called if the others do not connect, right before
+    the process ends.
     """
     # The order is JAX's: the platform before its import; the peers and the number of CPU devices before it starts.
     if platform is not None:
@@ -102,13 +78,19 @@ def provide_devices(
     if processes is not None:
         processes = processes.meet(note=note, give_up=give_up)
     own = processes.devices_of(mesh) if processes is not None and mesh is not None else needed
-    simulated = _simulate(jax, min(own or needed, MAX_SIMULATED))
+    simulated = _simulate(jax, min(own or needed, _MAX_SIMULATED))
     if processes is not None:
         # Imported after meet(), which must be the first use of JAX.
         from shardload.processes.joint_call import start_jax
 
         start_jax()
-    devices = _start(jax)
+    try:
+        devices = list(jax.devices())
+    # JAX raises an AssertionError if CUDA is requested and there is no GPU.
+    except (RuntimeError, AssertionError) as error:
+        from shardload.sharding.devices import not_started
+
+        raise not_started(error) from error
     found = devices[0].platform
     if platform is not None and found != platform:
         raise MeshError(f"Cannot use --platform {platform}: JAX found only {found} devices on this machine.")
@@ -122,11 +104,6 @@ def provide_devices(
     if found == "cpu" and simulated:
         note(f"simulating {needed} CPU devices for the mesh {mesh}; no accelerator is used.")
     return processes
-
-
-def stay_off_accelerators() -> None:
-    """Keep JAX on the CPU: a plan must not occupy a TPU that is in use for training."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _jax_platforms(platform: Platform) -> str:
@@ -159,23 +136,13 @@ def _simulate(jax: Any, needed: int) -> bool:
     return True
 
 
-def _start(jax: Any) -> list[Any]:
-    try:
-        return list(jax.devices())
-    # JAX raises an AssertionError if CUDA is requested and there is no GPU.
-    except (RuntimeError, AssertionError) as error:
-        from shardload.sharding.devices import not_started
-
-        raise not_started(error) from error
-
-
 def _too_few(needed: int, mesh: MeshSpec | None, devices: list[Any]) -> str:
     found = devices[0].platform
     has = f"there {'is' if len(devices) == 1 else 'are'} {plural(len(devices), f'{found} device')}"
     here = f"The mesh {mesh} needs {plural(needed, 'device')}"
-    if found == "cpu" and needed > MAX_SIMULATED:
+    if found == "cpu" and needed > _MAX_SIMULATED:
         return (
-            f"{here}; on the CPU at most {MAX_SIMULATED} can be simulated. Use a smaller mesh, or `shardload plan`, "
+            f"{here}; on the CPU at most {_MAX_SIMULATED} can be simulated. Use a smaller mesh, or `shardload plan`, "
             "which takes a mesh of any size."
         )
     if found == "cpu":

@@ -50,7 +50,7 @@ class Launcher:
 
 
 _MPI_START = "Start the processes with mpirun"
-OPEN_MPI = Launcher(
+_OPEN_MPI = Launcher(
     "Open MPI",
     _MPI_START,
     "OMPI_COMM_WORLD_RANK",
@@ -58,7 +58,7 @@ OPEN_MPI = Launcher(
     needed=("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_LOCAL_RANK"),
     method="ompi",
 )
-OPEN_MPI_5 = Launcher(
+_OPEN_MPI_5 = Launcher(
     "Open MPI", _MPI_START, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", package="mpi4py", method="mpi4py"
 )
 """Version 5 no longer sets the variable with the address of ``mpirun``."""
@@ -71,7 +71,7 @@ SLURM = Launcher(
     needed=("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID"),
     method="slurm",
 )
-KUBERNETES = Launcher(
+_KUBERNETES = Launcher(
     "Kubernetes",
     'Start the pods with a JobSet or with a Job of completionMode "Indexed"',
     "JOB_COMPLETION_INDEX",
@@ -89,18 +89,21 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str]) -> Launched:
-    """Return what the environment says of this process.
-
-    Raises:
-        MeshError: If variables are missing or contradict each other.
-    """
+    """Return what the environment says of this process; refuse variables that contradict each other."""
     by = _launcher(environ)
     if by is None:
         return Launched()
     needed = [by.rank, *([by.size] if by.size else []), *by.needed]
     if missing := [name for name in needed if name not in environ]:
         raise _refused(by, f"the environment has no {', '.join(missing)}, expected {' and '.join(needed)}")
-    return Launched(by, _number(by, by.size, environ), _checked_rank(by, environ))
+    size, rank = _number(by, by.size, environ), _number(by, by.rank, environ)
+    if size is not None and rank is not None and rank >= size:
+        raise _refused(by, f"{by.rank} is {rank}, expected less than {by.size}, which is {size}")
+    # In a shell of salloc, which may be a step of its own, SLURM_NTASKS counts the tasks of the whole job.
+    in_step = environ.get("SLURM_STEP_NUM_TASKS", str(size)) if by is SLURM else str(size)
+    if in_step != str(size):
+        raise _refused(by, f"SLURM_STEP_NUM_TASKS is {in_step}, expected {size} as in SLURM_NTASKS")
+    return Launched(by, size, rank)
 
 
 def alone_among_several(environ: Mapping[str, str]) -> str | None:
@@ -121,7 +124,7 @@ def alone_among_several(environ: Mapping[str, str]) -> str | None:
 def _launcher(environ: Mapping[str, str]) -> Launcher | None:
     # Before Slurm: where mpirun runs in a Slurm job, processes inherit the Slurm variables of mpirun's own helpers.
     if "OMPI_COMM_WORLD_SIZE" in environ:
-        return OPEN_MPI if "OMPI_MCA_orte_hnp_uri" in environ else OPEN_MPI_5
+        return _OPEN_MPI if "OMPI_MCA_orte_hnp_uri" in environ else _OPEN_MPI_5
     # srun sets PMI variables, too: then they agree with its own.
     if "PMI_SIZE" in environ and environ["PMI_SIZE"] != environ.get("SLURM_NTASKS"):
         return MPI
@@ -129,19 +132,8 @@ def _launcher(environ: Mapping[str, str]) -> Launcher | None:
         return SLURM
     # Cloud TPUs on Kubernetes have variables of their own, which JAX reads first.
     if "KUBERNETES_SERVICE_HOST" in environ and "TPU_WORKER_HOSTNAMES" not in environ:
-        return KUBERNETES
+        return _KUBERNETES
     return None
-
-
-def _checked_rank(by: Launcher, environ: Mapping[str, str]) -> int | None:
-    size, rank = _number(by, by.size, environ), _number(by, by.rank, environ)
-    if size is not None and rank is not None and rank >= size:
-        raise _refused(by, f"{by.rank} is {rank}, expected less than {by.size}, which is {size}")
-    # In a shell of salloc, which may be a step of its own, SLURM_NTASKS counts the tasks of the whole job.
-    in_step = environ.get("SLURM_STEP_NUM_TASKS", str(size)) if by is SLURM else str(size)
-    if in_step != str(size):
-        raise _refused(by, f"SLURM_STEP_NUM_TASKS is {in_step}, expected {size} as in SLURM_NTASKS")
-    return rank
 
 
 def _number(by: Launcher, name: str | None, environ: Mapping[str, str]) -> int | None:
@@ -158,7 +150,7 @@ def _refused(by: Launcher, found: str) -> MeshError:
 
 WAIT_S = 300
 """Seconds to wait for all processes to connect, as in JAX: pods of a job may start minutes apart."""
-DEAD_S = 28
+_DEAD_S = 28
 """JAX's own time limit for a process that dies before shardload's heartbeat has begun, which notices it after 15 s.
 
 It is longer than a process that waits inside JAX for a lost one takes to end with a readable line (24 s).
@@ -166,7 +158,7 @@ It is longer than a process that waits inside JAX for a lost one takes to end wi
 GiveUp = Callable[[MeshError], int]
 """Reports an error, in a thread of its own, and returns the exit code."""
 
-_BY_HAND = (
+_EACH_BY_HAND = (
     "Start each with the same --coordinator-address and --num-processes and with its own --process-id, from 0; process "
     "0 runs on the machine of that address"
 )
@@ -197,11 +189,7 @@ class Processes:
         return not self.process_id
 
     def devices_of(self, mesh: MeshSpec) -> int | None:
-        """Return the number of the mesh's devices per process; ``None`` while the number of processes is not known.
-
-        Raises:
-            MeshError: When the devices cannot be divided equally.
-        """
+        """Return the number of the mesh's devices per process; ``None`` while the number of processes is not known."""
         if self.num_processes is None:
             return None
         if mesh.size % self.num_processes:
@@ -212,17 +200,11 @@ class Processes:
         return mesh.size // self.num_processes
 
     def meet(self, *, note: Callable[[str], None], give_up: GiveUp) -> Processes:
-        """Set up `jax.distributed` before any other use of JAX; call ``give_up`` if other processes do not connect.
-
-        Returns:
-            This process, with what JAX has found.
-
-        Raises:
-            MeshError: If JAX cannot find or connect the processes.
-        """
+        """Set up `jax.distributed` before any other use of JAX; return this process, with what JAX has found."""
         import jax
 
         note(_waiting(self))
+        by = self.launcher
         # JAX would handle SIGTERM to let training save once more; a command ends.
         jax.config.update("jax_enable_preemption_service", False)
         with _watched(self, give_up):
@@ -231,10 +213,11 @@ class Processes:
                     self.coordinator_address,
                     self.num_processes,
                     self.process_id,
-                    cluster_detection_method=_method(self),
+                    # Without the package everything is known, and JAX must not look for more.
+                    cluster_detection_method=by and ("deactivate" if by.lacks_package() else by.method),
                     # JAX's own limit, which must not end the process before ours does.
                     initialization_timeout=2 * self.initialization_timeout + 60,
-                    heartbeat_timeout_seconds=DEAD_S,
+                    heartbeat_timeout_seconds=_DEAD_S,
                 )
             except Exception as error:  # JAX, MPI and the client of Kubernetes have many classes
                 raise _not_connected(self, f"{type(error).__name__}: {error}") from error
@@ -250,17 +233,9 @@ class Processes:
 
 
 def detected(
-    coordinator_address: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    environ: Mapping[str, str],
+    coordinator_address: str | None, num_processes: int | None, process_id: int | None, environ: Mapping[str, str]
 ) -> Processes:
-    """Return this process as its launcher started it; arguments that are given take precedence.
-
-    Raises:
-        MeshError: If the launcher's variables are missing or contradict each other.
-        MissingExtraError: If JAX needs a package that is not installed.
-    """
+    """Return this process as its launcher started it; arguments that are given take precedence."""
     if coordinator_address is not None and num_processes is not None and process_id is not None:
         return Processes(coordinator_address, num_processes, process_id)
     found = launched(environ)
@@ -271,12 +246,6 @@ def detected(
         missing = ModuleNotFoundError(name=by.package)
         raise MissingExtraError.explaining(missing, needed_for=f"--distributed with {by.title}")
     return Processes(coordinator_address, count, index, by)
-
-
-def _method(processes: Processes) -> str | None:
-    by = processes.launcher
-    # Without the package everything is known, and JAX must not look for more.
-    return None if by is None else "deactivate" if by.lacks_package() else by.method
 
 
 def _waiting(processes: Processes) -> str:
@@ -298,7 +267,7 @@ def _not_connected(processes: Processes, found: str) -> MeshError:
     if by is not None:
         advice = f"{by.command}, all of this command"
     else:
-        advice = f"{_NO_LAUNCHER}. {_BY_HAND}" if processes.coordinator_address is None else _BY_HAND
+        advice = f"{_NO_LAUNCHER}. {_EACH_BY_HAND}" if processes.coordinator_address is None else _EACH_BY_HAND
     return MeshError(f"Cannot connect {which}{at}: {found.rstrip('.')}. {advice}")
 
 

@@ -18,26 +18,22 @@ from shardload.stores.location import Location
 from shardload.units import format_bytes, format_count, plural
 
 
-def selected(manifest: Manifest, match: str | None) -> list[Tensor]:
-    """Return the tensors whose name matches a glob, in file order."""
+def _selected(manifest: Manifest, match: str | None) -> list[Tensor]:
     return [t for t in manifest.tensors.values() if match is None or fnmatchcase(t.name, match)]
 
 
 def as_text(manifest: Manifest, *, match: str | None = None, width: int | None = None) -> str:
     """Return a summary, then one line per tensor; ``width`` as for `aligned`."""
-    tensors = selected(manifest, match)
+    tensors = _selected(manifest, match)
     rows = [("name", "shape", "dtype", "bytes", "file", "storage"), *map(_row, tensors)]
-    return f"{_summary(manifest, tensors)}\n\n" + aligned(rows, width=width)
-
-
-def _summary(manifest: Manifest, tensors: Sequence[Tensor]) -> str:
     total = len(manifest.tensors)
     shown = plural(total, "tensor") if len(tensors) == total else f"{len(tensors):,} of {plural(total, 'tensor')}"
     elements, size = sum(t.size for t in tensors), sum(t.nbytes for t in tensors)
     sizes = f"{format_count(elements)} parameters, {format_bytes(size)}"
     left_out = f"; {partial(manifest.n_left_out)}" if manifest.n_left_out else ""
     why = f"\nNo model can be built from it: {printable(str(found))}" if (found := manifest.undescribed) else ""
-    return f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}{left_out}{why}"
+    summary = f"{printable(manifest.source)} ({manifest.format}): {shown}, {sizes}{left_out}{why}"
+    return f"{summary}\n\n" + aligned(rows, width=width)
 
 
 def partial(left_out: int) -> str:
@@ -45,32 +41,36 @@ def partial(left_out: int) -> str:
     return f"partial: without {plural(left_out, 'weight')}"
 
 
-def _row(tensor: Tensor) -> tuple[str, ...]:
-    # One case for each kind of storage. A tensor that is decoded or in chunks may be in several files.
-    files: tuple[Location, ...]
+def _stored(tensor: Tensor) -> tuple[Sequence[Location], str, dict[str, Any]]:
+    """Return the files of a tensor, and its storage in words and as JSON: one case for each kind of storage."""
     match tensor.storage:
         case Extent(path, offset):
-            files, storage = (path,), f"offset {offset}"
+            return (path,), f"offset {offset}", {"storage": "extent", "offset": offset}
         case Packed(path):
-            files, storage = (path,), f"decoded from {format_bytes(tensor.stored_bytes)}"
+            return (path,), f"decoded from {format_bytes(tensor.stored_bytes)}", {"storage": "decoded", "offset": None}
         case Decoded(UnreadableRows(stored_bytes=n, why=why, is_size_known=is_known) as reader):
-            files, storage = reader.paths, f"{'' if is_known else 'at most '}{format_bytes(n)}, unreadable: {why}"
+            text = f"{'' if is_known else 'at most '}{format_bytes(n)}, unreadable: {why}"
+            return reader.paths, text, {"storage": "unreadable", "offset": None, "why": why}
         case Decoded(reader):
-            files, storage = reader.paths, f"decoded from {format_bytes(reader.stored_bytes)}"
+            text = f"decoded from {format_bytes(reader.stored_bytes)}"
+            return reader.paths, text, {"storage": "decoded", "offset": None}
         case Chunked(chunk_shape, extents) as grid:
-            chunk = "x".join(map(str, chunk_shape))
-            files, storage = grid.paths, f"{plural(len(extents), 'chunk')} of {chunk}"
+            text = f"{plural(len(extents), 'chunk')} of {'x'.join(map(str, chunk_shape))}"
+            chunks = {"chunk_shape": list(chunk_shape), "chunks": len(extents)}
+            return grid.paths, text, {"storage": "chunked", "offset": None, **chunks}
+
+
+def _row(tensor: Tensor) -> tuple[str, ...]:
+    files, storage, _ = _stored(tensor)
     shape = "x".join(map(str, tensor.shape)) or "scalar"
-    file = printable(",".join(file.name for file in files))
+    file = printable(",".join(file.name for file in files))  # one that is decoded or in chunks may be in several
     return printable(tensor.name), shape, str(tensor.dtype), format_bytes(tensor.nbytes), file, storage
 
 
 def aligned(table: Iterable[Iterable[str]], *, width: int | None = None) -> str:
     """Format rows as lines, with cells padded to the width of their column.
 
-    Args:
-        table: Rows of equally many cells.
-        width: Columns of the terminal; ``None`` for lines of any length, which `cut` and `grep` need.
+    ``width``: columns of the terminal; ``None`` for lines of any length, which `cut` and `grep` need.
     """
     rows = [tuple(row) for row in table]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -103,7 +103,7 @@ def of_processes(shares: Sequence[Any]) -> str:
 
 def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
     """Return the facts of `as_text` as a JSON object."""
-    tensors = selected(manifest, match)
+    tensors = _selected(manifest, match)
     return {
         "source": manifest.source,
         "format": manifest.format,
@@ -117,27 +117,14 @@ def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
 
 
 def _facts(tensor: Tensor) -> dict[str, Any]:
-    facts: dict[str, Any] = {
+    files, _, storage = _stored(tensor)
+    return {
         "name": tensor.name,
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype),
         "bytes": tensor.nbytes,
         "stored_bytes": tensor.stored_bytes,
+        "storage": storage.pop("storage"),
+        "files": list(map(str, files)),
+        **storage,
     }
-    match tensor.storage:
-        case Extent(path, offset):
-            return facts | {"storage": "extent", "files": [str(path)], "offset": offset}
-        case Packed(path):
-            return facts | {"storage": "decoded", "files": [str(path)], "offset": None}
-        case Decoded(UnreadableRows(why=why) as reader):
-            return facts | {"storage": "unreadable", "files": list(map(str, reader.paths)), "offset": None, "why": why}
-        case Decoded(reader):
-            return facts | {"storage": "decoded", "files": list(map(str, reader.paths)), "offset": None}
-        case Chunked(chunk_shape) as grid:
-            return facts | {
-                "storage": "chunked",
-                "files": list(map(str, grid.paths)),
-                "offset": None,
-                "chunk_shape": list(chunk_shape),
-                "chunks": len(grid.extents),
-            }

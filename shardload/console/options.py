@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -54,7 +55,7 @@ def dtype(text: str) -> str:
 
 def layout(text: str | None) -> str | None:
     """Check the name of a layout, or of its file, which is read later."""
-    names = [name for name, _ in completion.layouts("")]
+    names = [name for name, _ in completion.LAYOUTS]
     if text is None or text in names or Path(text).exists():
         return text
     known = f"{', '.join(names[:-1])} or {names[-1]}"
@@ -83,35 +84,23 @@ def size_as_typed(text: str) -> str:
     return text
 
 
-def new_file(path: Path | None) -> Path | None:
-    """Check that a file can be written to its folder, before any work is done."""
-    if path is not None:
-        local_target(path)
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise typer.BadParameter(f"{str(path)!r} is not a file in an existing folder")
-    return path
+def new_file(ending: str) -> Callable[[Path | None], Path | None]:
+    """Return a check, before any work is done, that a file has the ending that readers go by, and can be written."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None:
+            if path.suffix != ending:
+                raise typer.BadParameter(f"{str(path)!r} does not end in {ending}")
+            local_target(path)
+            if path.is_dir() or not path.absolute().parent.is_dir():
+                raise typer.BadParameter(f"{str(path)!r} is not a file in an existing folder")
+        return path
+
+    return check
 
 
-def svg_file(path: Path | None) -> Path | None:
-    """Check the name of a drawing: other programs go by its ending."""
-    if path is not None and path.suffix != ".svg":
-        raise typer.BadParameter(f"{str(path)!r} does not end in .svg")
-    return new_file(path)
-
-
-def plan_file(path: Path | None) -> Path | None:
-    """Check the name of a plan's file: `--layout` recognises plans by their ending."""
-    if path is not None and path.suffix != ".json":
-        raise typer.BadParameter(f"{str(path)!r} does not end in .json")
-    return new_file(path)
-
-
-def mesh_spec(mesh: str | None, axes: str | None, layout: str | None) -> MeshSpec | None:
-    """Return the mesh from ``--mesh`` and ``--axes``, or that of the plan that ``--layout`` names.
-
-    Raises:
-        typer.BadParameter: When they do not define a mesh.
-    """
+def mesh_option(mesh: str | None, axes: str | None, layout: str | None) -> MeshSpec | None:
+    """Return the mesh from ``--mesh`` and ``--axes``, or that of the plan that ``--layout`` names."""
     if mesh is None:
         if axes is not None:
             raise typer.BadParameter("--axes names the axes of --mesh, which is missing.", param_hint="--axes")
@@ -124,11 +113,7 @@ def mesh_spec(mesh: str | None, axes: str | None, layout: str | None) -> MeshSpe
 
 
 def step(text: str) -> int | str:
-    """Return the number of a step, ``latest`` or ``best``.
-
-    Raises:
-        typer.BadParameter: When the text is none of them.
-    """
+    """Return the number of a step, ``latest`` or ``best``."""
     if text in ("latest", "best"):
         return text
     # int() accepts more than a number of digits: "+1", " 1 ", "1_000" and digits of other scripts.
@@ -147,17 +132,7 @@ def processes(
 ) -> Processes | None:
     """Return this process among several, from options named as in `jax.distributed.initialize`.
 
-    Args:
-        coordinator_address: ``host:port``.
-        num_processes: The number of processes.
-        process_id: The number of this process.
-        distributed: Whether the launcher of the processes tells what is not given.
-        initialization_timeout: Seconds to wait for all to connect; `WAIT_S` by default.
-
-    Raises:
-        typer.BadParameter: When only some of them are given, or they contradict each other.
-        MeshError: When the launcher's variables are missing or contradict each other.
-        MissingExtraError: When JAX needs a package that is not installed.
+    With ``distributed``, the launcher of the processes tells what is not given.
     """
     given = [coordinator_address, num_processes, process_id]
     if not distributed and given == [None] * 3:
@@ -170,8 +145,12 @@ def processes(
             "the launcher tells those that are missing.",
             param_hint="--coordinator-address",
         )
-    if coordinator_address is not None:
-        _check_address(coordinator_address)
+    # From the right, because an IPv6 address has colons of its own.
+    host, _, port = (coordinator_address or "host:1").rpartition(":")
+    if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise typer.BadParameter(
+            f"{coordinator_address!r} is not an address like host:1234.", param_hint="--coordinator-address"
+        )
     if process_id is not None and num_processes is not None and process_id >= num_processes:
         raise typer.BadParameter(
             f"{process_id} is not less than the number of processes, {num_processes}; processes are numbered from 0.",
@@ -184,21 +163,12 @@ def processes(
     return replace(found, initialization_timeout=initialization_timeout or WAIT_S)
 
 
-def _check_address(coordinator_address: str) -> None:
-    # From the right, because an IPv6 address has colons of its own.
-    host, _, port = coordinator_address.rpartition(":")
-    if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise typer.BadParameter(
-            f"{coordinator_address!r} is not an address like host:1234.", param_hint="--coordinator-address"
-        )
-
-
 Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
         help="A file or folder, or a name: see `shardload sources`.",
-        autocompletion=completion.sources,
+        autocompletion=completion.source_names,
         show_default=False,
     ),
 ]
@@ -212,12 +182,11 @@ Mesh = Annotated[
         "--mesh",
         metavar="MESH",
         help="Mesh to spread the weights over: 1x8, or data=2,model=4. All devices along `model` by default.",
-        autocompletion=completion.meshes,
+        autocompletion=lambda: completion.MESHES,
     ),
 ]
 Axes = Annotated[
-    str | None,
-    typer.Option("--axes", metavar="NAMES", help="Names of the axes of --mesh 1x8; batch,model by default."),
+    str | None, typer.Option("--axes", metavar="NAMES", help="Names of the axes of --mesh 1x8; batch,model by default.")
 ]
 Layout = Annotated[
     str,
@@ -226,7 +195,7 @@ Layout = Annotated[
         metavar="LAYOUT",
         help="How variables are split: auto, replicated, keras_hub (its layout map), search, or the file of a plan or "
         "of rules.",
-        autocompletion=completion.layouts,
+        autocompletion=lambda: completion.LAYOUTS,
         callback=layout,
     ),
 ]
@@ -236,7 +205,7 @@ PlanLayout = Annotated[
         "--layout",
         metavar="LAYOUT",
         help="As for load. By default auto, or search if a step is planned.",
-        autocompletion=completion.layouts,
+        autocompletion=lambda: completion.LAYOUTS,
         callback=layout,
     ),
 ]
@@ -246,7 +215,7 @@ Train = Annotated[
         "--train",
         metavar="OPTIMIZER",
         help="Plan a training step with this optimizer: adamw, or rekls. Inference by default.",
-        autocompletion=completion.optimizers,
+        autocompletion=lambda: completion.OPTIMIZERS,
     ),
 ]
 Batch = Annotated[
@@ -265,22 +234,24 @@ Sequence = Annotated[
     ),
 ]
 CompileStep = Annotated[
-    bool,
-    typer.Option("--compile", help="Compile the planned step, without weights, to check memory and collectives."),
+    bool, typer.Option("--compile", help="Compile the planned step, without weights, to check memory and collectives.")
 ]
 SavePlan = Annotated[
     Path | None,
     typer.Option(
         "--save-plan",
         metavar="FILE.json",
-        callback=plan_file,
+        callback=new_file(".json"),
         help="Write the plan, for `shardload load --layout FILE.json`.",
     ),
 ]
 Svg = Annotated[
     Path | None,
     typer.Option(
-        "--svg", metavar="FILE.svg", callback=svg_file, help="Draw memory per device, and what is split where, as SVG."
+        "--svg",
+        metavar="FILE.svg",
+        callback=new_file(".svg"),
+        help="Draw memory per device, and what is split where, as SVG.",
     ),
 ]
 DtypeOption = Annotated[
@@ -290,7 +261,35 @@ DtypeOption = Annotated[
         metavar="DTYPE",
         parser=dtype,
         help="Dtype of the weights: bfloat16, float16 or float32. The checkpoint's own by default.",
-        autocompletion=completion.dtypes,
+        autocompletion=lambda: FLOATS,
+    ),
+]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", help="A folder to create, NAME.weights.h5, or NAME.weights.json.", show_default=False
+    ),
+]
+To = Annotated[
+    ConvertFormat | None,
+    typer.Option("--to", help="Format of TARGET; required unless its name is that of a Keras file."),
+]
+ConvertMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        parser=size,
+        help="Most host memory used for tensors: 2GiB, 256MiB. 512MiB by default.",
+    ),
+]
+MaxShardSize = Annotated[
+    int | None,
+    typer.Option(
+        "--max-shard-bytes",
+        metavar="SIZE",
+        parser=size,
+        help="Most bytes of tensors in one file, where there are several: 2GiB. 5 GB by default.",
     ),
 ]
 HostMemory = Annotated[

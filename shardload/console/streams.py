@@ -74,12 +74,7 @@ class Results:
         return (self.stream.encoding or "utf-8").lower().startswith("utf")
 
     def text(self, text: str) -> None:
-        """Write text unchanged, at once.
-
-        Raises:
-            ReaderLeftError: When the reader closed the pipe.
-            OutputError: When the text cannot be written.
-        """
+        """Write text unchanged, at once."""
         with _write_errors(self.stream):
             self.stream.write(text)
             self.stream.flush()
@@ -124,33 +119,23 @@ def results() -> Iterator[Results]:
         return
     # backslashreplace: a table must not fail because the terminal's encoding lacks a character.
     encoding = sys.stdout.encoding or "utf-8"
-    with os.fdopen(kept, "w", encoding=encoding, errors="backslashreplace", newline="") as stream, _fd1_is_stderr(kept):
-        yield Results(stream)
-
-
-@contextlib.contextmanager
-def _fd1_is_stderr(kept: int) -> Iterator[None]:
-    # What was printed before belongs to stdout.
-    fd = sys.stdout.fileno()
-    sys.stdout.flush()
-    # Without a stderr, output stays where it goes.
-    with contextlib.suppress(OSError):
-        os.dup2(2, fd)
-    try:
-        yield
-    finally:
-        # What libraries printed belongs to stderr; their buffers would otherwise be written to stdout later.
+    with os.fdopen(kept, "w", encoding=encoding, errors="backslashreplace", newline="") as stream:
+        # What was printed before belongs to stdout.
+        fd = sys.stdout.fileno()
+        sys.stdout.flush()
+        # Without a stderr, output stays where it goes.
         with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            flush_libraries()
-        os.dup2(kept, fd)
-
-
-def flush_libraries() -> None:
-    """Flush C's stdout, to which compiled libraries print: it is buffered until it is full or the process ends."""
-    # CDLL(None) is the process itself, C library included; not on Windows.
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).fflush(None)
+            os.dup2(2, fd)
+        try:
+            yield Results(stream)
+        finally:
+            # What libraries printed belongs to stderr; their buffers would otherwise be written to stdout later.
+            # C's stdout is buffered until it is full or the process ends. CDLL(None) is the process itself, C library
+            # included; not on Windows.
+            with contextlib.suppress(OSError, AttributeError, TypeError):
+                sys.stdout.flush()
+                ctypes.CDLL(None).fflush(None)
+            os.dup2(kept, fd)
 
 
 @contextlib.contextmanager
@@ -166,24 +151,15 @@ def _write_errors(stream: TextIO) -> Iterator[None]:
         raise OutputError(f"Cannot write the result to stdout: {error.strerror or error}.") from error
 
 
-def begin() -> None:
-    """Begin a command, which is not the first where a program calls `main`.
-
-    Raises:
-        OutputError: When stdout is closed, and so cannot take the result.
-    """
+def begin_command() -> None:
+    """Begin a command, which is not the first where a program calls `main`."""
     _wrote_object[0] = False
     if sys.stdout is None:
         raise OutputError("Cannot write the result to stdout: it is closed.")
 
 
 def flush_stdout() -> None:
-    """Flush the output of typer (help, version).
-
-    Raises:
-        ReaderLeftError: When the reader closed the pipe.
-        OutputError: When it cannot be written.
-    """
+    """Flush the output of typer (help, version)."""
     with _write_errors(sys.stdout):
         sys.stdout.flush()
 

@@ -44,11 +44,7 @@ def check_base(manifest: Manifest, base: Any) -> None:
 
 
 def on_base(base: Source, path: str) -> Source:
-    """Return a base with the weights of a partial step, its LoRA adapters among them.
-
-    Raises:
-        MismatchError: When the step belongs to another model.
-    """
+    """Return a base with the weights of a partial step, its LoRA adapters among them."""
     step = open_manifest(path)
     structure = step.metadata["structure"]
     # The base was built without LoRA: create the factors' variables before the step's tensors are mapped to them.
@@ -87,23 +83,29 @@ def refuse_adapters(source: Source, layers: Sequence[Any], to: str, *, merge_lor
         )
 
 
-def merged(source: Source, layers: Sequence[Any]) -> Source:
+def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
     """Return a source whose kernels have the LoRA factors of ``layers`` merged, one kernel in memory at a time.
 
     The layers must be hidden (`keras_bridge.lora.hidden`) while it is used.
-
-    Raises:
-        UnsupportedError: When a layer is quantised, or keeps its factors elsewhere than Keras' own layers.
     """
     kernels = lora_kernels(layers)
     values = dict(source.values)
+
+    def whole(variable: Any) -> NDArray[Any]:
+        value = source.values[id(variable)]
+        # `ModelValues` reads a view, or runs the step that computes the value; here it is given one weight only.
+        rows = ModelValues(source, {"": value}).rows
+        return rows("", 0, int(variable.shape[0])) if value.array is None else value.array
+
+    def merged(found: LoraKernel) -> jax.Array:
+        return merge(whole(found.kernel), whole(found.a), whole(found.b), scale=found.scale)
+
     for found in kernels:
         stored = values[id(found.kernel)]
         # A function, not an array: each kernel is merged when it is written, and released.
-        values[id(found.kernel)] = StoredValue(stored.variable, stored.dtype, live=partial(_merged, source, found))
+        values[id(found.kernel)] = StoredValue(stored.variable, stored.dtype, live=partial(merged, found))
     factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
-    for factor in factors:
-        del values[factor]
+    values = {i: value for i, value in values.items() if i not in factors}
     return replace(source, values=values, merged=factors, notes=(*source.notes, merge_note(kernels)))
 
 
@@ -113,19 +115,3 @@ def merge_note(kernels: Sequence[LoraKernel]) -> str:
         f"LoRA was merged into {plural(len(kernels), 'kernel')} ({kernels[0].kernel.path!r} …): computed in float32 "
         "and rounded once to the dtype of each kernel"
     )
-
-
-def _merged(source: Source, found: LoraKernel) -> jax.Array:
-    kernel, a, b = (_whole(source, variable) for variable in (found.kernel, found.a, found.b))
-    return merge(kernel, a, b, scale=found.scale)
-
-
-def _whole(source: Source, variable: Any) -> NDArray[Any]:
-    value = source.values[id(variable)]
-    if value.array is not None:
-        return value.array
-    # `ModelValues` reads a view, or runs the step that computes the value; here it is given one weight only.
-    return ModelValues(source, {"": value}).rows("", 0, int(variable.shape[0]))
-
-
-__all__ = ["check_base", "merge_note", "merged", "on_base", "refuse_adapters"]

@@ -8,7 +8,6 @@ a folder           the model that its description builds finds all its weights, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from shardload.converting.plans import ConversionPlan
@@ -30,20 +29,19 @@ from shardload.manifest import Manifest
 from shardload.mapping import map_weights
 from shardload.stores.location import nowhere
 
-_OF_KERAS = ("keras.", "keras_hub.")
-
 
 def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder) -> None:
-    """Open the result as its readers do: check that all tensors are there, and match the model that asks for them.
-
-    Raises:
-        SourceError: When our own reader finds other tensors, or other ones than the model of the description needs.
-        UnsupportedError: When Keras would not find what it would have written.
-    """
+    """Open the result as its readers do: check that all tensors are there, and match the model that asks for them."""
     index = staging.result / staging.target.name if plan.shards else staging.result
     manifest = open_manifest(index, format=plan.format)
     spec = spec_of(manifest)
-    _check_tensors(plan, manifest, index)
+    written = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
+    wanted = {c.wanted.name: (c.wanted.shape, c.wanted.dtype) for c in plan.copies}
+    if written != wanted:
+        name = next(n for n in {**written, **wanted} if written.get(n) != wanted.get(n))
+        raise SourceError(
+            f"Cannot read back {index}: tensor {name!r} is {written.get(name)}, expected {wanted.get(name)}"
+        )
     if plan.is_copy:  # it has the tensors of its source, and no model is built
         return
     if plan.is_keras_file:
@@ -52,7 +50,11 @@ def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder
     with abstraction.abstract():
         model = building.build_model(manifest)
     if spec.described_by == "keras-hub":
-        _check_preset(index, model)
+        backbone, sharded = backbone_of(model), (index / SHARDED_WEIGHTS).is_file()
+        file = index / (SHARDED_WEIGHTS if sharded else WEIGHTS)
+        check_for_keras(file, listed_by_keras(backbone), is_index=sharded)
+        if (head := index / TASK_WEIGHTS).is_file():
+            check_for_keras(head, listed_by_keras(model, skip=own_layers(backbone)))
     mapping = map_weights(model, manifest)
     computed = mapping.computed and not spec.is_hugging_face  # fine if KerasHub's converter computes
     if mapping.missing or mapping.mismatched or computed or mapping.unused:
@@ -62,36 +64,12 @@ def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder
         )
 
 
-def _check_tensors(plan: ConversionPlan, manifest: Manifest, result: Path) -> None:
-    written = {t.name: (t.shape, t.dtype) for t in manifest.tensors.values()}
-    wanted = {c.wanted.name: (c.wanted.shape, c.wanted.dtype) for c in plan.copies}
-    if written != wanted:
-        name = next(n for n in {**written, **wanted} if written.get(n) != wanted.get(n))
-        raise SourceError(
-            f"Cannot read back {result}: tensor {name!r} is {written.get(name)}, expected {wanted.get(name)}"
-        )
-
-
-def _check_preset(folder: Path, model: Any) -> None:
-    """Compare the files of a preset with what KerasHub would save of the model that the preset describes."""
-    backbone = backbone_of(model)
-    sharded = (folder / SHARDED_WEIGHTS).is_file()
-    file = folder / (SHARDED_WEIGHTS if sharded else WEIGHTS)
-    check_for_keras(file, listed_by_keras(backbone), is_index=sharded)
-    if (head := folder / TASK_WEIGHTS).is_file():
-        check_for_keras(head, listed_by_keras(model, skip=own_layers(backbone)))
-
-
 def description_fault(name: str, described: Mapping[str, Any], tensors: list[Wanted]) -> str | None:
     """Return what is wrong with the model that a description builds for the file next to it; ``None`` if nothing.
 
-    Keras describes a layer that is used in several places once for each, and does not always join them again.
-
-    Args:
-        name: The name of the model.
-        described: Its description. If it has classes or functions of other packages than Keras and KerasHub, nothing
-            is built, because that would run their code.
-        tensors: What the file has.
+    Keras describes a layer that is used in several places once for each, and does not always join them again. If the
+    description has classes or functions of other packages than Keras and KerasHub, nothing is built, because that would
+    run their code.
     """
     if not _is_of_keras(described):
         return None
@@ -113,7 +91,7 @@ def _is_of_keras(described: Any) -> bool:
     """Whether Keras and KerasHub define all that a description names."""
     if isinstance(described, Mapping):
         module = described.get("module", "keras") or "keras"
-        known = module == "builtins" or f"{module}.".startswith(_OF_KERAS)
+        known = module == "builtins" or f"{module}.".startswith(("keras.", "keras_hub."))
         is_code = described.get("class_name") in ("function", "__lambda__")
         return known and not is_code and all(map(_is_of_keras, described.values()))
     return not isinstance(described, list) or all(map(_is_of_keras, described))

@@ -10,7 +10,12 @@ expects it, and the other family in a folder, so that a round trip loses nothing
 
 KerasHub cannot generate from a preset without a preprocessor: it would look for an ``image_converter.json`` of Gemma 3,
 for example. So one is made from Hugging Face's tokenizer. Where KerasHub has only a tokenizer (BERT), the
-preset has that.
+preset has that. In the other direction, the tokenizer of a preset becomes Hugging Face's files:
+
+    vocabulary.spm                tokenizer.model: the same file
+    vocabulary.json, merges.txt   tokenizer.json, with the word-splitting expression of the family (Llama 3, Qwen), or
+                                  the same files under other names (GPT-2)
+    vocabulary.txt                vocab.txt: the same file (BERT)
 """
 
 from __future__ import annotations
@@ -24,17 +29,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardload.errors import UnsafeSourceError, UnsupportedError, WriteError, is_of_system
+from shardload.families.parts.gguf import GgufTokenizer
+from shardload.families.registry import exports, families, model_type_of
 from shardload.hub import kerashub
 from shardload.hub.config_forms import config_beside
 from shardload.hub.described import save_description
 from shardload.hub.kerashub import text_classes
 from shardload.loaders import spec_of
 from shardload.loaders.contents import member
+from shardload.loaders.gguf.loader import TokenizerMetadata
+from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest
 from shardload.stores.json_files import parse_object, read_object
 from shardload.stores.local import located, temporary_folder
-from shardload.text.gguf_tokenizer import tokenizer_files
+from shardload.text.gguf_tokenizer import CONTROL, NORMAL, files_of, tokenizer_files
 
 KERAS, TRANSFORMERS = "keras", "transformers"
 CONFIG_ENTRY = "shardload_transformers"
@@ -53,7 +64,7 @@ _OF_MODELS = frozenset(
     }
 )
 """Names that no private file has: of these, links of link farms are followed."""
-MAX_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 """Most bytes of one file; larger files are assumed to be weights."""
 
 
@@ -67,11 +78,7 @@ class Companions:
     notes: tuple[str, ...] = ()
 
     def config(self, family: str, name: str = "config.json") -> dict[str, Any] | None:
-        """Return the content of one of the JSON files; ``None`` if it does not exist.
-
-        Raises:
-            SourceError: When it is not a JSON object.
-        """
+        """Return the content of one of the JSON files; ``None`` if it does not exist."""
         path = getattr(self, family).get(name)
         if path is None:
             return None
@@ -82,36 +89,26 @@ def companions_of(manifest: Manifest) -> Companions:
     """Return the small files next to the weights of a source."""
     source, spec = Path(manifest.source), spec_of(manifest)
     if spec.tokenizer == "header":
-        return _of_header(manifest)
+        if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
+            return Companions()
+        try:
+            files = tokenizer_files(manifest)
+        except Exception as error:  # of any kind, also from SentencePiece or tokenizers: the weights do not need them
+            if is_of_system(error):
+                raise
+            return Companions(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
+        return Companions({}, files, ("the tokenizer was rebuilt from the header of the GGUF file",))
     one, other = spec.keras_files, spec.transformers_files
     if one is None or other is None:
-        return _of_sidecar(manifest) if spec.described_by == "keras-sidecar" else Companions()
+        # The file next to Keras' weights may have Hugging Face's configuration.
+        beside = (config_beside(manifest) or {}) if spec.described_by == "keras-sidecar" else {}
+        original = beside.get(CONFIG_ENTRY)
+        return Companions(
+            {}, {"config.json": json.dumps(original, indent=2).encode()} if isinstance(original, dict) else {}
+        )
     keras, left_out = _files(source / one, skip=other)
     transformers, also = _files(source / other, skip=one)
     return Companions(keras, transformers, {one: left_out, other: also}.get(".", ()))
-
-
-def _of_sidecar(manifest: Manifest) -> Companions:
-    """Return Hugging Face's configuration, if the file next to Keras' weights has it."""
-    found = (config_beside(manifest) or {}).get(CONFIG_ENTRY)
-    return (
-        Companions({}, {"config.json": json.dumps(found, indent=2).encode()})
-        if isinstance(found, dict)
-        else Companions()
-    )
-
-
-def _of_header(manifest: Manifest) -> Companions:
-    """Return the tokenizer, rebuilt from a GGUF header, as Hugging Face's files; empty without one, or with a note."""
-    if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
-        return Companions()
-    try:
-        files = tokenizer_files(manifest)
-    except Exception as error:  # of any kind, also from SentencePiece or tokenizers: the weights do not need them
-        if is_of_system(error):
-            raise
-        return Companions(notes=(f"the tokenizer in the GGUF file was left out: {error}",))
-    return Companions({}, files, ("the tokenizer was rebuilt from the header of the GGUF file",))
 
 
 def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]]:
@@ -127,7 +124,7 @@ def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]
         if not is_weights(name):
             if path.is_symlink() and _may_be_private(path, folder, name):
                 left_out.append(f"{name} was left out: it is a link to a file outside the folder")
-            elif name.endswith(_OTHERS) or path.stat().st_size > MAX_BYTES:
+            elif name.endswith(_OTHERS) or path.stat().st_size > _MAX_BYTES:
                 left_out.append(f"{name} was left out: it seems to contain weights in another format")
             else:
                 found[name] = path
@@ -165,7 +162,8 @@ def copy_files(files: Mapping[str, Path] | Mapping[str, Path | bytes], folder: P
 
 
 _log = logging.getLogger(__name__)
-_VOCABULARIES = ("tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
+_OF_TRANSFORMERS = ("tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt")
+_VOCABULARIES = (*_OF_TRANSFORMERS, "tekken.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,3 +270,66 @@ def _save(layer: Any, folder: Path) -> bool:
             target = folder / each.name
             shutil.copytree(each, target, dirs_exist_ok=True) if each.is_dir() else shutil.copy2(each, target)
     return True
+
+
+_TOKENIZER = "assets/tokenizer"
+_PIECES = f"{_TOKENIZER}/vocabulary.spm"
+
+
+def hugging_face_tokenizer(
+    companions: Companions, manifest: Manifest, *, backbone: str, model_type: str
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Return files by name, and notes; both empty if the source has Hugging Face's tokenizer files, or none."""
+    # The source's own files are copied as they are; only what would be missing is made.
+    kept, own = companions.keras, companions.transformers
+    if not own.keys().isdisjoint(_OF_TRANSFORMERS) or kept.keys().isdisjoint((_PIECES, "tokenizer.json")):
+        return {}, ()
+    family = model_type_of({"model_type": model_type})
+    if _PIECES in kept:
+        config = json.dumps({"tokenizer_class": family.tokenizer_class}).encode()
+        return {"tokenizer.model": kept[_PIECES].read_bytes(), "tokenizer_config.json": config}, ()
+    if (tokenizer := family.keras_tokenizer) is not None:
+        names = {f"{_TOKENIZER}/{own}": name for own, name in tokenizer.files.items()}
+        if not names.keys() <= kept.keys():
+            return {}, ("the tokenizer was not written for Hugging Face: the source lacks some of its files",)
+        found = {name: kept[path].read_bytes() for path, name in names.items()}
+        if (kind := tokenizer.lower_case_class) is not None:
+            settings = read_object(kept["tokenizer.json"]).get("config", {})
+            lower = {"tokenizer_class": kind, "do_lower_case": bool(settings.get("lowercase", False))}
+            found["tokenizer_config.json"] = json.dumps(lower).encode()
+        return found, ()
+    # A GGUF header describes the same kind of tokenizer, and `text` can already write one as tokenizer.json.
+    try:
+        folder = located(kept["tokenizer.json"].parent)
+        layer = kerashub.preset_tokenizer(replace(manifest, location=folder, format=PRESET.name))
+        export = exports().get(backbone)
+        if export is None or export.pre_tokenizer is None:
+            raise UnsupportedError(f"no pre-tokenizer is known for {backbone}")
+        return files_of(_metadata(layer, export.pre_tokenizer), manifest.source, model_type), ()
+    except Exception as error:  # its files may cause any error; its kind may be unknown
+        if is_of_system(error):
+            raise
+        _log.info("No tokenizer of %s for Hugging Face: %s", manifest.source, error)
+        *some, last = (each.title for each in families() if each.exports)
+        known = f"{', '.join(some)} and {last}"
+        return {}, (f"the tokenizer was not written for Hugging Face: only those of {known} can be converted",)
+
+
+def _metadata(layer: Any, pattern: str) -> TokenizerMetadata:
+    """Describe a byte-pair tokenizer of KerasHub in the form of a GGUF header."""
+    tokens = {int(number): word for word, number in layer.vocabulary.items()}
+    special = set(layer.unsplittable_tokens or ())
+    # A vocabulary may have gaps, but in a header a token's position is its number.
+    listed = tuple(tokens.get(i, f"<unused {i}>") for i in range(max(tokens) + 1))
+    ids = {"bos": getattr(layer, "start_token_id", None), "eos": getattr(layer, "end_token_id", None)}
+    return TokenizerMetadata(
+        model=GgufTokenizer.BYTE_PAIRS,
+        pre=pattern,
+        tokens=listed,
+        scores=np.array([], np.float32),
+        token_types=np.array([CONTROL if word in special else NORMAL for word in listed], np.int32),
+        merges=tuple(layer.merges),
+        special_ids={name: int(number) for name, number in ids.items() if number is not None},
+        flags={},
+        chat_template=None,
+    )

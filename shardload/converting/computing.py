@@ -68,17 +68,8 @@ def compute(
 ) -> None:
     """Run one step and write what it computes.
 
-    Args:
-        step: The step to run.
-        manifest: The checkpoint that it reads from.
-        dtypes: ``id`` of each requested variable → dtype to write it in.
-        values: The locations of all variables' values.
-        write: Writes the value of a variable to the target; may be called again for the same variable.
-        done: Called once for each variable that has its final value.
-
-    Raises:
-        UnsupportedError: When it needs the value of a variable that is not a view of a tensor.
-        MismatchError: When a computed value has another shape than its variable.
+    ``dtypes``: ``id`` of each requested variable → dtype to write it in. ``write`` writes a variable's value to the
+    target, and may be called again for the same variable; ``done`` is called once it has its final value.
     """
     variables = [v for v in step.variables if id(v) in dtypes]
     # A layer's hook may assign any variable again until it returns.
@@ -111,7 +102,10 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> 
             if value.tensor is None or value.view is None or has_value(variable):
                 continue
             if error.variable == variable.path:
-                runtime.lend(variable, _viewed(value.tensor, value.view))
+                flat = read_rows(value.tensor, 0, value.tensor.rows).reshape(-1)[value.view.offset :]
+                strides = [stride * flat.itemsize for stride in value.view.strides]
+                whole = np.lib.stride_tricks.as_strided(flat, value.view.shape, strides, writeable=False)
+                runtime.lend(variable, whole)
                 return False
         raise UnsupportedError(
             f"Cannot convert {runtime.manifest.source}: {step.owner} computes with a value that is not stored "
@@ -139,12 +133,6 @@ def _lending() -> Iterator[Lend]:
             restore_value(variable, None, initializer)
 
 
-def _viewed(tensor: Tensor, view: View) -> Array:
-    flat = read_rows(tensor, 0, tensor.rows).reshape(-1)[view.offset :]
-    strides = [stride * flat.itemsize for stride in view.strides]
-    return np.lib.stride_tricks.as_strided(flat, view.shape, strides, writeable=False)
-
-
 @dataclass(slots=True)
 class _Runtime:
     """The operations of a step: like `shardload.mapping.assign.Assigner`, but for a model without values."""
@@ -164,16 +152,13 @@ class _Runtime:
 
     def take(self, name: str) -> None:
         """Do nothing: viewed values are copied without the step."""
-        del name
 
     def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
         """Do nothing: viewed values are copied without the step."""
-        del variable, assign
         return value
 
     def compute(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
         """Write a value, cast as loading casts it."""
-        del assign
         if (dtype := self.dtypes.get(id(variable))) is None:
             return value
         host = np.asarray(value)

@@ -1,29 +1,42 @@
 """Convert a checkpoint to another format in bounded memory.
 
 Source and target are views of the same variables, so every pair of formats uses the same copy. Values keep their dtype
-and bits unless another dtype is requested.
+and bits unless another dtype is requested. The target's files are made first; then each missing tensor is copied or
+computed, and recorded in the journal.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardload.converting import adapters, hugging_face_copy
 from shardload.converting.checking import check_result
-from shardload.converting.plans import ConversionPlan, ConvertReport
+from shardload.converting.computing import compute
+from shardload.converting.plans import ConversionPlan, ConvertReport, Copy
 from shardload.converting.publishing import (
     ConversionFolder,
     check_free,
     check_others,
+    check_room,
     explained,
     publish,
     staged,
+    tensor_digest,
 )
-from shardload.converting.source import Source, open_source
+from shardload.converting.source import Source, open_with_model
+from shardload.converting.strided_copy import PieceWriter, Read, copy_view, parts_of, reader_of, reader_of_value
 from shardload.converting.targets import (
     CONVERT_HOST_MEMORY,
     Target,
@@ -33,17 +46,14 @@ from shardload.converting.targets import (
     shard_bytes_for,
     target_of,
 )
-from shardload.converting.writing import write_all
-from shardload.errors import (
-    DamagedError,
-    UsageError,
-    suggests_arguments,
-)
+from shardload.errors import DamagedError, UsageError, suggests_arguments
 from shardload.hub import fidelity
 from shardload.keras_bridge.lora import hidden, lora_layers
 from shardload.loaders import open_manifest, spec_of
+from shardload.loaders.file_pieces import TensorPlace
 from shardload.loaders.registry import spec_named
-from shardload.pipeline import arguments
+from shardload.manifest import View, c_strides
+from shardload.pipeline.request import ignored_names
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.resolve import resolve
 from shardload.runs import digests
@@ -121,20 +131,28 @@ def convert(
     found = resolve(src)
     opened = open_manifest(found.path)
     adapters.check_base(opened, base)
-    patterns = arguments.patterns(ignore)
+    patterns = ignored_names(ignore)
     # Merging needs the model.
     if hugging_face_copy.is_copy(opened, kind) and not merge_lora:
         fidelity.checked_fields(ignore_config)
         source = hugging_face_copy.source_of(opened, ignore=patterns)
     else:
-        source = _open(found.path, base, dtype=name, ignore=patterns, ignore_config=ignore_config)
-    for manifest in source.manifests:
-        _refuse_itself(Path(manifest.source), target)
+        weights = found.path if base is None else resolve(base).path
+        source = open_with_model(weights, dtype=name, ignore=patterns, ignore_config=ignore_config)
+        source = source if base is None else adapters.on_base(source, found.path)
+    # Overwriting removes the target's folder: one that is or contains the source would take the source with it.
+    two = target.resolve()
+    for own in (Path(manifest.source) for manifest in source.manifests):
+        one = own.resolve()
+        if one == two or two in one.parents or one in two.parents:
+            raise UsageError(
+                f"Cannot convert {own} to {target}: one contains the other. Choose a target outside the source"
+            )
     # Recorded before the first value is read, and compared before the result is published.
     files = Fingerprint.of(source.files)
     with_lora = [] if source.model is None else lora_layers(source.model)
     adapters.refuse_adapters(source, with_lora, kind, merge_lora=merge_lora)
-    source = adapters.merged(source, with_lora) if merge_lora else source
+    source = adapters.with_merged_lora(source, with_lora) if merge_lora else source
     shown = as_progress(progress)
     # `merged` replaced the values of these kernels; hidden, their layers are described and stored as plain ones.
     with hidden(with_lora if merge_lora else ()):
@@ -145,27 +163,8 @@ def convert(
         preparing_s = time.monotonic() - began
         resumed = _write(source, plan, target, files, overwrite=overwrite, block_bytes=block_bytes, shown=shown)
     notes = (*((found.note,) if found.note else ()), *source.notes, *plan.notes)
-    seconds = time.monotonic() - began
-    return ConvertReport(
-        source.manifest.source,
-        str(target),
-        plan.format,
-        len(plan.tensors),
-        plan.nbytes,
-        resumed,
-        seconds,
-        notes,
-        preparing_s,
-    )
-
-
-def _open(
-    path: str, base: PathLike | None, *, dtype: str | None, ignore: Sequence[str], ignore_config: Sequence[str]
-) -> Source:
-    """Open the source; a partial step on top of its base."""
-    weights = path if base is None else resolve(base).path
-    source = open_source(weights, dtype=dtype, ignore=ignore, ignore_config=ignore_config)
-    return source if base is None else adapters.on_base(source, path)
+    counts, seconds = (len(plan.tensors), plan.nbytes, resumed), time.monotonic() - began
+    return ConvertReport(source.manifest.source, str(target), plan.format, *counts, seconds, notes, preparing_s)
 
 
 def _write(
@@ -183,21 +182,24 @@ def _write(
         try:
             resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=shown)
             files.check()  # a source that changed during the copy would give a mixture
-            _finish(source, plan, staging, overwrite=overwrite)
+            if spec_named(plan.format).is_step:
+                digests.Digests.compute(staging.result).write(staging.result)
+            check_result(plan, source, staging)
+            publish(plan, staging, overwrite=overwrite)
         except BaseException as error:
-            raise _with_way_on(explained(error, target, plan.nbytes), staging) from error
+            told = explained(error, target, plan.nbytes)
+            # What is left, and how to continue.
+            if staging.is_published:
+                told.add_note(f"{staging.target} is complete.")
+            elif staging.kept():
+                told.add_note(
+                    f"The finished part is in {working_folder(staging.target)}. Start the same conversion again to "
+                    "continue, or remove that folder."
+                )
+            raise told from error
         finally:
             shown.stop()
     return resumed
-
-
-def _refuse_itself(source: Path, target: Path) -> None:
-    # Overwriting removes the target's folder: one that is or contains the source would take the source with it.
-    one, two = source.resolve(), target.resolve()
-    if one == two or two in one.parents or one in two.parents:
-        raise UsageError(
-            f"Cannot convert {source} to {target}: one contains the other. Choose a target outside the source"
-        )
 
 
 def _check_digests(source: Source, progress: Progress) -> None:
@@ -214,21 +216,123 @@ def _check_digests(source: Source, progress: Progress) -> None:
                 raise DamagedError(f"Cannot convert {path}: it is damaged: {damage[0]}. See: shardload verify {path}")
 
 
-def _finish(source: Source, plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
-    """Write digests for a step, check the result, and publish it."""
-    if spec_named(plan.format).is_step:
-        digests.Digests.compute(staging.result).write(staging.result)
-    check_result(plan, source, staging)
-    publish(plan, staging, overwrite=overwrite)
+def write_all(
+    source: Source, plan: ConversionPlan, staging: ConversionFolder, *, block_bytes: int, progress: Progress
+) -> int:
+    """Make the files and fill in the missing tensors; return how many tensors an earlier run had finished."""
+    staging.begin(identity(source, plan, staging.target))
+    if staging.places is None:
+        check_room(staging.target, plan)
+        places = plan.make(staging.result)
+        check_result(plan, source, staging)  # before hours of copying
+        staging.note_places(places)
+    assert staging.places is not None
+    work = _Work(staging, {place.name: place for place in staging.places}, block_bytes, progress)
+    progress.start(plan.nbytes, f"Converting to {staging.target.name}")
+    # Computed values come last, step by step, because one step computes values of many tensors.
+    rest: list[Copy] = []
+    n_resumed = 0
+    for parts in plan.tensors.values():
+        if work.is_done(parts[0]):
+            progress.advance(parts[0].wanted.nbytes)
+            n_resumed += 1
+            continue
+        computed = [part for part in parts if part.value.step is not None]
+        for part in parts:
+            if part.value.step is None:
+                work.copy(part)
+        if not computed:
+            work.note(parts[0])
+        rest += computed
+    _compute(source, rest, work)
+    return n_resumed
 
 
-def _with_way_on(error: BaseException, staging: ConversionFolder) -> BaseException:
-    """Add a note on what is left and how to continue."""
-    if staging.is_published:
-        error.add_note(f"{staging.target} is complete.")
-    elif staging.kept():
-        error.add_note(
-            f"The finished part is in {working_folder(staging.target)}. Start the same conversion again to continue, "
-            "or remove that folder."
+def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
+    """Run the steps that compute values, and write the values."""
+    by_variable = {id(copy.value.variable): copy for copy in copies}
+    # A tensor is complete, and noted, once the last of the variables that share it is.
+    left = Counter(copy.wanted.name for copy in copies)
+
+    def done(variable: Any) -> None:
+        copy = by_variable[id(variable)]
+        left[copy.wanted.name] -= 1
+        if not left[copy.wanted.name]:
+            work.note(copy)
+
+    for step in {id(c.value.step): c.value.step for c in copies}.values():
+        assert step is not None
+        # Several steps may compute one variable; only the last one's value counts (`computed_by`).
+        compute(
+            step,
+            source.manifest,
+            {key: copy.wanted.dtype for key, copy in by_variable.items() if copy.value.step is step},
+            values=source.values.values(),
+            write=lambda variable, value: work.put(by_variable[id(variable)], value),
+            done=done,
         )
-    return error
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The target of the copies, and the block size."""
+
+    staging: ConversionFolder
+    places: Mapping[str, TensorPlace]
+    block_bytes: int
+    progress: Progress
+
+    def is_done(self, copy: Copy) -> bool:
+        """Whether an earlier run copied it, and the bytes in the files still match its digest."""
+        # Nothing is flushed before the end: after a power failure the journal may list values that never reached disk.
+        known = self.staging.done.get(copy.wanted.name)
+        return known is not None and self._digest(copy) == known
+
+    def note(self, copy: Copy) -> None:
+        """Record it in the journal."""
+        # Digest the file: values are written in the source's order, and a digest needs the target's.
+        self.staging.note_done(copy.wanted.name, self._digest(copy))
+
+    def copy(self, copy: Copy) -> None:
+        """Copy a view of a stored tensor, or an array."""
+        value, dtype = copy.value, copy.wanted.dtype
+        if value.tensor is None or value.view is None:
+            self.put(copy, np.asarray(value.array if value.live is None else value.live()))
+            return
+        # A block is in memory as read and as cast: the wider dtype decides how many elements it may have.
+        item_bytes = max(dtype.itemsize, value.tensor.dtype.itemsize)
+        for tensor, source, target in parts_of(value.tensor, value.view, copy.view):
+            self._move(copy, reader_of(tensor, dtype), source, target, item_bytes)
+
+    def put(self, copy: Copy, value: NDArray[Any]) -> None:
+        """Write a value that is in memory."""
+        dtype = copy.wanted.dtype
+        source = View("", 0, value.shape, c_strides(value.shape))
+        self._move(copy, reader_of_value(value, dtype), source, copy.view, dtype.itemsize)
+
+    def _move(self, copy: Copy, read: Read, source: View, target: View, item_bytes: int) -> None:
+        with PieceWriter(self.staging.result, self.places[copy.wanted.name], written=self.progress.advance) as writer:
+            copy_view(read, writer.write, source, target, block_elements=max(1, self.block_bytes // item_bytes))
+
+    def _digest(self, copy: Copy) -> str:
+        return tensor_digest(self.staging.result, self.places[copy.wanted.name], copy.wanted.dtype.itemsize)
+
+
+def identity(source: Source, plan: ConversionPlan, target: Path) -> str:
+    """Return a digest of everything that determines the output."""
+    # A file replaced by one of the same size and time of change differs in its inode or ctime.
+    files = [
+        (str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
+        for path in source.files
+        for s in [path.local_path().stat()]
+    ]
+    copies = [
+        (c.wanted.name, c.wanted.shape, c.wanted.dtype.name, str(c.view), c.value.view and str(c.value.view))
+        for c in plan.copies
+    ]
+    # Packages whose versions affect computed values; `None` for one that is not installed.
+    packages = ("keras", "keras-hub", "numpy") if any(c.value.step or c.value.live for c in plan.copies) else ()
+    versions = [next((d.version for d in metadata.distributions(name=name)), None) for name in packages]
+    # The 2 is a version: raise it if the same plan would write other bytes, so that no older journal is continued.
+    text = json.dumps([2, source.manifest.source, files, str(target), plan.format, plan.shard_bytes, copies, versions])
+    return hashlib.sha256(text.encode()).hexdigest()

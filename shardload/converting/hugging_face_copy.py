@@ -29,7 +29,7 @@ from shardload.loaders.contents import member
 from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.loaders.hf_folder import BARE
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
-from shardload.manifest import Decoded, Manifest, Tensor, View
+from shardload.manifest import Decoded, Manifest, View
 from shardload.stores.local import located
 from shardload.transfer.casts import is_float
 
@@ -44,17 +44,14 @@ def is_copy(manifest: Manifest, to: str) -> bool:
 
 
 def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
-    """Return a Hugging Face folder as a source without a model.
-
-    Args:
-        manifest: An opened folder.
-        ignore: Patterns of names of tensors to leave out.
-
-    Raises:
-        UsageError: When a pattern matches no tensor, or the patterns match all.
-        UnsupportedError: When a tensor cannot be read.
-    """
-    kept = _kept(manifest, ignore)
+    """Return an opened Hugging Face folder as a source without a model, and without tensors that match ``ignore``."""
+    for pattern in ignore:
+        if not any(fnmatchcase(name, pattern) for name in manifest.tensors):
+            raise UsageError(f"ignore={pattern!r} matches no tensor of {manifest.source}. Remove or correct it")
+    tensors = manifest.tensors.items()
+    kept = {name: tensor for name, tensor in tensors if not any(fnmatchcase(name, pattern) for pattern in ignore)}
+    if not kept:
+        raise UsageError(f"ignore={list(ignore)} matches every tensor of {manifest.source}. Remove or correct it")
     for tensor in kept.values():
         if isinstance(tensor.storage, Decoded):  # safetensors has no other than `UnreadableRows`
             raise UnsupportedError(
@@ -72,16 +69,27 @@ def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
 
 
 def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
-    """Plan the copy of a source from `source_of`; ``dtype`` and ``shard_bytes`` as for `targets.plan_for`.
-
-    Raises:
-        UnsupportedError: When quantised weights are to be cast.
-    """
+    """Plan the copy of a source from `source_of`; ``dtype`` and ``shard_bytes`` as for `targets.plan_for`."""
     manifest, companions = source.manifest, source.companions
+    copies = []
+    for tensor in manifest.tensors.values():
+        view, own = View.whole(tensor), tensor.dtype
+        wanted = Wanted(tensor.name, tensor.shape, np.dtype(dtype) if dtype is not None and is_float(own) else own)
+        copies.append(Copy(wanted, StoredValue(None, own, tensor, view), view))
+    rewritten = {}  # the files that state a dtype
     if dtype is not None:
-        _check_castable(manifest, dtype)
-    copies = tuple(_copy(tensor, dtype) for tensor in manifest.tensors.values())
-    rewritten = _rewritten(source, dtype)
+        try:
+            quantised.check(manifest, ignore=(quantised.ADAPTER,))
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"Cannot cast {manifest.source} to {dtype}: its tensors are quantised or those of an adapter, expected "
+                "plain weights. Omit dtype (--dtype) to copy them as they are"
+            ) from error
+        stating = {CONFIG: in_dtype(manifest.config, dtype)}
+        for name in (CONFIG, "task.json"):
+            if (config := companions.config(KERAS, name)) is not None:
+                stating[f"{KERAS}/{name}"] = with_dtype(config, dtype)
+        rewritten = {name: json.dumps(config, indent=2).encode() for name, config in stating.items()}
     metadata = {**safetensors.PYTORCH, **manifest.metadata}
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
@@ -89,24 +97,13 @@ def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> Co
         copy_files(companions.transformers, folder)
         copy_files(companions.keras, folder / KERAS)
         copy_files(rewritten, folder)
-        wanted = [copy.wanted for copy in copies]
+        tensors = [copy.wanted for copy in copies]
         limit = shard_bytes or safetensors.SHARD_BYTES
-        return safetensors.write_skeleton(folder, wanted, shard_bytes=limit, metadata=metadata)
+        return safetensors.write_skeleton(folder, tensors, shard_bytes=limit, metadata=metadata)
 
     uncast = [name for name in companions.transformers if _PARTS.fullmatch(name)] if dtype else []
     notes = (f"{some(uncast)} copied in the dtype of the source",) if uncast else ()
-    return ConversionPlan(manifest.format, copies, make, {}, notes=notes, shard_bytes=shard_bytes, is_copy=True)
-
-
-def _kept(manifest: Manifest, ignore: Sequence[str]) -> dict[str, Tensor]:
-    for pattern in ignore:
-        if not any(fnmatchcase(name, pattern) for name in manifest.tensors):
-            raise UsageError(f"ignore={pattern!r} matches no tensor of {manifest.source}. Remove or correct it")
-    tensors = manifest.tensors.items()
-    kept = {name: tensor for name, tensor in tensors if not any(fnmatchcase(name, pattern) for pattern in ignore)}
-    if not kept:
-        raise UsageError(f"ignore={list(ignore)} matches every tensor of {manifest.source}. Remove or correct it")
-    return kept
+    return ConversionPlan(manifest.format, tuple(copies), make, {}, notes=notes, shard_bytes=shard_bytes, is_copy=True)
 
 
 def _parts(folder: Path) -> dict[str, Path]:
@@ -134,35 +131,8 @@ def _other_weights(manifest: Manifest, companions: Companions) -> tuple[str, ...
     return (f"{some(shown)} left out: weights outside of the checkpoint",) if shown else ()
 
 
-def _copy(tensor: Tensor, dtype: str | None) -> Copy:
-    view = View.whole(tensor)
-    wanted = np.dtype(dtype) if dtype is not None and is_float(tensor.dtype) else tensor.dtype
-    return Copy(Wanted(tensor.name, tensor.shape, wanted), StoredValue(None, tensor.dtype, tensor, view), view)
-
-
-def _rewritten(source: Source, dtype: str | None) -> dict[str, bytes]:
-    """Return the files that state a dtype, with another one."""
-    if dtype is None:
-        return {}
-    found = {CONFIG: in_dtype(source.manifest.config, dtype)}
-    for name in (CONFIG, "task.json"):
-        if (config := source.companions.config(KERAS, name)) is not None:
-            found[f"{KERAS}/{name}"] = with_dtype(config, dtype)
-    return {name: json.dumps(config, indent=2).encode() for name, config in found.items()}
-
-
 def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return a configuration of Hugging Face with another dtype in every place that states one."""
     found = {key: in_dtype(value, dtype) if isinstance(value, Mapping) else value for key, value in config.items()}
     names = {"torch_dtype", "dtype"} & found.keys()  # transformers 4 writes torch_dtype, 5 writes dtype
     return {**found, **dict.fromkeys(names, dtype)}
-
-
-def _check_castable(manifest: Manifest, dtype: str) -> None:
-    try:
-        quantised.check(manifest, ignore=(quantised.ADAPTER,))
-    except UnsupportedError as error:
-        raise UnsupportedError(
-            f"Cannot cast {manifest.source} to {dtype}: its tensors are quantised or those of an adapter, expected "
-            "plain weights. Omit dtype (--dtype) to copy them as they are"
-        ) from error

@@ -28,7 +28,7 @@ from shardload.errors import UnsupportedError, is_of_system
 from shardload.keras_bridge.extra_state import assets_of
 from shardload.keras_bridge.layer_settings import serialised_with_attributes, with_dtype
 from shardload.keras_bridge.model_state import own_layers
-from shardload.keras_bridge.saving import SavedLayout, optimizers_of, saved_layout
+from shardload.keras_bridge.saving import optimizers_of, saved_layout
 from shardload.keras_bridge.weights_files import dataset
 from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.loaders.hub_preset import SHARDED_WEIGHTS, TASK_PREFIX, TASK_WEIGHTS, WEIGHTS
@@ -75,19 +75,18 @@ class Saved:
 def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = None, prefix: str = "") -> Saved:
     """Return the tensors and named groups that Keras would write.
 
-    Args:
-        root: A model.
-        source: The source of the values.
-        dtypes: ``id`` of the variable → dtype.
-        skip: A nested model whose layers are omitted: they are saved in another file.
-        prefix: Put before the names of the tensors.
-
-    Raises:
-        UnsupportedError: When a layer stores other values than its variables, or leaves weights out.
+    ``dtypes``: ``id`` of the variable → dtype. ``skip``: a nested model whose layers are omitted, because another file
+    has them. ``prefix`` is put before the names of the tensors.
     """
     skipped = [] if skip is None else own_layers(skip)
     layout = saved_layout(root, skip=skipped)
-    _refuse_computing(layout)
+    if layout.computing:
+        path, layer = layout.computing[0]
+        raise NoPlaceError(
+            f"Cannot write an HDF5 file: save_own_variables of {type(layer).__name__} at {path or 'the root'!r} saves "
+            "arrays or numbers, or computes what it saves. Only variables can be written",
+            instead=("keras",),
+        )
     copies = tuple(whole(f"{prefix}{name}", source.values[id(v)], dtypes) for name, v in layout.variables.items())
     elsewhere = {id(v) for v in (*layout.variables.values(), *(() if skip is None else skip.variables))}
     left = [v for v in source.variables_of(root) if id(v) not in elsewhere]
@@ -98,16 +97,6 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
             instead=("orbax",),
         )
     return _with_optimizers(Saved(copies, layout.names, tuple(left)), layout.optimizers, source, prefix=prefix)
-
-
-def _refuse_computing(layout: SavedLayout) -> None:
-    if layout.computing:
-        path, layer = layout.computing[0]
-        raise NoPlaceError(
-            f"Cannot write an HDF5 file: save_own_variables of {type(layer).__name__} at {path or 'the root'!r} saves "
-            "arrays or numbers, or computes what it saves. Only variables can be written",
-            instead=("keras",),
-        )
 
 
 def file(
@@ -136,7 +125,8 @@ def file(
         described = with_dtype(model_config(root), dtype)
         if original := source.companions.config(TRANSFORMERS):
             described[CONFIG_ENTRY] = original
-        if _has_assets(source):
+        # Whether layers of the model save files; KerasHub's tokenizers are none of them here.
+        if not source.is_hub and (assets_of(root) is not None if source.is_live else has_assets(source.manifest)):
             notes += (
                 f"{stem}.json was not written, because layers of the model have files (a vocabulary), and "
                 f"{target.name} cannot store them. Load it into a model that your program builds with them, or keep a "
@@ -158,46 +148,32 @@ def file(
     others = [*source.companions.keras, *(set(source.companions.transformers) - {"config.json"})]
     notes += (f"{plural(len(others), 'other file')} left out: {others[0]} …",) if others else ()
     notes += _left_out(found.left)
-    if target.name.endswith(ENDING):
-        return ConversionPlan(
-            KERAS_H5.name,
-            found.copies,
-            lambda path: h5.write_skeleton(path, found.tensors, names=found.names),
-            sidecars,
-            undescribed,
-            notes,
-            is_keras_file=True,
-            omitted=found.omitted,
-        )
+    one_file = target.name.endswith(ENDING)
     limit = SHARD_BYTES if shard_bytes is None else shard_bytes
 
-    def make(folder: Path) -> tuple[TensorPlace, ...]:
-        folder.mkdir()
-        return h5.write_shards(folder / target.name, found.tensors, names=found.names, shard_bytes=limit)
+    def make(path: Path) -> tuple[TensorPlace, ...]:
+        if one_file:
+            return h5.write_skeleton(path, found.tensors, names=found.names)
+        path.mkdir()
+        return h5.write_shards(path / target.name, found.tensors, names=found.names, shard_bytes=limit)
 
-    shards = h5.shard_names(target.name, found.tensors, shard_bytes=limit)
     return ConversionPlan(
-        KERAS_SHARDED.name,
+        (KERAS_H5 if one_file else KERAS_SHARDED).name,
         found.copies,
         make,
         sidecars,
         undescribed,
         notes,
-        shards,
+        () if one_file else h5.shard_names(target.name, found.tensors, shard_bytes=limit),
         is_keras_file=True,
         omitted=found.omitted,
     )
 
 
-def _has_assets(source: Source) -> bool:
-    """Whether layers of the model save files; KerasHub's tokenizers are none of them here."""
-    if source.is_hub:
-        return False
-    return assets_of(source.model) is not None if source.is_live else has_assets(source.manifest)
-
-
 def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
     """Plan a KerasHub preset: weights of the backbone and of the task, as ``save_to_preset`` writes them."""
+    from shardload.loaders.hdf5 import writer as h5
+
     if not source.is_hub:
         raise UnsupportedError(
             f"Cannot write a KerasHub preset: {type(source.model).__name__} is not a KerasHub model. Name the target "
@@ -209,7 +185,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
         # A reader builds the task as KerasHub compiles it: store that optimizer, not the one of a user's compile().
         compiled = source.model if source.fresh is None else source.fresh
         parts.append(_with_optimizers(head, optimizers_of(compiled), source, prefix=TASK_PREFIX))
-    state = state_of(source, parts[0].left)
+    state = state_as_json(source, parts[0].left)
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
         folder.mkdir()
@@ -217,7 +193,11 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
         if state:
             (folder / STATE).write_text(json.dumps(state), encoding="utf-8")
         copy_files(source.companions.transformers, folder / TRANSFORMERS)
-        places = _backbone_files(folder, parts[0], shard_bytes)
+        if shard_bytes is None:
+            places = _file_in(folder, WEIGHTS, parts[0])
+        else:
+            backbone, names = parts[0].tensors, parts[0].names
+            places = h5.write_shards(folder / SHARDED_WEIGHTS, backbone, names=names, shard_bytes=shard_bytes)
         return places + tuple(place for part in parts[1:] for place in _file_in(folder, TASK_WEIGHTS, part))
 
     notes = (*(note for part in parts[1:] for note in _left_out(part.left)), *source.preprocessing.notes)
@@ -225,14 +205,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 
 def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:
-    """Return what is saved together with the variables of optimizers that were not built; the state of others is left.
-
-    Args:
-        found: What is saved.
-        optimizers: Path → optimizer.
-        source: The source of the values.
-        prefix: Put before the names of the tensors.
-    """
+    """Add the variables of ``optimizers``, by path, that were not built; the state of others is left out."""
     new = {path: list(each.variables) for path, each in optimizers.items() if not each.built}
     # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.
     unknown = [v for variables in new.values() for v in variables if id(v) not in source.values]
@@ -278,7 +251,7 @@ def model_config(model: Any) -> dict[str, Any]:
     return found
 
 
-def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
+def state_as_json(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
     """Return the values of small backbone variables by structural key, so that `Source` can find them again."""
     from shardload.transfer.read_tensor import read_rows
 
@@ -296,14 +269,6 @@ def state_of(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
         array = np.asarray(array)
         found[roles[id(variable)].key] = {"dtype": array.dtype.name, "values": array.tolist()}
     return found
-
-
-def _backbone_files(folder: Path, part: Saved, shard_bytes: int | None) -> tuple[TensorPlace, ...]:
-    from shardload.loaders.hdf5 import writer as h5
-
-    if shard_bytes is None:
-        return _file_in(folder, WEIGHTS, part)
-    return h5.write_shards(folder / SHARDED_WEIGHTS, part.tensors, names=part.names, shard_bytes=shard_bytes)
 
 
 def _file_in(folder: Path, name: str, part: Saved) -> tuple[TensorPlace, ...]:

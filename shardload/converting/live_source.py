@@ -17,7 +17,7 @@ buffers, which goes at once: a model that was saved has no copy on the host, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,26 +49,19 @@ from shardload.keras_bridge.variables import has_value, stored_dtype, unique, va
 from shardload.loaders import spec_of
 from shardload.loaders.hub_preset import CONFIG, METADATA, TASK, describe_folder
 from shardload.loaders.hub_preset import SPEC as PRESET
-from shardload.manifest import Manifest, View
+from shardload.manifest import Manifest
 from shardload.sharding.layout import Bounds
 from shardload.stores.local import located
-from shardload.transfer.geometry import address
 from shardload.units import plural
 
 _DESCRIPTIONS = (CONFIG, TASK, METADATA)
 
 
 def live_source(model: Any, kernels: Sequence[LoraKernel], folder: Path, *, files: bool) -> Source:
-    """Return a model as a source. Its layers with LoRA must be hidden (`keras_bridge.lora.hidden`) while it is used.
+    """Return a built model as a source. Its layers with LoRA must be hidden (`keras_bridge.lora.hidden`) meanwhile.
 
-    Args:
-        model: A built Keras model.
-        kernels: The kernels with factors of LoRA to be merged: all that the model has.
-        folder: An empty folder for KerasHub's files of the model, needed as long as the source.
-        files: Whether the target has them.
-
-    Raises:
-        UninitialisedError: When a variable has no value.
+    ``kernels``: all kernels with factors of LoRA, to be merged. ``folder``: an empty folder for KerasHub's files of the
+    model, needed as long as the source; ``files``: whether the target has them.
     """
     merged = {id(found.kernel): found for found in kernels}
     factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
@@ -100,15 +93,14 @@ def _value(variable: Any, kernel: LoraKernel | None) -> StoredValue:
     dtype = stored_dtype(variable)
     if kernel is not None:
         return StoredValue(variable, dtype, live=kernel.merged)
+    array = value_of(variable)
+    is_whole_here = array.is_fully_addressable or array.is_fully_replicated
     # Small state goes to JSON files, which are made from arrays on the host.
-    if transformers.is_weight(variable) or not _is_readable(value_of(variable)):
+    if transformers.is_weight(variable) or not is_whole_here:
         return StoredValue(variable, dtype, live=partial(value_of, variable))
-    return StoredValue(variable, dtype, array=host_value(value_of(variable)))
-
-
-def _is_readable(array: Any) -> bool:
-    """Whether this process has all of an array."""
-    return bool(array.is_fully_addressable or array.is_fully_replicated)
+    # A replicated array may have devices of other processes too, and then only its local copies can be read.
+    local = array.addressable_data(0) if array.is_fully_replicated else array
+    return StoredValue(variable, dtype, array=np.array(_uncached(local)))
 
 
 def _with_files(source: Source, folder: Path) -> Source:
@@ -123,7 +115,10 @@ def _with_files(source: Source, folder: Path) -> Source:
         layer = preprocessing_of(model, loaded, kept)
         notes += [*kept.notes, *layer.notes]
     if origin is not None and kept.transformers:
-        notes.append(f"{', '.join(_shown(kept.transformers))} for Hugging Face come from {origin.source}")
+        names = sorted(kept.transformers, key=lambda name: (name != CONFIG, name))
+        if len(names) >= SHOWN:
+            names[SHOWN - 1 :] = [plural(len(names) - SHOWN + 1, "other file")]
+        notes.append(f"{', '.join(names)} for Hugging Face come from {origin.source}")
     elif layer.layer is None and not kept.transformers and text_classes(model)[1] is not None:
         notes.append("no tokenizer was written: the model has no preprocessor, and was not loaded with a tokenizer")
     # KerasHub's files are made from the model; of those from its source, all but old descriptions are kept.
@@ -143,12 +138,6 @@ def _with_files(source: Source, folder: Path) -> Source:
     )
 
 
-def _shown(names: Iterable[str]) -> list[str]:
-    """Return a few file names, the configuration first."""
-    found = sorted(names, key=lambda name: (name != CONFIG, name))
-    return found if len(found) < SHOWN else [*found[: SHOWN - 1], f"{plural(len(found) - SHOWN + 1, 'other file')}"]
-
-
 def _describes(loaded: Manifest, backbone: Any) -> bool:
     """Whether KerasHub builds this backbone from the configuration of a Hugging Face folder."""
     # The tensors of a quantised folder are codes, and no template. A part's configuration may say so too.
@@ -165,12 +154,10 @@ def _describes(loaded: Manifest, backbone: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A part of an array on one device."""
+    """A part of an array on one device, and its place in the array."""
 
     box: Bounds
-    """Its place in the array."""
     data: jax.Array
-    """On its device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,9 +170,11 @@ class LocalBox:
 
 def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
     """Return the part of an array that this process writes: of each replicated shard, one process writes its first."""
-    shards = tuple(
-        Shard(_box(shard.index, array.shape), shard.data) for shard in array.addressable_shards if not shard.replica_id
-    )
+    shards = []
+    for shard in array.addressable_shards:
+        if not shard.replica_id:
+            ends = [part.indices(n) for part, n in zip(shard.index, array.shape, strict=True)]
+            shards.append(Shard(Bounds(tuple(a for a, _, _ in ends), tuple(b for _, b, _ in ends)), shard.data))
     if not shards:
         return ()
     start = tuple(map(min, zip(*(s.box.start for s in shards), strict=True)))
@@ -193,21 +182,8 @@ def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
     # Shards never overlap, so they fill the box around them exactly if the sizes agree.
     whole = Bounds(start, stop)
     if whole.size == sum(s.box.size for s in shards):
-        return (LocalBox(whole, shards),)
+        return (LocalBox(whole, tuple(shards)),)
     return tuple(LocalBox(s.box, (s,)) for s in shards)
-
-
-def host_value(array: jax.Array) -> NDArray[Any]:
-    """Return a small array that is whole on this process, as NumPy's own copy."""
-    # A replicated array may have devices of other processes too, and then only its local copies can be read.
-    if array.is_fully_replicated:
-        return np.array(_uncached(array.addressable_data(0)))
-    return np.array(_uncached(array))
-
-
-def part_of(view: View, box: Bounds) -> View:
-    """Return the part of a view in ``box``."""
-    return View(view.tensor, address(view, box.start), box.shape, view.strides)
 
 
 def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
@@ -219,8 +195,13 @@ def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
         out = np.empty(stop - start, raw)
         at = 0
         for box in boxes_of_run(region.box.shape, start, stop):
-            _fill(out[at : at + box.size].reshape(box.shape), box, region)
+            part = out[at : at + box.size].reshape(box.shape)
             at += box.size
+            wanted = box.relative_to(tuple(-start for start in region.box.start))  # relative to the array
+            for shard in region.shards:
+                if (overlap := wanted.intersect(shard.box)) is not None:
+                    value = _host_part(shard.data, overlap.relative_to(shard.box.start))
+                    part[overlap.relative_to(wanted.start).slices] = value.view(raw)
         return out if dtype == stored else bits(out.view(stored).astype(dtype))
 
     return read
@@ -255,20 +236,6 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Bounds
 def _inside(row: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Bounds]:
     for box in boxes_of_run(rest, start, stop):
         yield Bounds((row, *box.start), (row + 1, *box.stop))
-
-
-def _box(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    found = [part.indices(n) for part, n in zip(index, shape, strict=True)]
-    return Bounds(tuple(a for a, _, _ in found), tuple(b for _, b, _ in found))
-
-
-def _fill(out: NDArray[Any], box: Bounds, region: LocalBox) -> None:
-    """Copy a box, relative to the region, from the shards that it overlaps."""
-    wanted = box.relative_to(tuple(-start for start in region.box.start))  # relative to the array
-    for shard in region.shards:
-        if (overlap := wanted.intersect(shard.box)) is not None:
-            part = _host_part(shard.data, overlap.relative_to(shard.box.start))
-            out[overlap.relative_to(wanted.start).slices] = part.view(out.dtype)
 
 
 def is_on_host(data: jax.Array) -> bool:

@@ -85,10 +85,6 @@ def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
     return Copy(Wanted(name, shape, dtypes[id(value.variable)]), value, View(name, 0, shape, c_strides(shape)))
 
 
-PREPARING_SHOWN_S = 1.0
-"""The time from which a report says how long the preparations took."""
-
-
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
     """The report of one conversion."""
@@ -107,7 +103,7 @@ class ConvertReport:
     notes: tuple[str, ...]
     """What of the source the target lacks, or stores in another form."""
     preparing_s: float = 0.0
-    """Of ``seconds``, those before anything was written: imports, opening the source, building the model, making its
+    """Part of ``seconds`` before anything was written: imports, opening the source, building the model, making its
     tokenizer."""
 
     def to_json(self) -> dict[str, Any]:
@@ -116,7 +112,7 @@ class ConvertReport:
 
     def __str__(self) -> str:
         spent = f"{self.seconds:.1f} s"
-        if self.preparing_s >= PREPARING_SHOWN_S:
+        if self.preparing_s >= 1:
             spent += f", {self.preparing_s:.1f} s of them to prepare"
         what = f"{plural(self.tensors, 'tensor')}, {format_bytes(self.n_bytes)}, {spent}"
         resumed = f"; {self.resumed} were copied by an interrupted run" if self.resumed else ""

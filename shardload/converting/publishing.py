@@ -35,10 +35,10 @@ from shardload.runs.digest_list import hasher, is_empty, sync, sync_all
 from shardload.runs.publish import LOCK_FILE, FolderLock, remove_for_good
 from shardload.stores.json_files import read_optional
 from shardload.stores.local import LocalFile, located, working_folder
-from shardload.units import format_bytes
+from shardload.units import format_bytes, spare_bytes
 
 READ_BYTES = 8 << 20
-RESULT = "result"
+_RESULT = "result"
 """Name of the unfinished result in the working folder."""
 
 
@@ -47,7 +47,7 @@ class ConversionFolder:
 
     def __init__(self, home: Path, target: Path) -> None:
         self.target = target
-        self.result = home / RESULT
+        self.result = home / _RESULT
         self.places: tuple[TensorPlace, ...] | None = None
         """Locations of the tensors, once the files exist."""
         self.is_published = False
@@ -110,10 +110,8 @@ class ConversionFolder:
     def publish(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
         """Flush everything to disk and give the result its name.
 
-        Args:
-            sidecars: Small files next to the result, finished path → final path; they come first.
-            removed: A file next to the result that describes another model.
-            overwrite: Replace an existing checkpoint.
+        ``sidecars``: small files next to the result, finished path → final path; they come first. ``removed``: a file
+        next to the result that describes another model.
         """
         folder = self.result.is_dir()
         self.flush()
@@ -138,18 +136,13 @@ class ConversionFolder:
         If the file system has hard links, a shard gets its final name as a second link and keeps the first until the
         end, so that a killed run can be continued. A replaced checkpoint loses its index first, so that no index ever
         lists shards of two checkpoints.
-
-        Args:
-            sidecars: As for `publish`.
-            removed: As for `publish`.
-            overwrite: Replace an existing index and shards.
         """
         self.flush()
         check_free(self.target, folder=False, overwrite=overwrite)
         index = self.result / self.target.name
         shards = sorted(path for path in self.result.iterdir() if path != index)
         for shard in shards:
-            check_shard(self.target.with_name(shard.name), shard, overwrite=overwrite)
+            _check_shard(self.target.with_name(shard.name), shard, overwrite=overwrite)
         old = _listed(self.target)
         with defer_interrupt():
             self.target.unlink(missing_ok=True)
@@ -226,12 +219,7 @@ def _listed(index: Path) -> set[str]:
 
 @contextlib.contextmanager
 def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[ConversionFolder]:
-    """Create and lock a target's working folder.
-
-    Raises:
-        WriteError: When another process converts to the same target or has just done so, or the folder is not
-            writable.
-    """
+    """Create and lock a target's working folder."""
     home = working_folder(target)
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -261,7 +249,7 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
         lock.release()
 
 
-def digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
+def tensor_digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
     """Return the xxh3-64 of a tensor's bytes as they are in its files now."""
     found = hasher()
     buffer = memoryview(bytearray(READ_BYTES))
@@ -278,8 +266,7 @@ def digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
     return str(found.hexdigest())
 
 
-def exists(target: Path) -> WriteError:
-    """Return the error for an existing target."""
+def _exists(target: Path) -> WriteError:
     return WriteError(f"{target} already exists. Replace it with overwrite=True (--overwrite), or choose another name")
 
 
@@ -296,20 +283,11 @@ _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
-    """Check that a result may get this name.
-
-    Args:
-        target: The result's name.
-        folder: Whether the result is a folder.
-        overwrite: Whether to replace an existing checkpoint.
-
-    Raises:
-        WriteError: When something else has the name, which must be kept.
-    """
+    """Check that a result, which is a ``folder`` or a file, may get this name."""
     if not os.path.lexists(target) or (folder and is_empty(target)):
         return
     if not overwrite:
-        raise exists(target)
+        raise _exists(target)
     if target.is_dir() and not folder:
         raise WriteError(
             f"Cannot replace {target}: it is a folder, and the result is a file. Remove it, or choose another name"
@@ -319,53 +297,24 @@ def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
         raise WriteError(f"Cannot replace {target}: it is not a checkpoint. Remove it yourself, or choose another name")
 
 
-def check_description(path: Path, content: bytes, *, overwrite: bool) -> None:
-    """Check that a small file of a target may get this name: an existing file must be equal or replaceable.
-
-    Raises:
-        WriteError: When it may not.
-    """
-    if not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content):
-        return
-    if not overwrite:
-        raise exists(path)
-    if not describes_model(path):
-        raise WriteError(
-            f"Cannot replace {path}: it does not describe a model. Remove it yourself, or choose another name"
-        )
-
-
-def check_undescribed(path: Path, target: Path, *, overwrite: bool) -> None:
-    """Check that no file of this name describes another model, or that it may be removed.
-
-    Raises:
-        WriteError: When it does, and must be kept.
-    """
-    if describes_model(path) and not overwrite:
+def _check_undescribed(path: Path, target: Path, *, overwrite: bool) -> None:
+    """Check that no file of this name describes another model, or that it may be removed."""
+    if _describes_model(path) and not overwrite:
         raise WriteError(
             f"Cannot write {target}: {path.name} next to it describes a model, and would be taken for the description "
             "of this one. Remove it with overwrite=True (--overwrite), or choose another name"
         )
 
 
-def describes_model(path: Path) -> bool:
-    """Whether a file is Keras' description of a model."""
+def _describes_model(path: Path) -> bool:
     found = read_optional(path) if path.is_file() else None
     return isinstance(found, dict) and "class_name" in found
 
 
-def check_shard(path: Path, made: Path, *, overwrite: bool) -> None:
-    """Check that a shard of a target may get this name.
-
-    Raises:
-        WriteError: When something else has the name.
-    """
+def _check_shard(path: Path, made: Path, *, overwrite: bool) -> None:
     # The same file under both names: an earlier run was killed while it published shards as second links.
-    if not os.path.lexists(path) or (made.exists() and path.exists() and path.samefile(made)):
-        return
-    if not overwrite:
-        raise exists(path)
-    check_free(path, folder=False, overwrite=True)
+    if not (made.exists() and path.exists() and path.samefile(made)):
+        check_free(path, folder=False, overwrite=overwrite)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -384,13 +333,33 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None:
-    """Check the names of files that go next to the target."""
+    """Check the names of files that go next to the target: existing ones must be equal or replaceable."""
     for name, content in plan.sidecars.items():
-        check_description(target.with_name(name), content, overwrite=overwrite)
+        path = target.with_name(name)
+        if not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content):
+            continue
+        if not overwrite:
+            raise _exists(path)
+        if not _describes_model(path):
+            raise WriteError(
+                f"Cannot replace {path}: it does not describe a model. Remove it yourself, or choose another name"
+            )
     if plan.undescribed:
-        check_undescribed(target.with_name(plan.undescribed), target, overwrite=overwrite)
+        _check_undescribed(target.with_name(plan.undescribed), target, overwrite=overwrite)
     for name in plan.shards:
-        check_shard(target.with_name(name), working_folder(target) / RESULT / name, overwrite=overwrite)
+        _check_shard(target.with_name(name), working_folder(target) / _RESULT / name, overwrite=overwrite)
+
+
+def check_room(target: Path, plan: ConversionPlan) -> None:
+    """Refuse a plan that the disk has no room for."""
+    # The working folder is next to the target, on the same file system: otherwise one rename could not publish it.
+    free = shutil.disk_usage(target.parent).free
+    spare = spare_bytes(plan.nbytes)
+    if free < plan.nbytes + spare:
+        raise WriteError(
+            f"Cannot write {target.name}: it needs {format_bytes(plan.nbytes)} and {format_bytes(spare)} to "
+            f"spare, but {target.parent} has {format_bytes(free)} free. Free some space, or choose another folder."
+        )
 
 
 def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
@@ -402,8 +371,8 @@ def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool)
         sidecars[made] = staging.target.with_name(name)
     other = staging.target.with_name(plan.undescribed) if plan.undescribed else None
     if other is not None:  # again: since the first check, hours may have passed
-        check_undescribed(other, staging.target, overwrite=overwrite)
-    removed = other if other is not None and describes_model(other) else None
+        _check_undescribed(other, staging.target, overwrite=overwrite)
+    removed = other if other is not None and _describes_model(other) else None
     (staging.publish_index if plan.shards else staging.publish)(sidecars=sidecars, removed=removed, overwrite=overwrite)
 
 

@@ -11,8 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,9 +19,17 @@ import numpy as np
 
 from shardload import processes
 from shardload.converting.checking import check_result
-from shardload.converting.live_source import live_source, local_boxes_of, part_of, reader_of_box
+from shardload.converting.live_source import live_source, local_boxes_of, reader_of_box
 from shardload.converting.plans import ConversionPlan, ConvertReport, Copy
-from shardload.converting.publishing import ConversionFolder, check_free, check_others, explained, publish, staged
+from shardload.converting.publishing import (
+    ConversionFolder,
+    check_free,
+    check_others,
+    check_room,
+    explained,
+    publish,
+    staged,
+)
 from shardload.converting.source import Source
 from shardload.converting.strided_copy import PieceWriter, Read, copy_view, reader_of_value
 from shardload.converting.targets import (
@@ -32,11 +39,10 @@ from shardload.converting.targets import (
     is_file_name,
     plan_for,
     shard_bytes_for,
-    stem_of,
     target_of,
+    target_stem,
     without_ending,
 )
-from shardload.converting.writing import check_room
 from shardload.errors import UnsupportedError, UsageError, WriteError, suggests_arguments
 from shardload.keras_bridge.lora import hidden, lora_kernels, lora_layers
 from shardload.keras_bridge.model_state import plain_model
@@ -44,12 +50,13 @@ from shardload.keras_bridge.recording import seeded
 from shardload.keras_bridge.variables import unique, value_of
 from shardload.loaders.file_pieces import TensorPlace
 from shardload.manifest import View, c_strides
-from shardload.pipeline import arguments
+from shardload.pipeline.request import check_keras_model
 from shardload.processes.agreement import Topic
 from shardload.processes.joint_call import Alone, Call, joint
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.layout import Bounds
 from shardload.stores.local import local_target, temporary_folder, working_folder
+from shardload.transfer.geometry import address
 from shardload.typing import DTypeLike, PathLike
 from shardload.units import check_kind, plain_dtype_name
 
@@ -108,17 +115,17 @@ def save_as(
         ProcessLostError: When another process ended, or does not respond.
     """
     began, model = time.monotonic(), plain_model(model)
-    request = _checked(
-        path,
-        to=to,
-        dtype=dtype,
-        merge_lora=merge_lora,
-        host_memory_bytes=host_memory_bytes,
-        max_shard_bytes=max_shard_bytes,
-        overwrite=overwrite,
-    )
+    check_kind("path", path, str | os.PathLike, "a path")
+    check_kind("merge_lora", merge_lora, bool, "True or False")
+    check_kind("overwrite", overwrite, bool, "True or False")
+    if not os.fspath(path):
+        raise UsageError("Cannot save to an empty path. Give a folder, or NAME.weights.h5")
+    target = Path(os.path.abspath(local_target(path)))  # noqa: PTH100  a link is replaced, not followed
+    kind = target_of(target, _format_to_convert(target, to))
+    name = None if dtype is None else plain_dtype_name(dtype, doing="write")
+    shard_bytes, block_bytes = shard_bytes_for(target, kind, max_shard_bytes), block_bytes_of(host_memory_bytes)
     shown = as_progress(progress)
-    arguments.check_model(model)
+    check_keras_model(model)
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()  # during fit, variables have no values until Keras gives them back
     with_lora = lora_layers(model)
@@ -128,90 +135,34 @@ def save_as(
             "place for the factors. Pass merge_lora=True to write merged weights, or save a step with shardload.save"
         )
     kernels = lora_kernels(with_lora)
+    # Of the path only the name must be equal on all processes, as hosts may mount the folder elsewhere.
+    compared = {"path": target.name, "to": kind, "dtype": name, "max_shard_bytes": shard_bytes}
+    compared |= {"merge_lora": merge_lora, "overwrite": overwrite}
+    values = [value_of(v) for v in unique(model.variables)] if processes.are_several() else []
+    together: AbstractContextManager[Call] = nullcontext(Alone())
+    if not all(value.is_fully_addressable for value in values):  # other processes have parts of the model
+        together = joint("save_as", target, compared, doing="saving")
     # The folder receives KerasHub's files of the model, which the source refers to until they are copied.
-    with _together(model, request) as call, temporary_folder() as folder, hidden(with_lora):
+    with together as call, temporary_folder() as folder, hidden(with_lora):
         # Describing this model builds others; their initialisers must not advance the user's random state.
-        with seeded(0), _stopped_by_errors(shown):
-            shown.start(0, f"Preparing {request.target.name}")
-            source = live_source(model, kernels, folder, files=not is_file_name(request.target))
-            plan = plan_for(source, request.target, request.kind, dtype=request.dtype, shard_bytes=request.shard_bytes)
-        call.require([Topic("the model", lambda: _facts(plan), "Build the same model on every process")])
-        preparing_s = time.monotonic() - began
-        _write(source, plan, request, call, shown)
-    seconds = time.monotonic() - began
-    notes = (*source.notes, *plan.notes)
-    return ConvertReport(
-        str(model.name),
-        str(request.target),
-        plan.format,
-        len(plan.tensors),
-        plan.nbytes,
-        0,
-        seconds,
-        notes,
-        preparing_s,
-    )
-
-
-@contextmanager
-def _stopped_by_errors(shown: Progress) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        shown.stop()
-        raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The arguments, checked."""
-
-    target: Path
-    kind: Any
-    """The target format of `shardload.convert`."""
-    dtype: str | None
-    merge_lora: bool
-    block_bytes: int
-    shard_bytes: int | None
-    overwrite: bool
-
-    @property
-    def compared(self) -> dict[str, Any]:
-        """Return what must be equal on all processes; only the name, as hosts may mount the folder elsewhere."""
-        return {
-            "path": self.target.name,
-            "to": self.kind,
-            "dtype": self.dtype,
-            "merge_lora": self.merge_lora,
-            "max_shard_bytes": self.shard_bytes,
-            "overwrite": self.overwrite,
+        with seeded(0), ExitStack() as on_error:
+            on_error.callback(shown.stop)
+            shown.start(0, f"Preparing {target.name}")
+            source = live_source(model, kernels, folder, files=not is_file_name(target))
+            plan = plan_for(source, target, kind, dtype=name, shard_bytes=shard_bytes)
+            on_error.pop_all()
+        facts = {
+            parts[0].wanted.name: f"{parts[0].wanted.dtype} {parts[0].wanted.shape}" for parts in plan.tensors.values()
         }
+        call.require([Topic("the model", lambda: facts, "Build the same model on every process")])
+        preparing_s = time.monotonic() - began
+        _write(source, plan, target, call, shown, overwrite=overwrite, block_bytes=block_bytes)
+    counts, seconds = (len(plan.tensors), plan.nbytes, 0), time.monotonic() - began
+    notes = (*source.notes, *plan.notes)
+    return ConvertReport(str(model.name), str(target), plan.format, *counts, seconds, notes, preparing_s)
 
 
-def _checked(
-    path: PathLike,
-    *,
-    to: str | None,
-    dtype: DTypeLike | None,
-    merge_lora: bool,
-    host_memory_bytes: int | str,
-    max_shard_bytes: int | str | None,
-    overwrite: bool,
-) -> _Request:
-    check_kind("path", path, str | os.PathLike, "a path")
-    check_kind("merge_lora", merge_lora, bool, "True or False")
-    check_kind("overwrite", overwrite, bool, "True or False")
-    if not os.fspath(path):
-        raise UsageError("Cannot save to an empty path. Give a folder, or NAME.weights.h5")
-    target = Path(os.path.abspath(local_target(path)))  # noqa: PTH100  a link is replaced, not followed
-    kind = target_of(target, _format(target, to))
-    name = None if dtype is None else plain_dtype_name(dtype, doing="write")
-    shard_bytes = shard_bytes_for(target, kind, max_shard_bytes)
-    block_bytes = block_bytes_of(host_memory_bytes)
-    return _Request(target, kind, name, merge_lora, block_bytes, shard_bytes, overwrite)
-
-
-def _format(target: Path, to: str | None) -> str | None:
+def _format_to_convert(target: Path, to: str | None) -> str | None:
     """Return the format as `shardload.convert` calls it."""
     check_kind("to", to, str | None, f"one of {', '.join(SAVE_TARGETS)}")
     if to == "orbax":
@@ -225,7 +176,7 @@ def _format(target: Path, to: str | None) -> str | None:
     if to is None and not is_file_name(target) and not target.name.lower().endswith(".keras"):
         raise UsageError(
             f"Cannot tell the format of {target.name}. {without_ending(target)} to='safetensors' or to='preset', or "
-            f"name it {stem_of(target)}.weights.h5"
+            f"name it {target_stem(target)}.weights.h5"
         )
     if to == "preset" and is_file_name(target):
         raise UsageError(
@@ -235,43 +186,43 @@ def _format(target: Path, to: str | None) -> str | None:
     return "h5" if to == "preset" else to
 
 
-@contextmanager
-def _together(model: Any, request: _Request) -> Iterator[Call]:
-    """Make the call together with the other processes, if they have parts of the model."""
-    values = [value_of(v) for v in unique(model.variables)] if processes.are_several() else []
-    if all(value.is_fully_addressable for value in values):
-        yield Alone()
-    else:
-        with joint("save_as", request.target, request.compared, doing="saving") as call:
-            yield call
-
-
-def _facts(plan: ConversionPlan) -> dict[str, str]:
-    return {
-        copies[0].wanted.name: f"{copies[0].wanted.dtype} {copies[0].wanted.shape}" for copies in plan.tensors.values()
-    }
-
-
-def _write(source: Source, plan: ConversionPlan, request: _Request, call: Call, progress: Progress) -> None:
+def _write(
+    source: Source,
+    plan: ConversionPlan,
+    target: Path,
+    call: Call,
+    progress: Progress,
+    *,
+    overwrite: bool,
+    block_bytes: int,
+) -> None:
     """Make the files, fill in the values, and publish the result."""
-    target = request.target
     staging = ConversionFolder(working_folder(target), target)
     # `_make` locks the folder on process 0 only; the stack keeps the lock until the result is published.
     with ExitStack() as stack:
         try:
-            made = call.first(lambda: _make(source, plan, request, staging, stack), "the files")
-            _check_shared(staging, made["run"])
+            made = call.first(lambda: _make(source, plan, staging, stack, overwrite=overwrite), "the files")
+            if not staging.is_of(made["run"]):
+                raise WriteError(
+                    f"Cannot write {target}: process {processes.index()} does not see the files that process 0 made in "
+                    f"{working_folder(target)}. Give a folder that all processes share"
+                )
             places = {place.name: place for place in map(TensorPlace.of_json, made["places"])}
             shown = call.watched(progress)
             shown.start(plan.nbytes if call.is_alone else 0, f"Saving {target.name}")
             for copy in plan.copies:
+                item_bytes = max(copy.wanted.dtype.itemsize, copy.value.dtype.itemsize)
+                block = max(1, block_bytes // item_bytes)
                 with PieceWriter(staging.result, places[copy.wanted.name], written=shown.advance) as writer:
-                    _copy(copy, writer, block_bytes=request.block_bytes, is_alone=call.is_alone)
+                    for box, read in _parts(copy, is_alone=call.is_alone):
+                        part = View("", 0, box.shape, c_strides(box.shape))
+                        to = View("", address(copy.view, box.start), box.shape, copy.view.strides)
+                        copy_view(read, writer.write, part, to, block_elements=block)
             # fsync() flushes what this host wrote: on a shared file system, process 0 cannot do it for the others.
             if not call.is_alone:
                 staging.flush()
             call.meet("all values are written")
-            call.first(lambda: publish(plan, staging, overwrite=request.overwrite), "the publishing")
+            call.first(lambda: publish(plan, staging, overwrite=overwrite), "the publishing")
         except BaseException as error:
             raise explained(error, target, plan.nbytes) from error
         finally:
@@ -279,10 +230,10 @@ def _write(source: Source, plan: ConversionPlan, request: _Request, call: Call, 
 
 
 def _make(
-    source: Source, plan: ConversionPlan, request: _Request, staging: ConversionFolder, stack: ExitStack
+    source: Source, plan: ConversionPlan, staging: ConversionFolder, stack: ExitStack, *, overwrite: bool
 ) -> dict[str, Any]:
     """Make all files of the target without their values, and check that they describe the model."""
-    target, overwrite = request.target, request.overwrite
+    target = staging.target
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     check_others(plan, target, overwrite=overwrite)
     stack.enter_context(staged(target, folder=not is_file_name(target), overwrite=overwrite))
@@ -299,22 +250,6 @@ def _make(
     return {"run": run, "places": [place.to_json() for place in places]}
 
 
-def _check_shared(staging: ConversionFolder, run: str) -> None:
-    if not staging.is_of(run):
-        raise WriteError(
-            f"Cannot write {staging.target}: process {processes.index()} does not see the files that process 0 made "
-            f"in {working_folder(staging.target)}. Give a folder that all processes share"
-        )
-
-
-def _copy(copy: Copy, writer: PieceWriter, *, block_bytes: int, is_alone: bool) -> None:
-    """Write this process's part of a tensor."""
-    block = max(1, block_bytes // max(copy.wanted.dtype.itemsize, copy.value.dtype.itemsize))
-    for box, read in _parts(copy, is_alone=is_alone):
-        source = View("", 0, box.shape, c_strides(box.shape))
-        copy_view(read, writer.write, source, part_of(copy.view, box), block_elements=block)
-
-
 def _parts(copy: Copy, *, is_alone: bool) -> Iterator[tuple[Bounds, Read]]:
     """Yield the boxes of a variable that this process writes, each with a reader of its elements."""
     value, dtype = copy.value, copy.wanted.dtype
@@ -327,6 +262,3 @@ def _parts(copy: Copy, *, is_alone: bool) -> Iterator[tuple[Bounds, Read]]:
         return
     for region in local_boxes_of(array):
         yield region.box, reader_of_box(region, dtype)
-
-
-__all__ = ["SAVE_TARGETS", "SaveTarget", "save_as"]

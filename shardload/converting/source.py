@@ -31,7 +31,7 @@ from shardload.loaders.hub_preset import CONFIG, WEIGHTS
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest, View, c_strides
 from shardload.mapping import map_weights
-from shardload.mapping.outside import OutsideTensor, sort_unused, without_parts
+from shardload.mapping.outside import sort_unused, without_parts
 from shardload.mapping.roles import roles_of
 from shardload.mapping.variable_map import VariableMap
 from shardload.stores.location import Location
@@ -65,7 +65,7 @@ class Source:
     origin: Manifest | None = None
     """The Hugging Face folder that a live model was loaded from, if its configuration describes the model."""
     fresh: Any = None
-    """The same task as KerasHub compiles it, abstract: its optimizer is stored with the task's weights."""
+    """The task as KerasHub compiles it, abstract: its optimizer is stored with the task's weights."""
     adapters: Manifest | None = None
     """The partial step with adapters, if ``manifest`` is the base that it belongs to."""
 
@@ -94,21 +94,12 @@ class Source:
         return type(self.backbone).__module__.startswith("keras_hub.")
 
 
-def open_source(
+def open_with_model(
     path: str, *, dtype: str | None = None, ignore: Sequence[str] = (), ignore_config: Sequence[str] = ()
 ) -> Source:
     """Open a checkpoint, build its model and find the value of every variable.
 
-    Args:
-        path: Path of the checkpoint.
-        dtype: Dtype of the model's floating-point variables; the checkpoint's by default. Affects computed values.
-        ignore: As for `shardload.load`.
-        ignore_config: As for `shardload.load`.
-
-    Raises:
-        UnsupportedError: When the checkpoint describes no model.
-        MismatchError: When model and tensors disagree, or tensors would be lost.
-        MissingExtraError: When a package that decodes its tensors is not installed.
+    ``dtype`` is that of the model's floating-point variables, the checkpoint's by default, and affects computed values.
     """
     manifest = open_manifest(path)
     # The weights file of a preset does not describe a model, but its folder does.
@@ -116,7 +107,16 @@ def open_source(
     if weights.name == WEIGHTS and weights.is_file() and weights.with_name(CONFIG).is_file():
         manifest = open_manifest(weights.parent)
     companions = companions_of(manifest)
-    model = _build(manifest, companions, dtype, ignore_config)
+    # A Hugging Face folder made from a preset keeps KerasHub's configuration, which also has what config.json cannot
+    # express: dropout, dtype policies, names.
+    described = manifest
+    if spec_of(manifest).is_hugging_face and (config := companions.config(KERAS)) is not None:
+        config_forms.tie_as_described(config, manifest)
+        task = companions.config(KERAS, "task.json")
+        metadata = {"task": task} if task else {}
+        described = replace(manifest, format=PRESET.name, config=config, metadata=metadata)
+    with abstraction.abstract():
+        model = building.build_model(described, dtype=dtype, ignore_config=ignore_config)
     found = map_weights(model, manifest)
     # As in a load: a part that the checkpoint's class lacks gets initial values, and a note says so.
     mapping = without_parts(found, manifest)
@@ -131,6 +131,7 @@ def open_source(
     # What remains are variables that this format does not store, such as a dropout's seed.
     rest = [v for v in unique(variables_of(model)) if id(v) not in values]
     made = [*made_now(rest)]
+    paths = [v.variable.path for v in made]
     values |= {id(v.variable): v for v in made}
     notes = (
         *manifest.notes,
@@ -140,24 +141,14 @@ def open_source(
         *lost,
         *(note for note in mapping.notes if note not in found.notes),
         *partial,
-        *_computed(mapping),
-        *_fresh(made),
+        *(
+            f"{owner} computes {plural(count, 'tensor')}; while it runs, the tensors that it reads are in memory as a "
+            "whole"
+            for owner, count in Counter(step.owner for step, _ in computed_by(mapping)).items()
+        ),
+        *([f"initial values for {plural(len(made), 'variable')} that the source lacks: {some(paths)}"] if made else []),
     )
     return Source(manifest, model, values, companions, preprocessing_of(model, manifest, companions), notes)
-
-
-def _build(manifest: Manifest, companions: Companions, dtype: str | None, ignore_config: Sequence[str]) -> Any:
-    """Build the model; from Keras' original configuration, if the source still has it."""
-    # A Hugging Face folder made from a preset keeps KerasHub's configuration, which also has what config.json cannot
-    # express: dropout, dtype policies, names.
-    described = manifest
-    if spec_of(manifest).is_hugging_face and (config := companions.config(KERAS)) is not None:
-        config_forms.tie_as_described(config, manifest)
-        task = companions.config(KERAS, "task.json")
-        metadata = {"task": task} if task else {}
-        described = replace(manifest, format=PRESET.name, config=config, metadata=metadata)
-    with abstraction.abstract():
-        return building.build_model(described, dtype=dtype, ignore_config=ignore_config)
 
 
 def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequence[str]) -> tuple[str, ...]:
@@ -169,11 +160,16 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
         raise MismatchError(f"Cannot convert {source}: its tensors do not match its model: {problem}")
     # As in a load, a head or a pooler that KerasHub's class lacks is left behind, and a note says so.
     found = sort_unused(mapping, manifest, model, ignore=ignore)
-    notes = _left_out(found.outside)
+    reasons: dict[str, list[str]] = {}
+    for each in found.outside:
+        reasons.setdefault(each.reason, []).append(each.tensor)
+    notes = [f"{some(names)} left out: {reason}" for reason, names in reasons.items()]
     state = [n for n in manifest.tensors if n.split("/")[0] in _STATE]
     unread = [*found.unused, *mapping.skipped]
     unread = [n for n in unread if n.split("/")[0] not in (*_STATE, "task:optimizer")]
-    if not _is_unbuilt(manifest, state):
+    # State that is at most the two numbers that Keras writes of an optimizer before it trains is no loss to note.
+    numbers = all(manifest.tensors[name].shape == () for name in state)
+    if len(state) > 2 or not numbers or any(name.startswith("metrics") for name in state):
         left_out = f"{plural(len(state), 'tensor')} of optimizer and metrics left out"
         notes.append(f"{left_out}: only weights are converted")
     if unread:
@@ -185,32 +181,11 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
     return tuple(notes)
 
 
-def _is_unbuilt(manifest: Manifest, state: Sequence[str]) -> bool:
-    """Whether state is at most the two numbers that Keras writes of an optimizer before it trains: no loss to note."""
-    numbers = all(manifest.tensors[name].shape == () for name in state)
-    return len(state) <= 2 and numbers and not any(name.startswith("metrics") for name in state)
-
-
-def _left_out(outside: Sequence[OutsideTensor]) -> list[str]:
-    reasons: dict[str, list[str]] = {}
-    for each in outside:
-        reasons.setdefault(each.reason, []).append(each.tensor)
-    return [f"{some(names)} left out: {reason}" for reason, names in reasons.items()]
-
-
 def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
     """Return a view's value; quantised blocks, which decode to more bits than they carry, get the dtype of loading."""
     tensor = manifest.tensors[binding.view.tensor]
     decoded = spec_of(manifest).model_dtype is not None and is_float(tensor.dtype)
     return StoredValue(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
-
-
-def _computed(mapping: VariableMap) -> tuple[str, ...]:
-    owners = Counter(step.owner for step, _ in computed_by(mapping))
-    return tuple(
-        f"{owner} computes {plural(count, 'tensor')}; while it runs, the tensors that it reads are in memory as a whole"
-        for owner, count in owners.items()
-    )
 
 
 def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
@@ -238,17 +213,13 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
         stored = found.get(roles[id(variable)].key) if id(variable) in roles else None
         if stored is None:
             continue
+        refused = f"Cannot read the value of {variable.path!r} in {companions.keras[STATE]}"
         try:
             array = np.asarray(stored["values"], stored["dtype"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise SourceError(
-                f"Cannot read the value of {variable.path!r} in {companions.keras[STATE]}: {error}"
-            ) from error
+            raise SourceError(f"{refused}: {error}") from error
         if array.shape != tuple(variable.shape):
-            raise SourceError(
-                f"Cannot read the value of {variable.path!r} in {companions.keras[STATE]}: it has shape {array.shape}, "
-                f"expected {variable.shape}"
-            )
+            raise SourceError(f"{refused}: it has shape {array.shape}, expected {variable.shape}")
         values[id(variable)] = StoredValue(variable, array.dtype, array=array)
     return values
 
@@ -261,15 +232,6 @@ def made_now(variables: list[Any]) -> Iterable[StoredValue]:
         yield StoredValue(variable, array.dtype, array=array)
 
 
-def _fresh(made: list[StoredValue]) -> tuple[str, ...]:
-    if not made:
-        return ()
-    return (
-        f"initial values for {plural(len(made), 'variable')} that the source lacks: "
-        f"{some([v.variable.path for v in made])}",
-    )
-
-
 def some(names: Iterable[str]) -> str:
     """Return the first of some names, and how many more there are; a name that repeats once, with its count."""
     counts = Counter(names)
@@ -278,7 +240,7 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(listed[:SHOWN]) + more
 
 
-VALUES_READ_BYTES = 64 << 20
+_VALUES_READ_BYTES = 64 << 20
 """Bytes read at once: rows of a transposed weight are spread over its tensor, which is read again for each range."""
 
 
@@ -309,10 +271,10 @@ class ModelValues:
         return str(self.values[key].variable.path)
 
     def ranges(self, key: str) -> Iterator[tuple[int, int]]:
-        """Yield ranges of rows of at most `VALUES_READ_BYTES`, or single rows if they have more."""
+        """Yield ranges of rows of at most `_VALUES_READ_BYTES`, or single rows if they have more."""
         shape = self.shape(key) or (1,)
         row_bytes = max(1, math.prod(shape[1:]) * self.dtype(key).itemsize)
-        step = max(1, VALUES_READ_BYTES // row_bytes)
+        step = max(1, _VALUES_READ_BYTES // row_bytes)
         for start in range(0, shape[0], step):
             yield start, min(start + step, shape[0])
 
@@ -360,16 +322,11 @@ class ModelValues:
 
 
 def of_models(first: str, second: str) -> tuple[ModelValues, ModelValues]:
-    """Open two checkpoints that describe their models; of a task and a backbone, only the backbones.
-
-    Raises:
-        UnsupportedError: When one of them describes no model.
-        MismatchError: When the tensors of one do not match its model.
-    """
-    sources = open_source(first), open_source(second)
-    whole = type(sources[0].model) is type(sources[1].model)
-    one, two = (_values(source, source.model if whole else source.backbone) for source in sources)
-    return one, two
+    """Open two checkpoints that describe their models; of a task and a backbone, only the backbones."""
+    one, two = open_with_model(first), open_with_model(second)
+    if type(one.model) is type(two.model):
+        return _values(one, one.model), _values(two, two.model)
+    return _values(one, one.backbone), _values(two, two.backbone)
 
 
 def _values(source: Source, model: Any) -> ModelValues:

@@ -46,26 +46,21 @@ class CopyDim:
 
 
 def copy_view(read: Read, write: Write, source: View, target: View, *, block_elements: int) -> None:
-    """Copy every element of one view to the same index of the other.
+    """Copy every element of one view to the same index of the other, reading at most ``block_elements`` at once.
 
-    Args:
-        read: Reads the tensor that ``source`` views.
-        write: Writes the tensor that ``target`` views.
-        source: The variable as a view of the source; strides are positive or zero.
-        target: A view of the same shape, without repeated elements.
-        block_elements: Most elements read at once.
+    Both have one shape; ``source`` has strides that are positive or zero, ``target`` no repeated elements.
     """
     if 0 in source.shape:
         return
-    dims = merged(source.shape, source.strides, target.strides)
+    dims = copy_dims(source.shape, source.strides, target.strides)
     for box in boxes(dims, block_elements):
-        start = source.offset + sum(a * d.source for (a, _), d in zip(box, dims, strict=True))
-        at = target.offset + sum(a * d.target for (a, _), d in zip(box, dims, strict=True))
-        inner = [CopyDim(b - a, d.source, d.target) for (a, b), d in zip(box, dims, strict=True)]
-        _copy_box(read, write, inner, start, at)
+        cut = [*zip(box, dims, strict=True)]
+        start = source.offset + sum(a * d.source for (a, _), d in cut)
+        at = target.offset + sum(a * d.target for (a, _), d in cut)
+        _copy_box(read, write, [CopyDim(b - a, d.source, d.target) for (a, b), d in cut], start, at)
 
 
-def merged(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[CopyDim]:
+def copy_dims(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[CopyDim]:
     """Return the dims by source stride, slowest first; merge neighbours that are contiguous on both sides."""
     found: list[CopyDim] = []
     for n, a, b in sorted(zip(shape, source, target, strict=True), key=lambda d: -d[1]):
@@ -124,8 +119,7 @@ def _copy_box(read: Read, write: Write, dims: Sequence[CopyDim], start: int, at:
 def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tensor, View, View]]:
     """Split a copy by the chunks that the tensor is stored in, so that each is read and decoded separately.
 
-    Yields:
-        The chunk as a separate tensor, its view, and the view of the target with the same shape.
+    Yields the chunk as a separate tensor, its view, and the view of the target with the same shape.
     """
     if not isinstance(tensor.storage, Chunked):
         yield tensor, source, target

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,10 +16,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from shardload.converting import hugging_face_copy, keras_files, transformers
-from shardload.converting.companions import KERAS, STATE, TRANSFORMERS, copy_files
-from shardload.converting.hub_tokenizers import tokenizer_files
+from shardload.converting.companions import KERAS, STATE, TRANSFORMERS, copy_files, hugging_face_tokenizer
 from shardload.converting.hugging_face_copy import in_dtype
-from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_of
+from shardload.converting.keras_files import ENDING, INDEX_ENDING, head_of, keras_family, model_config, state_as_json
 from shardload.converting.plans import ConversionPlan, Copy, NoPlaceError, whole
 from shardload.converting.source import Source
 from shardload.errors import UnsupportedError, UsageError
@@ -40,7 +38,7 @@ from shardload.mapping.stored_values import VALUES_ENTRY as VALUES
 from shardload.mapping.stored_values import file_values_to_json, lacking_values, stored_values
 from shardload.transfer.casts import is_float
 from shardload.transfer.planning import Binding
-from shardload.units import check_kind, parse_bytes
+from shardload.units import byte_count, check_kind
 
 Target = Literal["h5", "safetensors", "orbax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -49,11 +47,7 @@ _FILES = (".json", ".zip")
 
 
 def target_of(path: Path, to: str | None) -> str:
-    """Return the target format, from ``to`` or from the name's ending.
-
-    Raises:
-        UsageError: When neither determines it, or they contradict each other.
-    """
+    """Return the target format, from ``to`` or from the name's ending; raise if they contradict each other."""
     check_kind("to", to, str | None, f"one of preset, {', '.join(TARGETS)}")
     if (spec := added_format(path)) is not None and to in (None, spec.name):
         return spec.name
@@ -69,10 +63,10 @@ def target_of(path: Path, to: str | None) -> str:
     if to is None and not is_file:
         raise UsageError(
             f"Cannot tell the format of {path.name}. {without_ending(path)} to='safetensors', 'orbax' or 'h5' (--to), "
-            f"or name it {stem_of(path)}{ENDING}"
+            f"or name it {target_stem(path)}{ENDING}"
         )
     if added := next((s for s in specs() if s.write_file is not None and s.endings and s.name == to), None):
-        raise UsageError(f"Cannot write {path.name} with to={to!r}: name it {stem_of(path)}{added.endings[0]}")
+        raise UsageError(f"Cannot write {path.name} with to={to!r}: name it {target_stem(path)}{added.endings[0]}")
     if to is not None and to not in TARGETS:
         raise UsageError(f"Cannot convert with to={to!r}: expected one of preset, {', '.join(TARGETS)}")
     if is_file and to not in (None, "h5"):
@@ -80,7 +74,7 @@ def target_of(path: Path, to: str | None) -> str:
             f"Cannot write {path.name} with to={to!r}: the name is that of a Keras file. Choose another name"
         )
     if (ending := _file_ending(path)) and not is_file:
-        stem = stem_of(path)
+        stem = target_stem(path)
         raise UsageError(
             f"Cannot write {path.name} with to={to!r}: it has a file extension, and the result is a folder. Remove "
             f"{ending}, or name it {stem}{ENDING} (one file for Keras) or {stem}{INDEX_ENDING} (the same in shards)"
@@ -88,7 +82,7 @@ def target_of(path: Path, to: str | None) -> str:
     return "h5" if to is None else to
 
 
-def stem_of(path: Path) -> str:
+def target_stem(path: Path) -> str:
     """Return a file's name without the ending of any format; ``model`` where nothing is left."""
     return path.name[: len(path.name) - len(_file_ending(path))].removesuffix(".weights") or "model"
 
@@ -114,11 +108,7 @@ def is_file_name(path: Path) -> bool:
 
 
 def shard_bytes_for(path: Path, to: str, wanted: int | str | None) -> int | None:
-    """Return the most bytes of one file, from ``wanted``.
-
-    Raises:
-        UsageError: When it is not a size, or the target cannot be split into files of several tensors.
-    """
+    """Return the most bytes of one file, from ``wanted``; raise if the target cannot be split by them."""
     if wanted is None:
         return None
     if added_format(path) is not None:
@@ -127,44 +117,30 @@ def shard_bytes_for(path: Path, to: str, wanted: int | str | None) -> int | None
         one_file = f"it is one file. For shards, name it {path.name.removesuffix(ENDING)}{INDEX_ENDING}"
         why = "Orbax has separate files for each tensor" if to == "orbax" else one_file
         raise UsageError(f"Cannot use max_shard_bytes (--max-shard-bytes) for {path.name}: {why}")
-    try:
-        return parse_bytes(wanted)
-    except ValueError as error:
-        raise UsageError(f"max_shard_bytes: {error}") from error
+    return byte_count("max_shard_bytes", wanted)
 
 
 CONVERT_HOST_MEMORY = 512 << 20
 """Bytes of tensors in memory at once. Most tensors of a 9B model then fit in one block; more is not faster."""
 _COPIES = 4
 """Copies of a block in memory at the peak: as read, joined from chunks or cast, in the target's order."""
-LEAST_HOST_MEMORY = 256 << 10
+_LEAST_HOST_MEMORY = 256 << 10
 
 
 def block_bytes_of(host_memory_bytes: int | str) -> int:
     """Return the most bytes of one block, from the memory that a call may use."""
-    try:
-        found = parse_bytes(host_memory_bytes)
-    except ValueError as error:
-        raise UsageError(f"host_memory_bytes: {error}") from error
-    if found < LEAST_HOST_MEMORY:
+    found = byte_count("host_memory_bytes", host_memory_bytes)
+    if found < _LEAST_HOST_MEMORY:
         raise UsageError(
-            f"host_memory_bytes={host_memory_bytes} is too small, expected at least {LEAST_HOST_MEMORY >> 10}KiB"
+            f"host_memory_bytes={host_memory_bytes} is too small, expected at least {_LEAST_HOST_MEMORY >> 10}KiB"
         )
     return found // _COPIES
 
 
 def plan_for(source: Source, target: Path, to: str, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
-    """Decide what to write.
+    """Decide what to write; raise if the format cannot represent this model.
 
-    Args:
-        source: The source to convert.
-        target: Path of the result.
-        to: The result's format.
-        dtype: Dtype of floating-point tensors; each keeps its own by default.
-        shard_bytes: Most bytes of tensors in one file, if the format has several.
-
-    Raises:
-        UnsupportedError: When the format cannot represent this model.
+    ``dtype`` is that of floating-point tensors; each keeps its own by default.
     """
     if source.model is None:
         return hugging_face_copy.plan_of(source, dtype=dtype, shard_bytes=shard_bytes)
@@ -173,7 +149,7 @@ def plan_for(source: Source, target: Path, to: str, *, dtype: str | None, shard_
     dtypes = {
         i: wanted if wanted is not None and is_float(value.dtype) else value.dtype for i, value in source.values.items()
     }
-    with _ways_out(source, target):
+    try:
         if (spec := added_format(target)) is not None:
             return _added(source, dtypes, spec, dtype)
         if to == "orbax":
@@ -184,14 +160,7 @@ def plan_for(source: Source, target: Path, to: str, *, dtype: str | None, shard_
             plan = keras_files.file(source, dtypes, target, dtype, shard_bytes)
         else:
             plan = keras_files.preset(source, dtypes, dtype, shard_bytes)
-    return replace(plan, shard_bytes=shard_bytes)
-
-
-@contextmanager
-def _ways_out(source: Source, target: Path) -> Iterator[None]:
-    """Say what to choose where a format has no place for something."""
-    try:
-        yield
+        return replace(plan, shard_bytes=shard_bytes)
     except NoPlaceError as error:
         raise UnsupportedError(f"{error.why}. {_instead(source, target, error.instead)}") from error
 
@@ -202,7 +171,7 @@ def _instead(source: Source, target: Path, formats: Sequence[str]) -> str:
     if "h5" in formats and source.is_hub:
         ways.append("the format preset" if source.is_live else "the format h5")
     if "h5" in formats:
-        ways.append(f"the name {stem_of(target)}{ENDING}")
+        ways.append(f"the name {target_stem(target)}{ENDING}")
     if "orbax" in formats and not source.is_live:
         ways.append("the format orbax" + (" and the name of a folder" if is_file_name(target) else ""))
     saved = "save a step: shardload.save(model, directory, step=0)" if "orbax" in formats and source.is_live else ""
@@ -212,15 +181,6 @@ def _instead(source: Source, target: Path, formats: Sequence[str]) -> str:
     chosen = f"choose {' or '.join(ways)}" if ways else ""
     text = ", or ".join(filter(None, (chosen, saved)))
     return text[:1].upper() + text[1:]
-
-
-def _refuse_head(source: Source) -> None:
-    """Refuse a task with its own weights: Hugging Face folders get only a backbone's weights."""
-    if more := head_of(source):
-        raise NoPlaceError(
-            f"Cannot write {type(source.model).__name__} for Hugging Face: {len(more)} of its weights "
-            f"({more[0].path!r}) do not belong to its backbone"
-        )
 
 
 # ---- Hugging Face -------------------------------------------------------------------------------
@@ -246,7 +206,8 @@ def _safetensors(
     if more := [v.path for v in state if transformers.is_weight(v)]:
         raise NoPlaceError(f"Cannot write {more[0]!r} for Hugging Face, which has no tensor for it")
 
-    tokenizer, notes = tokenizer_files(source, config["model_type"])
+    kind, model_type = type(backbone).__name__, config["model_type"]
+    tokenizer, notes = hugging_face_tokenizer(source.companions, source.manifest, backbone=kind, model_type=model_type)
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
         folder.mkdir()
@@ -255,18 +216,19 @@ def _safetensors(
         # Replaces the source's own config.json, just copied, which may state another dtype.
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         keras_family(source, folder / KERAS, dtype)
-        (folder / KERAS / STATE).write_text(json.dumps(state_of(source, state)), encoding="utf-8")
+        (folder / KERAS / STATE).write_text(json.dumps(state_as_json(source, state)), encoding="utf-8")
         return safetensors.write_skeleton(
             folder, [*tensors.values()], shard_bytes=shard_bytes or safetensors.SHARD_BYTES
         )
 
     rounded = model_type_of(config).rounded_to
     note = f"KerasHub rounds these tensors to {rounded} when it reads them; they were written unrounded"
-    notes += (
-        *_left_out_fields(source, config),
-        *transformers.unlike(config, backbone),
-        *_other_class(source, manifest),
-    )
+    notes += (*_left_out_fields(source, config), *transformers.unlike(config, backbone))
+    # A load of the result may build another class: a task from a backbone, as KerasHub's have output layers.
+    wanted, built = type(source.model), kerashub.task_class(manifest) or type(backbone)
+    if wanted is not built:
+        names = f"config.json names {architecture_of(manifest.config)}, so the folder loads as {built.__name__}"
+        notes += (f"{names}; this is a {wanted.__name__}",)
     return ConversionPlan(HUGGING_FACE.name, copies, make, {}, notes=(*notes, note) if rounded else notes)
 
 
@@ -283,18 +245,19 @@ def _layout(
         except UnsupportedError:
             if not transformers.is_written(source.backbone):
                 raise
-    _refuse_head(source)
+    # Hugging Face folders get only a backbone's weights.
+    if more := head_of(source):
+        raise NoPlaceError(
+            f"Cannot write {type(source.model).__name__} for Hugging Face: {len(more)} of its weights "
+            f"({more[0].path!r}) do not belong to its backbone"
+        )
     config = _transformers_config(source, dtypes, dtype)
     manifest = transformers.stand_in(config)
     return config, manifest, transformers.views_of(source.backbone, manifest, leave_out=source.merged)
 
 
 def _most(source: Source, dtypes: Mapping[int, Any]) -> str:
-    """Return the dtype of most floating-point elements.
-
-    Raises:
-        UnsupportedError: When there are none.
-    """
+    """Return the dtype of most floating-point elements."""
     sizes: Counter[str] = Counter()
     for i, value in source.values.items():
         if is_float(dtypes[i]):
@@ -331,21 +294,10 @@ def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ..
         return ()
     longest = "n_positions" in config
     missing = [n for n in transformers.UNKNOWN if n not in config and not (longest and n == transformers.UNKNOWN[0])]
-    if not missing:
-        return ()
-    return (
-        f"config.json lacks {', '.join(missing)}, which the source does not have: transformers uses its own defaults. "
-        "Add them if you know them",
+    lacks = (
+        f"config.json lacks {', '.join(missing)}, which the source does not have: transformers uses its own defaults"
     )
-
-
-def _other_class(source: Source, manifest: Manifest) -> tuple[str, ...]:
-    """Say if a load of the result builds another class: a task from a backbone, as KerasHub's have output layers."""
-    wanted, built = type(source.model), kerashub.task_class(manifest) or type(source.backbone)
-    if wanted is built:
-        return ()
-    architecture = architecture_of(manifest.config)
-    return (f"config.json names {architecture}, so the folder loads as {built.__name__}; this is a {wanted.__name__}",)
+    return (f"{lacks}. Add them if you know them",) if missing else ()
 
 
 # ---- formats of other packages ------------------------------------------------------------------
@@ -376,8 +328,17 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
     for leaf, tensor in zip(structure["leaves"], tensors, strict=True):
         leaf["dtype"] = tensor.dtype.name
     described = json.dumps(with_dtype(model_config(source.model), dtype))
-    values, notes = _values_besides_variables(source)
-    structure |= values
+    # What layers saved besides variables goes to ``structure.json``, and notes say what is lost of it.
+    notes: tuple[str, ...] = ()
+    if not source.is_hub:
+        if spec_of(source.manifest).tensor_names == "keras":
+            variables = {value.view.tensor for value in source.values.values() if value.view is not None}
+            values, notes = file_values_to_json(source.model, source.manifest, variables=variables)
+            structure |= values
+        else:
+            stored = stored_values(source.manifest)
+            structure |= {VALUES: source.manifest.metadata["structure"][VALUES]} if stored else {}
+            notes = lacking_values(source.model, stored, where="the source")
     # KerasHub's tokenizers are among the files of `keras_family`.
     assets = {} if source.is_hub else read_assets(source.manifest)
 
@@ -392,15 +353,3 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
         return places
 
     return ConversionPlan(ORBAX.name, copies, make, {}, notes=notes)
-
-
-def _values_besides_variables(source: Source) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return what layers saved besides variables, for ``structure.json``, and notes about what is lost of it."""
-    if source.is_hub:
-        return {}, ()
-    if spec_of(source.manifest).tensor_names == "keras":
-        variables = {value.view.tensor for value in source.values.values() if value.view is not None}
-        return file_values_to_json(source.model, source.manifest, variables=variables)
-    values = stored_values(source.manifest)
-    entry = {VALUES: source.manifest.metadata["structure"][VALUES]} if values else {}
-    return entry, lacking_values(source.model, values, where="the source")

@@ -23,10 +23,9 @@ from shardload.keras_bridge import abstraction
 from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.loaders.file_pieces import Wanted
-from shardload.manifest import Manifest, Tensor, View
+from shardload.manifest import Manifest, Tensor
 from shardload.mapping.converters import map_hub
 from shardload.mapping.outside import sort_unused
-from shardload.mapping.variable_map import VariableMap
 from shardload.stores.location import nowhere
 from shardload.transfer.planning import Binding
 
@@ -38,12 +37,7 @@ _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 
 
 def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> Config:
-    """Return the ``config.json`` of a backbone.
-
-    Args:
-        backbone: A KerasHub backbone, abstract or not.
-        dtype: Dtype of most of the weights.
-        known: Where the fields in `UNKNOWN` come from, if the source has them.
+    """Return the ``config.json`` of a backbone; ``known`` has the fields in `UNKNOWN`, if the source has them.
 
     Raises:
         UnsupportedError: When its architecture is not supported, or it was altered in a way that Hugging Face's
@@ -138,18 +132,15 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
 def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) -> tuple[Binding, ...]:
     """Return the elements of Hugging Face tensors that each variable fills; in the tensors' order.
 
-    Args:
-        model: A KerasHub backbone or task, abstract or not.
-        manifest: From `stand_in`, or of a checkpoint of the same model, which may have tensors outside of the model.
-        leave_out: ``id`` of variables that fill none.
-
-    Raises:
-        UnsupportedError: When an element has no variable or two, or a weight belongs to no tensor.
+    ``manifest``: from `stand_in`, or of a checkpoint of the same model, which may have tensors outside of the model.
+    ``leave_out``: ``id`` of variables that fill none.
     """
     mapping = map_hub(model, manifest)
     missing = [v.path for v in mapping.missing_variables if id(v) not in leave_out]
     # A stand-in lists exactly the model's tensors; a folder (it has files) may contain buffers and copies as well.
-    outside = _outside(mapping, manifest, model) if manifest.files else set()
+    # The load has compared their values.
+    found = sort_unused(mapping, manifest, model, compare=False).outside if manifest.files else ()
+    outside = {each.tensor for each in found if not each.is_weight}
     unused = [name for name in mapping.unused if name not in outside]
     problems = [*map(str, mapping.mismatched), *missing, *unused, *(c.owner for c in mapping.computed)]
     by_tensor: dict[str, list[Binding]] = {}
@@ -166,18 +157,8 @@ def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) 
     return tuple(binding for name in stored for binding in by_tensor[name])
 
 
-def _outside(mapping: VariableMap, manifest: Manifest, model: Any) -> set[str]:
-    """Return tensors that a checkpoint of this model may lack: buffers, and copies of the embedding."""
-    found = sort_unused(mapping, manifest, model, compare=False)  # the load compared values
-    return {each.tensor for each in found.outside if not each.is_weight}
-
-
 def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]) -> dict[str, Wanted]:
-    """Return the tensors to write, in the dtypes of their variables.
-
-    Raises:
-        UnsupportedError: When a tensor comes from variables of several dtypes.
-    """
+    """Return the tensors to write, in the dtypes of their variables."""
     found: dict[str, Wanted] = {}
     for b in bindings:
         name, dtype = b.view.tensor, dtypes[id(b.variable)]
@@ -194,38 +175,29 @@ def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
     """Whether views cover each element of their tensor exactly once."""
     # Marking takes a byte per element. Nearly all tensors have one view, and its strides tell without marks.
     if len(bindings) == 1:
-        return _is_dense(bindings[0].view, tensor)
+        view, expected = bindings[0].view, 1
+        # Sorted by stride, its dims leave no gap and no overlap.
+        for n, stride in sorted(zip(view.shape, view.strides, strict=True), key=lambda d: d[1]):
+            if n != 1 and stride != expected:
+                return False
+            expected *= n
+        return expected == tensor.size and view.offset == 0
     seen = np.zeros(tensor.size, np.bool_)
     for binding in bindings:
         view = binding.view
         # as_strided() does not check bounds, and the next line writes through it.
-        if not _is_inside(view, tensor):
+        last = view.offset + sum((n - 1) * t for n, t in zip(view.shape, view.strides, strict=True))
+        if 0 in view.shape or min(view.strides, default=1) <= 0 or last >= tensor.size:
             return False
         np.lib.stride_tricks.as_strided(seen[view.offset :], view.shape, view.strides)[...] = True
     # As many elements as the tensor has, and none left out: so none twice.
     return sum(math.prod(b.view.shape) for b in bindings) == tensor.size and bool(seen.all())
 
 
-def _is_inside(view: View, tensor: Tensor) -> bool:
-    last = view.offset + sum((n - 1) * t for n, t in zip(view.shape, view.strides, strict=True))
-    return 0 not in view.shape and min(view.strides, default=1) > 0 and last < tensor.size
-
-
-def _is_dense(view: View, tensor: Tensor) -> bool:
-    """Whether a view contains each element exactly once: sorted by stride, its dims leave no gap and no overlap."""
-    expected = 1
-    for n, stride in sorted(zip(view.shape, view.strides, strict=True), key=lambda d: d[1]):
-        if n != 1:
-            if stride != expected:
-                return False
-            expected *= n
-    return expected == tensor.size and view.offset == 0
-
-
 def is_weight(variable: Any) -> bool:
     """Whether a variable is trained, or too large to be just state (seeds, counters)."""
-    return bool(variable.trainable) or stored_dtype(variable).itemsize * int(np.prod(variable.shape)) > MAX_STATE
+    return bool(variable.trainable) or stored_dtype(variable).itemsize * int(np.prod(variable.shape)) > _MAX_STATE
 
 
-MAX_STATE = 1024
+_MAX_STATE = 1024
 """Most bytes of a variable that is stored in a JSON file."""

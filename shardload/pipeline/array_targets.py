@@ -1,24 +1,31 @@
-"""One target of `load_arrays`: where an array goes, its shape and dtype, and what is made of it then.
+"""One target of `load_arrays`: which tensor it names, where its array goes, and what is made of it then.
+
+path of a leaf                      tensor
+params, dense, kernel               params.dense.kernel, or params/dense/kernel (Orbax, Keras)
+params, dense, kernel, value        the same: ``value`` is the box of Flax around an array (`nn.Partitioned`)
+params, dense, kernel               params/dense/kernel/value, if that is all there is below params/dense/kernel
 
 PartitionSpec + mesh ─► NamedSharding ─► Layout on a MeshSpec ─► plan ─► array ─► the caller's own sharding object
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from numpy.typing import NDArray
 
 from shardload.errors import LayoutError, MismatchError, UnsupportedError, UsageError
 from shardload.keras_bridge.caller import warn_caller
-from shardload.manifest import Tensor, View
+from shardload.manifest import Manifest, View
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, resolve_devices
 from shardload.sharding.layout import Layout, Spec
@@ -26,39 +33,18 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.transfer.byte_source import check_tensor
 from shardload.transfer.casts import overflow_notes, wide
 from shardload.transfer.load_plan import ONE_DEVICE
-from shardload.transfer.placement import jax_mesh
 from shardload.transfer.read_tensor import read_tensor
 from shardload.transfer.scratch import copy
-from shardload.typing import MeshLike
+from shardload.units import plural
 
 Placed: TypeAlias = NamedSharding | SingleDeviceSharding
 """Shardings that state their devices."""
 
 
-def mesh_of_argument(mesh: MeshLike | None) -> jax.sharding.Mesh | None:
-    """Return the mesh of a caller's argument.
-
-    Raises:
-        MeshError: When it cannot be read or has more positions than there are devices.
-    """
-    if mesh is None or isinstance(mesh, jax.sharding.Mesh):
-        return mesh
-    found = resolve_devices(mesh)
-    return jax_mesh(found.mesh, found.devices)
-
-
-def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed:
+def target_sharding(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed:
     """Return the sharding that a target states; that of the first device if it states none.
 
-    Args:
-        name: Of the array, for errors.
-        found: The target, or the sharding that it has.
-        mesh: That of a `PartitionSpec`, and of shardings on an abstract mesh.
-
-    Raises:
-        UsageError: When a `PartitionSpec`, or a sharding on an abstract mesh, comes without a mesh.
-        LayoutError: When it does not fit the mesh.
-        UnsupportedError: When the target is of another kind.
+    ``mesh``: that of a `PartitionSpec`, and of shardings on an abstract mesh.
     """
     if found is None:
         return SingleDeviceSharding(jax.devices()[0])
@@ -93,19 +79,15 @@ def sharding_of(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed
 
 
 @functools.lru_cache(maxsize=256)
-def devices_of(sharding: Placed) -> MeshDevices:
+def mesh_devices_of(sharding: Placed) -> MeshDevices:
     """Return the mesh of a sharding with its devices; a single device is a mesh too."""
     if isinstance(sharding, SingleDeviceSharding):
         return MeshDevices(ONE_DEVICE, tuple(sharding.device_set))
     return resolve_devices(sharding.mesh)
 
 
-def layout_of(name: str, shape: tuple[int, ...], sharding: Placed, mesh: MeshSpec) -> Layout:
-    """Return the layout of an array.
-
-    Raises:
-        LayoutError: When the sharding does not divide the array, or has more dims.
-    """
+def array_layout(name: str, shape: tuple[int, ...], sharding: Placed, mesh: MeshSpec) -> Layout:
+    """Return the layout of an array; raise if the sharding does not divide it, or has more dims."""
     rank, spec = len(shape), getattr(sharding, "spec", PartitionSpec())
     if len(spec) > rank:
         raise LayoutError(f"Cannot place {name!r} of shape {shape} by {spec}: it has more entries than dims")
@@ -156,9 +138,8 @@ class Stated:
     sharding: Any = None
     """A sharding or `PartitionSpec`."""
     shape: tuple[int, ...] | None = None
-    """Of the stored array."""
     dtype: np.dtype[Any] | None = None
-    """Of the stored array."""
+    """Shape and dtype are those of the stored array."""
     finish: Callable[[Any], Any] | None = None
     """Makes the result of the array."""
     on_host: bool = False
@@ -199,7 +180,11 @@ def stated(target: Any) -> Stated:
     if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
         return Stated(target)
     if jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key):
-        return _of_keys(target)
+        # Typed keys are stored as the integers in them: one more dim, which is not split.
+        key = jax.numpy.empty((), dtype=target.dtype)
+        data, kind = jax.random.key_data(key), jax.random.key_impl(key)
+        shape = (*target.shape, *data.shape)
+        return Stated(target.sharding, shape, np.dtype(data.dtype), lambda a: jax.random.wrap_key_data(a, impl=kind))
     finish = _laid_out(target.format) if isinstance(target, jax.ShapeDtypeStruct) else None
     return Stated(target.sharding, tuple(target.shape), np.dtype(target.dtype), finish)
 
@@ -208,16 +193,6 @@ def _laid_out(wanted: Any) -> Callable[[Any], Any] | None:
     if getattr(wanted, "layout", None) is None:
         return None
     return lambda array: jax.device_put(array, wanted)
-
-
-def _of_keys(target: Any) -> Stated:
-    """Typed keys are stored as the integers in them: one more dim, which is not split."""
-    key = jax.numpy.empty((), dtype=target.dtype)
-    data, kind = jax.random.key_data(key), jax.random.key_impl(key)
-    shape = (*target.shape, *data.shape)
-    return Stated(
-        target.sharding, shape, np.dtype(data.dtype), finish=lambda array: jax.random.wrap_key_data(array, impl=kind)
-    )
 
 
 def specs_of_boxes(targets: Any) -> list[tuple[Sequence[Any], PartitionSpec]]:
@@ -233,54 +208,132 @@ def specs_of_boxes(targets: Any) -> list[tuple[Sequence[Any], PartitionSpec]]:
     return [(path, said) for path, said in found if isinstance(said, PartitionSpec)]
 
 
-def is_checked(opened: OpenedSource, one: WantedArray) -> bool:
-    """Whether a tensor is read whole: integers of a wider dtype (a step in int64), Python's numbers, host arrays."""
-    return narrows(opened.manifest.tensors[one.view.tensor].dtype, one.dtype) or one.finish in SCALARS or one.on_host
-
-
 def narrows(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     """Whether the values of integers decide if they fit into another dtype."""
     return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
 
 
 def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
-    """Read a tensor whole and return its array, or Python's number.
-
-    Raises:
-        MismatchError: When a value does not fit.
-        DamagedError: When a digest does not match.
-    """
+    """Read a tensor whole and return its array, or Python's number; raise if a value does not fit."""
     tensor = opened.manifest.tensors[one.view.tensor]
     if opened.checker is not None:
         check_tensor(opened.checker, tensor)
     value = read_tensor(opened.manifest, tensor.name)
     if one.finish in SCALARS:
         return value.item()
-    if narrows(tensor.dtype, one.dtype):
-        _check_range(value, one, tensor)
+    if narrows(tensor.dtype, one.dtype) and value.size:
+        info = np.iinfo(one.dtype)
+        if not (info.min <= int(value.min()) and int(value.max()) <= info.max):
+            raise MismatchError(
+                f"Cannot load {one.name!r} as {one.dtype}: tensor {tensor.name!r} has {tensor.dtype} values from "
+                f"{value.min()} to {value.max()}, expected {info.min} to {info.max}. "
+                f"Choose {tensor.dtype}{wide(tensor.dtype)}, or another dtype in which they fit"
+            )
     ordered = value.transpose(one.order or range(value.ndim))
     if one.on_host:
-        return _on_host(ordered, one)
+        result, overflowed = np.empty(ordered.shape, one.dtype), set[str]()
+        with np.errstate(all="ignore", over="call", call=lambda *_: overflowed.add(tensor.name)):
+            copy(result, ordered)
+        for note in overflow_notes(tuple(overflowed)):
+            warn_caller(note)
+        return result
     host = ordered.astype(one.dtype)
-    mesh = devices_of(one.sharding).mesh
-    layout_of(one.name, host.shape, one.sharding, mesh)  # raises where the sharding does not divide
+    mesh = mesh_devices_of(one.sharding).mesh
+    array_layout(one.name, host.shape, one.sharding, mesh)  # raises where the sharding does not divide
     return jax.make_array_from_callback(host.shape, one.sharding, lambda index: np.array(host[index]))
 
 
-def _on_host(value: NDArray[Any], one: WantedArray) -> NDArray[Any]:
-    host, overflowed = np.empty(value.shape, one.dtype), set[str]()
-    with np.errstate(all="ignore", over="call", call=lambda *_: overflowed.add(one.view.tensor)):
-        copy(host, value)
-    for note in overflow_notes(tuple(overflowed)):
-        warn_caller(note)
-    return host
+_BOXED = "value"
+"""The attribute in which boxes of Flax have their array."""
+SHOWN = 8
+"""Names that an error lists before it counts the rest."""
 
 
-def _check_range(value: NDArray[Any], one: WantedArray, tensor: Tensor) -> None:
-    info = np.iinfo(one.dtype)
-    if value.size and not (info.min <= int(value.min()) and int(value.max()) <= info.max):
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """The names in a checkpoint, and the caller's map to them."""
+
+    manifest: Manifest
+    names: Mapping[str, str] | Callable[[str], str] | None
+    _boxes: dict[str, str] = field(init=False, compare=False)
+    """Tensors in boxes, by the name of the box."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_boxes", _boxes(self.manifest.tensors))
+
+    def of_leaf(self, path: Sequence[Any]) -> str:
+        """Return a leaf's name: its path joined by dots or, where tensors are called so, by slashes."""
+        # Entries of a path have different fields: `DictKey.key`, `SequenceKey.idx`, `GetAttrKey.name`.
+        fields = ("key", "idx", "name")
+        keys = [str(next(getattr(entry, name) for name in fields if hasattr(entry, name))) for entry in path]
+        named = self.names if isinstance(self.names, Mapping) else {}
+        boxed = len(path) > 1 and keys[-1] == _BOXED
+        texts = [join.join(part) for part in ((keys[:-1], keys) if boxed else (keys,)) for join in (".", "/")]
+        known = (named, self.manifest.tensors, self._boxes)
+        return next((text for names in known for text in texts if text in names), texts[0])
+
+    def of_box(self, path: Sequence[Any]) -> str:
+        """Return the name of the leaf in a box."""
+        return self.of_leaf((*path, jax.tree_util.GetAttrKey(_BOXED)))
+
+    def tensor(self, target: str) -> str:
+        """Return the name of the tensor for a target, whether it exists or not."""
+        found = self.names(target) if callable(self.names) else (self.names or {}).get(target, target)
+        if not isinstance(found, str):
+            raise UsageError(
+                f"Cannot use names: for target {target!r}, it gives {found!r:.60}, expected a tensor's name"
+            )
+        return found if found in self.manifest.tensors else self._boxes.get(found, found)
+
+    def check(self, tensors: Mapping[str, str], shapes: Mapping[str, tuple[int, ...] | None]) -> None:
+        """Raise if a target has no tensor in ``tensors``, and name those that could be meant."""
+        missing = [target for target, tensor in tensors.items() if tensor not in self.manifest.tensors]
+        if not missing:
+            return
+        taken = set(tensors.values())
+        free = [name for name in self.manifest.tensors if name not in taken]
+
+        def line(target: str) -> str:
+            tensor, shape = tensors[target], shapes[target]
+            fits = [n for n in free if shape is None or sorted(self.manifest.tensors[n].shape) == sorted(shape)]
+            # Never a tensor of another layer, which has the same parameters.
+            parts = re.split(r"[./]", tensor)
+            likely = [n for n in fits if _is_like(parts, re.split(r"[./]", n))]
+            close = next(iter(difflib.get_close_matches(tensor, likely, n=1)), None)
+            own = target or "the target itself"
+            return own + (f" ({tensor})" if tensor != target else "") + (f", did you mean {close!r}?" if close else "")
+
         raise MismatchError(
-            f"Cannot load {one.name!r} as {one.dtype}: tensor {tensor.name!r} has {tensor.dtype} values from "
-            f"{value.min()} to {value.max()}, expected {info.min} to {info.max}. "
-            f"Choose {tensor.dtype}{wide(tensor.dtype)}, or another dtype in which they fit"
+            f"Cannot load from {self.manifest.source}: it has no tensor for {plural(len(missing), 'target')}:\n  "
+            + "\n  ".join([*map(line, missing[:SHOWN]), *first_names(missing)[SHOWN:]])
+            + "\nPass names= to map targets to tensors; shardload.inspect lists the tensors."
+            + (f" They have the names of the file: {why}" if (why := self.manifest.undescribed) else "")
         )
+
+
+def _boxes(names: Iterable[str]) -> dict[str, str]:
+    """Return the tensors called ``value`` that are alone in their place, by the name of that place."""
+    every = set(names)
+    inside = {name[: -len(_BOXED) - 1]: name for name in every if name.endswith((f"/{_BOXED}", f".{_BOXED}"))}
+    if not inside:
+        return {}
+    # A layer may have a parameter of that name among others.
+    below = Counter(name[: at.start()] for name in every for at in re.finditer(r"[./]", name))
+    return {place: name for place, name in inside.items() if below[place] == 1 and place not in every}
+
+
+def _is_like(wanted: list[str], found: list[str]) -> bool:
+    """Whether names differ in the spelling of one part, but not in its numbers, or by parts at one end."""
+    if len(wanted) != len(found):
+        short, long = sorted((wanted, found), key=len)
+        return long[: len(short)] == short or long[-len(short) :] == short
+    differing = [(a, b) for a, b in zip(wanted, found, strict=True) if a != b]
+    return len(differing) <= 1 and all(
+        re.findall(r"\d+", a) == re.findall(r"\d+", b) and difflib.get_close_matches(a, [b]) for a, b in differing
+    )
+
+
+def first_names(names: Iterable[str]) -> list[str]:
+    """Return the first names, and how many more there are."""
+    found = list(names)
+    return found[:SHOWN] + ([f"… and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])

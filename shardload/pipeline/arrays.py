@@ -6,7 +6,7 @@ targets (name → sharding) ─► layouts, grouped by mesh ─► plan ─► t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -18,40 +18,39 @@ from jax.sharding import PartitionSpec, Sharding
 from shardload.errors import MismatchError, UsageError, suggests_arguments
 from shardload.keras_bridge.caller import warn_caller
 from shardload.manifest import Manifest, Tensor, View
-from shardload.pipeline.array_names import TensorNames
-from shardload.pipeline.array_names import shown as shown_names
 from shardload.pipeline.array_targets import (
     KINDS,
     SCALARS,
     Placed,
     Stated,
+    TensorNames,
     WantedArray,
+    array_layout,
     as_asked,
     checked_value,
-    devices_of,
-    is_checked,
+    first_names,
     is_in_default_memory,
     is_tree,
-    layout_of,
-    mesh_of_argument,
+    mesh_devices_of,
     narrows,
-    sharding_of,
     specs_of_boxes,
     stated,
+    target_sharding,
 )
 from shardload.progress import ProgressLike, as_progress
 from shardload.resolve.opening import OpenedSource, open_source
-from shardload.sharding.devices import MeshDevices, local_positions
+from shardload.sharding.devices import MeshDevices, local_positions, resolve_devices
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.location import Fingerprint
 from shardload.transfer import execution
 from shardload.transfer.casts import ENABLE_64_BITS, check_cast, overflow_notes
 from shardload.transfer.load_plan import Binding
+from shardload.transfer.placement import jax_mesh
 from shardload.transfer.planning import make_plan
 from shardload.transfer.read_tensor import require_decoders
 from shardload.typing import MeshLike, PathLike
-from shardload.units import check_kind, check_no_iterator, is_function, parse_bytes, plain_dtype_name
+from shardload.units import byte_count, check_kind, check_no_iterator, is_function, plain_dtype_name
 
 Target: TypeAlias = (
     "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array | jax.Device | Format | np.ndarray[Any, Any]"
@@ -116,25 +115,35 @@ def load_arrays(
     """
     # Arguments first: none of them should fail after a download.
     shown = as_progress(progress)
-    budget = _budget(host_memory_bytes)
+    budget = None if host_memory_bytes is None else byte_count("host_memory_bytes", host_memory_bytes)
     check_no_iterator("targets", targets)
     _check_kinds(names=names, transpose=transpose, strict=strict)
-    placed = mesh_of_argument(mesh)
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        on = resolve_devices(mesh)
+        mesh = jax_mesh(on.mesh, on.devices)
     opened = open_source(source, format)
     for note in opened.manifest.notes:  # of tensors that an index leaves out
         warn_caller(note)
     files = Fingerprint.of(opened.manifest.files)
     known = TensorNames(opened.manifest, names)
     specs = {known.of_box(path): spec for path, spec in specs_of_boxes(targets)}
-    reader = _Reader(
-        opened.manifest, mesh=placed, specs=specs, names=known, transpose=transpose, dtype=_float_name(dtype)
-    )
+    also = tuple(sorted(name for name in dir(jax.numpy) if name.startswith("float8")))
+    float_name = None if dtype is None else plain_dtype_name(dtype, doing="load", also=also)
+    reader = _Reader(opened.manifest, mesh, specs, known, transpose, float_name)
     leaves, rebuild = _leaves(targets, reader)
-    _check_keys(leaves, names=names, transpose=transpose)
+    # A misspelt key would load another tensor, or dims in the wrong order.
+    for argument, value in (("names", names), ("transpose", transpose)):
+        if unknown := sorted(set(value) - set(leaves)) if isinstance(value, Mapping) else []:
+            raise UsageError(f"Cannot use {argument}: no target is called {unknown[0]!r}. Use names of targets as keys")
     wanted = reader.wanted(leaves)
     # A rule sees every tensor, so what it leaves out is left out on purpose; but not all of them.
-    if strict and not _is_rule(targets):
-        _check_unused(opened.manifest, wanted)
+    used = {one.view.tensor for one in wanted}
+    if strict and not _is_rule(targets) and (unused := [name for name in opened.manifest.tensors if name not in used]):
+        raise MismatchError(
+            f"Cannot load from {opened.manifest.source}: no target names {len(unused)} of its tensors:\n  "
+            + "\n  ".join(first_names(unused))
+            + "\nPass strict=False to leave them out."
+        )
     if strict and not wanted and opened.manifest.tensors:
         raise MismatchError(
             f"Cannot load from {opened.manifest.source}: the function returned None for each of its tensors. Return a "
@@ -147,40 +156,16 @@ def load_arrays(
     return rebuild(found)
 
 
-# Not `arguments.byte_count`, as that module imports Keras.
-def _budget(wanted: int | str | None) -> int | None:
-    try:
-        return None if wanted is None else parse_bytes(wanted)
-    except ValueError as error:
-        raise UsageError(f"host_memory_bytes: {error}") from error
-
-
-def _float_name(wanted: Any) -> str | None:
-    return None if wanted is None else plain_dtype_name(wanted, doing="load", also=_FLOAT8)
-
-
-_FLOAT8 = tuple(sorted(name for name in dir(jax.numpy) if name.startswith("float8")))
-
-
 def _check_kinds(*, names: Any, transpose: Any, strict: Any) -> None:
-    for argument, value in (("names", names), ("transpose", transpose)):
-        if not (value is None or is_function(value) or isinstance(value, Mapping)):
-            raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a mapping or a function")
     for argument, value, given, told in (
         ("names", names, ("name",), "the name of a target"),
         ("transpose", transpose, ("name", ()), "the name of a target and the shape of its tensor"),
     ):
+        if not (value is None or is_function(value) or isinstance(value, Mapping)):
+            raise UsageError(f"Cannot use {argument}={value!r:.60}: expected a mapping or a function")
         if callable(value) and not _takes(value, *given):
             raise UsageError(f"Cannot call the function {argument}: expected one that takes {told}")
     check_kind("strict", strict, bool, "True or False")
-
-
-def _check_keys(leaves: Iterable[str], **stated: Any) -> None:
-    """Refuse keys that name no target: a misspelt one would load another tensor, or dims in the wrong order."""
-    known = set(leaves)
-    for argument, value in stated.items():
-        if unknown := sorted(set(value) - known) if isinstance(value, Mapping) else []:
-            raise UsageError(f"Cannot use {argument}: no target is called {unknown[0]!r}. Use names of targets as keys")
 
 
 def _is_rule(targets: Any) -> bool:
@@ -207,28 +192,24 @@ def _leaves(targets: Any, reader: _Reader) -> tuple[dict[str, Any], Callable[[di
 
 def _by_rule(targets: Any, reader: _Reader) -> dict[str, Any]:
     every = reader.manifest.tensors.values()
+    if isinstance(targets, KINDS):
+        return {tensor.name: targets for tensor in every}
     if isinstance(targets, type):
         raise UsageError(f"Cannot use the class {targets.__name__} for targets: expected a tree or a function")
-    if not isinstance(targets, KINDS) and not is_function(targets):
+    if not is_function(targets):
         raise UsageError(
             f"Cannot use targets={targets!r:.60}: expected a tree or a function. For a Keras model, call load_weights"
         )
-    rule = (lambda tensor: targets) if isinstance(targets, KINDS) else _rule(targets, reader.shape_of)
-    found = {tensor.name: rule(tensor) for tensor in every}
-    return {name: target for name, target in found.items() if target is not None}
-
-
-def _rule(targets: Callable[..., Any], shape_of: Callable[[Tensor], tuple[int, ...]]) -> Callable[[Tensor], Any]:
-    """Return a function of a tensor that calls ``targets`` with name, the array's shape, and the dtype if accepted."""
     # Asked of the signature, not tried: a TypeError raised inside of the function must reach the caller.
-    if _takes(targets, "name", (), np.dtype(np.float32)):
-        return lambda tensor: targets(tensor.name, shape_of(tensor), tensor.dtype)
-    if not _takes(targets, "name", ()):
+    takes_dtype = _takes(targets, "name", (), np.dtype(np.float32))
+    if not takes_dtype and not _takes(targets, "name", ()):
         raise UsageError(
             "Cannot call the function of targets: expected one that takes the name and shape of an array, and its "
             "dtype as well if it has three arguments"
         )
-    return lambda tensor: targets(tensor.name, shape_of(tensor))
+    dtypes = {t.name: (t.dtype,) if takes_dtype else () for t in every}
+    found = {t.name: targets(t.name, reader.shape_of(t), *dtypes[t.name]) for t in every}
+    return {name: target for name, target in found.items() if target is not None}
 
 
 def _takes(function: Callable[..., Any], *given: Any) -> bool:
@@ -292,8 +273,12 @@ class _Reader:
             if not narrows(tensor.dtype, dtype):
                 check_cast(tensor.dtype, dtype, variable=name, tensor=tensor.name)
             return WantedArray(name, view, dtype, here, self._order(name, tensor), found.finish, on_host=True)
-        placed = sharding_of(name, self._sharding(name, found), self.mesh)
-        _check_width(name, dtype)
+        placed = target_sharding(name, self._sharding(name, found), self.mesh)
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise UsageError(
+                f"Cannot load {name!r} as {dtype}: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}, or leave the "
+                "tensor out"
+            )
         return WantedArray(name, view, dtype, placed, self._order(name, tensor), found.finish)
 
     def _sharding(self, name: str, found: Stated) -> Any:
@@ -309,10 +294,8 @@ class _Reader:
         return None
 
     def _order(self, name: str, tensor: Tensor) -> tuple[int, ...] | None:
-        if callable(self.transpose):
-            order = self.transpose(name, tensor.shape)
-        else:
-            order = None if self.transpose is None else self.transpose.get(name)
+        given = self.transpose
+        order = given(name, tensor.shape) if callable(given) else (given or {}).get(name)
         if order is None:
             return None
         # Not a set, whose order is not the caller's.
@@ -330,50 +313,35 @@ class _Reader:
 _KIND_OF = {bool: "b", int: "iu", float: "f"}
 
 
-def _check_width(name: str, dtype: np.dtype[Any]) -> None:
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise UsageError(
-            f"Cannot load {name!r} as {dtype}: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}, or leave the tensor "
-            "out"
-        )
-
-
-def _check_unused(manifest: Manifest, wanted: Iterable[WantedArray]) -> None:
-    used = {one.view.tensor for one in wanted}
-    if unused := [name for name in manifest.tensors if name not in used]:
-        raise MismatchError(
-            f"Cannot load from {manifest.source}: no target names {len(unused)} of its tensors:\n  "
-            + "\n  ".join(shown_names(unused))
-            + "\nPass strict=False to leave them out."
-        )
-
-
-def _bindings(group: Iterable[WantedArray], mesh: MeshSpec) -> list[Binding]:
+def _bindings(group: Iterable[WantedArray], mesh: MeshSpec) -> Iterator[Binding]:
     # Layers repeat, so thousands of small arrays have a few layouts.
     layouts: dict[tuple[Placed, tuple[int, ...]], Layout] = {}
-    found = []
     for one in group:
         key = one.sharding, one.view.shape
         if key not in layouts:
-            layouts[key] = layout_of(one.name, one.view.shape, one.sharding, mesh)
-        found.append(Binding(one.name, one.view, one.dtype, layouts[key]))
-    return found
+            layouts[key] = array_layout(one.name, one.view.shape, one.sharding, mesh)
+        yield Binding(one.name, one.view, one.dtype, layouts[key])
 
 
 def _transfer(opened: OpenedSource, wanted: Sequence[WantedArray], *, budget: int | None, shown: Any) -> dict[str, Any]:
     require_decoders(opened.manifest.tensors[one.view.tensor] for one in wanted)
-    arrays: dict[str, Any] = {one.name: checked_value(opened, one) for one in wanted if is_checked(opened, one)}
+    tensors = opened.manifest.tensors
+    arrays: dict[str, Any] = {
+        # Read whole: integers of a wider dtype (a step in int64), Python's numbers, host arrays.
+        one.name: checked_value(opened, one)
+        for one in wanted
+        if narrows(tensors[one.view.tensor].dtype, one.dtype) or one.finish in SCALARS or one.on_host
+    }
     overflowed: tuple[str, ...] = ()
     # A plan has one mesh, so each mesh gets a plan and a transfer; a single device is a mesh too.
     by_mesh: dict[MeshDevices, list[WantedArray]] = {}
     for one in wanted:
-        if one.name in arrays:
-            continue
-        by_mesh.setdefault(devices_of(one.sharding), []).append(one)
+        if one.name not in arrays:
+            by_mesh.setdefault(mesh_devices_of(one.sharding), []).append(one)
     plans = {  # all of them before the first read: what does not fit is refused at once
         devices: make_plan(
             opened.manifest,
-            _bindings(group, devices.mesh),
+            [*_bindings(group, devices.mesh)],
             host_memory_bytes=budget,
             positions=local_positions(devices),
             scatter=opened.checker is None,
@@ -406,6 +374,3 @@ def _transfer(opened: OpenedSource, wanted: Sequence[WantedArray], *, budget: in
         warn_caller(text)
     finish = {one.name: one.finish for one in wanted if one.finish is not None}
     return {name: finish[name](array) if name in finish else array for name, array in arrays.items()}
-
-
-__all__ = ["Target", "load_arrays"]

@@ -1,9 +1,21 @@
-"""Fill the variables of a prepared load: the only part that changes the model."""
+"""Carry out a prepared load: what all processes must agree on first, then filling the model's variables.
+
+`topics` states what must be the same when all processes are about to load, and `shardload.processes.agreement` compares
+it. Paths are not compared: the checkpoint may have another path on another host. Nor are names of variables, because
+Keras numbers them in order of creation: a variable is identified by its place in the model. Steps saved by shardload
+have digests of their content. From other files a few bytes are read, at the start of tensors and at evenly spaced
+places: enough to tell one checkpoint from another, not to detect a flipped bit.
+
+`fill_variables` is the only part of a load that changes the model.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from shardload.errors import LoadInterruptedError
@@ -12,22 +24,27 @@ from shardload.keras_bridge.caller import warn_caller
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.model_state import state_of
 from shardload.keras_bridge.optimizer_slots import begin_slot
-from shardload.keras_bridge.variables import has_value, relocate, sharding_of
+from shardload.keras_bridge.variables import has_value, relocate, sharding_of, stored_dtype
 from shardload.layouts.choice import KEEP_LAYOUT
+from shardload.layouts.model_variables import all_variables
+from shardload.manifest import Extent, Manifest
 from shardload.mapping.assign import Assigner
 from shardload.pipeline import reporting
 from shardload.pipeline.preparing import PreparedLoad
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import OnFailure
+from shardload.processes.agreement import Facts, Topic, facts_digest
 from shardload.progress import Progress
 from shardload.reports import LoadReport
-from shardload.stores.location import Fingerprint
+from shardload.stores.location import Fingerprint, Location
 from shardload.transfer import execution
-from shardload.transfer.casts import overflow_notes
+from shardload.transfer.byte_source import Verifier
+from shardload.transfer.casts import is_float, overflow_notes
 from shardload.transfer.read_tensor import read_tensor
+from shardload.units import exact_bytes
 
 
-def fill(
+def fill_variables(
     prepared: PreparedLoad,
     clock: Clock,
     files: Fingerprint,
@@ -38,65 +55,44 @@ def fill(
 ) -> LoadReport:
     """Read, assign, initialise the rest, and report.
 
-    Args:
-        prepared: The load; its model is changed only here.
-        clock: Measures the stages.
-        files: Fingerprint of the checkpoint's files from when their headers were read.
-        progress: Receives the number of bytes read.
-        on_failure: What to do with a half-loaded model.
-        on_filled: Called when all values are in place here, while old values can still be restored.
-
-    Raises:
-        LoadInterruptedError: When it failed after values had been replaced; describes the state of the model.
-        TransferError: When reading failed and nothing had been replaced.
+    ``files``: fingerprint of the checkpoint's files from when their headers were read. ``on_filled`` is called when all
+    values are in place here, while old values can still be restored.
     """
     files.check()
     with clock("transfer"), _rollback(prepared, files, on_failure) as assigner:
-        stats = _stream(prepared, assigner, progress)
+        progress.start(prepared.plan.read_bytes, f"Loading {prepared.model.name}")
+        try:
+            stats = execution.execute(
+                prepared.plan,
+                prepared.manifest,
+                devices=prepared.devices.devices,
+                on_start=assigner.starting,
+                on_ready=assigner.ready,
+                progress=progress.advance,
+                check=prepared.source.checker,
+            )
+        finally:
+            progress.stop()
         # A file rewritten in place while it was read keeps its size: the bytes may be a mixture of both.
         files.check()
         assigner.finish(on_filled)
     # Outside of the rollback: all values of the checkpoint are in place, and on other processes too.
     with clock("build"):
         initialised = abstraction.initialise(prepared.model)
-        _gather(prepared)
-        _begin(prepared)
+        # Move variables that the checkpoint lacks (seeds, metrics, kept weights) to the mesh: one program, one mesh.
+        if binding.binding_of(prepared.model) is not None:
+            for variable in state_of(prepared.model):
+                if (sharding := sharding_of(variable)) is not None:
+                    relocate(variable, sharding)
+        # Slots that the checkpoint lacks get what they have in a new optimizer; the weights have their values now.
+        for begun in prepared.mapping.begun:
+            if begun.start is not None:
+                begin_slot(begun.variable, begun.start)
         abstraction.check_initialised(prepared.model)
     report = reporting.load_report(prepared, clock, stats, initialised=tuple(initialised))
     for text in overflow_notes(stats.overflowed):  # also a warning: the report is easily missed
         warn_caller(text)
     return report
-
-
-def _stream(prepared: PreparedLoad, assigner: Assigner, shown: Progress) -> execution.TransferStats:
-    shown.start(prepared.plan.read_bytes, f"Loading {prepared.model.name}")
-    try:
-        return execution.execute(
-            prepared.plan,
-            prepared.manifest,
-            devices=prepared.devices.devices,
-            on_start=assigner.starting,
-            on_ready=assigner.ready,
-            progress=shown.advance,
-            check=prepared.source.checker,
-        )
-    finally:
-        shown.stop()
-
-
-def _gather(prepared: PreparedLoad) -> None:
-    """Move variables that the checkpoint lacks (seeds, metrics, kept weights) to the mesh: one program, one mesh."""
-    if binding.binding_of(prepared.model) is not None:
-        for variable in state_of(prepared.model):
-            if (sharding := sharding_of(variable)) is not None:
-                relocate(variable, sharding)
-
-
-def _begin(prepared: PreparedLoad) -> None:
-    """Give slots that the checkpoint lacks what they have in a new optimizer; the weights have their values now."""
-    for begun in prepared.mapping.begun:
-        if begun.start is not None:
-            begin_slot(begun.variable, begun.start)
 
 
 @contextmanager
@@ -105,9 +101,30 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
     before = binding.BindingSnapshot.of(prepared.model)
     # Counted before: a load that fails early must be told from one that replaced values.
     had_values = sum(map(has_value, prepared.mapping.provided))
-    assigner = _assigner(prepared, files, atomic=on_failure == "restore")
+
+    def place(variable: Any, value: Any) -> Any:
+        return execution.place(value, prepared.layouts.of(variable), prepared.devices.devices)
+
+    def read(tensor: str) -> Any:
+        value = read_tensor(prepared.manifest, tensor)
+        # These reads happen after those of the transfer, whose check does not cover them.
+        files.check()
+        return value
+
+    assigner = Assigner(prepared.mapping, read_tensor=read, place=place, atomic=on_failure == "restore")
     try:
-        _bind(prepared)
+        # A model that keeps its layouts is bound to its mesh already, or to none.
+        if prepared.layouts.mode != KEEP_LAYOUT:
+            binding.bind(
+                prepared.model,
+                mesh=prepared.devices.mesh,
+                devices=prepared.devices.devices,
+                layouts=prepared.layouts.layouts,
+                values="keep",
+                batch_axis=prepared.layouts.batch_axis,
+                activations=prepared.layouts.activations,
+                uses=prepared.layouts.uses,
+            )
         yield assigner
     except BaseException as error:
         left = assigner.abort()
@@ -130,29 +147,98 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
         ) from error
 
 
-def _bind(prepared: PreparedLoad) -> None:
-    # A model that keeps its layouts is bound to its mesh already, or to none.
-    if prepared.layouts.mode != KEEP_LAYOUT:
-        binding.bind(
-            prepared.model,
-            mesh=prepared.devices.mesh,
-            devices=prepared.devices.devices,
-            layouts=prepared.layouts.layouts,
-            values="keep",
-            batch_axis=prepared.layouts.batch_axis,
-            activations=prepared.layouts.activations,
-            uses=prepared.layouts.uses,
-        )
+SPOTS = 256
+"""Places to read in all files: takes milliseconds, for a checkpoint of any size."""
+_SPOT_BYTES = 256
 
 
-def _assigner(prepared: PreparedLoad, files: Fingerprint, *, atomic: bool) -> Assigner:
-    def place(variable: Any, value: Any) -> Any:
-        return execution.place(value, prepared.layouts.of(variable), prepared.devices.devices)
+def topics(prepared: PreparedLoad) -> list[Topic]:
+    """Return the topics to compare, with causes of other differences first."""
+    # Causes before effects: another dtype also changes every line of the model, which would be named instead.
+    same = "the same on every process"
+    rows = [*enumerate(prepared.layouts.variables)]
 
-    def read(tensor: str) -> Any:
-        value = read_tensor(prepared.manifest, tensor)
-        # These reads happen after those of the transfer, whose check does not cover them.
-        files.check()
-        return value
+    def mesh() -> Facts:
+        spec, devices = prepared.devices.mesh, prepared.devices.devices
+        shape = f"{'x'.join(map(str, spec.sizes))} ({', '.join(spec.axes)})"
+        return {"Its shape": shape, "Its devices": ", ".join(str(getattr(d, "id", None)) for d in devices)}
 
-    return Assigner(prepared.mapping, read_tensor=read, place=place, atomic=atomic)
+    def paths() -> Facts:
+        return {f"Variable {number}": row.path for number, row in rows}
+
+    def dtypes() -> Facts:  # compared before the model, where every weight would differ
+        found = {str(stored_dtype(v)) for v in all_variables(prepared.model).values() if is_float(stored_dtype(v))}
+        return {"That of the weights": ", ".join(sorted(found))}
+
+    return [
+        Topic("the mesh", mesh, f"Pass {same}"),
+        Topic("the source", lambda: source_facts(prepared.manifest), f"Load {same}"),
+        Topic(
+            "the source",
+            lambda: content_facts(prepared.manifest, prepared.source.checker),
+            f"Load {same}; copy it again where it lies in several places",
+        ),
+        Topic("the dtype", dtypes, f"Pass {same}, or build the model with it"),
+        Topic("the model", lambda: _model(prepared), f"Build {same}", paths),
+        Topic("the layout", lambda: {f"Variable {i}": str(row.layout) for i, row in rows}, f"Use {same}", paths),
+    ]
+
+
+def source_facts(manifest: Manifest) -> Facts:
+    """Return the facts in the headers, without paths."""
+    # Files by their number, as their paths may differ between hosts.
+    order = {path: i for i, path in enumerate(manifest.files)}
+    found = {"Its format": manifest.format, "The number of its tensors": str(len(manifest.tensors))}
+    for tensor in manifest.tensors.values():
+        # Offsets too: files of equal size may have their tensors in another order.
+        match tensor.storage:
+            case Extent(path, offset):
+                where = f" at byte {offset} of file {order.get(path, -1)}"
+            case _:
+                where = f" in {exact_bytes(tensor.stored_bytes)}"
+        found[f"Tensor {tensor.name!r}"] = f"{tensor.dtype} {tensor.shape}{where}"
+    found["The sizes of its files"] = ", ".join(map(str, sorted(manifest.files.values())))
+    found["Its configuration"] = facts_digest({"": json.dumps(manifest.config, sort_keys=True, default=repr)})
+    return found
+
+
+def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
+    """Return facts about the data: all of it if there are digests, else at some places."""
+    if check is not None:
+        units_by_file = sorted(check.units_by_file().items())
+        return {f"The digests of {name}": facts_digest({"": "".join(units)}) for name, units in units_by_file}
+    found = {}
+    for name, path, offset in _spots(manifest):
+        with closing(path.open()) as file:
+            buffer = bytearray(min(_SPOT_BYTES, max(0, file.n_bytes - offset)))
+            file.read_into(memoryview(buffer), offset)
+        found[name] = f"{buffer[:8].hex()}… ({hashlib.blake2b(buffer, digest_size=4).hexdigest()})"
+    return found
+
+
+def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
+    """Yield names, files and offsets of the places to read."""
+    # Tensors begin where values surely are; evenly spaced places also cover tensors that have no extent.
+    starts = [(t.name, t.storage) for t in manifest.tensors.values() if isinstance(t.storage, Extent) and t.size]
+    for name, extent in _some(starts, SPOTS // 2):
+        yield f"The first bytes of tensor {name!r}", extent.path, extent.offset
+    files = _some(list(manifest.files.items()), SPOTS // 4)
+    # At least the first and the last place of each file (and no division by zero below).
+    each = max(2, SPOTS // 2 // max(1, len(files)))
+    for number, (path, size) in enumerate(files):
+        for offset in dict.fromkeys(max(0, size - _SPOT_BYTES) * k // (each - 1) for k in range(each)):
+            yield f"The bytes at {offset} of file {number}", path, offset
+
+
+def _some(found: list[Any], most: int) -> list[Any]:
+    """Return at most ``most`` entries, evenly chosen."""
+    return found[:: max(1, math.ceil(len(found) / most))]
+
+
+def _model(prepared: PreparedLoad) -> Facts:
+    # By place, never by name (module docstring); a variable without a tensor keeps its line.
+    found = {id(v): f"{stored_dtype(v)} {tuple(v.shape)}, no tensor" for v in all_variables(prepared.model).values()}
+    found |= {id(b.variable): f"{b.dtype} {b.view.shape} from {b.view}" for b in prepared.mapping.bindings}
+    for computed in prepared.mapping.computed:
+        found |= {id(v): f"computed from {', '.join(computed.tensors)}" for v in computed.variables}
+    return {f"Variable {number}": text for number, text in enumerate(found.values())}

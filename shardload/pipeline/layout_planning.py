@@ -33,9 +33,6 @@ from shardload.sharding.devices import available, mesh_spec
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes, format_count, plural
 
-OWN_OPTIMIZERS = ("rekls", "tprekls")
-"""Names of optimizers that are not Keras' own."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
@@ -75,7 +72,15 @@ class LayoutReport:
         if self.smallest is not None:
             lines.append(f"smallest mesh that fits: {_sizes(self.smallest.mesh)} ({self.smallest.mesh})")
         if self.compiled is not None:
-            lines += ["compiled, without weights: " + self.compiled.summary(), _compared(self.plan, self.compiled)]
+            estimated, found = self.plan.device.total, self.compiled
+            lines += [
+                f"compiled, without weights: {found.summary()}",
+                f"estimated {format_bytes(estimated)} per device, compiled {format_bytes(found.total_bytes)} "
+                f"({found.total_bytes / max(estimated, 1):.2f} times); estimated "
+                f"{plural(sum(e.count for e in self.plan.exchanges), 'collective')} of "
+                f"{format_bytes(self.plan.exchanged_bytes)}, compiled {sum(c.count for c in found.collectives)} of "
+                f"{format_bytes(found.collective_bytes)}",
+            ]
         lines += [f"note: {note}" for note in self.notes]
         spent = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.seconds.items())
         return "\n".join([*lines, f"time: {spent}"])
@@ -95,29 +100,9 @@ class LayoutReport:
 
 
 def plan_layouts(request: PlanRequest, step: StepSpec) -> LayoutReport:
-    """Search layouts for the model that a source describes.
-
-    Args:
-        request: Source, mesh, dtype and device memory, as for `shardload.plan`.
-        step: The step to plan for.
-
-    Raises:
-        DoesNotFitError: When no layout on the mesh fits the device memory, by the estimate or, if it is to be
-            compiled, by the compiled step; the message names the smallest mesh.
-        MeshError: When a plan is to be compiled, and there are too few devices.
-        LayoutError: When the model cannot be traced.
-    """
+    """Search layouts for the model that a source describes; of ``request``, all as for `shardload.plan`."""
     request.check()
     return _Planning(request, step).run()
-
-
-def optimizer_of(name: str | None) -> Any:
-    """Return the optimizer to plan for: one of shardload's own, or a name that Keras knows."""
-    if name is None or name.lower() not in OWN_OPTIMIZERS:
-        return name
-    from shardload.optimizers import REKLS
-
-    return REKLS()
 
 
 class _Planning:
@@ -129,8 +114,12 @@ class _Planning:
         mesh = request.placement.mesh
         self.mesh = mesh_spec("1x1" if mesh is None else mesh, axes=request.axes)
         self.rows = 0  # the model may fix them
-        self.optimizer = optimizer_of(step.train)
-        self.clock, self.progress = Clock(), request.shown
+        self.optimizer: Any = step.train
+        if step.train is not None and step.train.lower() in ("rekls", "tprekls"):  # not Keras' own
+            from shardload.optimizers import REKLS
+
+            self.optimizer = REKLS()
+        self.clock, self.progress = Clock(), request.reporter
 
     def run(self) -> LayoutReport:
         source = open_planned(self.request)
@@ -139,10 +128,15 @@ class _Planning:
             model = build(manifest, self.request.construction)
         self.rows = self._rows(model)
         with self._stage("trace", f"Tracing {manifest.source}"):
-            search = self._search(model)
+            check_positive(batch=self.rows, sequence=self.step.sequence)
+            inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
+            check_rows(model, inputs, self.rows)
+            search = LayoutSearch(model, inputs, optimizer=self.optimizer)
         plan, compiled = self._planned(search, manifest)
         smallest = self._smallest(search, plan)
-        spent, sizes = dict(self.clock.stages), _sizes_by_dtype(model)
+        spent, sizes = dict(self.clock.stages), Counter[str]()
+        for variable in model.weights:
+            sizes[str(stored_dtype(variable))] += math.prod(variable.shape)
         dtypes = tuple(name for name, _ in sizes.most_common())
         return LayoutReport(manifest.source, plan, smallest, compiled, spent, source.notes, sizes.total(), dtypes)
 
@@ -158,12 +152,6 @@ class _Planning:
         rows = BATCH_PER_POSITION * self.mesh.axis_size(self.mesh.batch_axis)
         fixed = rows_of(input_specs(model, batch=rows, sequence=self.step.sequence))
         return rows if not fixed or rows in fixed else min(fixed)
-
-    def _search(self, model: Any) -> LayoutSearch:
-        check_positive(batch=self.rows, sequence=self.step.sequence)
-        inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
-        check_rows(model, inputs, self.rows)
-        return LayoutSearch(model, inputs, optimizer=self.optimizer)
 
     def _planned(self, search: LayoutSearch, manifest: Manifest) -> tuple[LayoutPlan, CompiledStep | None]:
         """Return the plan, and the compiled step if one was requested."""
@@ -211,36 +199,14 @@ class _Planning:
             )
 
         def compiled(plan: LayoutPlan) -> CompiledStep:
+            inputs = input_specs(compilable, batch=self.rows, sequence=self.step.sequence)
             with self._stage("compile", f"Compiling for {plan.mesh}"):
-                found = self._compiled(compilable, plan)
+                choice = choose(compilable, plan.mesh, plan)
+                found = compile_step(compilable, choice, inputs, training=self.optimizer)
             return found if halved is None else found.scaled(str(halved))
 
         return first_that_fits(lambda limit: self._searched(search, limit), compiled, limit)
 
-    def _compiled(self, model: Any, plan: LayoutPlan) -> CompiledStep:
-        inputs = input_specs(model, batch=self.rows, sequence=self.step.sequence)
-        return compile_step(model, choose(model, plan.mesh, plan), inputs, training=self.optimizer)
-
-
-def _sizes_by_dtype(model: Any) -> Counter[str]:
-    """Return the number of elements of all weights, by their dtype."""
-    sizes: Counter[str] = Counter()
-    for variable in model.weights:
-        sizes[str(stored_dtype(variable))] += math.prod(variable.shape)
-    return sizes
-
 
 def _sizes(mesh: MeshSpec) -> str:
     return "x".join(map(str, mesh.sizes))
-
-
-def _compared(plan: LayoutPlan, compiled: CompiledStep) -> str:
-    """Format the estimates next to the compiled numbers."""
-    estimated, found = plan.device.total, compiled.total_bytes
-    counted = sum(e.count for e in plan.exchanges)
-    return (
-        f"estimated {format_bytes(estimated)} per device, compiled {format_bytes(found)} "
-        f"({found / max(estimated, 1):.2f} times); estimated {plural(counted, 'collective')} of "
-        f"{format_bytes(plan.exchanged_bytes)}, compiled {sum(c.count for c in compiled.collectives)} of "
-        f"{format_bytes(compiled.collective_bytes)}"
-    )

@@ -11,7 +11,7 @@ together:
     0   all make the same call with the same arguments
     1   headers are valid everywhere: JAX, whose start waits for all processes, may start
     2   JAX has started, and the mesh gives each process an equal part
-    3   all are about to load the same thing (`shardload.pipeline.consistency`)
+    3   all are about to load the same thing (`shardload.pipeline.filling`)
     4   all have read their part, and old values may be released: all later steps compute together
     5   all have finished
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -41,7 +41,7 @@ from shardload.manifest import Manifest
 from shardload.mapping.assets import empty_vocabularies, load_assets, restore_assets, staged_assets
 from shardload.mapping.built_optimizers import slots_as_stored
 from shardload.mapping.stored_values import load_stored_values
-from shardload.pipeline import consistency, filling, preparing, reporting
+from shardload.pipeline import filling, preparing, reporting
 from shardload.pipeline.reporting import Clock
 from shardload.pipeline.request import (
     Construction,
@@ -54,7 +54,7 @@ from shardload.pipeline.request import (
     RestoreRequest,
 )
 from shardload.processes.joint_call import Alone, Call, joint
-from shardload.reports import ByteCounts, HostBytes
+from shardload.reports import ByteCounts, HostBytes, LoadReport, PlanReport
 from shardload.resolve.opening import OpenedSource, open_source
 from shardload.sharding.devices import (
     MeshDevices,
@@ -67,9 +67,6 @@ from shardload.sharding.devices import (
 )
 from shardload.stores.location import Fingerprint
 from shardload.typing import LayoutLike, MeshLike
-
-if TYPE_CHECKING:
-    from shardload.reports import LoadReport, PlanReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +96,13 @@ def joint_load(request: JointRequest) -> Iterator[Call]:
     """Make a call together with the other processes, if there are any and their devices are involved.
 
     The request is checked after the processes compared it, so that an error on one is raised on all.
-
-    Raises:
-        DisagreementError: On all processes, when their calls differ.
     """
     if not processes.are_several() or _is_local(request):
         request.check()
         yield Alone()
     else:
-        with joint(request.function, request.source, request.compared) as call:
+        compared = {name: getattr(request, name) for name in request.compared_names}
+        with joint(request.function, request.source, compared) as call:
             request.check()
             yield call
 
@@ -159,12 +154,8 @@ def run_load(
 ) -> Loaded:
     """Load what was requested: the order of `shardload.load`, `load_weights` and `restore`.
 
-    Args:
-        request: A checked request.
-        call: The call, of all processes or of this one.
-        opener: Opens the source.
-        on_opened: Called before the model is built.
-        on_built: Called with the model that was built, before its weights are read.
+    ``opener`` opens the source; ``on_opened`` is called before the model is built, ``on_built`` before its weights are
+    read.
     """
     # Open: headers only. From here on, a file that changes is an error.
     clock = Clock()
@@ -182,19 +173,27 @@ def run_load(
     # Build: with the same seeds on all processes, so that what the checkpoint lacks gets the same initial values.
     matching = request.matching
     seed = call.draw_seed() if matching.builds else None
+    why_uncompiled: list[str] = []  # if it was saved compiled
     with ExitStack() as staged, nullcontext() if seed is None else seeded(seed):
         if isinstance(request, LoadRequest):
-            model, why_uncompiled = _build(request.construction, source.manifest, clock)
+            with clock("build"):
+                model = build(source.manifest, request.construction, note=why_uncompiled.append)
+            # Also a warning: the report is easily missed, and an uncompiled model fails only in fit().
+            for text in why_uncompiled:
+                warn_caller(text)
             on_built(model, source.manifest)
         else:
-            model, why_uncompiled = request.model, ()
+            model = request.model
         optimizer = request.loads_optimizer and not why_uncompiled
         # Slots are created before mapping, so that their tensors find a variable, and removed if the load fails.
-        with _slots(matching, model, source.manifest) if optimizer else nullcontext():
+        slots: AbstractContextManager[None] = nullcontext()
+        if optimizer and not matching.as_keras and matching.items != "weights":  # else their tensors are not loaded
+            slots = slots_as_stored(model, source.manifest, rename=matching.rename, strict=matching.strict)
+        with slots:
             # Map, lay out, plan, check: the model is still unchanged.
             with clock("plan"):
                 unused = () if isinstance(request, RestoreRequest) else _unused_distribution(request.placement)
-                prepared = preparing.prepare(
+                prepared = preparing.prepare_load(
                     source,
                     model,
                     devices,
@@ -208,15 +207,17 @@ def run_load(
                 warn_caller(text)
             # Before any value is replaced: it verifies their bytes.
             with clock("other"):
-                folder = staged.enter_context(_staged_assets(matching, source))
+                has_assets = not matching.as_keras and matching.items in ("all", "weights")
+                assets = staged_assets(source.manifest, check=source.checker) if has_assets else nullcontext()
+                folder = staged.enter_context(assets)
             # Agree on the plan, fill.
             rates = {} if matching.builds else learning_rates_of(model)
-            call.require(consistency.topics(prepared))
-            filled = filling.fill(
+            call.require(filling.topics(prepared))
+            filled = filling.fill_variables(
                 prepared,
                 clock,
                 files,
-                progress=call.watched(request.shown),
+                progress=call.watched(request.reporter),
                 on_failure=request.on_failure,
                 on_filled=lambda: call.meet("the end of the transfer"),
             )
@@ -244,12 +245,6 @@ def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:
     )
 
 
-def _staged_assets(matching: Matching, source: OpenedSource) -> AbstractContextManager[Path | None]:
-    if matching.as_keras or matching.items not in ("all", "weights"):
-        return nullcontext()
-    return staged_assets(source.manifest, check=source.checker)
-
-
 def _load_besides_variables(matching: Matching, model: Any, manifest: Manifest, folder: Path | None) -> Iterator[str]:
     """Load what layers saved besides variables, after the weights, as in Keras: hooks may use their values."""
     if spec_of(manifest).tensor_names == "step":
@@ -274,18 +269,14 @@ def plan_load(request: PlanRequest) -> PlanReport:
     with clock("build"):
         model = build(source.manifest, request.construction)
     with clock("plan"):
-        prepared = preparing.prepare(
+        prepared = preparing.prepare_load(
             source, model, devices, layout=layout, matching=request.matching, budget_bytes=request.budget_bytes
         )
     return reporting.plan_report(prepared, clock, layout=layout, device_memory_bytes=request.device_budget_bytes)
 
 
 def devices_and_layout(placement: Placement, model: Any) -> tuple[MeshDevices, LayoutLike | None]:
-    """Return the devices to load onto, and the layout; ``None`` keeps that of ``model``, which is ``None`` to be built.
-
-    Raises:
-        MeshError: When the model's variables are spread over several meshes, or there are too few devices.
-    """
+    """Return devices and layout; ``None`` keeps that of ``model``, which is ``None`` if it is still to be built."""
     # A model that has values or shardings stays where it is, unless the caller names other devices.
     follows_model = model is not None and placement.mesh is None and placement.devices is None
     if follows_model and (own := current_devices(model)) is not None:
@@ -324,20 +315,3 @@ def build(manifest: Manifest, construction: Construction, *, note: Callable[[str
             compile=construction.compile,
             note=note,
         )
-
-
-def _build(construction: Construction, manifest: Manifest, clock: Clock) -> tuple[Any, tuple[str, ...]]:
-    """Build the requested model; also return why it could not be compiled, if it was saved compiled."""
-    why_uncompiled: list[str] = []
-    with clock("build"):
-        model = build(manifest, construction, note=why_uncompiled.append)
-    # Also a warning: the report is easily missed, and an uncompiled model fails only in fit().
-    for text in why_uncompiled:
-        warn_caller(text)
-    return model, tuple(why_uncompiled)
-
-
-def _slots(matching: Matching, model: Any, manifest: Manifest) -> AbstractContextManager[None]:
-    if matching.as_keras or matching.items == "weights":  # no slots for tensors that are not loaded
-        return nullcontext()
-    return slots_as_stored(model, manifest, rename=matching.rename, strict=matching.strict)

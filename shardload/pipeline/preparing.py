@@ -65,29 +65,8 @@ class PreparedLoad:
         """The checkpoint's headers."""
         return self.source.manifest
 
-    def with_unused_sorted(self) -> PreparedLoad:
-        """Separate tensors outside the model from unused ones, for a model built from the checkpoint's description."""
-        mapping = tensor_mapping.without_parts(self.mapping, self.manifest)
-        found = tensor_mapping.sort_unused(
-            mapping, self.manifest, self.model, ignore=self.matching.ignore, compare=self.matching.reads_values
-        )
-        mapping = replace(mapping, unused=found.unused)
-        return replace(
-            self,
-            mapping=mapping,
-            outside=found.outside,
-            why_unused=found.why,
-            compared_bytes=found.read_bytes,
-        )
-
     def validated(self) -> PreparedLoad:
-        """Return the load if everything fits; with ``strict=False``, leave out mismatched variables instead of raising.
-
-        Raises:
-            MismatchError: Under ``strict``, when shapes disagree, integers would become floats, a weight of the model
-                has no tensor, or a tensor has no place in the model.
-            MissingExtraError: When a package that decodes its tensors is not installed.
-        """
+        """Return the load if everything fits; with ``strict=False``, leave out mismatched variables instead."""
         require_decoders(self.manifest.tensors[name] for name in self.mapping.read)
         if not self.matching.strict:
             return replace(self, mapping=self.mapping.without_mismatched(), left_out=self.mapping.mismatched)
@@ -97,7 +76,8 @@ class PreparedLoad:
         # Keras accepts tensors that the model does not use, but none that a converter asks for and does not find.
         unused, absent = ((), self.mapping.absent) if self.matching.as_keras else (self.mapping.unused, ())
         problems += [f"missing from the checkpoint: tensor {name}" for name in absent]
-        problems += [f"not used by the model: {self._with_reason(name)}" for name in unused]
+        why = {name: f" ({reason})" for name, reason in self.why_unused.items()}
+        problems += [f"not used by the model: {name}{why.get(name, '')}" for name in unused]
         if not problems:
             return self
         rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
@@ -126,9 +106,6 @@ class PreparedLoad:
                     "integers are not weights"
                 )
 
-    def _with_reason(self, name: str) -> str:
-        return f"{name} ({self.why_unused[name]})" if name in self.why_unused else name
-
     def _fix(self) -> str:
         if self.mapping.advice:
             return self.mapping.advice
@@ -146,7 +123,7 @@ class PreparedLoad:
         return fix
 
 
-def prepare(
+def prepare_load(
     source: OpenedSource,
     model: Any,
     devices: MeshDevices,
@@ -157,22 +134,16 @@ def prepare(
     optimizer: bool = True,
     notes: Sequence[str] = (),
 ) -> PreparedLoad:
-    """Make all decisions of a load; changes nothing.
-
-    Args:
-        source: The checkpoint.
-        model: The model to fill.
-        devices: The devices to load onto.
-        layout: As in `Placement`; ``None`` keeps the model's own.
-        matching: Which tensors go where.
-        budget_bytes: Most bytes staged in host memory; ``None`` leaves it to the plan.
-        optimizer: Whether to load stored optimizer state.
-        notes: Notes about the model's construction, for the report.
-    """
+    """Make all decisions of a load; changes nothing. ``notes`` about the model's construction are for the report."""
     manifest, ignored = source.manifest, matching.ignore_config
     # Quantised folders are refused by their configuration; of bare files only the mapping shows it.
     quantised.check_before(manifest, ignore=ignored)
-    mapping = _map(matching, manifest, model, optimizer=optimizer)
+    names, as_keras = matching.names, matching.as_keras
+    if matching.is_restore:
+        items, rename = matching.items, matching.rename
+        mapping = tensor_mapping.map_state(model, manifest, items=items, rename=rename, names=names)
+    else:
+        mapping = tensor_mapping.map_weights(model, manifest, names=names, optimizer=optimizer, as_keras=as_keras)
     quantised.check_mapped(manifest, mapping.bindings, mapping.unused, ignore=ignored)
     accepted = quantised.accepted(manifest, mapping.bindings, ignore=ignored)
     has_weights = spec_of(manifest).tensor_names == "step" and matching.items in ("all", "weights")
@@ -193,12 +164,15 @@ def prepare(
     )
     found = PreparedLoad(source, model, devices, matching, mapping, layouts, plan, (*source.notes, *notes))
     # Only a model built from the description shows which tensors lie outside of it; any other may be the wrong one.
-    return found.with_unused_sorted() if matching.builds else found
-
-
-def _map(matching: Matching, manifest: Manifest, model: Any, *, optimizer: bool) -> VariableMap:
-    names = matching.names
-    if matching.is_restore:
-        return tensor_mapping.map_state(model, manifest, items=matching.items, rename=matching.rename, names=names)
-    as_keras = matching.as_keras
-    return tensor_mapping.map_weights(model, manifest, names=names, optimizer=optimizer, as_keras=as_keras)
+    if not matching.builds:
+        return found
+    mapping = tensor_mapping.without_parts(mapping, manifest)
+    ignore, compare = matching.ignore, matching.reads_values
+    sorted_out = tensor_mapping.sort_unused(mapping, manifest, model, ignore=ignore, compare=compare)
+    return replace(
+        found,
+        mapping=replace(mapping, unused=sorted_out.unused),
+        outside=sorted_out.outside,
+        why_unused=sorted_out.why,
+        compared_bytes=sorted_out.read_bytes,
+    )

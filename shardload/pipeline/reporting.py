@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,7 +51,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
-        self.stages: dict[str, float] = {}
+        self.stages = defaultdict[str, float](float)
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -61,11 +61,8 @@ class Clock:
             yield
         finally:
             imports = imports_s() - imported
-            self._add("imports", imports)
-            self._add(stage, max(0.0, time.perf_counter() - began - imports))
-
-    def _add(self, stage: str, seconds: float) -> None:
-        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+            self.stages["imports"] += imports
+            self.stages[stage] += max(0.0, time.perf_counter() - began - imports)
 
     @property
     def total_s(self) -> float:
@@ -79,8 +76,16 @@ def load_report(
     """Report a load that ran."""
     own = {v.path for v in variables_of(prepared.model)}
     facts = _facts(prepared, clock, read_bytes=stats.read_bytes, peak_staging_bytes=stats.peak_staging_bytes)
+    facts["notes"] += overflow_notes(stats.overflowed)
+    # Whether a step has the weights in training or their moving averages, if the optimizer keeps averages. If these
+    # begin, they are equal to the weights, as another note says.
+    is_whole_step = prepared.matching.is_restore and prepared.matching.items == "all"
+    if is_whole_step and not any(begun.attribute == AVERAGE for begun in prepared.mapping.begun):
+        averages = are_averages(prepared.model)
+        if averages is not None:
+            facts["notes"] += (Note(_AVERAGED if averages else _IN_TRAINING, NoteKind.AVERAGES),)
     return LoadReport(
-        **{**facts, "notes": (*facts["notes"], *overflow_notes(stats.overflowed), *_average_notes(prepared))},
+        **facts,
         # An optimizer or a metric that starts from scratch is expected, so only the model's own are listed.
         initialised=tuple(path for path in initialised if path in own),
     )
@@ -101,40 +106,24 @@ def with_rates(report: LoadReport, before: Mapping[str, float], now: Mapping[str
     return replace(report, notes=(*report.notes, *changed_rates(before, now, advice=advice)))
 
 
-def _search_notes(layout: Any, device_memory_bytes: int | None) -> tuple[str, ...]:
-    if layout != "search" or device_memory_bytes is None:
-        return ()
-    return (
-        "device memory and the smallest mesh cover weights alone, as for every load. To plan a whole step within a "
-        "limit, use shardload.parallel.search or search_smallest_mesh",
-    )
-
-
-def _average_notes(prepared: PreparedLoad) -> tuple[str, ...]:
-    """Say whether a step has the weights in training or their moving averages, if the optimizer keeps averages."""
-    matching = prepared.matching
-    if any(begun.attribute == AVERAGE for begun in prepared.mapping.begun):
-        return ()  # equal to the weights: another note says that they begin
-    averages = are_averages(prepared.model) if matching.is_restore and matching.items == "all" else None
-    return () if averages is None else (Note(_AVERAGED if averages else _IN_TRAINING, NoteKind.AVERAGES),)
-
-
 def plan_report(prepared: PreparedLoad, clock: Clock, *, layout: Any, device_memory_bytes: int | None) -> PlanReport:
     """Report a load that was only planned."""
     plan = prepared.plan
     facts = _facts(prepared, clock, read_bytes=plan.read_bytes, peak_staging_bytes=plan.peak_staging_bytes)
-    return PlanReport(
-        **{**facts, "notes": (*facts["notes"], *_search_notes(layout, device_memory_bytes))},
-        fits=_fit(prepared, layout, device_memory_bytes),
-    )
+    if layout == "search" and device_memory_bytes is not None:
+        facts["notes"] += (
+            "device memory and the smallest mesh cover weights alone, as for every load. To plan a whole step within a "
+            "limit, use shardload.parallel.search or search_smallest_mesh",
+        )
+    return PlanReport(**facts, fits=_fit(prepared, layout, device_memory_bytes))
 
 
 def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:
     """Return the fields that both reports have."""
     # Tensors to compute from are read outside of the plan, whole (`filling`), so their bytes are added to both counts.
-    computed = {tensor for c in prepared.mapping.computed for tensor in c.tensors}
-    spent = clock.stages.get
-    computed_bytes = sum(prepared.manifest.tensors[tensor].stored_bytes for tensor in computed)
+    mapping, tensors, spent = prepared.mapping, prepared.manifest.tensors, clock.stages.get
+    computed_bytes = sum(tensors[name].stored_bytes for name in {name for c in mapping.computed for name in c.tensors})
+    stored = ((b, tensors[b.view.tensor].dtype) for b in mapping.bindings)
     read_bytes += computed_bytes + prepared.compared_bytes
     return {
         "source": prepared.manifest.source,
@@ -142,9 +131,17 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
         "bytes": ByteCounts(prepared.plan.needed_bytes + computed_bytes, read_bytes),
         "seconds": Stages(spent("build"), spent("plan"), spent("transfer"), clock.total_s, spent("imports")),
         "host_bytes": HostBytes(prepared.plan.host_memory_bytes, peak_staging_bytes),
-        "notes": _notes(prepared),
+        "notes": tuple(_notes(prepared)),
         **_weights(prepared),
-        **_differences(prepared),
+        "missing": mapping.missing,
+        "unused": mapping.unused,
+        "outside": tuple(Outside(o.tensor, o.reason) for o in prepared.outside),
+        "cast": tuple(Cast(b.name, str(dtype), str(b.dtype)) for b, dtype in stored if dtype != b.dtype),
+        # Left out of a load that is not strict; in a plan, which is not validated, still part of the mapping.
+        "mismatched": tuple(
+            Mismatched(m.variable, m.tensor, m.expected, m.found) for m in (*prepared.left_out, *mapping.mismatched)
+        ),
+        "computed": tuple(name for c in mapping.computed for name in c.names),
     }
 
 
@@ -153,12 +150,17 @@ def _weights(prepared: PreparedLoad) -> dict[str, Any]:
     variables = prepared.mapping.provided
     layouts = [prepared.layouts.of(v) for v in variables]
     replicated = sum(layout.is_replicated for layout in layouts)
-    sizes: Counter[str] = Counter()
-    for v in variables:
+    sizes, device_bytes = Counter[str](), 0
+    for v, layout in zip(variables, layouts, strict=True):
         sizes[str(stored_dtype(v))] += math.prod(v.shape) * stored_dtype(v).itemsize
+        # Equal for all positions, because every split is even.
+        device_bytes += math.prod(layout.shard_shape(tuple(v.shape))) * stored_dtype(v).itemsize
     return {
         "mesh": str(prepared.devices.mesh),
-        "devices": _devices(prepared),
+        "devices": tuple(
+            DeviceUse(position if d is None else d.id, "planned" if d is None else d.platform, device_bytes)
+            for position, d in enumerate(prepared.devices.devices)
+        ),
         "variables": len(variables),
         "parameters": sum(math.prod(v.shape) for v in variables),
         "weight_bytes": sizes.total(),
@@ -167,84 +169,28 @@ def _weights(prepared: PreparedLoad) -> dict[str, Any]:
     }
 
 
-def _differences(prepared: PreparedLoad) -> dict[str, Any]:
-    """Return where the model and the checkpoint differ."""
-    mapping = prepared.mapping
-    # Left out of a load that is not strict; in a plan, which is not validated, still part of the mapping.
-    mismatched = (*prepared.left_out, *mapping.mismatched)
-    return {
-        "missing": mapping.missing,
-        "unused": mapping.unused,
-        "outside": tuple(Outside(o.tensor, o.reason) for o in prepared.outside),
-        "cast": _casts(prepared),
-        "mismatched": tuple(Mismatched(m.variable, m.tensor, m.expected, m.found) for m in mismatched),
-        "computed": tuple(name for c in mapping.computed for name in c.names),
-    }
-
-
-def _casts(prepared: PreparedLoad) -> tuple[Cast, ...]:
-    stored = ((b, prepared.manifest.tensors[b.view.tensor].dtype) for b in prepared.mapping.bindings)
-    return tuple(Cast(b.name, str(dtype), str(b.dtype)) for b, dtype in stored if dtype != b.dtype)
-
-
-def _notes(prepared: PreparedLoad) -> tuple[str, ...]:
-    return (
-        *prepared.notes,
-        *fidelity.notes_of(prepared.model, prepared.manifest),
-        *prepared.mapping.notes,
-        *_kept_notes(prepared),
-        *_skipped_notes(prepared),
-        *prepared.layouts.idle_notes,
-        *prepared.layouts.guess_notes,
-        *prepared.layouts.rule_notes,
-        *(f"replicated though large: {paths}" for paths in fold(prepared.layouts.replicated_large)),
-        *_raised_budget(prepared),
-    )
-
-
-def _raised_budget(prepared: PreparedLoad) -> tuple[str, ...]:
-    if not prepared.plan.budget_raised:
-        return ()
-    size = format_bytes(prepared.plan.host_memory_bytes)
-    return (f"host-memory budget raised to {size}, because chunks of the checkpoint decode as a whole",)
-
-
-def _devices(prepared: PreparedLoad) -> tuple[DeviceUse, ...]:
-    """Return the bytes that the load put on each device; equal for all positions, because every split is even."""
-    device_bytes = sum(
-        math.prod(prepared.layouts.of(v).shard_shape(tuple(v.shape))) * stored_dtype(v).itemsize
-        for v in prepared.mapping.provided
-    )
-    return tuple(
-        DeviceUse(position if d is None else d.id, "planned" if d is None else d.platform, device_bytes)
-        for position, d in enumerate(prepared.devices.devices)
-    )
-
-
-def _kept_notes(prepared: PreparedLoad) -> tuple[str, ...]:
-    if not (kept := prepared.mapping.kept):
-        return ()
-    shapes = [(math.prod(v.shape), stored_dtype(v).itemsize) for v in prepared.mapping.kept_variables]
-    size = f"{format_count(sum(n for n, _ in shapes))} parameters, {format_bytes(sum(n * size for n, size in shapes))}"
-    which = ", ".join(map(str, fold(kept)))
-    return (
-        "the step is partial: unchanged in the model, and not counted above, are "
-        f"{plural(len(kept), 'weight')} ({size}): {which}",
-    )
-
-
-def _skipped_notes(prepared: PreparedLoad) -> tuple[str, ...]:
-    if not prepared.mapping.skipped:
-        return ()
-    counts = [name for name in prepared.mapping.skipped if name.startswith("metrics_variables/")]
-    others = [name for name in prepared.mapping.skipped if not name.startswith("metrics_variables/")]
-    found = []
-    if others:
+def _notes(prepared: PreparedLoad) -> Iterator[str]:
+    mapping, layouts = prepared.mapping, prepared.layouts
+    yield from (*prepared.notes, *fidelity.notes_of(prepared.model, prepared.manifest), *mapping.notes)
+    if mapping.kept:
+        shapes = [(math.prod(v.shape), stored_dtype(v).itemsize) for v in mapping.kept_variables]
+        parameters, n_bytes = sum(n for n, _ in shapes), sum(n * size for n, size in shapes)
+        yield (
+            "the step is partial: unchanged in the model, and not counted above, are "
+            f"{plural(len(mapping.kept), 'weight')} ({format_count(parameters)} parameters, {format_bytes(n_bytes)}): "
+            f"{', '.join(map(str, fold(mapping.kept)))}"
+        )
+    counts = [name for name in mapping.skipped if name.startswith("metrics_variables/")]
+    if others := [name for name in mapping.skipped if name not in counts]:
         what = f"skipped {plural(len(others), 'tensor')} of parts that this model lacks, or that were not requested"
-        found.append(f"{what}: {others[0]} …")
+        yield f"{what}: {others[0]} …"
     if counts:
-        found.append(f"metrics start over: their {len(counts)} saved values were skipped")
-    return tuple(found)
+        yield f"metrics start over: their {len(counts)} saved values were skipped"
+    yield from (*layouts.idle_notes, *layouts.guess_notes, *layouts.rule_notes)
+    yield from (f"replicated though large: {paths}" for paths in fold(layouts.replicated_large))
+    if prepared.plan.budget_raised:
+        size = format_bytes(prepared.plan.host_memory_bytes)
+        yield f"host-memory budget raised to {size}, because chunks of the checkpoint decode as a whole"
 
 
 def _fit(prepared: PreparedLoad, layout: Any, device_memory_bytes: int | None) -> Fit | None:

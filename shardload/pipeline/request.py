@@ -10,19 +10,23 @@ leave the others waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
+import jax
+import keras
+
+from shardload.errors import BackendError, UnsupportedError, UsageError
 from shardload.hub import fidelity
 from shardload.mapping.stored_state import Items
-from shardload.pipeline import arguments
 from shardload.progress import Progress, ProgressLike, as_progress
 from shardload.sharding.devices import device_list, has_mesh, mesh_of
 from shardload.sharding.mesh import planned_mesh
+from shardload.transfer.casts import ENABLE_64_BITS
 from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
-from shardload.units import UNIT_NEEDED, check_choice, check_kind, check_names
+from shardload.units import UNIT_NEEDED, byte_count, check_choice, check_kind, check_name_map, dtype_name
 
 OnFailure = Literal["raise", "tell", "restore"]
 """``raise``: only the error, as the caller has no model yet; ``tell``: add the state of the model to the error;
@@ -92,8 +96,8 @@ class Matching:
 
     def __post_init__(self) -> None:
         _check_flag("strict", self.strict)
-        check_names("names", self.names)
-        check_names("rename", self.rename)
+        check_name_map("names", self.names)
+        check_name_map("rename", self.rename)
 
 
 def _check_flag(name: str, value: Any) -> None:
@@ -112,6 +116,9 @@ class _Arguments:
     devices: Sequence[Any] | None = None
     progress: ProgressLike = None
 
+    compared_names: ClassVar[tuple[str, ...]] = ()
+    """Arguments that must be written equally on all processes; mesh, layout and dtype are compared by effect."""
+
     def __post_init__(self) -> None:
         # A generator can be read only once, and these are read by several stages.
         for name in ("ignore", "ignore_config"):
@@ -126,16 +133,44 @@ class _Arguments:
     @cached_property
     def budget_bytes(self) -> int | None:
         """Most bytes staged in host memory; ``None`` leaves it to the plan."""
-        return arguments.byte_count("host_memory_bytes", self.host_memory_bytes)
+        wanted = self.host_memory_bytes
+        return None if wanted is None else byte_count("host_memory_bytes", wanted)
 
     @cached_property
-    def shown(self) -> Progress:
+    def reporter(self) -> Progress:
         """Progress to report to."""
         return as_progress(self.progress)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadRequest(_Arguments):
+class _Building(_Arguments):
+    """Arguments of the functions that build the model."""
+
+    source: PathLike
+    dtype: DTypeLike | None = None
+    ignore: Sequence[str] = ()
+    task: bool = True
+    format: str | None = None
+    ignore_config: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Filling(_Arguments):
+    """Arguments of the functions that fill a model."""
+
+    model: Any
+    names: Mapping[str, str] | None = None
+    strict: bool = True
+    atomic: bool = False
+
+    @property
+    def on_failure(self) -> OnFailure:
+        """What to do with a half-loaded model."""
+        return "restore" if self.atomic else "tell"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest(_Building):
     """One call of `shardload.load`: its arguments, under the same names."""
 
     function: ClassVar[str] = "load"
@@ -143,33 +178,17 @@ class LoadRequest(_Arguments):
     on_failure: ClassVar[OnFailure] = "raise"
     """What to do with a half-loaded model."""
 
-    source: PathLike
-    dtype: DTypeLike | None = None
+    compared_names = (
+        *("step", "strict", "atomic", "ignore", "ignore_config"),
+        *("task", "compile", "safe_mode", "custom_objects"),
+    )
+
     strict: bool = True
-    ignore: Sequence[str] = ()
-    task: bool = True
     custom_objects: Mapping[str, Any] | None = None
     safe_mode: bool = True
     compile: bool = True
     atomic: bool = False
-    format: str | None = None
-    ignore_config: Sequence[str] = ()
     step: int | str = "latest"
-
-    @property
-    def compared(self) -> dict[str, Any]:
-        """Arguments that must be written equally on all processes; mesh, layout and dtype are compared by effect."""
-        return {
-            "step": self.step,
-            "strict": self.strict,
-            "atomic": self.atomic,
-            "ignore": self.ignore,
-            "ignore_config": self.ignore_config,
-            "task": self.task,
-            "compile": self.compile,
-            "safe_mode": self.safe_mode,
-            "custom_objects": self.custom_objects,
-        }
 
     @property
     def loads_optimizer(self) -> bool:
@@ -180,7 +199,7 @@ class LoadRequest(_Arguments):
     def construction(self) -> Construction:
         """How to build the model."""
         return Construction(
-            dtype=arguments.float_dtype(self.dtype),
+            dtype=float_dtype(self.dtype),
             task=self.task,
             ignore_config=fidelity.checked_fields(self.ignore_config),
             custom_objects=self.custom_objects,
@@ -191,55 +210,30 @@ class LoadRequest(_Arguments):
     @cached_property
     def matching(self) -> Matching:
         """Which tensors go where."""
-        ignore, fields = arguments.patterns(self.ignore), fidelity.checked_fields(self.ignore_config)
+        ignore, fields = ignored_names(self.ignore), fidelity.checked_fields(self.ignore_config)
         return Matching(strict=self.strict, ignore=ignore, ignore_config=fields, builds=True)
 
     def check(self) -> None:
-        """Make all parts.
-
-        Raises:
-            UsageError: When an argument is of the wrong kind or out of range.
-            BackendError: When Keras does not run on JAX.
-        """
+        """Make all parts, and so raise for an argument that is of the wrong kind or out of range."""
         _check_flag("atomic", self.atomic)
-        arguments.check_backend()
-        _ = self.construction, self.matching, self.budget_bytes, self.placement, self.shown
+        check_backend()
+        _ = self.construction, self.matching, self.budget_bytes, self.placement, self.reporter
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadWeightsRequest(_Arguments):
+class LoadWeightsRequest(_Filling):
     """One call of `shardload.load_weights`: its arguments, under the same names."""
 
     function: ClassVar[str] = "load_weights"
+    compared_names = ("step", "items", "names", "strict", "atomic", "ignore_config")
 
-    model: Any
     source: PathLike
-    names: Mapping[str, str] | None = None
-    strict: bool = True
-    atomic: bool = False
     format: str | None = None
     ignore_config: Sequence[str] = ()
     items: Literal["all", "weights"] = "all"
     step: int | str = "latest"
     as_keras: bool = False
     """As in `Matching`; no argument of the function."""
-
-    @property
-    def compared(self) -> dict[str, Any]:
-        """As for `LoadRequest`."""
-        return {
-            "step": self.step,
-            "items": self.items,
-            "names": self.names,
-            "strict": self.strict,
-            "atomic": self.atomic,
-            "ignore_config": self.ignore_config,
-        }
-
-    @property
-    def on_failure(self) -> OnFailure:
-        """What to do with a half-loaded model."""
-        return "restore" if self.atomic else "tell"
 
     @property
     def loads_optimizer(self) -> bool:
@@ -256,93 +250,63 @@ class LoadWeightsRequest(_Arguments):
         )
 
     def check(self) -> None:
-        """As for `LoadRequest`.
-
-        Raises:
-            UnsupportedError: When the model is not built, or has no weights.
-        """
+        """As for `LoadRequest`; also raise for a model that is not built, or has no weights."""
         _check_flag("atomic", self.atomic)
         _ = self.matching, self.budget_bytes
         # Keras' `load_weights` (``as_keras``) fills models whose layers are only partly built.
-        arguments.check_model(self.model, built=not self.as_keras)
-        _ = self.placement, self.shown
+        check_keras_model(self.model, built=not self.as_keras)
+        _ = self.placement, self.reporter
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest(_Arguments):
+class PlanRequest(_Building):
     """One call of `shardload.plan`: its arguments, under the same names; and the progress of a search for layouts."""
 
-    source: PathLike
-    dtype: DTypeLike | None = None
     device_memory_bytes: int | str | None = None
-    ignore: Sequence[str] = ()
-    task: bool = True
-    format: str | None = None
-    ignore_config: Sequence[str] = ()
 
     @cached_property
     def device_budget_bytes(self) -> int | None:
         """Bytes of one device, if given."""
-        return arguments.byte_count("device_memory_bytes", self.device_memory_bytes, least=UNIT_NEEDED)
+        wanted = self.device_memory_bytes
+        return None if wanted is None else byte_count("device_memory_bytes", wanted, least=UNIT_NEEDED)
 
     @cached_property
     def construction(self) -> Construction:
         """How to build the model."""
-        dtype, fields = arguments.float_dtype(self.dtype), fidelity.checked_fields(self.ignore_config)
+        dtype, fields = float_dtype(self.dtype), fidelity.checked_fields(self.ignore_config)
         return Construction(dtype=dtype, task=self.task, ignore_config=fields)
 
     @cached_property
     def matching(self) -> Matching:
         """Which tensors go where."""
-        ignore, fields = arguments.patterns(self.ignore), fidelity.checked_fields(self.ignore_config)
+        ignore, fields = ignored_names(self.ignore), fidelity.checked_fields(self.ignore_config)
         return Matching(ignore=ignore, ignore_config=fields, builds=True, reads_values=False)
 
     def check(self) -> None:
         """As for `LoadRequest`."""
-        arguments.check_backend()
-        _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.placement, self.shown
+        check_backend()
+        _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.placement, self.reporter
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestoreRequest(_Arguments):
+class RestoreRequest(_Filling):
     """One call of `shardload.restore`: its arguments, under the same names."""
 
     function: ClassVar[str] = "restore"
     loads_optimizer: ClassVar[bool] = True
+    compared_names = ("step", "items", "rename", "names", "strict", "atomic", "fallback")
 
-    model: Any
     directory: PathLike
     step: int | Literal["latest", "best"] = "latest"
     items: Items = "all"
     optimizer: Any = None
     rename: Mapping[str, str] | None = None
-    names: Mapping[str, str] | None = None
-    strict: bool = True
-    atomic: bool = False
     fallback: Literal["previous"] | None = None
 
     @property
     def source(self) -> PathLike:
         """The folder of the steps."""
         return self.directory
-
-    @property
-    def compared(self) -> dict[str, Any]:
-        """As for `LoadRequest`."""
-        return {
-            "step": self.step,
-            "items": self.items,
-            "rename": self.rename,
-            "names": self.names,
-            "strict": self.strict,
-            "atomic": self.atomic,
-            "fallback": self.fallback,
-        }
-
-    @property
-    def on_failure(self) -> OnFailure:
-        """What to do with a half-loaded model."""
-        return "restore" if self.atomic else "tell"
 
     @cached_property
     def matching(self) -> Matching:
@@ -355,9 +319,53 @@ class RestoreRequest(_Arguments):
         check_choice("fallback", self.fallback, (None, "previous"))
         _check_flag("atomic", self.atomic)
         _ = self.matching, self.budget_bytes
-        arguments.check_model(self.model)
-        _ = self.placement, self.shown
+        check_keras_model(self.model)
+        _ = self.placement, self.reporter
 
 
 JointRequest: TypeAlias = LoadRequest | LoadWeightsRequest | RestoreRequest
 """Requests of calls that all processes of a run make together."""
+
+
+def check_keras_model(model: Any, *, built: bool = True) -> None:
+    """Check that ``model`` is a Keras model that can be filled.
+
+    ``built`` requires all of it to be built, not only some layers, as in a `Sequential` without an input shape.
+    """
+    if isinstance(model, type) or not hasattr(model, "weights"):
+        raise UsageError(f"Cannot use {model!r:.60} as model: expected a Keras model, got {type(model).__name__}")
+    check_backend()
+    if built and not getattr(model, "built", True):
+        raise UnsupportedError(
+            f"The model {model.name!r} has not been built. Call it on a batch of inputs, or model.build(input_shape), "
+            "first"
+        )
+    if not model.weights:
+        raise UnsupportedError(
+            f"The model {model.name!r} has no weights. If its layers create them when it is called, call it on a batch "
+            "of inputs first"
+        )
+
+
+def check_backend() -> None:
+    """Raise if Keras was imported with another backend, which cannot be changed afterwards."""
+    if (found := keras.config.backend()) != "jax":
+        raise BackendError(found)
+
+
+def ignored_names(ignore: Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns of tensor names to ignore as a tuple; raise `UsageError` for anything but a list of them."""
+    # A string is a sequence of strings: ignore="head" would ignore tensors called "h", "e", "a" and "d".
+    is_list = isinstance(ignore, Iterable) and not isinstance(ignore, str)
+    found = tuple(ignore) if is_list else ()  # first, because a generator can be read only once
+    if not is_list or not all(isinstance(pattern, str) for pattern in found):
+        raise UsageError(f"Cannot use ignore={ignore!r:.60}: expected a list of tensor names, such as ['score.*']")
+    return found
+
+
+def float_dtype(wanted: DTypeLike | None) -> Any:
+    """Return the name of the requested dtype; ``None`` and Keras' dtype policies pass through."""
+    name = dtype_name(wanted)
+    if name == "float64" and not jax.config.jax_enable_x64:
+        raise UsageError(f"Cannot load as float64: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}, or choose float32")
+    return name

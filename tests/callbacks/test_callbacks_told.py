@@ -16,7 +16,7 @@ from callback_models import assert_holds, compiled, fit, steps_in
 from shardload import interrupts
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import SaveError, SourceError, StepExistsError
-from shardload.interrupts import Worker, defer_interrupt, number_of, raise_interrupt_safely
+from shardload.interrupts import Worker, defer_interrupt, raise_interrupt_safely, signal_of
 from shardload.loaders.orbax import saving
 from shardload.loaders.orbax import saving as orbax_writer
 from shardload.processes import watchdog
@@ -192,7 +192,7 @@ def test_each_signal_that_the_command_handles_is_deferred(number):
     with pytest.raises(KeyboardInterrupt) as caught, raise_interrupt_safely(), defer_interrupt():
         os.kill(os.getpid(), number)
         done.append(1)
-    assert done == [1] and number_of(caught.value) == number
+    assert done == [1] and signal_of(caught.value) == number
 
 
 def test_a_wait_that_ctrl_c_ended_can_be_taken_up_again():

@@ -464,7 +464,7 @@ def test_ctrl_c_after_the_results_adds_no_second_object(monkeypatch, capfd):
 def test_ctrl_c_that_became_an_error_of_ours_is_still_an_interruption():
     error = LoadInterruptedError("3 of 5 variables hold new values.")
     error.__cause__ = KeyboardInterrupt()
-    failure = failures.describe(error)
+    failure = failures.failure_of(error)
     assert (failure.exit_code, failure.message) == (130, "Interrupted. 3 of 5 variables hold new values.")
 
 

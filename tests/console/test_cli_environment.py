@@ -166,7 +166,7 @@ def test_cuda_where_there_is_none_is_our_error_in_python():
 def test_warnings_are_kept_from_people_who_did_not_ask(monkeypatch):
     monkeypatch.setattr(sys, "warnoptions", [])
     with warnings.catch_warnings(record=True) as caught:
-        jax_setup.prepare(note=lambda message: None)
+        jax_setup.set_up_jax(note=lambda message: None)
         warnings.warn("noise", stacklevel=1)
     assert caught == []
 

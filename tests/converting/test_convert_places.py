@@ -152,7 +152,7 @@ def test_what_an_earlier_run_did_stays_when_the_source_is_gone(preset, tmp_path,
     with pytest.raises(KeyboardInterrupt) as interrupted:
         shardload.convert(preset, tmp_path / "out", to="h5")
     assert "The finished part is in" in interrupted.value.__notes__[0]
-    monkeypatch.setattr("shardload.converting.writing.identity", lambda *args: Path("gone").stat())
+    monkeypatch.setattr("shardload.converting.conversion.identity", lambda *args: Path("gone").stat())
     with pytest.raises(WriteError) as failed:
         shardload.convert(preset, tmp_path / "out", to="h5")
     assert "again to continue" in failed.value.__notes__[0]

@@ -30,7 +30,7 @@ from shardload.errors import (
 )
 from shardload.keras_bridge.recording import seeded
 from shardload.loaders import open_manifest
-from shardload.pipeline import consistency, preparing
+from shardload.pipeline import filling, preparing
 from shardload.pipeline.request import LoadWeightsRequest
 from shardload.processes import agreement, error_word, from_elsewhere, joint_call
 from shardload.resolve.opening import OpenedSource
@@ -138,12 +138,12 @@ def job_of(model, source, **options):
     request = LoadWeightsRequest(model=model, source=source, strict=False, **options)
     opened = OpenedSource(open_manifest(str(source)), None, ())
     options = {"layout": "auto", "matching": request.matching, "budget_bytes": None}
-    return preparing.prepare(opened, model, devices.resolve_devices("1x1"), **options).validated()
+    return preparing.prepare_load(opened, model, devices.resolve_devices("1x1"), **options).validated()
 
 
 def differing(*jobs):
     """What of two jobs is not the same."""
-    mine, other = (consistency.topics(job) for job in jobs)
+    mine, other = (filling.topics(job) for job in jobs)
     return [a.what for a, b in zip(mine, other, strict=True) if a.facts() != b.facts()]
 
 
@@ -167,7 +167,7 @@ def test_tensors_that_go_to_other_variables_are_a_difference_that_is_named(tmp_p
         names = dict(zip(order, (model.layers[0].kernel.path, model.layers[2].kernel.path), strict=True))
         jobs.append(job_of(model, tmp_path / "x.safetensors", names=names))
     assert differing(*jobs) == ["the model"]
-    topic = next(one for one in consistency.topics(jobs[0]) if one.what == "the model")
+    topic = next(one for one in filling.topics(jobs[0]) if one.what == "the model")
     assert topic.titles()["Variable 0"] == jobs[0].model.layers[0].kernel.path
 
 
@@ -314,18 +314,18 @@ def test_files_of_other_content_are_told_apart_whatever_their_paths(tmp_path):
     first = write(tmp_path / "a.safetensors", x=ones, y=ones)
     same = write(tmp_path / "elsewhere" / "b.safetensors", x=ones, y=ones)
     other = write(tmp_path / "c.safetensors", x=ones, y=zeros)
-    assert consistency.source(first) == consistency.source(same) == consistency.source(other)
-    assert consistency.content(first, None) == consistency.content(same, None)
-    found = consistency.content(other, None)
-    differ = [key for key, text in consistency.content(first, None).items() if found[key] != text]
+    assert filling.source_facts(first) == filling.source_facts(same) == filling.source_facts(other)
+    assert filling.content_facts(first, None) == filling.content_facts(same, None)
+    found = filling.content_facts(other, None)
+    differ = [key for key, text in filling.content_facts(first, None).items() if found[key] != text]
     assert differ[0] == "The first bytes of tensor 'y'"
     cast = write(tmp_path / "d.safetensors", x=ones, y=ones.astype(np.float16))
-    assert consistency.source(first) != consistency.source(cast)
+    assert filling.source_facts(first) != filling.source_facts(cast)
 
 
 def test_looking_at_content_is_bounded(tmp_path):
     many = write(tmp_path / "many.safetensors", **{f"t{i}": np.ones(300, np.float32) for i in range(2000)})
-    assert len(consistency.content(many, None)) <= consistency.SPOTS
+    assert len(filling.content_facts(many, None)) <= filling.SPOTS
 
 
 @pytest.mark.parametrize(

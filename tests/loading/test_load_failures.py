@@ -119,13 +119,13 @@ def between(monkeypatch):
     """Have something happen after the headers were read and before the first byte of data is."""
 
     def arrange(act):
-        original = filling.fill
+        original = filling.fill_variables
 
         def fill(*args, **options):
             act()
             return original(*args, **options)
 
-        monkeypatch.setattr(filling, "fill", fill)
+        monkeypatch.setattr(filling, "fill_variables", fill)
 
     return arrange
 

@@ -100,12 +100,12 @@ def test_the_command_names_the_limit_whoever_says_so():
         ValueError("Error opening file [os_error_code='24']"),
         RuntimeError("can't start new thread"),
     ):
-        found = failures.describe(error)
+        found = failures.failure_of(error)
         assert found.exit_code == 1 and "ulimit -" in found.message and "bug" not in found.message
     wrapped = TransferError("Cannot read a.safetensors: it failed")
     wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    assert failures.describe(wrapped).message.endswith("it failed. Free some space, or choose another disk.")
-    assert failures.describe(SourceError("Odd.")).message == "Odd."
+    assert failures.failure_of(wrapped).message.endswith("it failed. Free some space, or choose another disk.")
+    assert failures.failure_of(SourceError("Odd.")).message == "Odd."
 
 
 def test_a_full_disk_is_not_taken_for_a_tokenizer_that_cannot_be_written(monkeypatch, tmp_path):

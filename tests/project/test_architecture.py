@@ -210,7 +210,7 @@ def test_arguments_are_written_out():
         assert "locals" not in map(ast.unparse, calls), f"{name}: an editor, mypy and a reader cannot follow these"
 
 
-@pytest.mark.parametrize("stage", ["preparing", "filling", "reporting", "consistency"])
+@pytest.mark.parametrize("stage", ["preparing", "filling", "reporting"])
 def test_a_stage_is_given_what_it_needs_and_no_request(stage):
     assert not [name for name in imports(modules()[f"pipeline.{stage}"]) if name.endswith("Request")]
 

@@ -15,7 +15,7 @@ import pytest
 import shardload
 from shardload.cli import main
 from shardload.comparing import diff
-from shardload.console.known_sources import Kind, known
+from shardload.console.completion import Kind, known
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.hub import kerashub
 from shardload.resolve import PIP_PACKAGE, candidates, hubs, resolve, root

@@ -36,7 +36,7 @@ def loads(source: str, **options: Any) -> Any:
 SLOWLY = re.compile(r"^[^\n]+, \d[^\n]*(/s| so far| left)\n", re.MULTILINE)
 """Lines of progress, which a busy machine writes every ten seconds."""
 HOMES = {
-    "find": "shardload.console.known_sources.fetch",
+    "find": "shardload.console.completion.make_available",
     "check_tokenizer": "shardload.text.sources.tokenizer",
     "load": "shardload.loading.run",
     "plan": "shardload.loading.plan",
@@ -45,7 +45,7 @@ HOMES = {
     "diff": "shardload.comparing.diff",
     "verify": "shardload.verifying.verify",
     "inspect": "shardload.resolve.opening.open_source",
-    "synth": "shardload.console.commands.write_checkpoint",
+    "synth": "shardload.console.checkpoint_commands.write_checkpoint",
 }
 """The functions of the engine that commands use, and where they import them from."""
 

@@ -24,7 +24,7 @@ from callback_models import Batches, X, compiled, fit
 
 from shardload import cli
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.converting import writing
+from shardload.converting import conversion
 from shardload.converting.publishing import ConversionFolder
 from shardload.synth import synth
 
@@ -311,7 +311,7 @@ def converted(source, target, to):
 @contextlib.contextmanager
 def full_after(disk, count, *, pages=0):
     """Somebody fills the disk once so many tensors were copied; -1: before any file is made."""
-    noted, room, left = ConversionFolder.note_done, writing.check_room, [count]
+    noted, room, left = ConversionFolder.note_done, conversion.check_room, [count]
 
     def fill_after_the_check(*arguments):
         room(*arguments)
@@ -324,11 +324,11 @@ def full_after(disk, count, *, pages=0):
         if left[0] == 0:
             refill(disk)
 
-    ConversionFolder.note_done, writing.check_room = note_done, fill_after_the_check
+    ConversionFolder.note_done, conversion.check_room = note_done, fill_after_the_check
     try:
         yield
     finally:
-        ConversionFolder.note_done, writing.check_room = noted, room
+        ConversionFolder.note_done, conversion.check_room = noted, room
 
 
 def conversions(base):

@@ -21,7 +21,7 @@ import numpy as np
 
 import shardload
 from shardload.keras_bridge import abstraction
-from shardload.pipeline import arguments, preparing
+from shardload.pipeline import preparing, request
 from shardload.progress import Silent
 from shardload.runs.digests import Checker
 
@@ -57,9 +57,9 @@ def at(stage, kind):
         return instead
 
     if stage == "before":
-        arguments.check_backend = first(arguments.check_backend)
+        request.check_backend = first(request.check_backend)
     if stage == "headers":  # of a source that was found; JAX runs by then
-        preparing.prepare = first(preparing.prepare)
+        preparing.prepare_load = first(preparing.prepare_load)
     if stage == "end":
         abstraction.initialise = first(abstraction.initialise)
 

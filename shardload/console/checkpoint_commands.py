@@ -1,17 +1,150 @@
-"""Commands for checkpoints and training runs: list steps, verify bytes, compare tensors."""
+"""The commands about checkpoints: what is in them, what can be named, and whether they are whole or differ."""
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict, astuple
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardload.console import jax_setup, listing, options, streams
+from shardload.console import completion, jax_setup, listing, options, streams
 from shardload.progress import on_stderr
 from shardload.reports import printable
-from shardload.units import format_bytes, plural
+from shardload.synth import MAX_SEED
+from shardload.synth import synth as write_checkpoint
+from shardload.units import FLOATS, format_bytes, plural
+
+
+def inspect(
+    source: options.Source,
+    *,
+    match: Annotated[
+        str | None,
+        typer.Option("--match", metavar="GLOB", help="Only tensors whose names match, for example '*/attention/*'."),
+    ] = None,
+    format: options.FormatOption = None,
+    json: options.Json = False,
+) -> None:
+    """List the tensors of a checkpoint, reading headers only.
+
+    One line per tensor: name, shape, dtype, bytes, file, and position in the file.
+
+    Examples:
+    $ shardload inspect model.weights.h5
+
+    $ shardload inspect gemma3_270m --match '*norm*' --json
+    """
+    with streams.results() as out:
+        jax_setup.set_up_jax(note=streams.note)
+        from shardload.resolve.opening import open_source
+
+        manifest = open_source(source, format and str(format), verify=False).manifest
+        if json:
+            out.json(listing.as_json(manifest, match=match))
+        else:
+            for note in manifest.notes:
+                streams.note(note)
+            out.text(listing.as_text(manifest, match=match, width=out.width))
+
+
+def synth(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="An architecture, for example gemma2_9b.",
+            autocompletion=lambda: ((s.name, s.what) for s in completion.known_architectures()),
+            show_default=False,
+        ),
+    ],
+    *,
+    format: Annotated[
+        options.SynthFormat, typer.Option("--format", help="Format of the checkpoint.")
+    ] = options.SynthFormat.PRESET,
+    scale: Annotated[
+        float,
+        typer.Option(
+            "--scale", metavar="FACTOR", callback=options.scale, help="Shrink the architecture: 0.01 is tiny."
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, max=MAX_SEED, help="Seed of the random weights.")
+    ] = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            parser=options.dtype,
+            help="Dtype of the weights: bfloat16, float16 or float32.",
+            autocompletion=lambda: FLOATS,
+        ),
+    ] = "bfloat16",
+    directory: Annotated[
+        Path | None,
+        typer.Option("--directory", metavar="DIR", help="Where to write; the local checkpoint root by default."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing, different checkpoint.")] = False,
+    json: options.Json = False,
+    no_progress: options.NoProgress = False,
+    log_json: options.LogJson = False,
+) -> None:
+    """Write a checkpoint of an exact architecture with random weights.
+
+    The weights depend on the seed only, so you can try any size, repeatedly, without a hub.
+
+    Examples:
+    $ shardload synth gemma2_9b --scale 0.01
+
+    $ shardload synth gemma2_7b && shardload load gemma2_7b --mesh 1x8
+    """
+    with streams.results() as out:
+        jax_setup.set_up_jax(note=streams.note)
+        kind: Any = str(format)  # a choice that typer has checked
+        with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
+            path = write_checkpoint(
+                name,
+                format=kind,
+                scale=scale,
+                seed=seed,
+                dtype=dtype,
+                directory=directory,
+                overwrite=overwrite,
+                progress=progress,
+            )
+        if json:
+            out.json({"name": name, "path": str(path)})
+        else:
+            out.text(f"{printable(str(path))}\n")
+
+
+def sources(
+    *,
+    presets: Annotated[
+        bool, typer.Option("--presets", help="Also list KerasHub's presets, which takes a few seconds.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """List the names that SOURCE can have on this machine.
+
+    Checkpoints in the local root, weights installed by pip, aliases, and what `shardload synth` can write.
+
+    Examples:
+    $ shardload sources
+
+    $ SHARDLOAD_HOME=/models shardload sources --json
+    """
+    with streams.results() as out:
+        jax_setup.set_up_jax(note=streams.note)
+        found = completion.known(presets=presets)
+        if json:
+            out.json({"sources": [asdict(source) for source in found]})
+        else:
+            rows = [("name", "kind", "what"), *(tuple(map(printable, astuple(s))) for s in found)]
+            out.text(listing.aligned(rows, width=out.width))
 
 
 def steps(
@@ -32,7 +165,7 @@ def steps(
     $ shardload steps checkpoints --json
     """
     with streams.results() as out:
-        jax_setup.prepare(note=streams.note)
+        jax_setup.set_up_jax(note=streams.note)
         from shardload.processes.watchdog import written_since
         from shardload.runs.listing import list_steps, why_no_steps
         from shardload.stores.local import without_file_scheme
@@ -56,8 +189,7 @@ def steps(
 
 def verify(
     source: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="A step, a folder of steps, or any checkpoint.", show_default=False),
+        str, typer.Argument(metavar="PATH", help="A step, a folder of steps, or any checkpoint.", show_default=False)
     ],
     *,
     json: options.Json = False,
@@ -75,7 +207,7 @@ def verify(
     $ shardload verify model.safetensors --json
     """
     with streams.results() as out:
-        jax_setup.prepare(note=streams.note)
+        jax_setup.set_up_jax(note=streams.note)
         from shardload import verifying
 
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
@@ -108,27 +240,23 @@ def diff(
     $ shardload diff model.gguf ./gemma-preset --json
     """
     with streams.results() as out:
-        jax_setup.prepare(note=streams.note)
+        jax_setup.set_up_jax(note=streams.note)
         from shardload import comparing
 
         with on_stderr(enabled=not no_progress, as_json=log_json) as progress:
             found = comparing.diff(first, second, progress=progress)
         if json:
-            out.json(_without_nan(found.to_json()))
+            value = found.to_json()
+            for difference in value["differences"]:  # of NaN or infinity, which JSON lacks
+                if difference["largest"] is not None and not math.isfinite(difference["largest"]):
+                    difference["largest"] = None
+            out.json(value)
         else:
             for note in found.notes:
                 streams.note(note)
             out.text(_differences(found, width=out.width))
     if found.differences:
         raise typer.Exit(1)
-
-
-def _without_nan(found: dict[str, Any]) -> dict[str, Any]:
-    """Replace a largest difference of NaN or infinity, which JSON lacks, with null."""
-    for difference in found["differences"]:
-        if difference["largest"] is not None and not math.isfinite(difference["largest"]):
-            difference["largest"] = None
-    return found
 
 
 def _differences(found: Any, *, width: int | None) -> str:
@@ -138,14 +266,17 @@ def _differences(found: Any, *, width: int | None) -> str:
         return summary
     head = ("name", "what", "first", "second", "elements", "largest")
     rows = [
-        (printable(d.name), d.what, d.first or "-", d.second or "-", f"{d.elements:,}", _largest(d.largest))
+        (
+            printable(d.name),
+            d.what,
+            d.first or "-",
+            d.second or "-",
+            f"{d.elements:,}",
+            "-" if d.largest is None else f"{d.largest:.4g}",
+        )
         for d in found.differences
     ]
     return f"{summary}\n" + listing.aligned([head, *rows], width=width)
-
-
-def _largest(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _facts(info: Any) -> dict[str, Any]:
