@@ -34,7 +34,7 @@ from shardload.mapping.optimizer_pairs import (
     takes_state,
 )
 from shardload.mapping.roles import optimizer_roles, roles_of
-from shardload.mapping.state_tree import Stored, find
+from shardload.mapping.state_tree import Stored, find_stored
 from shardload.mapping.stored_state import pair
 from shardload.mapping.variable_map import AssignStep, VariableMap, unsharded_binding, variable_names
 
@@ -58,7 +58,7 @@ def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
             return None
         place = {"path": tensor.name.split("/"), "kind": role.kind, "key": role.key, "slot": role.slot, "of": role.of}
         leaves.append({**place, "shape": list(tensor.shape), "dtype": tensor.dtype.name})
-    found = find(model, {"leaves": leaves, "optimizers": {"": kind_of(saved)}})
+    found = find_stored(model, {"leaves": leaves, "optimizers": {"": kind_of(saved)}})
     missing = tuple(leaf for leaf in found.missing if leaf.kind in OPTIMIZER_KINDS and leaf.role.optimizer is None)
     pairs = tuple((manifest.tensors["/".join(stored.path)], leaf) for stored, leaf in found.pairs)
     left = tuple(Left.of(stored, "/".join(stored.path), found) for stored in found.unexpected)
@@ -85,7 +85,7 @@ def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, pair
 
 
 def needs_roles(paired: Paired, manifest: Manifest, optimizer: Any) -> bool:
-    """Whether the state of an archive is to be taken by role, because Keras would load other things, or nothing."""
+    """Whether to map an archive's optimizer state by role: by position, Keras would load wrong values, or nothing."""
     if not optimizer.built and not is_untrained(paired, manifest, None):
         return True
     # Keras would warn that the file has nothing for the optimizer inside.

@@ -2,7 +2,7 @@
 
     describe(model).tree          the values to write: {"trainable_variables": {"dense": {"kernel": array}}, …}
     describe(model).to_json()     stored with them: the role (`Role`) of each leaf
-    find(model, leaves)           read back: stored leaves paired with the variables of another model, by role
+    find_stored(model, leaves)    read back: stored leaves paired with the variables of another model, by role
 
 The tree's own names are auto-generated (``dense_7``, ``adam_1``) and never matched. Keras refuses models in which
 two variables share a path; here the later ones get ``#2``, ``#3``, so such trees have names Keras does not know.
@@ -232,7 +232,7 @@ class Pairing:
         return renamed_key(stored.role.of or "", self.rename)
 
 
-def find(
+def find_stored(
     model: Any, leaves: Mapping[str, Any] | Iterable[Mapping[str, Any]], *, rename: Mapping[str, str] | None = None
 ) -> Pairing:
     """Pair the leaves of a step with the variables of ``model`` by role; auto-generated names are not used.

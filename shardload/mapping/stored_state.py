@@ -46,7 +46,7 @@ from shardload.mapping.roles import (
     meaning_of,
     part_of_name,
 )
-from shardload.mapping.state_tree import StateLeaf, Stored, find, state_tree_of
+from shardload.mapping.state_tree import StateLeaf, Stored, find_stored, state_tree_of
 from shardload.mapping.variable_map import (
     AssignStep,
     Mismatch,
@@ -122,7 +122,7 @@ def pair(
     structure = manifest.metadata.get("structure")
     if structure is None or names is not None:
         return _by_name(model, manifest, names or {})
-    found = find(model, structure, rename=rename)
+    found = find_stored(model, structure, rename=rename)
     stored = [s for s, _ in found.pairs] + list(found.unexpected)
     keys = [s.role.of or s.role.key for s in stored]
     for old in rename or ():

@@ -9,7 +9,7 @@ from shardload import abstract
 from shardload.errors import SourceError, UninitialisedError
 from shardload.keras_bridge.model_state import own_layers
 from shardload.keras_bridge.variables import current_value
-from shardload.mapping.state_tree import find, state_tree_of
+from shardload.mapping.state_tree import find_stored, state_tree_of
 
 
 class Subclassed(keras.Model):
@@ -81,7 +81,7 @@ def test_weights_have_the_keys_of_weights_h5(build, tmp_path):
 def test_pairs_models_whose_automatic_names_differ(build):
     stored, other = trained(build), trained(build)
     assert [v.path for v in stored.weights] != [v.path for v in other.weights]
-    pairing = find(other, state_tree_of(stored).to_json())
+    pairing = find_stored(other, state_tree_of(stored).to_json())
     assert_one_to_one(pairing)
     assert len(pairing.pairs) == len(state_tree_of(other).leaves)
     by_path = {leaf.path: leaf.variable for leaf in state_tree_of(stored).leaves}
@@ -134,7 +134,7 @@ def test_every_optimizer_variable_has_a_role_of_its_own(make):
     shapes = {leaf.key: leaf.shape for leaf in state_tree_of(model).leaves if leaf.kind == "weight"}
     slots = [leaf for leaf in leaves if leaf.kind == "slot" and leaf.role.slot.split("/")[-1] not in "rc"]
     assert all(leaf.shape == shapes[leaf.role.of] for leaf in slots)
-    assert_one_to_one(find(trained(functional, make()), state_tree_of(model).to_json()))
+    assert_one_to_one(find_stored(trained(functional, make()), state_tree_of(model).to_json()))
 
 
 def test_loss_scale_nests_its_inner_optimizer():
@@ -174,23 +174,23 @@ def test_uncompiled_and_abstract_models():
         empty.build((None, 4))
     with pytest.raises(UninitialisedError, match="Cannot save the model: no value for 4 variables"):
         _ = state_tree_of(empty).tree
-    assert len(find(empty, state_tree_of(model).to_json()).pairs) == 4
+    assert len(find_stored(empty, state_tree_of(model).to_json()).pairs) == 4
 
 
 def test_lists_what_disagrees():
     stored = state_tree_of(trained(sequential)).to_json()
     other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(5), keras.layers.Dense(5)])
-    pairing = find(other, [leaf for leaf in stored["leaves"] if leaf["kind"] == "weight"])
+    pairing = find_stored(other, [leaf for leaf in stored["leaves"] if leaf["kind"] == "weight"])
     assert [leaf.key for leaf in pairing.missing] == ["layers/dense_2/vars/0", "layers/dense_2/vars/1"]
     differ = [s.role.key for s, leaf in pairing.pairs if s.shape != leaf.shape]
     assert differ == ["layers/dense_1/vars/0", "layers/dense_1/vars/1"]
-    assert {s.role.kind for s in find(other, stored).unexpected} == {"slot", "optimizer", "metric"}
+    assert {s.role.kind for s in find_stored(other, stored).unexpected} == {"slot", "optimizer", "metric"}
 
 
 @pytest.mark.slow
 def test_pairs_leaves_of_other_dtypes():
     stored = state_tree_of(models.randomise(models.build("gemma1", "bfloat16"))).to_json()
-    pairing = find(models.build("gemma1", "float32"), stored)
+    pairing = find_stored(models.build("gemma1", "float32"), stored)
     assert not pairing.missing and not pairing.unexpected
     assert all(s.dtype != leaf.dtype for s, leaf in pairing.pairs)
 
@@ -200,7 +200,7 @@ def test_task_and_backbone():
     keys = {leaf.key for leaf in state_tree_of(task).weights_only().leaves if leaf.kind == "weight"}
     assert len(keys) == len(task.weights)
     stored = [leaf for leaf in state_tree_of(task).to_json()["leaves"] if leaf["kind"] == "weight"]
-    pairing = find(backbone, stored, rename={"layers/gemma_backbone": ""})
+    pairing = find_stored(backbone, stored, rename={"layers/gemma_backbone": ""})
     assert all(s.shape == leaf.shape for s, leaf in pairing.pairs)
     assert not [leaf for leaf in pairing.missing if leaf.kind == "weight"]
     assert len(pairing.pairs) == len(backbone.weights)
@@ -210,10 +210,10 @@ def test_lora_keeps_the_keys_of_what_it_adapts():
     plain, adapted = models.build("gemma1"), models.build("gemma1")
     adapted.enable_lora(2)
     before = current_value(adapted.weights[0])
-    pairing = find(adapted, state_tree_of(plain).to_json())
+    pairing = find_stored(adapted, state_tree_of(plain).to_json())
     assert not pairing.unexpected and all(s.shape == leaf.shape for s, leaf in pairing.pairs)
     assert {leaf.key.rsplit("/", 1)[1] for leaf in pairing.missing} == {"lora_kernel_a", "lora_kernel_b"}
-    assert_one_to_one(find(adapted, state_tree_of(adapted).to_json()))
+    assert_one_to_one(find_stored(adapted, state_tree_of(adapted).to_json()))
     assert adapted.weights[0] is not None and current_value(adapted.weights[0]) is before
     assert any(getattr(layer, "lora_enabled", False) for layer in own_layers(adapted))
 
@@ -228,7 +228,7 @@ def test_int8_with_lora():
 
     leaves = state_tree_of(build()).leaves
     assert len({leaf.key for leaf in leaves}) == len(leaves)
-    assert_one_to_one(find(build(), state_tree_of(build()).to_json()))
+    assert_one_to_one(find_stored(build(), state_tree_of(build()).to_json()))
 
 
 NAMED = {"path": ["a"], "kind": "weight", "key": "", "name": [], "shape": [], "dtype": ""}
@@ -239,13 +239,13 @@ NAMED = {"path": ["a"], "kind": "weight", "key": "", "name": [], "shape": [], "d
 )
 def test_refuses_a_strange_structure(leaf):
     with pytest.raises(SourceError, match=r"structure\.json has a leaf"):
-        find(sequential(), [leaf])
+        find_stored(sequential(), [leaf])
 
 
 @pytest.mark.parametrize("leaves", [5, None, True])
 def test_refuses_a_structure_without_leaves(leaves):
     with pytest.raises(SourceError, match=r"structure\.json has no valid list of leaves"):
-        find(sequential(), {"version": 1, "leaves": leaves})
+        find_stored(sequential(), {"version": 1, "leaves": leaves})
 
 
 class Pair(keras.layers.Layer):

@@ -11,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 from saved_steps import assert_one_to_one
 
 from shardload.keras_bridge.variables import value_of
-from shardload.mapping.state_tree import find
+from shardload.mapping.state_tree import find_stored
 from shardload.runs.digests import find_damage
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
@@ -81,7 +81,7 @@ def assert_holds(folder, model):
     """The step is sound and holds exactly the state the model has now."""
     assert find_damage(folder) == []
     tree = ocp.load_checkpointables(str(folder), {"pytree": None})["pytree"]
-    pairing = find(model, json.loads((folder / "shardload" / "structure.json").read_text()))
+    pairing = find_stored(model, json.loads((folder / "shardload" / "structure.json").read_text()))
     assert_one_to_one(pairing)
     for stored, leaf in pairing.pairs:
         held = tree
