@@ -6,6 +6,10 @@ One mechanism for all sources: the layers' and converters' own loading code runs
     structural.py   Keras files: each layer's load_own_variables
     converters.py   Hugging Face and GGUF: KerasHub's converters
     stored_state.py training steps: the role of each leaf
+    state_tree.py   the tree that a step stores; pairs its leaves with a model's variables
+    roles.py        names of variables and slots that are the same in every process
+    optimizer_pairs.py    which optimizer state continues, and what begins as new
+    built_optimizers.py   the saved optimizer of an archive, built again to learn what its numbered variables are
     adapters.py     LoRA adapters, which files of Keras do not store
     outside.py      unused tensors that the model does not need, and why
     by_name_or_order.py   bare files: variable paths, structural keys, or a map; files of Keras 2: order

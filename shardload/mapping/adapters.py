@@ -67,7 +67,7 @@ def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> Va
 
 
 def with_adapter_advice(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return a mapping with the way out if the adapters of the model are not in the checkpoint."""
+    """Return a mapping with advice on what to do if the adapters of the model are not in the checkpoint."""
     layers = lora_layers(model)
     left = {id(v) for v in found.missing_variables} | {id(v) for _, v in found.refused}
     if found.advice or left.isdisjoint(id(v) for pair in adapters_of(layers) for v in pair):
@@ -78,7 +78,7 @@ def with_adapter_advice(found: VariableMap, model: Any, manifest: Manifest) -> V
 
 
 def with_zeros_noted(found: VariableMap, model: Any) -> VariableMap:
-    """Return a mapping that says which adapters become zero, as in Keras."""
+    """Return a mapping with a note on how many LoRA adapters become zero, as they do in Keras."""
     zeroed = {id(v) for c in found.computed for v in c.variables}
     n = sum(id(b) in zeroed for _, b in adapters_of(lora_layers(model)))
     note = f"as in Keras, {plural(n, 'LoRA adapter')} became zero and cannot train: load the file before enable_lora"

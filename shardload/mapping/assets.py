@@ -185,9 +185,10 @@ def _of_step(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, 
                 "expected a one-dimensional array of uint8"
             )
         # Keys are joined with slashes below, so the key "../b" could leave the folder.
-        if any("/" in key for key in keys):
+        if unsafe := [key for key in keys if "/" in key]:
             raise UnsafeSourceError(
-                f"Cannot read the file {name!r} in {manifest.source}: a part of its name has a slash"
+                f"Cannot read the file {name!r} in {manifest.source}: its path has the part {unsafe[0]!r}, expected "
+                "names without a slash, which could leave the folder. Use a checkpoint from a source that you trust"
             )
         if check is not None:
             check_tensor(check, tensor)

@@ -97,7 +97,7 @@ class LayerStep:
         return f"{type(self.saveable).__name__} at {self.path or 'the root'!r}"
 
     def keeping(self, kept: Mapping[int, Variable]) -> LayerStep:
-        """Return the step without values for ``kept``, by ``id``."""
+        """Return the step such that the variables whose ``id`` is in ``kept`` keep their values."""
         own = [v for v in self.variables if id(v) in kept]
         return replace(self, variables=tuple(v for v in self.variables if id(v) not in kept), kept=tuple(own))
 
@@ -108,7 +108,7 @@ class LayerStep:
 
     @property
     def computes(self) -> bool:
-        """Whether it assigns anything but views."""
+        """Whether the hook assigns computed values, not only views of tensors."""
         return bool(self.computing or self.variables)
 
     def run(self, runtime: Runtime) -> None:
@@ -356,7 +356,7 @@ class Walk:
     def _again(
         self, visit: Visit, real: Mapping[str, NDArray[Any]], snapshot: AttributeSnapshot, *, traced: bool
     ) -> Visit:
-        """Run a hook again, with the values of ``real``."""
+        """Run a hook again, with real values in place of placeholders for the tensors in ``real``."""
         again = Visit(visit.path, visit.tensors, saveable=visit.saveable, real=real)
         self.visits.append(again)  # which receives what is assigned
         try:

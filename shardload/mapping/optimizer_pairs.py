@@ -200,7 +200,7 @@ def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) ->
 
 
 def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Let all slots of weights that share some begin: Adam's momentum is too large without its velocity or count."""
+    """Let all slots of a weight begin as new if step and model share only some: Adam's momentum needs its velocity."""
     own = [pair for pair in paired.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
     reshaped = {leaf.role.of for tensor, leaf in own if paired.is_core(leaf) and tensor.shape != leaf.shape}
     incomplete = _incomplete(paired, name) | reshaped
@@ -240,7 +240,7 @@ def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired
 
 
 def _without(paired: Paired, optimizer: str | None) -> Paired:
-    """Drop an optimizer's missing variables."""
+    """Remove an optimizer's variables from the list of missing ones."""
     missing = (m for m in paired.missing if m.kind not in OPTIMIZER_KINDS or m.role.optimizer != optimizer)
     return replace(paired, missing=tuple(missing))
 

@@ -168,7 +168,7 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
 
 
 def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | None:
-    """Return a tensor that is outside according to its name, dtype and shape."""
+    """Return a record of a tensor that name, dtype and shape show not to be part of the architecture."""
     name, known = tensor.name, model_type_of(manifest.config)
     if not tensor.size:
         return OutsideTensor(name, "has no elements")
@@ -190,7 +190,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
 def _by_value(
     tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, values: _Comparer | None
 ) -> OutsideTensor | str:
-    """Return a tensor that is outside according to its values, or the reason that it is not."""
+    """Return a record of a tensor that its values show not to be needed, or the reason that it is needed."""
     for end, use in _ADDED.items():
         if tensor.name == end or tensor.name.endswith(f".{end}"):
             if values is None:

@@ -43,7 +43,7 @@ class Computed:
     """Tensors to read whole; empty if the code needs none (LoRA's zeros)."""
 
     def without(self, others: Mapping[int, Variable]) -> Computed:
-        """Return it without ``others``, by ``id``."""
+        """Return this record without the variables whose ``id`` is in ``others``."""
         left = [(name, v) for name, v in zip(self.names, self.variables, strict=True) if id(v) not in others]
         return replace(self, names=tuple(name for name, _ in left), variables=tuple(v for _, v in left))
 
@@ -119,7 +119,7 @@ class Step(Protocol):
         """Whether it reads whole tensors; such steps run last, one at a time."""
 
     def run(self, runtime: Runtime) -> None:
-        """Assign the values of this step."""
+        """Run this part of the load, which assigns values to its variables."""
 
 
 @dataclass(frozen=True, slots=True)
