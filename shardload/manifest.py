@@ -156,7 +156,7 @@ class UnreadableRows(EncodedRows):
         return UnsupportedError(f"Cannot read {what} of {self.paths[0]}: {self.why}. {self.way_out}")
 
     def require_decoder(self) -> None:
-        """Raise: there is none."""
+        """Raise an error: no package can decode these rows."""
         raise self.refusal()
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:

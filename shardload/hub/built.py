@@ -46,7 +46,7 @@ def attention_of(block: Any, attribute: str) -> Any:
 
 
 def _inner_first(block: Any) -> list[Any]:
-    """Return a block's layers, then the block itself, whose attributes its layers may not get."""
+    """Return a block's layers, then the block: layers first, because an attribute of a block may not reach them."""
     return [*(layer for layer in own_layers(block) if layer is not block), block]
 
 

@@ -101,7 +101,7 @@ def _kept_by_ours(usual: Any) -> str:
 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
-    """Describe what `reconcile` changed on a model or ignored; for a model built otherwise, its differences."""
+    """Describe what `reconcile` changed on a model or ignored; for a model it did not check, say how that differs."""
     backbone = backbone_of(model)
     record = record_of(backbone)
     if record.built_from == manifest.source:

@@ -106,7 +106,7 @@ def load_values(saveable: Any, values: Mapping[str, Any]) -> None:
 
 
 def _keep(variable: Variable, value: Any, assign: Any) -> Any:
-    """Assign nothing."""
+    """Ignore an assignment, so that the variable keeps its value."""
     del variable, assign
     return value
 

@@ -22,7 +22,7 @@ _LONGEST = "_shardload_longest_epoch"
 
 @replacing
 def _distributed_iterator(original: Any, self: Any, distribution: Any) -> Iterator[Any]:
-    """Keras shards every batch like the first; a smaller last batch may not be divisible."""
+    """Lay out every batch by itself if the distribution asks for it: the devices may not divide a smaller last one."""
     if not getattr(distribution, "lays_out_each_batch", False):
         yield from original(self, distribution)
         return
@@ -32,7 +32,7 @@ def _distributed_iterator(original: Any, self: Any, distribution: Any) -> Iterat
 
 @replacing
 def _check_sharding_consistency(original: Any, self: Model, *shardings: Sequence[Any]) -> None:
-    """On one device all shardings agree, but Keras warns, because its own variables have no mesh."""
+    """Skip Keras' check on a single device: it warns of variables without a mesh, but all shardings agree there."""
     devices = {device for found in shardings for sharding in found for device in sharding.device_set}
     if len(devices) > 1:
         original(self, *shardings)

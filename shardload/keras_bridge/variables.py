@@ -157,7 +157,7 @@ def numbered(names: Iterable[str]) -> list[str]:
 
 
 def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> None:
-    """Initialise as Keras would, on one device or by the initialiser's own ``layout`` argument."""
+    """Give a variable its initial value now, as Keras would: on one device, or in its initialiser's ``layout``."""
     variable._value = None
     variable._initialize_with_initializer(initializer)
     variable._initializer = None

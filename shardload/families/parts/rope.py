@@ -45,7 +45,7 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How one layer turns queries and keys."""
+    """The rotary embedding that one layer applies to queries and keys."""
 
     kind: str
     """``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3``, or an unknown kind as configured."""
