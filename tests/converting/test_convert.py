@@ -61,8 +61,7 @@ def test_every_pair_keeps_every_bit(name, via, to, made, tmp_path):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_keras_hub_reads_the_same_weights_from_hugging_face_and_from_its_preset(name, presets, made):
     path = made[name, "safetensors"]
-    config = json.loads((path / "config.json").read_text())
-    loader = TransformersPresetLoader(str(path), config)
+    loader = TransformersPresetLoader(str(path), json.loads((path / "config.json").read_text()))
     with zeros_for_random():
         theirs = loader.load_backbone(loader.check_backbone_class(), True, dtype="bfloat16")
     preset = KerasPresetLoader(str(presets[name]), json.loads((presets[name] / "config.json").read_text()))
@@ -165,8 +164,7 @@ def test_compressed_chunks_are_decoded_once(presets, made, tmp_path, monkeypatch
 def test_a_step_loads_onto_a_mesh_and_verifies(made):
     path = made["gemma2_9b", "orbax"]
     assert [v.verdict for v in verify(path)] == ["verified"]
-    model = shardload.load(path, mesh="1x8")
-    kernel = model.backbone.get_layer("decoder_block_0").gating_ffw.kernel
+    kernel = shardload.load(path, mesh="1x8").backbone.get_layer("decoder_block_0").gating_ffw.kernel
     stored = held(path)[f"trainable_variables/{kernel.path}"]
     np.testing.assert_array_equal(np.asarray(kernel).view(np.uint16), stored.view(np.uint16))
 
@@ -179,8 +177,7 @@ def test_one_keras_file_with_its_description(presets, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one.json", "one.weights.h5"]
     shardload.convert(tmp_path / "one.weights.h5", tmp_path / "back", to="h5")
     assert same(presets["gemma2_9b"], tmp_path / "back")
-    config = json.loads((tmp_path / "one.json").read_text())
-    model = keras.saving.deserialize_keras_object(config)
+    model = keras.saving.deserialize_keras_object(json.loads((tmp_path / "one.json").read_text()))
     model.load_weights(tmp_path / "one.weights.h5")
 
 
@@ -348,8 +345,7 @@ def test_killed_it_goes_on_and_a_torn_tensor_is_copied_again(to, presets, made, 
     assert not target.exists()
     done = journal.read_text().count('"done"')
     tear(home / "result", journal)
-    report = shardload.convert(presets["gemma2_9b"], target, to=to)
-    assert report.resumed == done - 1
+    assert shardload.convert(presets["gemma2_9b"], target, to=to).resumed == done - 1
     assert same(made["gemma2_9b", to], target)
     assert not home.exists()
 
@@ -362,8 +358,7 @@ def test_another_plan_begins_anew(presets, made, tmp_path):
     wait_for(lambda: journal.exists() and "done" in journal.read_text(), child)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    report = shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="safetensors")
-    assert report.resumed == 0
+    assert shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="safetensors").resumed == 0
     assert same(made["gemma2_9b", "safetensors"], tmp_path / "out")
 
 

@@ -46,8 +46,7 @@ COMPUTING = [
 
 def folder_of(tmp_path, model_type, dtype="bfloat16"):
     """A small Hugging Face folder of one of KerasHub's architectures."""
-    made = build(tmp_path / "hf", model_type)
-    return hub_folders.write(tmp_path / "hf", model_type, made, dtype, unwanted=False)
+    return hub_folders.write(tmp_path / "hf", model_type, build(tmp_path / "hf", model_type), dtype, unwanted=False)
 
 
 def assert_same_model(first, second):
@@ -228,8 +227,7 @@ def test_killed_while_computing_it_goes_on(tmp_path):
     done = sum('"done"' in line for line in lines(journal))
     # Names of some layers count on from those made before in the same process, so this is another one too.
     command = ["-m", "shardload", "convert", folder, tmp_path / "out", "--to", "orbax", "--json"]
-    found = warm_start.run(command, cwd=ROOT, check=True)
-    assert json.loads(found.stdout)["resumed"] == done
+    assert json.loads(warm_start.run(command, cwd=ROOT, check=True).stdout)["resumed"] == done
     assert_same_model(folder, tmp_path / "out")
 
 

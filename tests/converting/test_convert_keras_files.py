@@ -40,8 +40,7 @@ def test_keras_reads_shards_and_names_them_as_we_do(preset, tmp_path):
     assert report.format == "keras-sharded-h5"
     model = described(tmp_path / "ours" / "m.json")
     model.load_weights(tmp_path / "ours" / "m.weights.json")
-    reference = shardload.load(preset, mesh="1x1", task=False)
-    assert_same_weights(model, reference)
+    assert_same_weights(model, shardload.load(preset, mesh="1x1", task=False))
     (tmp_path / "keras").mkdir()
     model.save_weights(tmp_path / "keras" / "m.weights.json", max_shard_size=report.n_bytes / 2**30)
     shardload.convert(preset, tmp_path / "again" / "m.weights.json", max_shard_bytes=report.n_bytes)
@@ -127,8 +126,7 @@ def test_another_shard_size_begins_anew(name, preset, tmp_path):
     child.kill()
     child.wait()
     to = None if name.endswith("json") else "safetensors"
-    report = shardload.convert(preset, tmp_path / name, to=to, max_shard_bytes="64KiB")
-    assert report.resumed == 0
+    assert shardload.convert(preset, tmp_path / name, to=to, max_shard_bytes="64KiB").resumed == 0
     assert len(list(tmp_path.rglob("m*_000*.h5" if to is None else "model-*.safetensors"))) > 3
     shardload.convert(tmp_path / name, tmp_path / "back", to="h5")
     assert same(preset, tmp_path / "back")
@@ -153,8 +151,7 @@ def killed(made, name):
 publishing._link = killed
 shardload.convert({str(preset)!r}, {str(tmp_path / "m.weights.json")!r}, max_shard_bytes="64KiB")
 """
-    done = warm_start.run(["-c", code], cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL
+    assert warm_start.run(["-c", code], cwd=ROOT).returncode == -signal.SIGKILL
     assert not (tmp_path / "m.weights.json").exists()
     assert len(list(tmp_path.glob("m_*"))) == moment
     if links:
@@ -223,18 +220,15 @@ def test_a_masked_lm_shares_its_embedding(tmp_path):
     model.save_to_preset(str(tmp_path / "preset"))
     shardload.convert(tmp_path / "preset", tmp_path / "step", to="orbax")
     shardload.convert(tmp_path / "step", tmp_path / "back", to="h5")
-    found = keras_hub.models.MaskedLM.from_preset(str(tmp_path / "back"), dtype="float32")
-    assert_same_weights(found, model)
+    assert_same_weights(keras_hub.models.MaskedLM.from_preset(str(tmp_path / "back"), dtype="float32"), model)
 
 
 @pytest.mark.slow
 def test_an_image_classifier_from_hugging_face(tmp_path):
-    made = build(tmp_path / "hf", "vit")
-    path = hub_folders.write(tmp_path / "hf", "vit", made, unwanted=False)
+    path = hub_folders.write(tmp_path / "hf", "vit", build(tmp_path / "hf", "vit"), unwanted=False)
     shardload.convert(path, tmp_path / "out", to="h5")
     wanted = hub_folders.reference(path, build(path, "vit"), "vit")
-    found = keras_hub.models.ImageClassifier.from_preset(str(tmp_path / "out"), dtype="float32")
-    assert_same_weights(found, wanted)
+    assert_same_weights(keras_hub.models.ImageClassifier.from_preset(str(tmp_path / "out"), dtype="float32"), wanted)
 
 
 # ---- what Keras leaves out ----------------------------------------------------------------------

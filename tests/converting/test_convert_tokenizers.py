@@ -140,8 +140,7 @@ def test_a_tokenizer_in_one_file_is_enough(kind, tmp_path):
         described["added_tokens"] = [{"content": word, "id": number} for number, word in special]
     (source / "tokenizer.json").write_text(json.dumps(described))
     (source / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
-    report = shardload.convert(source, tmp_path / "out", to="h5")
-    assert not any("tokenizer" in note for note in report.notes)
+    assert not any("tokenizer" in note for note in shardload.convert(source, tmp_path / "out", to="h5").notes)
     found = keras_hub.tokenizers.Tokenizer.from_preset(str(tmp_path / "out"))
     expected = tokenizer_of(shardload.inspect(source)).encode("the") if kind == "BPE" else [5]
     assert [int(i) for i in found("the")] == expected
@@ -151,8 +150,7 @@ def test_a_tokenizer_in_one_file_is_enough(kind, tmp_path):
 def test_a_tokenizer_that_keras_hub_cannot_read_is_told(folders, tmp_path):
     source = shutil.copytree(folders["llama3.2_1b"], tmp_path / "source")
     (source / "tokenizer.json").write_text(json.dumps({**byte_pairs(), "model": {"type": "Unigram", "vocab": []}}))
-    report = shardload.convert(source, tmp_path / "out", to="h5")
-    [note] = [note for note in report.notes if "tokenizer" in note]
+    [note] = [note for note in shardload.convert(source, tmp_path / "out", to="h5").notes if "tokenizer" in note]
     assert note.startswith("the preset has no tokenizer, only its files in transformers/: KerasHub cannot read them: ")
     assert (tmp_path / "out" / "transformers" / "tokenizer.json").exists()
     assert not (tmp_path / "out" / "tokenizer.json").exists()
@@ -166,8 +164,7 @@ def test_a_model_whose_tokenizer_has_no_words_is_a_preset_without_it(folders, tm
     model.save_weights(tmp_path / "task.weights.h5")
     (tmp_path / "task.json").write_text(json.dumps(described))
     shardload.convert(tmp_path / "task.weights.h5", tmp_path / "out", to="h5")
-    task = json.loads((tmp_path / "out" / "task.json").read_text())
-    assert task["config"]["preprocessor"] is None
+    assert json.loads((tmp_path / "out" / "task.json").read_text())["config"]["preprocessor"] is None
     found = keras_hub.models.CausalLM.from_preset(str(tmp_path / "out"), dtype="bfloat16", preprocessor=None)
     assert len(found.weights) == len(model.weights)
 
@@ -290,8 +287,7 @@ def test_a_damaged_gguf_tokenizer_does_not_keep_the_weights(tmp_path, monkeypatc
         writer.add_tokenizer_model("llama")
         writer.add_token_list(["a", "a", "b"])
 
-    file = gguf_with_tokenizer(tmp_path, monkeypatch, "gemma2", add)
-    report = shardload.convert(file, tmp_path / "out", to="h5")
+    report = shardload.convert(gguf_with_tokenizer(tmp_path, monkeypatch, "gemma2", add), tmp_path / "out", to="h5")
     assert any("tokenizer in the GGUF file was left out" in note for note in report.notes)
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 

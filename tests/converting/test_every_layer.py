@@ -158,8 +158,7 @@ def test_the_state_of_a_second_optimizer_is_left_out_with_a_note(tmp_path):
 
 def test_layers_in_several_others_come_back_where_keras_can_describe_them(tmp_path):
     refused = check(owned_twice, tmp_path).refused
-    undescribed = refused.pop("of_file.weights.json")
-    assert "no description of their model" in str(undescribed)
+    assert "no description of their model" in str(refused.pop("of_file.weights.json"))
     assert set(refused) == {"of_step.weights.h5", "of_step_parts.weights.json"}
     assert all("is not connected to `inputs`" in str(error) for error in refused.values())
     with pytest.raises(ValueError, match="is not connected to `inputs`"):

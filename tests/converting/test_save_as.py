@@ -3,6 +3,9 @@
 import json
 import os
 import random
+import re
+import subprocess
+import sys
 
 import hub_folders
 import jax
@@ -13,6 +16,7 @@ import pytest
 from conversions import held, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from process_runs import Run, told
 
 import shardload
 from shardload.comparing import diff
@@ -158,8 +162,7 @@ def test_other_families_go_back_to_the_folder_they_came_from(model_type, tmp_pat
         f"config.json, generation_config.json, tokenizer_config.json for Hugging Face come from {source}"
         == report.notes[0]
     )
-    differing = diff(source, tmp_path / "out").differences
-    assert [found.what for found in differing] == ["values"]
+    assert [found.what for found in diff(source, tmp_path / "out").differences] == ["values"]
     assert equal(values(shardload.load(tmp_path / "out")), values(model))
     assert (tmp_path / "out" / "generation_config.json").read_bytes() == b'{"top_k": 3}'
     config = json.loads((source / "config.json").read_text())
@@ -252,10 +255,7 @@ def test_a_classifier_that_was_trained(tmp_path):
     inputs = {"token_ids": ids, "segment_ids": ids * 0, "padding_mask": ids}
     model.fit(inputs, np.zeros(4, int), verbose=0, shuffle=False)
     shardload.save_as(model, tmp_path / "out", to="preset")  # without the slots of Adam, which KerasHub would refuse
-    for found in (
-        keras_hub.models.TextClassifier.from_preset(str(tmp_path / "out")),
-        shardload.load(tmp_path / "out"),
-    ):
+    for found in (keras_hub.models.TextClassifier.from_preset(str(tmp_path / "out")), shardload.load(tmp_path / "out")):
         assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), found.get_weights(), strict=True))
     with pytest.raises(UnsupportedError, match="2 of its weights"):
         shardload.save_as(model, tmp_path / "hf", to="safetensors")
@@ -263,8 +263,7 @@ def test_a_classifier_that_was_trained(tmp_path):
 
 def test_floats_are_cast_if_asked(gemma, tmp_path):
     shardload.save_as(gemma, tmp_path / "out", to="safetensors", dtype="float32")
-    found = shardload.inspect(tmp_path / "out")
-    assert {tensor.dtype.name for tensor in found.tensors.values()} == {"float32"}
+    assert {tensor.dtype.name for tensor in shardload.inspect(tmp_path / "out").tensors.values()} == {"float32"}
     assert equal(values(shardload.load(tmp_path / "out", dtype="bfloat16")), values(gemma))
 
 
@@ -378,10 +377,7 @@ def test_a_folder_that_is_not_writable(gemma, tmp_path):
     tmp_path.chmod(0o700)
 
 
-@given(
-    shape=st.lists(st.integers(1, 4), max_size=4),
-    ends=st.tuples(st.integers(0, 256), st.integers(0, 256)),
-)
+@given(shape=st.lists(st.integers(1, 4), max_size=4), ends=st.tuples(st.integers(0, 256), st.integers(0, 256)))
 def test_boxes_of_a_run_are_its_elements_in_order(shape, ends):
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
     start, stop = sorted(min(end, numbers.size) for end in ends)
@@ -463,3 +459,96 @@ def test_a_file_without_a_description_has_none_of_another_model_next_to_it(name,
     description.write_text('{"notes": "of the user"}')
     shardload.save_as(twice, target, overwrite=True)
     assert description.read_text() == '{"notes": "of the user"}'
+
+
+MIB = 1 << 20
+
+_CHILD = """
+import gc, os, re, sys
+os.environ["KERAS_BACKEND"] = "jax"
+sys.modules["tensorflow"] = None
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import shardload
+
+small, large, folder, to, budget = sys.argv[1:]
+
+def number(pattern):
+    return int(re.search(pattern, open("/proc/self/status").read())[1]) << 10
+
+shardload.save_as(shardload.load(small, mesh="1x8"), folder + "/small", to=to)  # what is imported and warmed up once
+model = shardload.load(large, mesh="1x8")
+gc.collect()
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+resident = number(r"VmRSS:\\s+(\\d+)")
+report = shardload.save_as(model, folder + "/large", to=to, host_memory_bytes=int(budget))
+print(number(r"VmHWM:\\s+(\\d+)") - resident, report.n_bytes, max(v.value.nbytes for v in model.variables))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["safetensors", "preset"])
+def test_a_process_grows_by_the_budget_and_not_by_a_tensor(to, tmp_path):
+    small, large = (synth("gemma2_9b", scale=scale, directory=tmp_path) for scale in (0.02, 0.24))
+    budget = 16 * MIB
+    child = [sys.executable, "-c", _CHILD, small, large, tmp_path, to, budget]
+    found = subprocess.run(list(map(str, child)), capture_output=True, text=True, timeout=200, check=False)
+    assert found.returncode == 0, found.stderr
+    growth, n_bytes, largest = map(int, found.stdout.split())
+    assert largest > budget + 32 * MIB
+    assert n_bytes > 300 * MIB
+    assert growth <= budget + 32 * MIB
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory):
+    return synth("gemma2_9b", scale=0.02, directory=tmp_path_factory.mktemp("preset"))
+
+
+def bytes_of(model):
+    return [np.asarray(v.value).tobytes() for v in model.variables]
+
+
+def saved_by_two(do, preset, folder):
+    """The exit codes, and what each process told."""
+    with Run(2, 4, "1x8", do, preset, folder, module="save_as_child") as run:
+        outputs = [one.communicate(timeout=150)[0] for one in run.started]
+    codes = [one.returncode for one in run.started]
+    events = [told(output) for output in outputs]
+    assert all(one and one[0]["spread"] > 10 for one in events), outputs
+    return codes, events
+
+
+@pytest.mark.slow
+def test_two_processes_write_their_own_shards(preset, tmp_path):
+    codes, events = saved_by_two("all", preset, tmp_path)
+    assert codes == [0, 0]
+    assert events[0][-1]["tensors"] == events[1][-1]["tensors"]
+    shardload.convert(preset, tmp_path / "converted", to="safetensors")
+    assert same(tmp_path / "converted", tmp_path / "safetensors")
+    assert same(preset, tmp_path / "preset")
+    assert same(preset, tmp_path / "alone")
+    shardload.convert(preset, tmp_path / "converted.weights.h5")
+    one, two = (shardload.load(tmp_path / f"{name}.weights.h5") for name in ("converted", "one"))
+    assert bytes_of(one) == bytes_of(two.backbone)
+    assert (
+        shardload.inspect(tmp_path / "lora").tensors.keys()
+        == shardload.inspect(tmp_path / "safetensors").tensors.keys()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("do", "match"),
+    [
+        ("raise", "ProcessFailedError: On process 1: ValueError: the cable was cut"),
+        ("kill", "ProcessLostError: Process 1"),
+        ("disagree", "disagree about the arguments. dtype: process 0 has 'float32', process 1 has 'float16'"),
+        ("apart", "WriteError: On process 1: .*Give a folder that all processes share"),
+    ],
+)
+def test_what_goes_wrong_on_one_process_leaves_nothing(do, match, preset, tmp_path):
+    codes, events = saved_by_two(do, preset, tmp_path)
+    assert 0 not in codes
+    assert re.search(match, events[0][-1]["error"])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -69,18 +69,9 @@ RESULTS = {
         ("llama", {"rope_theta": ..., "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}),
         [-0.0110119, 0.0305209, -0.722318, -0.358705, -0.766445, -0.258656],
     ),
-    "linear": (
-        ("qwen2", {"rope_scaling": LINEAR}),
-        [0.0454651, -1.56229, -0.0186993, -0.156069, 0.183352, -0.0109072],
-    ),
-    "norms inside attention": (
-        ("qwen3", {}),
-        [-0.00204545, 0.13559, 0.236691, 0.471677, 0.011687, 0.00477656],
-    ),
-    "Gemma 2 27B's scale": (
-        ("gemma2", PER_HEAD),
-        [-0.0425822, -2.69769, 1.85432, -2.33359, -0.862418, 1.78006],
-    ),
+    "linear": (("qwen2", {"rope_scaling": LINEAR}), [0.0454651, -1.56229, -0.0186993, -0.156069, 0.183352, -0.0109072]),
+    "norms inside attention": (("qwen3", {}), [-0.00204545, 0.13559, 0.236691, 0.471677, 0.011687, 0.00477656]),
+    "Gemma 2 27B's scale": (("gemma2", PER_HEAD), [-0.0425822, -2.69769, 1.85432, -2.33359, -0.862418, 1.78006]),
     "Gemma 3 27B's scale, positions nested": (
         ("gemma3_text", {**PER_HEAD, "rope_theta": ..., "rope_local_base_freq": ..., "rope_parameters": NESTED}),
         [-0.681689, -0.459452, -0.430638, -1.27561, -0.1185, 0.861683],
@@ -119,8 +110,7 @@ def test_a_loaded_model_computes_what_pytorch_computes(case, tmp_path):
 
 
 def test_what_no_argument_takes_is_set_on_layers_and_reported(tmp_path):
-    folder = small_folders.write(tmp_path / "hf", "bert", hidden_act="gelu")
-    notes = "\n".join(shardload.plan(folder).notes)
+    notes = "\n".join(shardload.plan(small_folders.write(tmp_path / "hf", "bert", hidden_act="gelu")).notes)
     assert "hidden_act: set to gelu on the layers, because BertBackbone does not pass it on" in notes
 
 
@@ -333,8 +323,7 @@ def test_a_folder_older_than_some_keys_has_the_defaults_of_transformers(tmp_path
         config.pop(key, None)
     for entries in ({}, {"num_key_value_heads": None, "rope_parameters": None}):
         (folder / "config.json").write_text(json.dumps({**config, **entries}))
-        old = shardload.load(folder, mesh="1x1")
-        assert old.get_config() | {"name": ""} == now.get_config() | {"name": ""}
+        assert shardload.load(folder, mesh="1x1").get_config() | {"name": ""} == now.get_config() | {"name": ""}
 
 
 @pytest.mark.parametrize("model_type", sorted({*CHECKED, "dinov3_vit"} - {"gemma3"}))
@@ -362,8 +351,7 @@ def test_some_defaults_follow_from_other_fields(said, derived):
 
 
 def test_gpt_oss_without_rotary_parameters_has_those_of_its_class():
-    config = completed({"model_type": "gpt_oss"})
-    said = rope.rotation(config, rope.FULL, rope.Rotary(1.0), head_dim=64)
+    said = rope.rotation(completed({"model_type": "gpt_oss"}), rope.FULL, rope.Rotary(1.0), head_dim=64)
     assert (said.kind, said.theta, said.parameters["factor"]) == ("yarn", 1.5e5, 32.0)
 
 
@@ -408,8 +396,7 @@ def test_a_missing_number_of_heads_is_that_of_transformers(said):
 def test_a_model_that_was_built_causal_differs_from_a_source_that_is_not():
     backbone = built("gemma3_text")
     said = small_folders.config_of("gemma3_text", use_bidirectional_attention=True, attn_logit_softcapping=0.5)
-    found = {d.field for d in fields.differences(said, backbone)}
-    assert found == {"use_bidirectional_attention", "sliding_window"}
+    assert {d.field for d in fields.differences(said, backbone)} == {"use_bidirectional_attention", "sliding_window"}
     assert any("attn_logit_softcapping" in note and "does not apply" in note for note in fields.limits(said))
 
 
@@ -441,11 +428,7 @@ def test_every_family_is_one_that_kerashub_converts():
 ANGLES = {
     "default": ({}, [1.0, 0.1, 0.01, 0.001], 1.0),
     "linear": ({"factor": 4.0}, [0.25, 0.025, 0.0025, 0.00025], 1.0),
-    "llama3": (
-        {**LLAMA3, "original_max_position_embeddings": 100},
-        [1.0, 0.0297535, 0.00125, 0.000125],
-        1.0,
-    ),
+    "llama3": ({**LLAMA3, "original_max_position_embeddings": 100}, [1.0, 0.0297535, 0.00125, 0.000125], 1.0),
     "yarn": ({"factor": 4.0, "original_max_position_embeddings": 64}, [1.0, 0.0625, 0.0025, 0.00025], 1.138629),
     "yarn with mscale": (
         {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 0.5}

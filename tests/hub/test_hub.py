@@ -215,8 +215,7 @@ def test_weights_alone_say_how_to_fill_a_model(tmp_path):
 
 
 def test_weights_with_a_configuration_beside_them(tmp_path):
-    config = keras.saving.serialize_keras_object(models.build("gpt2"))
-    (tmp_path / "x.json").write_text(json.dumps(config))
+    (tmp_path / "x.json").write_text(json.dumps(keras.saving.serialize_keras_object(models.build("gpt2"))))
     built = building.build_model(described(tmp_path / "x.weights.h5", "keras-h5", {}))
     assert type(built) is keras_hub.models.GPT2Backbone
 

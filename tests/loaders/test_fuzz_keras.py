@@ -47,6 +47,7 @@ def check(path, *, factor):
     return check_here(path, factor=factor)
 
 
+@functools.cache
 def h5_bytes(libver, *, noise=b"", many=0):
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=libver) as file:
@@ -62,23 +63,16 @@ def h5_bytes(libver, *, noise=b"", many=0):
 
 @fuzz(libver=st.sampled_from(["earliest", "latest"]), data=st.data())
 def test_damaged_h5(tmp_path, libver, data):
-    if not (seed := tmp_path / f"{libver}.bin").exists():
-        seed.write_bytes(h5_bytes(libver))
-    path = tmp_path / "x.weights.h5"
-    put(path, data.draw(damaged(seed.read_bytes())))
-    return check(path, factor=Format.HDF5)
+    return check(put(tmp_path / "x.weights.h5", data.draw(damaged(h5_bytes(libver)))), factor=Format.HDF5)
 
 
 @fuzz(data=st.data(), many=st.sampled_from([12, 60]))
 def test_damaged_dense_links(tmp_path, data, many):
-    if not (seed := tmp_path / f"{many}.bin").exists():
-        seed.write_bytes(h5_bytes("latest", many=many))
-    raw = seed.read_bytes()
-    path = tmp_path / "x.weights.h5"
+    raw = h5_bytes("latest", many=many)
     # Most of the file is none of the structures of links.
     start = raw.find(data.draw(st.sampled_from([b"FRHP", b"BTHD", b"BTLF", b"FHDB"])))
-    put(path, raw[:start] + data.draw(damaged(raw[start : start + 600])) + raw[start + 600 :])
-    return check(path, factor=Format.HDF5)
+    content = raw[:start] + data.draw(damaged(raw[start : start + 600])) + raw[start + 600 :]
+    return check(put(tmp_path / "x.weights.h5", content), factor=Format.HDF5)
 
 
 ARCHIVE = {
@@ -89,6 +83,7 @@ ARCHIVE = {
 }
 
 
+@functools.cache
 def legacy_bytes(*, fixed):
     listed = np.asarray if fixed else list
     buffer = io.BytesIO()
@@ -105,11 +100,7 @@ def legacy_bytes(*, fixed):
 
 @fuzz(data=st.data(), fixed=st.booleans())
 def test_damaged_legacy_h5(tmp_path, data, fixed):
-    if not (seed := tmp_path / f"{fixed}.bin").exists():
-        seed.write_bytes(legacy_bytes(fixed=fixed))
-    path = tmp_path / "x.h5"
-    put(path, data.draw(damaged(seed.read_bytes())))
-    return check(path, factor=Format.HDF5)
+    return check(put(tmp_path / "x.h5", data.draw(damaged(legacy_bytes(fixed=fixed)))), factor=Format.HDF5)
 
 
 METHODS = [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
@@ -123,15 +114,14 @@ def test_damaged_archive(tmp_path, data, weights):
                 method = zipfile.ZIP_DEFLATED if name == "metadata.json" else weights
                 file.writestr(zipfile.ZipInfo(name), content, method)  # always of the same date
     raw = seed.read_bytes()
-    path = tmp_path / "x.keras"
     match data.draw(st.sampled_from(["head", "tail", "all"])):
         case "head":
-            put(path, data.draw(damaged(raw[:300])) + raw[300:])
+            content = data.draw(damaged(raw[:300])) + raw[300:]
         case "tail":
-            put(path, raw[:-400] + data.draw(damaged(raw[-400:])))
+            content = raw[:-400] + data.draw(damaged(raw[-400:]))
         case "all":
-            put(path, data.draw(damaged(raw)))
-    return check(path, factor=Format.JSON)
+            content = data.draw(damaged(raw))
+    return check(put(tmp_path / "x.keras", content), factor=Format.JSON)
 
 
 @fuzz(data=st.data())
@@ -145,15 +135,11 @@ def test_damaged_sharded_index(tmp_path, data):
     files = st.sampled_from([*SHARDS, "../x", "c.weights.h5"]) | st.lists(st.sampled_from([*SHARDS])) | anything
     weight_map |= data.draw(st.dictionaries(st.sampled_from([*weight_map, "/", ""]), files, max_size=1))
     document = json.dumps(data.draw(changed({"weight_map": weight_map, "metadata": {"total_size": 9}}))).encode()
-    path = tmp_path / "m.weights.json"
-    put(path, data.draw(damaged(document)) if data.draw(st.booleans()) else document)
-    return check(path, factor=Format.JSON)
+    content = data.draw(damaged(document)) if data.draw(st.booleans()) else document
+    return check(put(tmp_path / "m.weights.json", content), factor=Format.JSON)
 
 
-SHARDS = {
-    "a.weights.h5": ["layers/dense_0/vars", "layers/dense_1/vars"],
-    "b.weights.h5": ["layers/dense_2/vars"],
-}
+SHARDS = {"a.weights.h5": ["layers/dense_0/vars", "layers/dense_1/vars"], "b.weights.h5": ["layers/dense_2/vars"]}
 
 
 @functools.cache

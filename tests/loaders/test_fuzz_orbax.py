@@ -48,8 +48,7 @@ def latest(root):
 
 def ask(root, step, *, quick):
     strict = "ours" in (root.name, root.parent.name)  # others call an optimizer adam_1, or save more than the model has
-    asked = {"root": str(root), "step": str(step), "quick": quick, "strict": strict}
-    return json.loads(child.ask(json.dumps(asked)))
+    return json.loads(child.ask(json.dumps({"root": str(root), "step": str(step), "quick": quick, "strict": strict})))
 
 
 def damaged(home, name, draw, *, is_signed=False):

@@ -48,9 +48,7 @@ def write(kind, path):
         case "safetensors":
             save_file({"model.big.weight": big, "model.norm.weight": small}, path, metadata={"format": "pt"})
         case "gguf":
-            write_gguf(
-                path, {"token_embd.weight": np.zeros((ROWS // 8, 32), np.float32), "blk.0.attn_norm.weight": small}
-            )
+            write_gguf(path, {"token_embd.weight": big.reshape(-1, 32), "blk.0.attn_norm.weight": small})
         case "earliest" | "latest":
             with h5py.File(path, "w", libver=kind) as file:
                 file["layers/embedding/vars/0"] = big
@@ -104,18 +102,13 @@ def test_a_header_as_long_as_the_tensors_is_not_read(tmp_path):
     assert within_its_size(path) is None
 
 
-def with_many_links(path, libver, *, track_order):
-    with h5py.File(path, "w", libver=libver, track_order=track_order) as file:
-        for i in range(60):
-            group = file.create_group(f"layers/dense_{i}/vars", track_order=track_order)
-            group["0"] = np.full(3, i, np.float32)
-
-
 @pytest.mark.parametrize(("libver", "track_order"), [("latest", False), ("earliest", True)])
 def test_groups_with_dense_link_storage_are_read(tmp_path, libver, track_order):
-    with_many_links(tmp_path / "x.weights.h5", libver, track_order=track_order)
-    expected = {f"layers/dense_{i}/vars/0": np.full(3, i, np.float32) for i in range(60)}
-    assert_same(open_manifest(tmp_path / "x.weights.h5"), expected)
+    values = {f"layers/dense_{i}/vars": np.full(3, i, np.float32) for i in range(60)}
+    with h5py.File(tmp_path / "x.weights.h5", "w", libver=libver, track_order=track_order) as file:
+        for name, value in values.items():
+            file.create_group(name, track_order=track_order)["0"] = value
+    assert_same(open_manifest(tmp_path / "x.weights.h5"), {f"{name}/0": value for name, value in values.items()})
 
 
 def test_a_model_of_many_layers_saved_by_keras_opens(tmp_path):
@@ -140,44 +133,31 @@ def test_a_safetensors_header_that_ends_in_the_tensors_is_not_read(tmp_path, len
     assert measured(path, {})[1] < 1 << 16
 
 
-def damage(tmp_path, data, kind, name):
-    seed = tmp_path / f"seed.{kind}"
-    if not seed.exists():
-        write(kind, seed)
-        (tmp_path / name).write_bytes(seed.read_bytes())
-    at, raw = headers(seed)
-    found = np.frombuffer(data.draw(damaged(raw[at].tobytes(), hot=len(at))), np.uint8)[: len(at)]
-    with (tmp_path / name).open("r+b") as file:  # in place: copying megabytes would take longer than opening them
-        whole = np.memmap(file, np.uint8, "r+")
-        whole[at] = 0
-        whole[at[: len(found)]] = found
-        del whole
-    return within_its_size(tmp_path / name)
+def damaging(kind, name, *, share=1):
+    """The test that damages a file of that kind and opens it under that name."""
+
+    def damage(tmp_path, data):
+        seed, path = tmp_path / f"seed.{kind}", tmp_path / name
+        if not seed.exists():
+            write(kind, seed)
+            path.write_bytes(seed.read_bytes())
+        at, raw = headers(seed)
+        found = np.frombuffer(data.draw(damaged(raw[at].tobytes(), hot=len(at))), np.uint8)[: len(at)]
+        with path.open("r+b") as file:  # in place: copying megabytes would take longer than opening them
+            whole = np.memmap(file, np.uint8, "r+")
+            whole[at] = 0
+            whole[at[: len(found)]] = found
+            del whole
+        return within_its_size(path)
+
+    return fuzz(share=share, data=st.data())(damage)
 
 
-@fuzz(data=st.data())
-def test_safetensors(tmp_path, data):
-    return damage(tmp_path, data, "safetensors", "x.safetensors")
-
-
-@fuzz(data=st.data())
-def test_gguf(tmp_path, data):
-    return damage(tmp_path, data, "gguf", "x.gguf")
-
-
-@fuzz(share=0.5, data=st.data())
-def test_hdf5(tmp_path, data):
-    return damage(tmp_path, data, "earliest", "x.weights.h5")
-
-
-@fuzz(share=0.5, data=st.data())
-def test_latest_hdf5(tmp_path, data):
-    return damage(tmp_path, data, "latest", "x.weights.h5")
-
-
-@fuzz(data=st.data())
-def test_archive(tmp_path, data):
-    return damage(tmp_path, data, "keras", "x.keras")
+test_safetensors = damaging("safetensors", "x.safetensors")
+test_gguf = damaging("gguf", "x.gguf")
+test_hdf5 = damaging("earliest", "x.weights.h5", share=0.5)
+test_latest_hdf5 = damaging("latest", "x.weights.h5", share=0.5)
+test_archive = damaging("keras", "x.keras")
 
 
 @fuzz(data=st.data())

@@ -47,8 +47,7 @@ def permute(weights, heads):
 
 def test_our_type_table_is_the_package_s():
     for kind in TYPES.values():
-        block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.id)]
-        assert (kind.block_elements, kind.block_bytes) == block
+        assert (kind.block_elements, kind.block_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind.id)]
         assert gguf.GGMLQuantizationType(kind.id).name == kind.name
     known = {kind.name for kind in TYPES.values()}
     # For dot products only, and Q1_0, which the package cannot decode.
@@ -61,8 +60,7 @@ def test_the_page_lists_every_type():
         f"{PLAIN.get(kind.name, 'float32')} |"
         for kind in TYPES.values()
     ]
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
-    assert "\n".join(rows) + "\n" in page
+    assert "\n".join(rows) + "\n" in (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
 
 
 @pytest.mark.parametrize("kind", [*itertools.chain(*gguf_architectures().values())], ids=lambda kind: kind.name)
@@ -226,8 +224,7 @@ def test_rotary_factors_that_a_model_does_not_use_are_refused(tmp_path, options,
 def test_rotary_factors_of_gemma_4(tmp_path):
     factors = {"rope_freqs.weight": np.r_[ONES[:1], BIG[:3]]}
     path = write_gguf(tmp_path / "x.gguf", factors, arch="gemma4", kv_heads=1, hidden=16, extra=of_gemma4)
-    rotation = open_manifest(path).config["rope_parameters"]["full_attention"]
-    assert rotation["partial_rotary_factor"] == 0.25
+    assert open_manifest(path).config["rope_parameters"]["full_attention"]["partial_rotary_factor"] == 0.25
 
 
 def test_mistral_is_told_by_what_only_it_has(tmp_path):
@@ -268,8 +265,7 @@ def test_long_texts_stay_in_the_file_and_long_templates_come_whole(tmp_path):
         writer.add_chat_template(template)
 
     path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_norm.weight": np.ones(32, np.float32)}, extra=extra)
-    found = read_header(located(path)).values["general.license"]
-    assert read_array(found).tobytes() == licence.encode()
+    assert read_array(read_header(located(path)).values["general.license"]).tobytes() == licence.encode()
     assert tokenizer_metadata(located(path)).chat_template == template
 
 
@@ -364,8 +360,7 @@ def test_verify_reads_stored_bytes_to_their_end(three_files):
     first, _, other = three_files
     (verdict,) = verify(first)
     assert verdict.n_bytes == sum(t.stored_bytes for t in shardload.inspect(first).tensors.values())
-    found = diff(first, other)
-    assert [(d.name, d.what) for d in found.differences] == [("lm_head.weight", "values")]
+    assert [(d.name, d.what) for d in diff(first, other).differences] == [("lm_head.weight", "values")]
 
 
 def test_a_file_that_shrinks_is_a_transfer_error(tmp_path):
@@ -443,8 +438,7 @@ def test_arrays_of_arrays(tmp_path):
         writer.add_array("texts", [[["a"], ["b", "c"]]])
         writer.add_array("long", [[1], long])
 
-    path = write_gguf(tmp_path / "x.gguf", {}, extra=extra)
-    found = open_manifest(path)
+    found = open_manifest(write_gguf(tmp_path / "x.gguf", {}, extra=extra))
     assert found.undescribed is None
     assert found.metadata["numbers"] == [[1, 2], [3]] and found.metadata["texts"] == [[["a"], ["b", "c"]]]
     one, other = found.metadata["long"]
@@ -570,8 +564,7 @@ def test_experts_are_parts_of_their_stack(tmp_path, kind):
     path = write_gguf(tmp_path / "x.gguf", {"blk.0.ffn_up_exps.weight": stored}, arch="qwen3moe", extra=experts)
     tensors = open_manifest(path).tensors
     for i, value in enumerate(values):
-        tensor = tensors[f"model.layers.0.mlp.experts.{i}.up_proj.weight"]
-        assert read_tensor(tensor).tobytes() == value.tobytes()
+        assert read_tensor(tensors[f"model.layers.0.mlp.experts.{i}.up_proj.weight"]).tobytes() == value.tobytes()
 
 
 def test_experts_in_tensors_of_their_own(tmp_path):

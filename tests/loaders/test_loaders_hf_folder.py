@@ -78,8 +78,7 @@ def test_tensor_in_the_other_shard(folder):
     write_index(folder, dict.fromkeys(read_index(folder), A))
     with pytest.raises(SourceError, match=rf"in {A}, but that file does not contain it; it is in none"):
         open_manifest(folder)
-    weight_map = read_index(folder) | {"model.count": B}
-    write_index(folder, weight_map)
+    write_index(folder, read_index(folder) | {"model.count": B})
     with pytest.raises(SourceError, match=rf"'model.count' in {B}, .* it is in {A}"):
         open_manifest(folder)
 

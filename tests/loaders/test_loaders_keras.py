@@ -163,8 +163,7 @@ def edit(path, change):
 
 
 def test_sharded_missing_shard(sharded):
-    first = next(iter(open_manifest(sharded).files))
-    first.local_path().unlink()
+    next(iter(open_manifest(sharded).files)).local_path().unlink()
     with pytest.raises(SourceNotFoundError, match=r"lacks 1 of them.*m_0000"):
         open_manifest(sharded)
 
@@ -272,8 +271,7 @@ FOREIGN = {
 @pytest.mark.parametrize("name", FOREIGN)
 def test_foreign_datasets_are_decoded(h5, name):
     value = np.arange(50).reshape(10, 5).astype(np.float32)
-    dataset = h5.create_dataset("a/b", data=value, **FOREIGN[name])
-    dtype = dataset.dtype.newbyteorder("<")
+    dtype = h5.create_dataset("a/b", data=value, **FOREIGN[name]).dtype.newbyteorder("<")
     tensor = h5.reopen().tensors["a/b"]
     assert isinstance(tensor.storage, Decoded)
     assert tensor.dtype == dtype
@@ -386,8 +384,7 @@ def test_zeros_are_weights_however_little_they_take(tmp_path, options, written):
         if written:
             made[...] = 0
         expected = made[...]
-    found = read_tensor(open_manifest(tmp_path / "w.h5").tensors["x"])
-    assert found.tobytes() == expected.tobytes()
+    assert read_tensor(open_manifest(tmp_path / "w.h5").tensors["x"]).tobytes() == expected.tobytes()
 
 
 @pytest.mark.slow

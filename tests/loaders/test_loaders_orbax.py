@@ -172,8 +172,7 @@ def test_uncompressed_chunks_are_extents(tmp_path: Path) -> None:
 def test_chunks_within_shards(tmp_path: Path) -> None:
     value = {"a": np.arange(60 * 64, dtype=np.float32).reshape(60, 64)}
     options = {"use_compression": False, "storage_options": Saving.StorageOptions(chunk_byte_size=1024)}
-    manifest = open_manifest(save(tmp_path / "7", value, **options))
-    check(manifest, value)
+    check(open_manifest(save(tmp_path / "7", value, **options)), value)
 
 
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
@@ -304,8 +303,7 @@ def test_deep_trees_of_other_folders(tmp_path: Path) -> None:
 
 
 def test_files_that_shrink_later(tmp_path: Path) -> None:
-    step = save(tmp_path / "7", {"a": placed(np.arange(4096.0), "1x8", "model")})
-    manifest = open_manifest(step)
+    manifest = open_manifest(save(tmp_path / "7", {"a": placed(np.arange(4096.0), "1x8", "model")}))
     for path in manifest.files:
         os.truncate(path.local_path(), 10)
     with pytest.raises(TransferError):
@@ -530,14 +528,12 @@ def test_arrays_without_all_chunks(tmp_path: Path) -> None:
     step = plain(tmp_path, shape=[96], chunks=[64], fill_value=7)
     metadata = step / "pytree/_METADATA"
     metadata.write_text(metadata.read_text().replace('fill_value": true', 'fill_value": false'))
-    found = rows_of(open_manifest(step).tensors["a"])
-    assert found.tolist() == [*range(64), *[7] * 32]
+    assert rows_of(open_manifest(step).tensors["a"]).tolist() == [*range(64), *[7] * 32]
 
 
 def test_big_endian_is_decoded(tmp_path: Path) -> None:
     step = plain(tmp_path, dtype=">f8")
-    chunk = step / "pytree/a/0"
-    chunk.write_bytes(np.arange(64.0).astype(">f8").tobytes())
+    (step / "pytree/a/0").write_bytes(np.arange(64.0).astype(">f8").tobytes())
     check(open_manifest(step), {"a": np.arange(64.0)})
 
 

@@ -143,7 +143,6 @@ def test_what_cannot_be_decoded_is_known_from_the_header(changes, tmp_path):
 
 
 def test_a_chunk_far_larger_than_its_tensor(tmp_path):
-    metadata = {"chunks": [8192, 8192], "compressor": {"id": "zlib", "level": 1}}
-    step, _ = step_of(tmp_path / "7", "zarr", metadata)
+    step, _ = step_of(tmp_path / "7", "zarr", {"chunks": [8192, 8192], "compressor": {"id": "zlib", "level": 1}})
     with pytest.raises(UnsafeSourceError, match="declares chunks of 268435456 bytes for a tensor of 16384"):
         open_orbax(located(step))

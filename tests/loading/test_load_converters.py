@@ -53,8 +53,7 @@ def test_equals_from_preset(name, tmp_path, monkeypatch):
     hub_nested.shrink_mobilenet(monkeypatch)
     task = name == "gemma4_assistant"
     mesh = ("1x2", "2x2")[list(hub_nested.CONFIGS).index(name) % 2]
-    source = folder(tmp_path, name)
-    same_as_kerashub(source, Gemma4AssistantCausalLM if task else Backbone, task=task, mesh=mesh)
+    same_as_kerashub(folder(tmp_path, name), Gemma4AssistantCausalLM if task else Backbone, task=task, mesh=mesh)
 
 
 def test_every_converter_has_a_folder():
@@ -84,8 +83,7 @@ def test_an_embedder_without_its_heads_is_refused(part, tmp_path):
 @pytest.mark.slow
 def test_biases_a_converter_never_asks_for_stay_zero_and_are_noted(tmp_path, monkeypatch):
     hub_nested.shrink_mobilenet(monkeypatch)
-    model = shardload.load(folder(tmp_path, "gemma3n"), mesh="1x2", task=False)
-    (note,) = shardload.report(model).notes
+    (note,) = shardload.report(shardload.load(folder(tmp_path, "gemma3n"), mesh="1x2", task=False)).notes
     assert re.fullmatch(r"initial zeros or ones remain in 19 variables, .* no tensor .*: conv_stem/.*/bias …", note)
 
 

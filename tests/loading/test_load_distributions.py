@@ -1,9 +1,12 @@
-"""Distributions of Keras: the one that is set, and one given as mesh or layout."""
+"""Distributions of Keras: the one that is set, and one given as mesh or layout; and scripts of several processes."""
+
+import hashlib
 
 import jax
 import keras
 import numpy as np
 import pytest
+from process_runs import Run
 
 import shardload
 from shardload.errors import LayoutError, MeshError
@@ -213,3 +216,39 @@ def test_what_does_not_fit_is_refused(source, arguments, error, message):
         arguments = arguments | {"layout": model_parallel() if arguments["layout"] == "distribution" else layout_map()}
     with pytest.raises(error, match=message):
         shardload.load(source, **{"mesh": "1x8"} | arguments)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The weights of a model without the seed of its dropout layer."""
+    file = tmp_path_factory.mktemp("saved") / "some.weights.h5"
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(8)])
+    model.save_weights(file)
+    return file, model
+
+
+@pytest.mark.slow
+def test_each_gets_its_part_of_the_same_values(saved):
+    file, model = saved
+    with Run(2, 4, "2x4", "seeded", file, module="load_child") as run:
+        first, second = run.finish()
+    assert first == second
+    wanted = [hashlib.sha256(np.asarray(v.value).tobytes()).hexdigest() for v in model.layers[0].weights]
+    assert [first["values"][f"sequential/dense/{name}"] for name in ("kernel", "bias")] == wanted
+    assert any("seed" in path for path in first["initialised"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("do", "what"),
+    [
+        ("unseeded", "seed_generator_state"),
+        ("unseeded-head", "head/kernel"),
+        ("zeros-or-not", "head/kernel"),
+        ("in-a-program", "head/kernel"),
+    ],
+)
+def test_what_would_differ_is_told_with_the_way_out_and_all_end(saved, do, what):
+    with Run(2, 4, "2x4", do, saved[0], module="load_child") as run:
+        for told in run.finish():
+            assert what in told["error"] and "set_random_seed(n)" in told["error"]

@@ -171,8 +171,7 @@ def test_a_tensor_left_out_on_request_is_reported_and_waives_nothing_else(tmp_pa
     name = "model.layers.0.self_attn.k_proj.bias"
     folder = edited(tmp_path, "llama", add={name: HEAD[0]})
     for ignore in ([name], ["model.layers.*.k_proj.bias"]):
-        model = shardload.load(folder, mesh="1x2", ignore=ignore)
-        (left,) = shardload.report(model).outside
+        (left,) = shardload.report(shardload.load(folder, mesh="1x2", ignore=ignore)).outside
         assert left.tensor == name and f"on request ({ignore[0]})" in left.reason
     with pytest.raises(UsageError, match=r"ignore='lm_\*' matches none of the unused tensors"):
         shardload.load(folder, mesh="1x2", ignore=[name, "lm_*"])
@@ -192,8 +191,7 @@ SLOW = ("deit", "mixtral", "distilbert")
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else []) for f in BASES])
 def test_a_base_model_without_its_familys_prefix(family, tmp_path):
-    folder = edited(tmp_path, family, rename=lambda n: n.removeprefix(f"{BASES[family]}."))
-    same_as_clean(folder, family)
+    same_as_clean(edited(tmp_path, family, rename=lambda n: n.removeprefix(f"{BASES[family]}.")), family)
 
 
 def test_a_base_model_behind_another_prefix(tmp_path):
@@ -288,8 +286,7 @@ def test_a_pooler_that_is_used_or_half_there_is_missing(drop, kind, tmp_path):
 
 
 def test_mixture_of_experts_as_transformers_5_describes_it(tmp_path):
-    folder = edited(tmp_path, "qwen3_moe", config={"num_experts": None, "num_local_experts": 3})
-    same_as_clean(folder, "qwen3_moe")
+    same_as_clean(edited(tmp_path, "qwen3_moe", config={"num_experts": None, "num_local_experts": 3}), "qwen3_moe")
 
 
 def test_a_classifier_of_two_classes_whose_labels_are_the_default(tmp_path):
@@ -313,11 +310,7 @@ LACKING = {
     "oblong images": ("vit", {"image_size": [32, 48]}, r"image_size=\[32, 48\], but .* takes one number"),
     "padded images": ("swin", {"image_size": 30}, r"image_size=30, but .* needs a multiple of patch_size=4"),
     "padded windows": ("swin", {"image_size": 36}, r"9 x 9 patches in stage 0, but .* multiple of window_size=2"),
-    "padded halves": (
-        "swin",
-        {"image_size": 36, "depths": [1, 1]},
-        "9 x 9 patches in stage 0, but .* an even number",
-    ),
+    "padded halves": ("swin", {"image_size": 36, "depths": [1, 1]}, "9 x 9 patches in stage 0, but .* an even number"),
 }
 
 

@@ -264,8 +264,7 @@ def test_hugging_face_models(kind, store, tmp_path):
 
 def test_a_preset_folder(tmp_path):
     gguf_pairs.write(tmp_path, "llama", "F32")
-    backbone = shardload.load(tmp_path / "hf", task=False)
-    backbone.save_to_preset(tmp_path / "preset")
+    shardload.load(tmp_path / "hf", task=False).save_to_preset(tmp_path / "preset")
     place = MemoryStore.copy_of(tmp_path / "preset")
     assert_equal_manifests(open_manifest(tmp_path / "preset"), open_manifest(place))
 

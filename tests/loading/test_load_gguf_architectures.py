@@ -5,15 +5,23 @@ gguf package.
 """
 
 import re
+import shutil
 from pathlib import Path
 
 import gguf_from_folder
+import gguf_pairs
+import keras_hub
 import numpy as np
 import pytest
+from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
+from hub_folders import keeping_values
+from initial_values import zeros_for_random
 from transformers_cross import folders, running
+from twins import DTYPES, abstract_twin, assert_on, assert_same
 
 import shardload
 from shardload.families.registry import gguf_architectures
+from shardload.keras_bridge.variables import value_of
 
 pytestmark = pytest.mark.slow
 
@@ -54,8 +62,7 @@ def test_every_architecture_is_crossed_and_in_the_documentation():
 def test_a_file_loads_as_its_folder_and_answers_as_pytorch(name, tmp_path):
     fixture = folders.read_family(name.partition(", ")[0])[name]
     folder = folders.build(fixture, tmp_path / "folder")
-    file = gguf_from_folder.write(folder, tmp_path / "model.gguf")
-    model = shardload.load(file, mesh="1x2", dtype="float32")
+    model = shardload.load(gguf_from_folder.write(folder, tmp_path / "model.gguf"), mesh="1x2", dtype="float32")
     assert_loads_as(folder, model)
     found = running.compare(model, fixture)
     assert found.kind == "equal", found
@@ -90,11 +97,72 @@ QUANTISED = {
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_files(name, tmp_path):
     """What blocks decode to is what the folder of those values has."""
-    fixture = folders.read_family(name.partition(", ")[0])[name]
-    folder = folders.build(fixture, tmp_path / "folder")
+    folder = folders.build(folders.read_family(name.partition(", ")[0])[name], tmp_path / "folder")
     gguf_from_folder.write(folder, tmp_path / "model.gguf", kind=QUANTISED[name])
     gguf_from_folder.requantise(folder, QUANTISED[name])
     model = shardload.load(tmp_path / "model.gguf", mesh="1x2", dtype="float32")
     expected = shardload.load(folder, mesh="1x2", dtype="float32")
     for ours, theirs in zip(model.weights, expected.weights, strict=True):
         assert np.asarray(ours.value).tobytes() == np.asarray(theirs.value).tobytes(), ours.path
+
+
+FILES = [
+    (model_type, kind)
+    for model_type in gguf_pairs.MODELS
+    for kind in gguf_pairs.KINDS
+    if kind in {"BF16", "Q8_0", "Q4_K_M"}
+    or (model_type in {"gemma", "gemma2", "gemma3_text", "llama"} and kind[0] == "F")
+] + [("gemma3_text", "Q4_0"), ("llama", "Q5_1")]
+WITH_DTYPES = [
+    pytest.param(*case, dtype, marks=[] if (i + j) % 2 == 0 else pytest.mark.full)
+    for i, case in enumerate(FILES)
+    for j, dtype in enumerate(DTYPES)
+]
+"""One dtype for each case, in turn: every kind meets both."""
+
+
+def described(backbone):
+    """What a backbone's configuration says of the model, not of this instance."""
+    return {k: v for k, v in backbone.get_config().items() if k not in {"name", "dtype", "trainable"}}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("model_type", "kind", "dtype"), WITH_DTYPES)
+def test_gguf_equals_keras_hub_from_preset(model_type, kind, dtype, tmp_path, meshes):
+    file, folder = gguf_pairs.write(tmp_path, model_type, kind)
+    backbone = getattr(keras_hub.models, gguf_pairs.BACKBONES[model_type])
+    with zeros_for_random(), keeping_values():
+        reference = backbone.from_preset(str(folder), dtype=dtype)
+    for mesh in meshes:
+        model = shardload.load(file, mesh=mesh, dtype=dtype, task=False)
+        assert described(model) == described(reference)
+        assert_same(model, reference)
+        assert_on(model, mesh)
+    standing = abstract_twin(reference)
+    report = shardload.load_weights(standing, file, mesh=meshes[0])
+    assert_same(standing, reference)
+    assert_on(standing, meshes[0])
+    assert (report.missing, report.unused) == ((), ())
+
+
+@pytest.fixture(scope="module")
+def real_folder(gemma3_gguf, tmp_path_factory):  # noqa: F811
+    folder = gguf_pairs.dequantised(gemma3_gguf, tmp_path_factory.mktemp("real"))
+    yield folder
+    shutil.rmtree(folder)  # a gigabyte
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mesh"), [("float32", "2x4"), pytest.param("bfloat16", "1x8", marks=pytest.mark.full)]
+)
+def test_real_gemma_equals_keras_hub_from_preset(gemma3_gguf, real_folder, dtype, mesh):  # noqa: F811
+    with zeros_for_random():  # random values would take 20 s
+        reference = keras_hub.models.Gemma3Backbone.from_preset(str(real_folder), dtype=dtype)
+    model = shardload.load(gemma3_gguf, mesh=mesh, dtype=dtype, task=False)
+    assert described(model) == described(reference)
+    for ours, theirs in zip(model.weights, reference.weights, strict=True):
+        whole = np.asarray(value_of(theirs))
+        for shard in value_of(ours).addressable_shards:  # shard by shard: no second copy of a gigabyte
+            found = np.asarray(shard.data)
+            assert found.dtype == whole.dtype
+            assert found.tobytes() == whole[shard.index].tobytes(), ours.path

@@ -126,8 +126,7 @@ def test_other_shapes(tmp_path):
     before = np.asarray(model.layers[1].kernel.value)
     with pytest.raises(MismatchError, match=r"has shape \(8, 4\), but tensor .* has shape \(8, 8\)"):
         shardload.load_weights(model, tmp_path / "m.h5")
-    report = shardload.load_weights(model, tmp_path / "m.h5", strict=False)
-    assert len(report.missing) == 2
+    assert len(shardload.load_weights(model, tmp_path / "m.h5", strict=False).missing) == 2
     assert np.array_equal(model.layers[1].kernel.value, before)
     reference = dense(8, 4)
     with pytest.warns(UserWarning, match="Skipping loading"):

@@ -115,8 +115,7 @@ def check_model(path):
             shardload.load(path, mesh="1x1")
         warnings.warn(f"Keras cannot load {path.name}: {str(error)[:200]}", stacklevel=1)
         return False
-    ours = shardload.load(path, mesh="1x1")
-    check_same(ours, theirs)
+    check_same(shardload.load(path, mesh="1x1"), theirs)
     again = type(theirs).from_config(theirs.get_config())
     shardload.load_weights(again, path, mesh="1x1")
     check_same(again, theirs)

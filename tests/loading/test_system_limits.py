@@ -123,8 +123,7 @@ def test_without_a_folder_for_temporary_files_what_needs_none_works(monkeypatch,
     made = model(3.0)
     made.save(tmp_path / "m.keras")
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nothing")
-    loaded = shardload.load(tmp_path / "m.keras")
-    assert set(np.unique(loaded.weights[0].value)) == {3.0}
+    assert set(np.unique(shardload.load(tmp_path / "m.keras").weights[0].value)) == {3.0}
     verify(tmp_path / "m.keras")
     with pytest.raises(WriteError, match=r"Cannot write temporary files: .* Set TMPDIR to a folder"):
         shardload.save_as(made, tmp_path / "out.weights.h5")

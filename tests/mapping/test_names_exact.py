@@ -1,6 +1,8 @@
-"""Bare files: exact names only."""
+"""Bare files: exact names only. KerasHub preset folders: backbone and head from their own files."""
 
 import keras
+import keras_hub
+import models
 import numpy as np
 import pytest
 from by_hand import check_same, fill, lay_out, mesh
@@ -8,6 +10,7 @@ from keras import layers
 from safetensors.numpy import save_file
 
 from shardload.errors import MismatchError
+from shardload.keras_bridge.model_state import optimizer_variables_of
 from shardload.loaders import open_manifest
 from shardload.mapping import map_weights
 from shardload.mapping.by_name_or_order import map_by_name
@@ -73,8 +76,7 @@ def test_likeness_is_not_enough(tmp_path):
 
 
 def test_shapes_that_differ(tmp_path):
-    manifest = stored(tmp_path, {"a/kernel": np.ones((8, 9), "float32")})
-    found = map_by_name(model(), manifest)
+    found = map_by_name(model(), stored(tmp_path, {"a/kernel": np.ones((8, 9), "float32")}))
     assert str(found.mismatched[0]) == "Variable 'a/kernel' has shape (8, 8), but tensor 'a/kernel' has shape (8, 9)"
     assert "a/kernel" not in found.missing
 
@@ -93,8 +95,7 @@ def test_a_path_of_two_variables_is_refused(tmp_path):
 
 
 def test_structural_keys_tell_equal_paths_apart(tmp_path):
-    source = shared_path()
-    source.save_weights(tmp_path / "m.weights.h5")
+    shared_path().save_weights(tmp_path / "m.weights.h5")
     found = map_weights(shared_path(), open_manifest(tmp_path / "m.weights.h5"))
     assert sorted(b.name for b in found.bindings) == ["a/bias", "a/kernel", "a/kernel#2", "b/bias"]
 
@@ -114,3 +115,51 @@ def test_maps_that_contradict_are_refused(tensors, names, message, tmp_path):
     target = model(("a",), use_bias=False)
     with pytest.raises(MismatchError, match=message):
         map_by_name(target, manifest, names=names)
+
+
+def classifier():
+    return keras_hub.models.BertTextClassifier(backbone=models.build("bert"), num_classes=3, preprocessor=None)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("preset") / "p"
+    task = models.randomise(classifier())
+    task.save_to_preset(str(path))
+    return task, open_manifest(path)
+
+
+def test_a_task_takes_both(saved):
+    task, manifest = saved
+    target = lay_out(classifier(), mesh())
+    found = map_weights(target, manifest)
+    assert not found.missing and not found.unused and not found.skipped and not found.mismatched
+    fill(found, manifest)
+    check_same(target, task)
+
+
+def test_a_backbone_leaves_the_head(saved):
+    task, manifest = saved
+    target = models.build("bert")
+    found = map_weights(target, manifest)
+    assert not found.missing and not found.unused
+    assert found.skipped and all(n.startswith("task:") for n in found.skipped)
+    fill(found, manifest)
+    check_same(target, task.backbone)
+
+
+def test_a_new_head_is_missing(tmp_path):
+    models.randomise(models.build("bert")).save_to_preset(str(tmp_path / "p"))
+    target = classifier()
+    found = map_weights(target, open_manifest(tmp_path / "p"))
+    heads = {v.path for v in target.weights} - {v.path for v in target.backbone.weights}
+    assert set(found.missing) == heads and not found.unused
+
+
+def test_a_compiled_task_initialises_its_optimizer_later(saved):
+    _, manifest = saved
+    target = classifier()
+    target.optimizer.build(target.trainable_variables)
+    found = map_weights(target, manifest)
+    slots = {id(v) for v in optimizer_variables_of(target)}
+    assert slots and slots <= {id(v) for v in found.state} and not found.missing

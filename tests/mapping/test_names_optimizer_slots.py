@@ -16,7 +16,7 @@ from shardload.transfer import execution
 
 pytestmark = [
     # Keras' own words where model or checkpoint has an optimizer of another kind; the report repeats them.
-    pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")
 ]
 
 

@@ -152,8 +152,7 @@ def test_repeated_paths_get_unique_names():
     model.twin = twin
     with pytest.raises(ValueError, match="found twice"):
         model.compile("sgd"), model.get_state_tree()
-    tree = state_tree_of(model).tree["trainable_variables"]["a"]
-    assert sorted(tree) == ["bias", "bias#2", "kernel", "kernel#2"]
+    assert sorted(state_tree_of(model).tree["trainable_variables"]["a"]) == ["bias", "bias#2", "kernel", "kernel#2"]
 
 
 def test_names_that_meet_after_joining_stay_apart():

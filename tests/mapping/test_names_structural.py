@@ -249,8 +249,7 @@ def test_optimizer_of_an_archive(tmp_path):
 
 def test_optimizer_state_without_optimizer_is_unasked(tmp_path):
     model, manifest = trained_archive(tmp_path / "m.keras")
-    plain = functional(layers.Dense(16), layers.Dropout(0.1), layers.Dense(1))
-    found = map_keras(plain, manifest)
+    found = map_keras(functional(layers.Dense(16), layers.Dropout(0.1), layers.Dense(1)), manifest)
     assert not found.unused and len(found.skipped) == len(model.optimizer.variables)
 
 
@@ -288,8 +287,7 @@ def test_more_layers_than_the_file_and_fewer(tmp_path):
 
 
 def test_dense_1_is_not_dense_10(tmp_path):
-    stack = [layers.Dense(8) for _ in range(12)]
-    manifest = saved(functional(*stack), tmp_path / "m.weights.h5")
+    manifest = saved(functional(*[layers.Dense(8) for _ in range(12)]), tmp_path / "m.weights.h5")
     model = functional(*[layers.Dense(8) for _ in range(12)])
     views = {id(b.variable): b.view.tensor for b in map_keras(model, manifest).bindings}
     assert views[id(model.layers[2].kernel)] == "layers/dense_1/vars/0"
@@ -335,8 +333,7 @@ def test_a_hook_that_falls_back_keeps_its_fallback(tmp_path):
 def test_a_hook_that_leaves_jax_is_run_on_values(tmp_path):
     class Leaving(Transposing):
         def load_own_variables(self, store):
-            kernel = np.asarray(keras.ops.transpose(store["kernel_t"]))
-            self.kernel.assign(kernel)
+            self.kernel.assign(np.asarray(keras.ops.transpose(store["kernel_t"])))
             self.wide.assign(np.reshape(store["wide"], (2, self.units)))
 
     Leaving.__name__ = "Transposing"

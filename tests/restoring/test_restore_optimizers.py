@@ -143,8 +143,7 @@ def test_what_both_have_continues_and_the_rest_begins(saved, before, now, new, m
     report = shardload.restore(target, root, strict=False, mesh=mesh)
     assert_continued(target, source, but={new} & {"average", "hat", "accumulator"})
     _assert_averages_begin_with_the_weights(target)
-    told = [note for note in report.notes if "continues with what is stored" in note]
-    assert len(told) == bool(new)
+    assert len([note for note in report.notes if "continues with what is stored" in note]) == bool(new)
 
 
 def _assert_averages_begin_with_the_weights(model):

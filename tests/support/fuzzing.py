@@ -38,7 +38,7 @@ PATIENCE = 60
 class Format:
     """Bytes opening may allocate for each byte of the files: text becomes Python objects, which are larger.
 
-    The factors are those of the densest files that can be made, rounded up; see `test_fuzz_dense.py`, which holds them.
+    The factors are those of the densest files that can be made, rounded up: `test_fuzz_loaders.py` holds them.
     """
 
     SAFETENSORS = 12
@@ -109,9 +109,10 @@ def measured(path, options):
 
 
 def put(path, content):
-    """Write a file anew: some file systems flush one that is overwritten to the disk, which takes far longer."""
+    """Write a file anew and return it: some file systems flush what is overwritten to the disk, which takes longer."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
+    return path
 
 
 def check_places(manifest):

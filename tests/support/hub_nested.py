@@ -100,11 +100,7 @@ TINY_MOBILENET = [
 ]
 """In place of the 300 million parameters that Gemma 3n's converter has as a constant; every kind of block."""
 CONFIGS = {
-    "blip-2 opt": {
-        **BLIP2,
-        "qformer_config": QFORMER,
-        "text_config": {**TEXT, "model_type": "opt", "ffn_dim": 56},
-    },
+    "blip-2 opt": {**BLIP2, "qformer_config": QFORMER, "text_config": {**TEXT, "model_type": "opt", "ffn_dim": 56}},
     "blip-2 t5": {
         **BLIP2,
         "qformer_config": QFORMER,

@@ -67,8 +67,7 @@ class Copy:
         self._told, theirs = socket.socketpair()
         request = json.dumps({"words": words, "cwd": cwd, "env": env}).encode()
         with theirs:
-            fds = [self._outputs[0].end, self._outputs[-1].end]
-            socket.send_fds(_server(), [request], [theirs.fileno(), *fds])
+            socket.send_fds(_server(), [request], [theirs.fileno(), self._outputs[0].end, self._outputs[-1].end])
         for output in self._outputs:
             os.close(output.end)
         self.pid = int(self._line())

@@ -177,8 +177,7 @@ def test_alias_is_written_under_its_own_name(home):
 
 def test_progress_counts_every_byte():
     counted = Counted()
-    path = synth("gpt2", format="safetensors", progress=counted, **TINY)
-    config = json.loads((path / "config.json").read_text())
+    config = json.loads((synth("gpt2", format="safetensors", progress=counted, **TINY) / "config.json").read_text())
     size = 2 * sum(math.prod(s.shape) for s in transformers_tensors(config))
     assert counted.stages == [["Writing gpt2_base-x0.02", size, size]]
 

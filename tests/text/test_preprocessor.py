@@ -1,4 +1,4 @@
-"""A model from a GGUF file generates from text, with KerasHub's own preprocessor for the file's own tokenizer."""
+"""Text from a model with KerasHub's preprocessor, and with the tokenizer of any source, without TensorFlow."""
 
 import os
 import subprocess
@@ -7,12 +7,14 @@ import threading
 
 import keras_hub
 import models
+import numpy as np
 import pytest
 from gguf_tokenizers import add_byte_pairs, add_pieces, byte_pairs, gguf_with_tokenizer, sentence_pieces
 
 import shardload
-from shardload.errors import UsageError
+from shardload.errors import SourceNotFoundError, TransferError, UnsupportedError, UsageError
 from shardload.hub import building, kerashub
+from shardload.hub.kerashub import as_with_tensorflow
 from shardload.synth import synth
 
 pytestmark = [
@@ -109,8 +111,7 @@ def test_other_tokens_than_the_files_are_a_warning(tmp_path, monkeypatch):
 def test_byte_pairs_of_llama_3(tmp_path, monkeypatch):
     file = gguf_with_tokenizer(tmp_path, monkeypatch, "llama", add_byte_pairs)
     found = shardload.load(file).preprocessor.generate_preprocess(PROMPTS[:1], sequence_length=64)
-    own = shardload.tokenizer(file).encode(PROMPTS[0])
-    assert found["token_ids"][0][found["padding_mask"][0]].tolist() == own
+    assert found["token_ids"][0][found["padding_mask"][0]].tolist() == shardload.tokenizer(file).encode(PROMPTS[0])
 
 
 # ---- where it cannot be made ---------------------------------------------------------------------
@@ -222,8 +223,7 @@ def test_a_plan_makes_none(tmp_path, monkeypatch):
 
 
 def test_a_backbone_has_none_and_no_note(gemma2):
-    model = shardload.load(gemma2, task=False)
-    assert not any("preprocessor" in note for note in shardload.report(model).notes)
+    assert not any("preprocessor" in note for note in shardload.report(shardload.load(gemma2, task=False)).notes)
 
 
 GENERATES = """
@@ -245,3 +245,81 @@ def test_gemma_3_where_there_is_tensorflow(tmp_path, monkeypatch):
     own = shardload.tokenizer(file).encode("the quick")
     assert kind == "Gemma3CausalLMPreprocessor True"
     assert ids == str([*own, *[0] * (16 - len(own))])
+
+
+TEXT = "the quick brown fox"
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """One vocabulary in each form."""
+    folder = synth("gemma2_2b", scale=0.02, directory=tmp_path / "folder", format="safetensors")
+    (folder / "tokenizer.model").write_bytes(sentence_pieces("bpe"))
+    shardload.convert(folder, tmp_path / "preset", to="h5")
+    gguf = gguf_with_tokenizer(tmp_path, monkeypatch, "gemma2", add_pieces, vocab_size=320)
+    return {"folder": folder, "file": folder / "model.safetensors", "preset": tmp_path / "preset", "gguf": gguf}
+
+
+def test_every_form_gives_the_same_tokens(sources):
+    found = {name: shardload.tokenizer(source) for name, source in sources.items()}
+    ids = {name: tokenizer.encode(TEXT) for name, tokenizer in found.items()}
+    assert ids["folder"][0] == 2 and len(ids["folder"]) > 4
+    assert all(each == ids["folder"] for each in ids.values())
+    assert {name: tokenizer.decode(ids[name]) for name, tokenizer in found.items()} == dict.fromkeys(found, TEXT)
+    # A model's vocabulary may be larger than its tokenizer's.
+    assert all(tokenizer.decode([*ids["folder"], 5000]) == TEXT for tokenizer in found.values())
+
+
+def test_no_source_and_no_tokenizer(tmp_path):
+    with pytest.raises(SourceNotFoundError):
+        shardload.tokenizer("nothing")
+    (tmp_path / "x.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(UnsupportedError, match="has no tokenizer"):
+        shardload.tokenizer(tmp_path / "x.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["folder", "file", "preset", "gguf"])
+def test_text_in_text_out(name, sources):
+    model = shardload.load(sources[name], dtype="float32")
+    text = shardload.generate(model, TEXT, max_new_tokens=3)
+    assert shardload.generate(model, [TEXT, "jumps"], max_new_tokens=3)[0] == text
+    assert shardload.generate(model, TEXT, max_new_tokens=3, tokenizer=sources[name]) == text
+    assert shardload.generate(model, TEXT, max_new_tokens=3, tokenizer=shardload.tokenizer(sources[name])) == text
+    assert shardload.generate(model, []) == []
+
+
+@pytest.mark.slow
+def test_weights_that_were_loaded_bring_their_tokenizer(sources):
+    built, model = shardload.load(sources["gguf"]), shardload.load(sources["gguf"])
+    model.backbone.set_weights([0 * value for value in model.backbone.get_weights()])
+    shardload.load_weights(model, sources["gguf"])
+    assert shardload.generate(model, TEXT, max_new_tokens=3) == shardload.generate(built, TEXT, max_new_tokens=3)
+
+
+def test_a_file_that_changed_since_is_refused(sources):
+    model = shardload.load(sources["gguf"])
+    os.utime(sources["gguf"], ns=(1, 1))
+    with pytest.raises(TransferError, match="changed since its headers were read"):
+        shardload.generate(model, TEXT)
+
+
+def test_a_keras_archive_with_gemma_3_s_preprocessor(tmp_path):
+    model = models.randomise(models.causal_lm("gemma3"))
+    cls = keras_hub.models.Gemma3CausalLMPreprocessor
+    with as_with_tensorflow(cls):
+        model.preprocessor = cls(keras_hub.models.Gemma3Tokenizer(sentence_pieces(), has_vision_tokens=False))
+    model.save(tmp_path / "model.keras")
+    found = shardload.load(tmp_path / "model.keras")
+    for one, two in zip(model.backbone.weights, found.backbone.weights, strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert found.preprocessor is None
+    assert any("model.preprocessor is None" in note for note in shardload.report(found).notes)
+
+
+def test_a_preprocessor_that_needs_none_stays(tmp_path):
+    model = models.randomise(models.causal_lm("gemma2"))
+    model.preprocessor = keras_hub.models.GemmaCausalLMPreprocessor(keras_hub.models.GemmaTokenizer(sentence_pieces()))
+    model.save(tmp_path / "model.keras")
+    found = shardload.load(tmp_path / "model.keras")
+    assert found.preprocessor.tokenizer("the quick").tolist() == model.preprocessor.tokenizer("the quick").tolist()
