@@ -1,5 +1,6 @@
 """A model computes what its configuration says, or it is refused with the field's name; ignored fields are reported."""
 
+import functools
 import json
 import re
 
@@ -29,7 +30,7 @@ from shardload.stores.local import located
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
-LINEAR = {"rope_type": "linear", "factor": 4.0}
+LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 4.0} for kind in ("linear", "dynamic"))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
@@ -41,17 +42,18 @@ PER_HEAD = {"hidden_size": 24, "query_pre_attn_scalar": 6}
 
 def built(model_type, **entries):
     """A model of that configuration, without weights."""
-    config = small_folders.config_of(model_type, **entries)
-    shapes = dict.fromkeys(small_folders.tensors_of(small_folders.config_of(model_type)))
-    manifest = Manifest(located("/m"), "hf-safetensors", {}, {}, config)
+    return built_from(described_by(small_folders.config_of(model_type, **entries)))
+
+
+def built_from(manifest, **options):
     with shardload.abstract():
-        return shapes and building.build_model(with_layers(manifest), task=False)
+        return building.build_model(manifest, task=False, **options)
 
 
-def with_layers(manifest):
-    """The same with as many tensors as a model of that many layers has at least."""
+def described_by(config, *, location="/m", format="hf-safetensors"):
+    """A manifest with as many tensors as a model of that configuration's number of layers has at least."""
     held = {str(n): Tensor(str(n), (1,), np.dtype(np.float32), Extent(located(""), 0)) for n in range(9)}
-    return Manifest(manifest.location, manifest.format, held, {}, manifest.config)
+    return Manifest(located(location), format, held, {}, config)
 
 
 # ---- set: the numbers of PyTorch -----------------------------------------------------------------
@@ -127,9 +129,7 @@ def test_a_gemma_of_kerashubs_own_scales_as_it_says(tmp_path):
     model.query_head_dim_normalize = False
     described.save_description(model, tmp_path, extra={})
     config = json.loads((tmp_path / "config.json").read_text())
-    manifest = with_layers(Manifest(located(tmp_path), "keras-hub-preset", {}, {}, config))
-    with shardload.abstract():
-        preset = building.build_model(manifest, task=False)
+    preset = built_from(described_by(config, location=tmp_path, format="keras-hub-preset"))
     assert not preset.transformer_layers[0].attention.query_head_dim_normalize
 
 
@@ -209,6 +209,9 @@ def test_a_model_in_both_directions_needs_no_head(tmp_path):
 
 # ---- refused -------------------------------------------------------------------------------------
 
+NESTED_YARN = {"full_attention": {**YARN, "rope_theta": 1e6}, "sliding_attention": DEFAULT}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+SWAPPED = ["full_attention", "sliding_attention"]
 REFUSED = {
     "yarn, transformers 4": ("llama", {"rope_scaling": YARN}, "rope_scaling"),
     "yarn, transformers 5": ("qwen2", {"rope_parameters": {"rope_theta": 1e4, **YARN}}, "rope_parameters"),
@@ -217,27 +220,11 @@ REFUSED = {
     "linear, which Llama's class ignores": ("llama", {"rope_scaling": LINEAR}, "rope_scaling"),
     "an unknown kind": ("llama", {"rope_scaling": {"type": "spiral"}}, "rope_scaling"),
     "a base of Gemma's": ("gemma2", {"rope_theta": 100.0}, "rope_parameters"),
-    "Gemma 3 with yarn": (
-        "gemma3_text",
-        {"rope_parameters": {"full_attention": {**YARN, "rope_theta": 1e6}, "sliding_attention": DEFAULT}},
-        "rope_parameters",
-    ),
+    "Gemma 3 with yarn": ("gemma3_text", {"rope_parameters": NESTED_YARN}, "rope_parameters"),
     "a scale of its own": ("gemma2", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar"),
-    "windows of Qwen": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-        "sliding_window",
-    ),
-    "windows in some layers": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-        "sliding_window",
-    ),
-    "another pattern of windows": (
-        "gemma2",
-        {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
-        "sliding_window",
-    ),
+    "windows of Qwen": ("qwen2", {**WINDOW, "max_window_layers": 0}, "sliding_window"),
+    "windows in some layers": ("qwen3", {**WINDOW, "max_window_layers": 1}, "sliding_window"),
+    "another pattern of windows": ("gemma2", {"sliding_window": 4, "layer_types": SWAPPED}, "sliding_window"),
     "an activation": ("llama", {"hidden_act": "gelu"}, "hidden_act"),
     "an activation of GPT-2": ("gpt2", {"activation_function": "relu"}, "activation_function"),
     "an epsilon": ("bert", {"layer_norm_eps": 1e-2}, "layer_norm_eps"),
@@ -253,9 +240,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_field_the_class_cannot_express_is_refused_by_name(case):
-    model_type, entries, field = REFUSED[case]
+@pytest.mark.parametrize(("model_type", "entries", "field"), REFUSED.values(), ids=REFUSED)
+def test_a_field_the_class_cannot_express_is_refused_by_name(model_type, entries, field):
     with pytest.raises(UnsupportedError, match=rf"{field} is .*ignore_config=\('{field}',\)"):
         built(model_type, **entries)
 
@@ -294,17 +280,11 @@ def test_an_ignored_field_must_be_one_that_is_checked(tmp_path):
 ORDINARY = {
     "plain": ("llama", {}),
     "the default kind": ("llama", {"rope_scaling": {"rope_type": "default"}}),
-    "dynamic, which changes nothing up to the longest text": (
-        "llama",
-        {"rope_scaling": {**LINEAR, "rope_type": "dynamic"}},
-    ),
+    "dynamic, which changes nothing up to the longest text": ("llama", {"rope_scaling": DYNAMIC}),
     "windows no shorter than the longest text": ("mistral", {"sliding_window": 64}),
     "a window": ("mistral", {"sliding_window": 4}),
     "windows that are not used": ("qwen2", {"sliding_window": 4, "max_window_layers": 0}),
-    "windows above the last layer": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
-    ),
+    "windows above the last layer": ("qwen2", {**WINDOW, "max_window_layers": 2}),
     "Gemma 3's own pattern": ("gemma3_text", {"sliding_window": 4, "sliding_window_pattern": 6}),
     "Gemma's first name for its activation": ("gemma", {"hidden_act": "gelu"}),
     "fields nobody knows": ("llama", {"pretraining_tp": 2, "future_field": {"a": 1}, "attention_dropout": 0.5}),
@@ -329,7 +309,7 @@ def test_a_folder_older_than_some_keys_has_the_defaults_of_transformers(tmp_path
 @pytest.mark.parametrize("model_type", sorted({*CHECKED, "dinov3_vit"} - {"gemma3"}))
 def test_every_field_may_be_left_out_that_has_a_default(model_type):
     needed = {"vocab_size": 33, "pad_token_id": 1} if model_type == "esm" else {}
-    manifest = Manifest(located("/m"), "hf-safetensors", {}, {}, {"model_type": model_type, **needed})
+    manifest = described_by({"model_type": model_type, **needed})
     assert kerashub.converter(manifest).convert_backbone_config(read_config(manifest))
 
 
@@ -361,36 +341,35 @@ def test_a_part_of_each_head_is_turned_only_where_transformers_does(kind, dims):
     assert 2 * len(rope.rotation(config, rope.FULL, rope.Rotary(1e4), head_dim=8).angles) == dims
 
 
-@pytest.mark.parametrize("case", ORDINARY)
-def test_an_ordinary_folder_is_not_refused(case):
-    model_type, entries = ORDINARY[case]
+@pytest.mark.parametrize(("model_type", "entries"), ORDINARY.values(), ids=ORDINARY)
+def test_an_ordinary_folder_is_not_refused(model_type, entries):
     assert built(model_type, **entries)
+
+
+def differing_from(model, said):
+    """The fields in which a small backbone of KerasHub differs from what a configuration says."""
+    small = {"vocabulary_size": 8, "num_layers": 1, "hidden_dim": 8, "intermediate_dim": 8}
+    with shardload.abstract():
+        return {d.field for d in fields.differences(said, model(**small))}
 
 
 @pytest.mark.parametrize(("entries", "found"), [({}, False), ({"pad_token_id": 1}, False), ({"pad_token_id": 0}, True)])
 def test_roberta_counts_positions_from_its_padding(entries, found):
-    small = {"vocabulary_size": 8, "num_layers": 1, "num_heads": 1, "hidden_dim": 8, "intermediate_dim": 8}
-    with shardload.abstract():
-        backbone = keras_hub.models.RobertaBackbone(**small)
-    differences = fields.differences({"model_type": "roberta", **entries}, backbone)
-    assert ("pad_token_id" in {d.field for d in differences}) is found
+    roberta = functools.partial(keras_hub.models.RobertaBackbone, num_heads=1)
+    assert ("pad_token_id" in differing_from(roberta, {"model_type": "roberta", **entries})) is found
 
 
 def test_a_limit_of_gpt_oss_is_kerashubs_or_refused():
-    small = {"vocabulary_size": 8, "num_layers": 1, "num_query_heads": 1, "num_key_value_heads": 1, "hidden_dim": 8}
-    with shardload.abstract():
-        backbone = keras_hub.models.GptOssBackbone(**small, intermediate_dim=8, num_experts=2, top_k=2)
-    said = {"model_type": "gpt_oss", "swiglu_limit": 3.0, "swiglu_alpha": 1.702}
-    assert "swiglu_limit" in {d.field for d in fields.differences(said, backbone)}
-    assert "swiglu_alpha" not in {d.field for d in fields.differences(said, backbone)}
+    heads = {"num_query_heads": 1, "num_key_value_heads": 1}
+    gpt_oss = functools.partial(keras_hub.models.GptOssBackbone, **heads, num_experts=2, top_k=2)
+    found = differing_from(gpt_oss, {"model_type": "gpt_oss", "swiglu_limit": 3.0, "swiglu_alpha": 1.702})
+    assert "swiglu_limit" in found and "swiglu_alpha" not in found
 
 
 @pytest.mark.parametrize("said", [{}, {"decoder_attention_heads": 8}])
 def test_a_missing_number_of_heads_is_that_of_transformers(said):
-    small = {"vocabulary_size": 8, "num_layers": 1, "num_heads": 4, "hidden_dim": 8, "intermediate_dim": 8}
-    with shardload.abstract():
-        backbone = keras_hub.models.BartBackbone(**small)
-    assert "decoder_attention_heads" in {d.field for d in fields.differences({"model_type": "bart", **said}, backbone)}
+    bart = functools.partial(keras_hub.models.BartBackbone, num_heads=4)
+    assert "decoder_attention_heads" in differing_from(bart, {"model_type": "bart", **said})
 
 
 def test_a_model_that_was_built_causal_differs_from_a_source_that_is_not():
@@ -409,7 +388,7 @@ def test_a_family_may_be_looked_at_in_part(model_type, field):
 
 
 def test_scaling_that_begins_after_the_longest_text_is_noted(tmp_path):
-    folder = small_folders.write(tmp_path / "hf", "llama", rope_scaling={**LINEAR, "rope_type": "dynamic"})
+    folder = small_folders.write(tmp_path / "hf", "llama", rope_scaling=DYNAMIC)
     assert any("scales positions dynamically beyond position 64" in note for note in shardload.plan(folder).notes)
 
 
@@ -420,27 +399,21 @@ def test_half_precision_is_as_good_as_float32(model_type):
 
 def test_every_family_is_one_that_kerashub_converts():
     for model_type in CHECKED:
-        assert kerashub.converter(Manifest(located("/m"), "hf-safetensors", {}, {}, {"model_type": model_type}))
+        assert kerashub.converter(described_by({"model_type": model_type}))
 
 
 # ---- rotary positions ----------------------------------------------------------------------------
 
+YARN_64 = {"factor": 4.0, "original_max_position_embeddings": 64}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.5, "truncate": False, "beta_fast": 8, "beta_slow": 2}
+SHORT = {"short_factor": [1.0, 1.5, 2.0, 2.5], "original_max_position_embeddings": 32}
 ANGLES = {
     "default": ({}, [1.0, 0.1, 0.01, 0.001], 1.0),
     "linear": ({"factor": 4.0}, [0.25, 0.025, 0.0025, 0.00025], 1.0),
     "llama3": ({**LLAMA3, "original_max_position_embeddings": 100}, [1.0, 0.0297535, 0.00125, 0.000125], 1.0),
-    "yarn": ({"factor": 4.0, "original_max_position_embeddings": 64}, [1.0, 0.0625, 0.0025, 0.00025], 1.138629),
-    "yarn with mscale": (
-        {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 0.5}
-        | {"truncate": False, "beta_fast": 8, "beta_slow": 2},
-        [1.0, 0.025, 0.0025, 0.00025],
-        1.025929,
-    ),
-    "longrope": (
-        {"short_factor": [1.0, 1.5, 2.0, 2.5], "original_max_position_embeddings": 32, "factor": 2.0},
-        [1.0, 0.0666667, 0.005, 0.0004],
-        1.095445,
-    ),
+    "yarn": (YARN_64, [1.0, 0.0625, 0.0025, 0.00025], 1.138629),
+    "yarn with mscale": ({**YARN_64, **MSCALE}, [1.0, 0.025, 0.0025, 0.00025], 1.025929),
+    "longrope": ({**SHORT, "factor": 2.0}, [1.0, 0.0666667, 0.005, 0.0004], 1.095445),
 }
 """By transformers 5's own rules, of a head of eight features."""
 
@@ -505,16 +478,15 @@ def test_gguf_says_yarn_too(tmp_path):
     entries = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 8.0}
     config = said_by_gguf(tmp_path / "m.gguf", **entries)
     assert config["rope_scaling"] == {**YARN, "beta_fast": 8.0}
-    with pytest.raises(UnsupportedError, match=r"rope_scaling is .* yarn"), shardload.abstract():
-        building.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
+    with pytest.raises(UnsupportedError, match=r"rope_scaling is .* yarn"):
+        built_from(described_by(config, format="gguf"))
 
 
 def test_gguf_with_linear_positions_gets_them(tmp_path):
-    config = said_by_gguf(tmp_path / "m.gguf", type="linear", factor=4.0)
-    with shardload.abstract():
-        model = building.build_model(with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, config)), task=False)
+    manifest = described_by(said_by_gguf(tmp_path / "m.gguf", type="linear", factor=4.0), format="gguf")
+    model = built_from(manifest)
     assert model.rope_scaling_factor == 4.0
-    assert not fidelity.notes_of(model, Manifest(located("m.gguf"), "gguf", {}, {}, config))
+    assert not fidelity.notes_of(model, manifest)
 
 
 def test_gguf_with_llama_3_s_positions_in_another_model_is_refused(tmp_path):
@@ -523,11 +495,9 @@ def test_gguf_with_llama_3_s_positions_in_another_model_is_refused(tmp_path):
     factors = llama3_factors(scaling, theta=5e5, head_dim=16).astype(np.float32)
     described = lambda w: (w.add_key_length(16), w.add_context_length(64))  # noqa: E731
     path = write_gguf(tmp_path / "m.gguf", {"rope_freqs.weight": factors}, hidden=64, theta=5e5, extra=described)
-    found = open_manifest(path)
-    manifest = with_layers(Manifest(located("m.gguf"), "gguf", {}, {}, found.config))
+    manifest = described_by(open_manifest(path).config, format="gguf")
     ways_out = r"rope_scaling is .* llama3 with factor 8\.0.*ignore_config=\('rope_scaling',\)"
-    with pytest.raises(UnsupportedError, match=ways_out), shardload.abstract():
-        building.build_model(manifest, task=False)
-    with shardload.abstract():
-        model = building.build_model(manifest, task=False, ignore_config=("rope_scaling",))
+    with pytest.raises(UnsupportedError, match=ways_out):
+        built_from(manifest)
+    model = built_from(manifest, ignore_config=("rope_scaling",))
     assert "rope_scaling ignored" in " ".join(fidelity.notes_of(model, manifest))

@@ -153,11 +153,10 @@ def test_every_mesh_reads_back_what_orbax_restores(tmp_path: Path, mesh: str, us
     check(open_manifest(step), v1.load_checkpointables(step, {"pytree": tree(mesh)})["pytree"])
 
 
-@pytest.mark.parametrize("options", [{"use_zarr3": z, "use_ocdbt": o} for z in (0, 1) for o in (0, 1)])
+@pytest.mark.parametrize("options", [{"use_zarr3": z, "use_ocdbt": o} for z in (False, True) for o in (False, True)])
 @pytest.mark.parametrize("use_compression", [False, True])
 def test_every_way_of_storing(tmp_path: Path, options: dict[str, Any], use_compression: bool) -> None:
     value = tree("2x4")
-    options = {name: bool(chosen) for name, chosen in options.items()}
     check(open_manifest(save(tmp_path / "7", value, use_compression=use_compression, **options)), value)
 
 
@@ -171,8 +170,8 @@ def test_uncompressed_chunks_are_extents(tmp_path: Path) -> None:
 
 def test_chunks_within_shards(tmp_path: Path) -> None:
     value = {"a": np.arange(60 * 64, dtype=np.float32).reshape(60, 64)}
-    options = {"use_compression": False, "storage_options": Saving.StorageOptions(chunk_byte_size=1024)}
-    check(open_manifest(save(tmp_path / "7", value, **options)), value)
+    small = Saving.StorageOptions(chunk_byte_size=1024)
+    check(open_manifest(save(tmp_path / "7", value, use_compression=False, storage_options=small)), value)
 
 
 @pytest.mark.parametrize("driver", ["zarr", "zarr3"])
@@ -187,11 +186,8 @@ def test_edge_chunks_are_stored_in_full(tmp_path: Path, driver: str, is_sharded:
     if is_sharded and driver == "zarr3":
         metadata["codecs"] = [shards]
     shutil.rmtree(step / "pytree/a")
-    kvstore = {"driver": "file", "path": f"{step}/pytree/a/"}
-    array = ts.open(
-        {"driver": driver, "kvstore": kvstore, "metadata": metadata}, create=True, shape=[50, 30], dtype="float32"
-    ).result()
-    array.write(value).result()
+    spec = {"driver": driver, "kvstore": {"driver": "file", "path": f"{step}/pytree/a/"}, "metadata": metadata}
+    ts.open(spec, create=True, shape=[50, 30], dtype="float32").result().write(value).result()
     manifest = open_manifest(step)
     assert isinstance(manifest.tensors["a"].storage, Chunked)
     check(manifest, {"a": value})
@@ -352,56 +348,42 @@ def test_metadata_that_lies(tmp_path: Path, changes: dict[str, Any], error: type
         open_manifest(plain(tmp_path, **changes))
 
 
-def zstd_step(tmp_path: Path) -> Path:
-    """A step whose one array lies compressed in a folder, in one shard."""
-    return save(tmp_path / "7", {"a": np.arange(64.0)}, use_ocdbt=False, use_compression=True, use_zarr3=True)
+def zstd_step(tmp_path: Path, **changes: Any) -> Path:
+    """A step whose one array lies compressed in a folder, in one shard, its metadata changed."""
+    step = save(tmp_path / "7", {"a": np.arange(64.0)}, use_ocdbt=False, use_compression=True, use_zarr3=True)
+    header = step / "pytree/a/zarr.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
+    return step
 
 
 DEEP = json.loads("[" * 40 + "]" * 40)
+ROWS = {"name": "rows", "configuration": {"chunk_shape": [64]}}
+SHARDING = {"name": "sharding_indexed", "configuration": {"codecs": [5]}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "error", "says"),
     [
-        ({"codecs": []}, "is not a list of codecs"),
-        ({"codecs": ["zstd"]}, "does not describe"),
-        ({"codecs": [{"name": ["zstd"]}]}, "is not a codec"),
-        ({"codecs": [{"name": "zstd", "configuration": 5}]}, "is not a codec"),
-        ({"codecs": [{"name": "zstd", "configuration": {"level": 1 << 70}}]}, "more than 64 bits"),
-        ({"codecs": [{"name": "transpose", "configuration": {"order": DEEP}}]}, "deep"),
-        ({"codecs": [{"name": "sharding_indexed", "configuration": {"codecs": [5]}}]}, "does not describe"),
-        ({"fill_value": -(1 << 64)}, "more than 64 bits"),
-        ({"node_type": "group"}, "is not an array with a regular grid"),
-        (
-            {"chunk_grid": {"name": "rows", "configuration": {"chunk_shape": [64]}}},
-            "is not an array with a regular grid",
-        ),
-        ({"chunk_key_encoding": {"name": "v3"}}, "is not an array with a regular grid"),
+        ({"codecs": []}, SourceError, "is not a list of codecs"),
+        ({"codecs": ["zstd"]}, SourceError, "does not describe"),
+        ({"codecs": [{"name": ["zstd"]}]}, SourceError, "is not a codec"),
+        ({"codecs": [{"name": "zstd", "configuration": 5}]}, SourceError, "is not a codec"),
+        ({"codecs": [{"name": "zstd", "configuration": {"level": 1 << 70}}]}, SourceError, "more than 64 bits"),
+        ({"codecs": [{"name": "transpose", "configuration": {"order": DEEP}}]}, SourceError, "deep"),
+        ({"codecs": [SHARDING]}, SourceError, "does not describe"),
+        ({"fill_value": -(1 << 64)}, SourceError, "more than 64 bits"),
+        ({"node_type": "group"}, SourceError, "is not an array with a regular grid"),
+        ({"chunk_grid": ROWS}, SourceError, "is not an array with a regular grid"),
+        ({"chunk_key_encoding": {"name": "v3"}}, SourceError, "is not an array with a regular grid"),
+        ({"codecs": None}, ShardloadError, r"array: None is not a list of codecs\. Copy"),
+        ({"chunk_grid": 5}, ShardloadError, r"array: an entry is of the wrong type\. Copy"),
+        ({"chunk_grid": {"name": "regular"}}, ShardloadError, r"array: 'configuration' is missing\. Copy"),
+        ({"data_type": "string"}, ShardloadError, r"zarr\.json: the data type 'string' is not supported"),
     ],
 )
-def test_codecs_that_lie(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    step = zstd_step(tmp_path)
-    header = step / "pytree/a/zarr.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
-    with pytest.raises(SourceError, match=says):
-        open_manifest(step)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"codecs": None}, r"array: None is not a list of codecs\. Copy"),
-        ({"chunk_grid": 5}, r"array: an entry is of the wrong type\. Copy"),
-        ({"chunk_grid": {"name": "regular"}}, r"array: 'configuration' is missing\. Copy"),
-        ({"data_type": "string"}, r"zarr\.json: the data type 'string' is not supported"),
-    ],
-)
-def test_what_is_wrong_is_said_in_words(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    step = zstd_step(tmp_path)
-    header = step / "pytree/a/zarr.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
-    with pytest.raises(ShardloadError, match=says):
-        open_manifest(step)
+def test_codecs_that_lie(tmp_path: Path, changes: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        open_manifest(zstd_step(tmp_path, **changes))
 
 
 def test_a_chunk_that_does_not_decode_is_told_without_the_insides_of_tensorstore(tmp_path: Path) -> None:
@@ -416,9 +398,7 @@ def test_a_chunk_that_does_not_decode_is_told_without_the_insides_of_tensorstore
 
 
 def test_what_only_describes_an_array_may_be_anything(tmp_path: Path) -> None:
-    step = zstd_step(tmp_path)
-    header = step / "pytree/a/zarr.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | {"attributes": {"a": [float("nan"), 1 << 70, DEEP]}}))
+    step = zstd_step(tmp_path, attributes={"a": [float("nan"), 1 << 70, DEEP]})
     check(open_manifest(step), {"a": np.arange(64.0)})
 
 
@@ -435,8 +415,8 @@ def _flip(file: Path) -> None:
     file.write_bytes(raw)
 
 
-def _truncate_data(item: Path) -> None:
-    os.truncate(max((item / "ocdbt.process_0/d").iterdir(), key=lambda p: p.stat().st_size), 4000)
+def _largest(folder: Path) -> Path:
+    return max(folder.iterdir(), key=lambda path: path.stat().st_size)
 
 
 def _link_data_out(item: Path) -> None:
@@ -455,7 +435,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "remove_manifest": (lambda item: (item / "manifest.ocdbt").unlink(), SourceError, "does not contain it"),
     "flip_manifest": (lambda item: _flip(item / "manifest.ocdbt"), SourceError, "damaged"),
     "flip_node": (lambda item: _flip(next((item / "d").iterdir())), SourceError, "damaged"),
-    "truncate_data": (_truncate_data, TruncatedSourceError, "truncated"),
+    "truncate_data": (
+        lambda item: os.truncate(_largest(item / "ocdbt.process_0/d"), 4000),
+        TruncatedSourceError,
+        "truncated",
+    ),
     "remove_data": (lambda item: shutil.rmtree(item / "ocdbt.process_0"), SourceNotFoundError, "There is no file"),
     "link_data_out": (_link_data_out, UnsafeSourceError, "symbolic link"),
     "duplicate_key": (lambda item: _replace_in_tree(item, '"use_zarr3"', '"use_ocdbt"'), SourceError, "twice"),
@@ -504,15 +488,15 @@ def test_nodes_that_share_their_children_end(tmp_path: Path, monkeypatch: pytest
         read_values(located(tmp_path))
 
 
-@pytest.mark.parametrize("place", ["value::../../etc/passwd:0:1", "value:../:d/x:0:1", "value::/etc/passwd:0:1"])
-def test_references_that_leave_the_folder(tmp_path: Path, place: str) -> None:
-    with pytest.raises(SourceError, match="names"):
-        OcdbtWalk(tmp_path).locate(place, "value")
+REFERENCES = {
+    "names": ("value::../../etc/passwd:0:1", "value:../:d/x:0:1", "value::/etc/passwd:0:1"),  # out of the folder
+    "which is not the location of a value": ("value::d::1", "value::d:1:", f"value::d:0:{'9' * 5000}", "value::d:-1:1"),
+}
 
 
-@pytest.mark.parametrize("place", ["value::d::1", "value::d:1:", f"value::d:0:{'9' * 5000}", "value::d:-1:1"])
-def test_references_without_two_numbers(tmp_path: Path, place: str) -> None:
-    with pytest.raises(SourceError, match="which is not the location of a value"):
+@pytest.mark.parametrize(("says", "place"), [(says, place) for says, places in REFERENCES.items() for place in places])
+def test_references_that_leave_the_folder_or_lack_two_numbers(tmp_path: Path, says: str, place: str) -> None:
+    with pytest.raises(SourceError, match=says):
         OcdbtWalk(located(tmp_path)).locate(place, "value")
 
 

@@ -121,17 +121,13 @@ def test_an_output_layer_that_equals_the_embedding_is_a_copy_of_it(family, tmp_p
     assert planned.tensor == "lm_head.weight" and "loading checks that it equals" in planned.reason
 
 
+TYPES = "roberta.embeddings.token_type_embeddings.weight"
 WANTED = {
     "attention bias": ("llama", "model.layers.0.self_attn.k_proj.bias", HEAD[0], ""),
     "MLP bias": ("llama", "model.layers.1.mlp.up_proj.bias", HEAD[0], ""),
     "another layer": ("llama", "model.layers.2.mlp.up_proj.weight", HEAD, ""),
     "untied head": ("gemma2", "lm_head.weight", np.zeros((48, 32), np.float32), "it differs from 'model.embed_tokens"),
-    "token types": (
-        "roberta",
-        "roberta.embeddings.token_type_embeddings.weight",
-        np.eye(1, 32, dtype=np.float32),
-        "not all zeros",
-    ),
+    "token types": ("roberta", TYPES, np.eye(1, 32, dtype=np.float32), "not all zeros"),
     "a bias called attn.bias": ("gpt2", "h.0.attn.bias", HEAD[0], ""),
     "position_ids of floats": ("bert", "bert.embeddings.position_ids", HEAD, ""),
     "the end of another name": ("bert", "my_embeddings.position_ids2", NUMBERS, ""),
@@ -139,9 +135,8 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("kind", WANTED)
-def test_what_the_model_should_use_is_refused_and_named(kind, tmp_path):
-    family, name, value, why = WANTED[kind]
+@pytest.mark.parametrize(("family", "name", "value", "why"), WANTED.values(), ids=WANTED)
+def test_what_the_model_should_use_is_refused_and_named(family, name, value, why, tmp_path):
     folder = edited(tmp_path, family, add={name: value}, config=architecture("XForCausalLM"))
     with pytest.raises(MismatchError, match=rf"(?s)not used by the model: {name}.*{why}.*--ignore {name}\)") as caught:
         shardload.load(folder, mesh="1x2")
@@ -196,15 +191,9 @@ def test_a_base_model_without_its_familys_prefix(family, tmp_path):
 
 def test_a_base_model_behind_another_prefix(tmp_path):
     """`LlamaForQuestionAnswering` calls its base model ``transformer``."""
-    config = architecture("LlamaForQuestionAnswering")
-    renamed = edited(
-        tmp_path,
-        "llama",
-        rename=lambda n: n.replace("model.", "transformer.", 1),
-        drop=["lm_head.weight"],
-        add={"qa_outputs.weight": HEAD},
-        config=config,
-    )
+    changes = {"drop": ["lm_head.weight"], "add": {"qa_outputs.weight": HEAD}}
+    changes |= {"config": architecture("LlamaForQuestionAnswering")}
+    renamed = edited(tmp_path, "llama", rename=lambda n: n.replace("model.", "transformer.", 1), **changes)
     model = shardload.load(renamed, mesh="1x2")
     assert [each.tensor for each in shardload.report(model).outside] == ["qa_outputs.weight"]
     assert model.tie_word_embeddings  # it has no output layer, and none is invented
@@ -230,18 +219,23 @@ def test_normalisations_by_the_names_of_old_checkpoints_and_of_transformers_5(tm
 
 @pytest.mark.parametrize("family", ["mistral", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_a_tied_output_layer_is_filled_from_the_embedding_where_kerashub_cannot_tie(family, tmp_path):
-    folder = edited(
-        tmp_path, family, drop=["lm_head.weight"], config={"tie_word_embeddings": True, **architecture("XForCausalLM")}
-    )
-    model = shardload.load(folder, mesh="1x2")
+    config = {"tie_word_embeddings": True, **architecture("XForCausalLM")}
+    model = shardload.load(edited(tmp_path, family, drop=["lm_head.weight"], config=config), mesh="1x2")
     embedding = model.backbone.token_embedding
     np.testing.assert_array_equal(np.asarray(embedding.reverse_embeddings).T, np.asarray(embedding.embeddings))
     assert shardload.report(model).missing == ()
 
 
-def test_qwen2_moe_is_tied_where_its_configuration_says_so(tmp_path):
-    folder = edited(tmp_path, "qwen2_moe", drop=["lm_head.weight"], config={"tie_word_embeddings": True})
-    assert shardload.plan(folder).missing == ()
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2_moe", {"drop": ["lm_head.weight"], "config": {"tie_word_embeddings": True}}),
+        ("vit", {"config": {"image_size": [32, 32], "patch_size": [16, 16]}}),
+    ],
+    ids=["tied where its configuration says so", "an image described by two equal sides"],
+)
+def test_nothing_is_missing_from(family, changes, tmp_path):
+    assert shardload.plan(edited(tmp_path, family, **changes)).missing == ()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
@@ -257,12 +251,6 @@ def test_another_output_layer_than_the_configuration_ties_is_used_and_noted(fami
     assert shardload.plan(folder).missing == () and shardload.plan(folder).outside[0].tensor == "lm_head.weight"
 
 
-def test_an_untied_output_layer_that_is_missing_is_an_error(tmp_path):
-    folder = edited(tmp_path, "mistral", drop=["lm_head.weight"], config=architecture("MistralForCausalLM"))
-    with pytest.raises(MismatchError, match="missing from the checkpoint: token_embedding/reverse_embeddings"):
-        shardload.load(folder, mesh="1x2")
-
-
 POOLER = ["pooler.dense.weight", "pooler.dense.bias"]
 
 
@@ -273,12 +261,18 @@ def test_bert_without_a_pooler_gets_an_initial_one_and_says_so(tmp_path):
     assert any("BertForMaskedLM has no pooler" in note for note in report.notes)
 
 
-@pytest.mark.parametrize(
-    ("drop", "kind"), [(POOLER, "BertForSequenceClassification"), (POOLER[:1], "BertModel")], ids=["used", "half"]
-)
-def test_a_pooler_that_is_used_or_half_there_is_missing(drop, kind, tmp_path):
-    folder = edited(tmp_path, "bert", drop=drop, config=architecture(kind))
-    with pytest.raises(MismatchError, match="missing from the checkpoint: pooled_dense/kernel"):
+REVERSE = "token_embedding/reverse_embeddings"
+NEEDED = {
+    "an untied output layer": ("mistral", ["lm_head.weight"], "MistralForCausalLM", REVERSE),
+    "a pooler that is used": ("bert", POOLER, "BertForSequenceClassification", "pooled_dense/kernel"),
+    "a pooler that is half there": ("bert", POOLER[:1], "BertModel", "pooled_dense/kernel"),
+}
+
+
+@pytest.mark.parametrize(("family", "drop", "kind", "missing"), NEEDED.values(), ids=NEEDED)
+def test_what_the_model_needs_is_missing(family, drop, kind, missing, tmp_path):
+    folder = edited(tmp_path, family, drop=drop, config=architecture(kind))
+    with pytest.raises(MismatchError, match=f"missing from the checkpoint: {missing}"):
         shardload.load(folder, mesh="1x2")
 
 
@@ -295,13 +289,10 @@ def test_a_classifier_of_two_classes_whose_labels_are_the_default(tmp_path):
     assert shardload.load(folder, mesh="1x2").num_classes == 2
 
 
+UNEVEN = {"encoder_layers": 2, "decoder_layers": 1}
 LACKING = {
     "head_dim": ("llama", {"head_dim": 16}, r"head_dim=16, but KerasHub's Llama3Backbone computes it as .*32 / 4 = 8"),
-    "bart": (
-        "bart",
-        {"encoder_layers": 2, "decoder_layers": 1},
-        "encoder_layers=2 and decoder_layers=1, .* one number",
-    ),
+    "bart": ("bart", UNEVEN, "encoder_layers=2 and decoder_layers=1, .* one number"),
     "esm": ("esm", {"position_embedding_type": "absolute"}, "transformers from pad_token_id . 1"),
     "vit": ("vit", {"qkv_bias": False}, "qkv_bias=False, but KerasHub's converter needs biases"),
     "dense layers": ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\], but .* experts in every layer"),
@@ -314,25 +305,18 @@ LACKING = {
 }
 
 
-@pytest.mark.parametrize("kind", LACKING)
-def test_what_kerashub_lacks_is_named(kind, tmp_path):
-    family, config, says = LACKING[kind]
+@pytest.mark.parametrize(("family", "config", "says"), LACKING.values(), ids=LACKING)
+def test_what_kerashub_lacks_is_named(family, config, says, tmp_path):
     with pytest.raises(UnsupportedError, match=f"Cannot build the model of .*{says}.*load_weights"):
         shardload.load(edited(tmp_path, family, config=config), mesh="1x2")
-
-
-def test_an_image_may_be_described_by_two_equal_sides(tmp_path):
-    folder = edited(tmp_path, "vit", config={"image_size": [32, 32], "patch_size": [16, 16]})
-    assert shardload.plan(folder).missing == ()
 
 
 def test_scaled_embeddings_of_esm_are_refused_by_name_and_can_be_ignored(tmp_path):
     folder = edited(tmp_path, "esm", config={"token_dropout": True})
     with pytest.raises(UnsupportedError, match="token_dropout is True in the configuration, but False"):
         shardload.plan(folder)
-    assert any(
-        "token_dropout ignored" in note for note in shardload.plan(folder, ignore_config=["token_dropout"]).notes
-    )
+    notes = shardload.plan(folder, ignore_config=["token_dropout"]).notes
+    assert any("token_dropout ignored" in note for note in notes)
 
 
 def test_the_base_of_esms_rotary_positions_is_set(tmp_path):
@@ -356,22 +340,19 @@ def test_vision_towers_as_transformers_5_names_them(tmp_path):
 
 
 def test_conversion_leaves_out_what_a_load_leaves_out_and_says_so(tmp_path):
-    buffers = {"bert.embeddings.position_ids": NUMBERS}
-    folder = edited(tmp_path, "bert", add=buffers)
-    notes = shardload.convert(folder, tmp_path / "preset", to="h5").notes
-    assert any("'bert.embeddings.position_ids' left out: a buffer" in note for note in notes)
-    check_same(shardload.load(tmp_path / "preset", mesh="1x2"), reference("bert", False))
-    folder = edited(tmp_path / "head", "bert", add={**buffers, "classifier.weight": HEAD})
-    notes = shardload.convert(folder, tmp_path / "out", to="h5").notes
-    assert any("'classifier.weight' left out: " in note for note in notes)
-    check_same(shardload.load(tmp_path / "out", mesh="1x2"), reference("bert", False))
+    add = {}
+    for name, value, told in (("bert.embeddings.position_ids", NUMBERS, "a buffer"), ("classifier.weight", HEAD, "")):
+        add[name] = value
+        folder = edited(tmp_path / name, "bert", add=add)
+        notes = shardload.convert(folder, tmp_path / name / "out", to="h5").notes
+        assert any(f"'{name}' left out: {told}" in note for note in notes)
+        check_same(shardload.load(tmp_path / name / "out", mesh="1x2"), reference("bert", False))
 
 
 def test_conversion_leaves_out_what_is_ignored(tmp_path):
     folder = edited(tmp_path, "bert", add={"encoder.odd.weight": HEAD})
-    with pytest.raises(
-        MismatchError, match=r"would be lost, .* --ignore encoder.odd.weight|ignore=\['encoder.odd.weight'\]"
-    ):
+    lost = r"would be lost, .* --ignore encoder.odd.weight|ignore=\['encoder.odd.weight'\]"
+    with pytest.raises(MismatchError, match=lost):
         shardload.convert(folder, tmp_path / "out", to="h5")
     notes = shardload.convert(folder, tmp_path / "out", to="h5", ignore=["*.odd.*"]).notes
     assert any("'encoder.odd.weight' left out: left out on request" in note for note in notes)
@@ -397,8 +378,7 @@ def test_a_file_that_a_configuration_describes_loads_as_its_folder(tmp_path):
 
 def test_an_index_or_a_shard_of_it_loads_as_its_folder(tmp_path):
     folder = edited(tmp_path, "llama")
-    hub_folders.save(folder, load_file(folder / WEIGHTS), 2)
-    (folder / WEIGHTS).unlink()
+    hub_folders.save(folder, taken(folder), 2)
     for name in ("model.safetensors.index.json", "model-00002-of-00002.safetensors"):
         assert shardload.plan(folder / name).source == str(folder)
 
@@ -414,8 +394,7 @@ def test_a_file_that_is_no_part_of_the_folders_checkpoint_stays_a_file(tmp_path)
 
 def test_reports_name_a_tensor_that_the_index_does_not_assign_to_its_shard(tmp_path):
     folder = edited(tmp_path, "llama")
-    hub_folders.save(folder, load_file(folder / WEIGHTS), 2)
-    (folder / WEIGHTS).unlink()
+    hub_folders.save(folder, taken(folder), 2)
     shard = folder / "model-00002-of-00002.safetensors"
     save_file({**load_file(shard), "left.over": np.ones(3, np.float32)}, shard)
     left_out = f"left out 1 unlisted tensor: model.safetensors.index.json does not assign 'left.over' to {shard.name}"
@@ -424,19 +403,19 @@ def test_reports_name_a_tensor_that_the_index_does_not_assign_to_its_shard(tmp_p
     assert left_out in shardload.convert(folder, tmp_path / "preset", to="h5").notes
 
 
-def variants(folder, *, names):
-    """Replace the file of a folder by one of these names and one whose numbers are twice as large."""
+def taken(folder):
+    """The tensors of a folder, whose file is deleted."""
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
-    for factor, name in enumerate(names, start=1):
-        save_file({key: value * factor for key, value in tensors.items()}, folder / name)
     return tensors
 
 
 @pytest.mark.parametrize("names", [(WEIGHTS, "model.fp16.safetensors"), ("a.safetensors", "b.safetensors")])
 def test_one_of_two_variants_is_loaded_by_its_own_path(names, tmp_path):
     folder = edited(tmp_path, "gpt2")
-    tensors = variants(folder, names=names)
+    tensors = taken(folder)
+    for factor, name in enumerate(names, start=1):
+        save_file({key: value * factor for key, value in tensors.items()}, folder / name)
     for factor, name in enumerate(names, start=1):
         model = shardload.load(folder / name, mesh="1x2")
         found = np.asarray(model.get_layer("token_embedding").embeddings)
@@ -448,17 +427,15 @@ def test_one_of_two_variants_is_loaded_by_its_own_path(names, tmp_path):
 
 def test_a_file_without_a_number_beside_others_is_one_of_several_shards(tmp_path):
     folder = edited(tmp_path, "gpt2")
-    tensors = load_file(folder / WEIGHTS)
-    (folder / WEIGHTS).unlink()
-    for number, part in enumerate((dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2]))):
-        save_file(part, folder / f"{'ab'[number]}.safetensors")
+    items = list(taken(folder).items())
+    save_file(dict(items[::2]), folder / "a.safetensors")
+    save_file(dict(items[1::2]), folder / "b.safetensors")
     same_as_clean(folder / "b.safetensors", "gpt2")
 
 
 def test_a_shard_in_a_subfolder_means_the_folder_of_its_index(tmp_path):
     folder = edited(tmp_path, "gpt2")
-    tensors = load_file(folder / WEIGHTS)
-    (folder / WEIGHTS).unlink()
+    tensors = taken(folder)
     (folder / "parts").mkdir()
     halves = {f"parts/model-0000{n + 1}-of-00002.safetensors": list(tensors)[n::2] for n in range(2)}
     for name, keys in halves.items():

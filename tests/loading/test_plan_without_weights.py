@@ -22,17 +22,8 @@ from shardload.resolve.architectures import lookup, scaled
 from shardload.synth import synth
 from shardload.verifying import verify
 
-FAMILIES = [
-    "gemma_2b",
-    "gemma2_9b",
-    "gemma3_1b",
-    "llama3_8b",
-    "llama3.2_1b",
-    "mistral_7b",
-    "qwen2.5_0.5b",
-    "qwen3_0.6b",
-]
-FAMILIES += ["gpt2_base", "bert_base"]
+FAMILIES = ["gemma_2b", "gemma2_9b", "gemma3_1b", "llama3_8b", "llama3.2_1b", "mistral_7b", "qwen2.5_0.5b"]
+FAMILIES += ["qwen3_0.6b", "gpt2_base", "bert_base"]
 MESHES = ["4x8", "data=4,model=8", "data=2,fsdp=2,model=2", "64x16", "1x3"]
 TINY = 0.02
 
@@ -58,8 +49,13 @@ def tiny():
         yield name
 
 
-def facts(report, *, without=("seconds", "notes")):
-    return {key: value for key, value in report.to_json().items() if key not in without}
+def facts(report, *more):
+    """What a plan says, without its times and notes, and these."""
+    return {key: value for key, value in report.to_json().items() if key not in ("seconds", "notes", *more)}
+
+
+def tiny_synth(name, directory, *, format="safetensors", **options):
+    return synth(name, format=format, scale=TINY, directory=directory, **options)
 
 
 def without_weights(folder):
@@ -84,25 +80,22 @@ def assert_same_facts(found, expected):
 
 def assert_same(whole, bare, **options):
     plans = [shardload.plan(folder, **options) for folder in (whole, bare)]
-    expected, found = (facts(plan, without=("seconds", "notes", "source")) for plan in plans)
+    expected, found = (facts(plan, "source") for plan in plans)
     assert_same_facts(found, expected)
-    assert plans[1].notes == (
-        *plans[0].notes[:1],
-        f"planned from its configuration: no weights are in {bare}",
-        *plans[0].notes[1:],
-    )
+    first, *others = plans[0].notes
+    assert plans[1].notes == (first, f"planned from its configuration: no weights are in {bare}", *others)
 
 
 @pytest.mark.parametrize("number", range(len(FAMILIES)))
 def test_a_hugging_face_configuration_plans_as_its_checkpoint(number, tmp_path):
-    whole = synth(FAMILIES[number], format="safetensors", scale=TINY, directory=tmp_path)
+    whole = tiny_synth(FAMILIES[number], tmp_path)
     options = {"mesh": MESHES[number % len(MESHES)], "dtype": (None, "float32")[number % 2]}
     assert_same(whole, without_weights(whole), device_memory_bytes="64KiB", **options)
 
 
 @pytest.mark.parametrize("name", ["gemma2_9b", "llama3.2_1b", "bert_base"])
 def test_the_configuration_of_a_kerashub_preset_plans_as_the_preset(name, tmp_path):
-    whole = synth(name, scale=TINY, directory=tmp_path)
+    whole = tiny_synth(name, tmp_path, format="preset")
     assert_same(whole, without_weights(whole), mesh="2x4", dtype="float32")
 
 
@@ -114,7 +107,7 @@ def test_the_weights_of_a_task_outside_its_backbone_are_planned(tmp_path):
     whole = tmp_path / "preset"
     expected, found = (shardload.plan(folder, mesh="2x4") for folder in (whole, without_weights(whole)))
     assert found.variables == expected.variables > len(backbone.weights)
-    assert_same_facts(*(facts(plan, without=("seconds", "notes", "source")) for plan in (found, expected)))
+    assert_same_facts(facts(found, "source"), facts(expected, "source"))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -153,9 +146,13 @@ def test_a_name_that_kerashub_has_too_is_not_looked_up_there():
     assert shardload.plan("gemma3_1b").source == "gemma3_1b"  # its converter asks KerasHub for more files
 
 
-def test_the_path_of_a_configuration_is_enough(tmp_path):
-    folder = config_folder(tmp_path / "config", scaled(lookup("gemma2_9b")[1], TINY))
-    assert facts(shardload.plan(folder / "config.json")) == facts(shardload.plan(folder))
+@pytest.fixture
+def gemma_config(tmp_path):
+    return config_folder(tmp_path / "config", scaled(lookup("gemma2_9b")[1], TINY))
+
+
+def test_the_path_of_a_configuration_is_enough(gemma_config):
+    assert facts(shardload.plan(gemma_config / "config.json")) == facts(shardload.plan(gemma_config))
 
 
 def test_a_configuration_may_have_another_name(tmp_path):
@@ -163,14 +160,11 @@ def test_a_configuration_may_have_another_name(tmp_path):
     named = (folder / "config.json").rename(tmp_path / "my8b.json")
     found = shardload.plan(named)
     assert found.source == str(named) and found.notes[0].startswith(f"planned from its configuration: {named} alone")
-    with pytest.raises(
-        UnsupportedError, match=r"my8b\.json is a model's configuration .* shardload plan takes this file"
-    ):
+    told = r"my8b\.json is a model's configuration .* shardload plan takes this file"
+    with pytest.raises(UnsupportedError, match=told):
         shardload.load(named)
     named.rename(folder / "config.json")
-    assert facts(found, without=("seconds", "notes", "source")) == facts(
-        shardload.plan(folder), without=("seconds", "notes", "source")
-    )
+    assert facts(found, "source") == facts(shardload.plan(folder), "source")
 
 
 def test_names_of_architectures_match_with_hyphens(tiny):
@@ -178,24 +172,24 @@ def test_names_of_architectures_match_with_hyphens(tiny):
 
 
 def test_with_weights_beside_it_the_path_of_a_configuration_means_the_checkpoint(tmp_path):
-    whole = synth("gpt2", format="safetensors", scale=TINY, directory=tmp_path)
+    whole = tiny_synth("gpt2", tmp_path)
     assert facts(shardload.plan(whole / "config.json")) == facts(shardload.plan(whole))
 
 
-def test_files_of_other_models_beside_a_configuration_are_no_obstacle(tmp_path):
-    folder = config_folder(tmp_path / "config", scaled(lookup("gemma2_9b")[1], TINY))
-    alone = shardload.plan(folder / "config.json")
-    (folder / "other.h5").write_bytes(b"")
-    found = shardload.plan(folder / "config.json")
-    assert facts(found, without=("seconds", "notes")) == facts(alone, without=("seconds", "notes"))
+def test_files_of_other_models_beside_a_configuration_are_no_obstacle(gemma_config):
+    path = gemma_config / "config.json"
+    alone = shardload.plan(path)
+    (gemma_config / "other.h5").write_bytes(b"")
+    found = shardload.plan(path)
+    assert facts(found) == facts(alone)
     [note] = found.notes
-    assert note.startswith(f"planned from its configuration: its weights are not in {folder}. It states no dtype")
+    assert note.startswith(f"planned from its configuration: its weights are not in {gemma_config}. It states no dtype")
     assert found.dtypes == ("float32",)
-    assert shardload.plan(folder / "config.json", dtype="bfloat16").dtypes == ("bfloat16",)
+    assert shardload.plan(path, dtype="bfloat16").dtypes == ("bfloat16",)
 
 
 def test_an_index_whose_shards_are_not_there_is_no_obstacle(tmp_path):
-    whole = synth("gpt2", format="safetensors", scale=TINY, directory=tmp_path, shard_bytes=100_000)
+    whole = tiny_synth("gpt2", tmp_path, shard_bytes=100_000)
     bare = without_weights(whole)
     assert (bare / "model.safetensors.index.json").exists()
     assert shardload.plan(bare).parameters == shardload.plan(whole).parameters
@@ -241,7 +235,7 @@ def test_a_model_with_experts_plans_as_its_checkpoint(family, tmp_path):
     (whole / "config.json").write_text(json.dumps(config))
     plans = [shardload.plan(folder, mesh="2x4") for folder in (whole, without_weights(whole))]
     # The names of layers are numbered as they are built.
-    one, two = (facts(plan, without=("seconds", "notes", "source", "computed")) for plan in plans)
+    one, two = (facts(plan, "source", "computed") for plan in plans)
     assert one == two
     assert len(plans[0].computed) == len(plans[1].computed)
 
@@ -373,7 +367,7 @@ def test_a_hostile_configuration_is_refused(changes, said, tmp_path):
 
 
 def test_a_preset_of_more_layers_than_any_model_is_refused(tmp_path):
-    bare = without_weights(synth("gpt2", scale=TINY, directory=tmp_path))
+    bare = without_weights(tiny_synth("gpt2", tmp_path, format="preset"))
     config = json.loads((bare / "config.json").read_text())
     config["config"]["num_layers"] = 10**9
     (bare / "config.json").write_text(json.dumps(config))
@@ -394,7 +388,7 @@ def weightless(request, tmp_path, monkeypatch):
     if request.param == "name":
         return "gemma2_27b"
     format = "preset" if request.param == "preset" else "safetensors"
-    return str(without_weights(synth("gpt2", format=format, scale=TINY, directory=tmp_path)))
+    return str(without_weights(tiny_synth("gpt2", tmp_path, format=format)))
 
 
 @pytest.mark.parametrize(
@@ -416,7 +410,7 @@ def test_only_a_plan_needs_no_weights(call, weightless, tmp_path, monkeypatch):
 
 
 def test_a_folder_without_weights_is_no_readable_checkpoint(tmp_path):
-    (verdict,) = verify(without_weights(synth("gpt2", format="safetensors", scale=TINY, directory=tmp_path)))
+    (verdict,) = verify(without_weights(tiny_synth("gpt2", tmp_path)))
     assert verdict.verdict == "damaged" and "contains neither model.safetensors nor" in verdict.problems[0]
 
 
@@ -432,7 +426,7 @@ HANDLE = "kaggle://keras/some/keras/some_model_en/2"
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub with one preset, and the names of the files that were downloaded from it."""
-    source = synth("gpt2", scale=TINY, directory=tmp_path / "remote")
+    source = tiny_synth("gpt2", tmp_path / "remote", format="preset")
     (source / "metadata.json").unlink()
     cache = tmp_path / "kaggle" / "models" / HANDLE.removeprefix("kaggle://")
     asked = []
@@ -466,11 +460,7 @@ def test_of_a_preset_only_the_configuration_is_downloaded(name, hub):
 
 
 def test_of_a_hugging_face_model_only_the_configuration_is_downloaded(tmp_path, monkeypatch):
-    source, cache = (
-        synth("llama3_8b", format="safetensors", scale=TINY, directory=tmp_path / "remote"),
-        tmp_path / "cache",
-    )
-    asked = []
+    source, cache, asked = tiny_synth("llama3_8b", tmp_path / "remote"), tmp_path / "cache", []
 
     def download(name, *, allow_patterns, revision=None, local_files_only=False):
         assert revision is None
