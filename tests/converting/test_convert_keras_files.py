@@ -9,7 +9,8 @@ import keras_hub
 import numpy as np
 import pytest
 import warm_start
-from conversions import ROOT, held, same, start, wait_for
+from by_hand import check_same
+from conversions import ROOT, held, same, started
 from hub_folders import build
 from same_models import zero_new_adapters
 
@@ -27,20 +28,13 @@ def described(path):
     return keras.saving.deserialize_keras_object(json.loads(path.read_text()))
 
 
-def assert_same_weights(one, two):
-    assert len(one.weights) == len(two.weights) > 1
-    for variables in zip(one.weights, two.weights, strict=True):
-        a, b = (np.asarray(variable.value) for variable in variables)
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
-
-
 @pytest.mark.slow
 def test_keras_reads_shards_and_names_them_as_we_do(preset, tmp_path):
     report = shardload.convert(preset, tmp_path / "ours" / "m.weights.json", max_shard_bytes="256KiB")
     assert report.format == "keras-sharded-h5"
     model = described(tmp_path / "ours" / "m.json")
     model.load_weights(tmp_path / "ours" / "m.weights.json")
-    assert_same_weights(model, shardload.load(preset, mesh="1x1", task=False))
+    check_same(model, shardload.load(preset, mesh="1x1", task=False))
     (tmp_path / "keras").mkdir()
     model.save_weights(tmp_path / "keras" / "m.weights.json", max_shard_size=report.n_bytes / 2**30)
     shardload.convert(preset, tmp_path / "again" / "m.weights.json", max_shard_bytes=report.n_bytes)
@@ -66,7 +60,7 @@ def test_shards_are_cut_where_keras_cuts_them(tmp_path):
         assert list(held_by[0]) == list(held_by[1])
     again = keras.models.clone_model(model)
     again.load_weights(tmp_path / "ours" / "m.weights.json")
-    assert_same_weights(model, again)
+    check_same(model, again)
 
 
 @pytest.mark.slow
@@ -90,7 +84,7 @@ def test_a_preset_in_shards(preset, tmp_path):
     assert len(list((tmp_path / "out").glob("model_*.weights.h5"))) > 2
     assert same(preset, tmp_path / "out")
     found = keras_hub.models.GemmaBackbone.from_preset(str(tmp_path / "out"), dtype="bfloat16")
-    assert_same_weights(found, shardload.load(preset, mesh="1x1", task=False))
+    check_same(found, shardload.load(preset, mesh="1x1", task=False))
 
 
 def test_shards_of_two_checkpoints_are_never_mixed(presets, preset, tmp_path):
@@ -120,9 +114,7 @@ def test_a_shard_of_somebody_else_stays(preset, tmp_path):
 @pytest.mark.parametrize("name", ["m.weights.json", pytest.param("m", marks=pytest.mark.slow)])
 def test_another_shard_size_begins_anew(name, preset, tmp_path):
     """What a killed run had done was cut otherwise."""
-    child = start(preset, tmp_path / name, "h5" if name.endswith("json") else "safetensors")
-    journal = tmp_path / f".{name}.converting" / "journal.jsonl"
-    wait_for(lambda: journal.exists() and journal.read_text().count('"done"') >= 2, child)
+    child = started(preset, tmp_path / name, "h5" if name.endswith("json") else "safetensors", done=2)
     child.kill()
     child.wait()
     to = None if name.endswith("json") else "safetensors"
@@ -175,10 +167,7 @@ def shards_of(index):
 
 
 def classifier(dropout=0.0):
-    backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=40, num_layers=2, num_heads=2, hidden_dim=16, intermediate_dim=24, dropout=dropout,
-        max_sequence_length=12,
-    )  # fmt: skip
+    backbone = keras_hub.models.BertBackbone(40, 2, 2, 16, 24, dropout=dropout, max_sequence_length=12)
     return keras_hub.models.BertTextClassifier(backbone=backbone, num_classes=3, dropout=dropout)
 
 
@@ -199,8 +188,8 @@ def test_a_classifier_s_head_is_in_the_preset(via, task, tmp_path):
     shardload.convert(task, tmp_path / "via", to=via)
     shardload.convert(tmp_path / "via", tmp_path / "back", to="h5")
     assert {"task.json", "task.weights.h5", "model.weights.h5"} <= {path.name for path in (tmp_path / "back").iterdir()}
-    assert_same_weights(from_preset(tmp_path / "back"), from_preset(task))
-    assert_same_weights(shardload.load(tmp_path / "back", mesh="1x8"), from_preset(task))
+    check_same(from_preset(tmp_path / "back"), from_preset(task))
+    check_same(shardload.load(tmp_path / "back", mesh="1x8"), from_preset(task))
     theirs, ours = (open_manifest(path / "task.weights.h5").tensors for path in (task, tmp_path / "back"))
     assert sorted(ours) == sorted(theirs)
 
@@ -210,7 +199,7 @@ def test_a_classifier_in_one_file(task, tmp_path):
     found = classifier()
     found.optimizer = None  # Keras would miss its state
     found.load_weights(tmp_path / "m.weights.h5")
-    assert_same_weights(found, from_preset(task))
+    check_same(found, from_preset(task))
     assert type(described(tmp_path / "m.json")) is type(found)
 
 
@@ -220,7 +209,7 @@ def test_a_masked_lm_shares_its_embedding(tmp_path):
     model.save_to_preset(str(tmp_path / "preset"))
     shardload.convert(tmp_path / "preset", tmp_path / "step", to="orbax")
     shardload.convert(tmp_path / "step", tmp_path / "back", to="h5")
-    assert_same_weights(keras_hub.models.MaskedLM.from_preset(str(tmp_path / "back"), dtype="float32"), model)
+    check_same(keras_hub.models.MaskedLM.from_preset(str(tmp_path / "back"), dtype="float32"), model)
 
 
 @pytest.mark.slow
@@ -228,7 +217,7 @@ def test_an_image_classifier_from_hugging_face(tmp_path):
     path = hub_folders.write(tmp_path / "hf", "vit", build(tmp_path / "hf", "vit"), unwanted=False)
     shardload.convert(path, tmp_path / "out", to="h5")
     wanted = hub_folders.reference(path, build(path, "vit"), "vit")
-    assert_same_weights(keras_hub.models.ImageClassifier.from_preset(str(tmp_path / "out"), dtype="float32"), wanted)
+    check_same(keras_hub.models.ImageClassifier.from_preset(str(tmp_path / "out"), dtype="float32"), wanted)
 
 
 # ---- what Keras leaves out ----------------------------------------------------------------------
@@ -245,7 +234,7 @@ def test_lora_goes_to_orbax_as_it_loads_and_is_refused_for_hdf5(tmp_path):
     assert any(np.any(v.value) for v in found.weights if v.path.endswith("lora_kernel_a"))  # so that it trains
     zero_new_adapters(wanted)
     zero_new_adapters(found)
-    assert_same_weights(found, wanted)
+    check_same(found, wanted)
     with pytest.raises(UnsupportedError, match=r"lora_kernel_a.*the format orbax"):
         shardload.convert(tmp_path / "model.keras", tmp_path / "out.weights.h5")
 
@@ -260,7 +249,7 @@ def test_states_of_seed_generators_are_left_out_as_keras_does(tmp_path):
     assert held(tmp_path / "ours.weights.h5").keys() == held(tmp_path / "theirs.weights.h5").keys()
     again = keras.models.clone_model(model)
     again.load_weights(tmp_path / "ours.weights.h5")
-    assert_same_weights(again, model)
+    check_same(again, model)
 
 
 def test_the_optimizer_of_a_keras_archive_is_left_out_and_told(tmp_path):
@@ -274,7 +263,7 @@ def test_the_optimizer_of_a_keras_archive_is_left_out_and_told(tmp_path):
         assert any(note.startswith("10 tensors of optimizer") for note in report.notes)
         again = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(2)])
         again.load_weights(tmp_path / out)
-        assert_same_weights(again, model)
+        check_same(again, model)
         (tmp_path / "out.json").unlink()
 
 
@@ -284,16 +273,12 @@ def test_a_preset_keeps_the_states_of_its_backbone(tmp_path):
     shardload.convert(tmp_path / "preset", tmp_path / "one", to="orbax")
     shardload.convert(tmp_path / "one", tmp_path / "two", to="h5")
     shardload.convert(tmp_path / "two", tmp_path / "three", to="orbax")
-    one, three = (seeds_of(tmp_path / name) for name in ("one", "three"))
+    steps = (held(tmp_path / name) for name in ("one", "three"))
+    # In no order: their names count on from whatever was made before in this process.
+    one, three = ({tensors[name].tobytes() for name in tensors if "seed" in name} for tensors in steps)
     assert len(one) == len(three) > 3
     assert len(one - three) == 1  # the head's
     assert from_preset(tmp_path / "two") is not None
-
-
-def seeds_of(step):
-    """In no order: their names count on from whatever was made before in this process."""
-    tensors = held(step)
-    return {tensors[name].tobytes() for name in tensors if "seed" in name}
 
 
 def test_the_numbers_of_an_optimizer_that_never_trained_are_written_as_by_keras_and_no_loss(tmp_path):
@@ -304,11 +289,8 @@ def test_the_numbers_of_an_optimizer_that_never_trained_are_written_as_by_keras_
     names = [set(shardload.inspect(tmp_path / f"{name}.weights.h5").tensors) for name in ("keras", "ours")]
     assert names[0] == names[1] >= {"optimizer/vars/0", "optimizer/vars/1"}
     model.save(tmp_path / "untrained.keras")
+    assert not shardload.convert(tmp_path / "untrained.keras", tmp_path / "untrained.weights.h5").notes
     model.fit(np.ones((2, 4)), np.ones((2, 3)), verbose=0)
     model.save(tmp_path / "trained.keras")
-    notes = {
-        name: shardload.convert(tmp_path / f"{name}.keras", tmp_path / f"{name}.weights.h5").notes
-        for name in ("untrained", "trained")
-    }
-    assert not notes["untrained"]
-    assert any("of optimizer and metrics left out" in note for note in notes["trained"])
+    report = shardload.convert(tmp_path / "trained.keras", tmp_path / "trained.weights.h5")
+    assert any("of optimizer and metrics left out" in note for note in report.notes)

@@ -7,7 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import warm_start
+from checkpoints import flip, largest_file
 from conversions import same
+from progress_calls import AfterShare
 
 import shardload
 from shardload.errors import DamagedError, MismatchError, UnsupportedError, UsageError
@@ -43,21 +45,10 @@ def test_a_converted_step_has_the_bits_of_the_saved_model(tuned, presets, tmp_pa
 
 
 def test_an_interrupted_merge_goes_on_and_another_base_begins_again(tuned, presets, tmp_path):
-    class Stopping:
-        def start(self, total_bytes, description):
-            self.left = total_bytes * 3 // 4 if description.startswith("Converting") else 1 << 60
-
-        def advance(self, n_bytes):
-            self.left -= n_bytes
-            if self.left < 0:
-                raise KeyboardInterrupt
-
-        def stop(self):
-            pass
-
     options = {"to": "safetensors", "base": presets[NAME], "merge_lora": True}
+    progress = AfterShare(KeyboardInterrupt, 0.75, stage="Converting")
     with pytest.raises(KeyboardInterrupt):
-        shardload.convert(tuned[1], tmp_path / "out", progress=Stopping(), **options)
+        shardload.convert(tuned[1], tmp_path / "out", progress=progress, **options)
     assert shardload.convert(tuned[1], tmp_path / "out", **options).resumed > 0
     shardload.convert(tuned[1], tmp_path / "whole", **options)
     assert same(tmp_path / "out", tmp_path / "whole")
@@ -98,10 +89,8 @@ def test_what_has_no_adapters_cannot_be_merged(presets, tmp_path):
 
 def test_a_damaged_partial_step_is_not_converted(tuned, presets, tmp_path):
     step = shutil.copytree(tuned[1], tmp_path / "1")
-    chunk = max((step / "pytree").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-    content = bytearray(chunk.read_bytes())
-    content[len(content) // 2] ^= 1
-    chunk.write_bytes(content)
+    chunk = largest_file(step / "pytree")
+    flip(chunk, chunk.stat().st_size // 2)
     with pytest.raises(DamagedError, match="shardload verify"):
         shardload.convert(step, tmp_path / "out", to="safetensors", base=presets[NAME], merge_lora=True)
 

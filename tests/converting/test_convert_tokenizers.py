@@ -44,6 +44,19 @@ def folders(tmp_path_factory):
     return found
 
 
+def converted(source, via, folder, to):
+    """What a source becomes, by way of another format if one is given."""
+    if via is not None:
+        shardload.convert(source, folder / "via", to=via)
+        source = folder / "via"
+    return shardload.convert(source, folder / "out", to=to)
+
+
+def assert_same_tokens(one, two):
+    for ours, theirs in zip(one(TEXT), two(TEXT), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def files(folder):
     skipped = ("transformers", "model.weights.h5", "metadata.json")
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -57,16 +70,13 @@ def test_a_preset_has_the_tokenizer_that_keras_hub_would_write(name, via, folder
     source = folders[name]
     theirs = keras_hub.models.CausalLM.from_preset(str(source), dtype="bfloat16")
     theirs.save_to_preset(str(tmp_path / "theirs"))
-    if via is not None:
-        shardload.convert(source, tmp_path / "via", to=via)
-    shardload.convert(source if via is None else tmp_path / "via", tmp_path / "ours", to="h5")
-    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+    converted(source, via, tmp_path, "h5")
+    assert files(tmp_path / "out") == files(tmp_path / "theirs")
     for path in (tmp_path / "theirs" / "assets").rglob("*.*"):
-        assert (tmp_path / "ours" / path.relative_to(tmp_path / "theirs")).read_bytes() == path.read_bytes()
-    ours = keras_hub.models.CausalLM.from_preset(str(tmp_path / "ours"), dtype="bfloat16")
+        assert (tmp_path / "out" / path.relative_to(tmp_path / "theirs")).read_bytes() == path.read_bytes()
+    ours = keras_hub.models.CausalLM.from_preset(str(tmp_path / "out"), dtype="bfloat16")
     assert type(ours.preprocessor.tokenizer) is type(theirs.preprocessor.tokenizer)
-    for one, two in zip(*(m.preprocessor.tokenizer(TEXT) for m in (ours, theirs)), strict=True):
-        np.testing.assert_array_equal(one, two)
+    assert_same_tokens(ours.preprocessor.tokenizer, theirs.preprocessor.tokenizer)
 
 
 def test_a_preset_with_a_tokenizer_can_be_read_by_others(tmp_path, monkeypatch):
@@ -82,13 +92,10 @@ def test_a_preset_with_a_tokenizer_can_be_read_by_others(tmp_path, monkeypatch):
 @pytest.mark.parametrize("via", [None, "orbax"])
 def test_the_tokenizer_works_where_the_preprocessor_needs_tensorflow(via, folders, tmp_path):
     source = folders["gemma3_1b"]
-    if via is not None:
-        shardload.convert(source, tmp_path / "via", to=via)
-    shardload.convert(source if via is None else tmp_path / "via", tmp_path / "out", to="h5")
+    converted(source, via, tmp_path, "h5")
     theirs, ours = (keras_hub.tokenizers.Gemma3Tokenizer.from_preset(str(path)) for path in (source, tmp_path / "out"))
     assert ours.get_config() == {**theirs.get_config(), "name": ours.name}
-    for one, two in zip(ours(TEXT), theirs(TEXT), strict=True):
-        np.testing.assert_array_equal(one, two)
+    assert_same_tokens(ours, theirs)
     assert shardload.load(tmp_path / "out").preprocessor is None
     assert tokenizer_of(shardload.inspect(tmp_path / "out")).encode(TEXT[0])[1:] == [int(i) for i in theirs(TEXT[0])]
 
@@ -177,18 +184,13 @@ def test_a_model_whose_tokenizer_has_no_words_is_a_preset_without_it(folders, tm
 @pytest.mark.parametrize("name", ["gemma2_9b", "llama3.2_1b", "qwen3_0.6b"])
 def test_a_preset_s_tokenizer_becomes_hugging_face_s(name, via, folders, tmp_path):
     source = folders[name]
-    shardload.convert(source, tmp_path / "preset", to="h5")
-    shutil.rmtree(tmp_path / "preset" / "transformers")  # now it is like one that never was anything else
-    if via is not None:
-        shardload.convert(tmp_path / "preset", tmp_path / "via", to=via)
-    report = shardload.convert(tmp_path / ("preset" if via is None else "via"), tmp_path / "out", to="safetensors")
+    out, report = there_and_back(source, via, tmp_path)
     assert not any("tokenizer" in note for note in report.notes)
-    theirs, ours = (tokenizer_of(shardload.inspect(path)) for path in (source, tmp_path / "out"))
+    theirs, ours = (tokenizer_of(shardload.inspect(path)) for path in (source, out))
     assert [ours.encode(text) for text in ("thexoqtthe", "the")] == [theirs.encode(t) for t in ("thexoqtthe", "the")]
     again = keras_hub.models.CausalLM.from_preset(str(tmp_path / "out"), dtype="bfloat16").preprocessor.tokenizer
     first = keras_hub.models.CausalLM.from_preset(str(source), dtype="bfloat16").preprocessor.tokenizer
-    for one, two in zip(again(TEXT), first(TEXT), strict=True):
-        np.testing.assert_array_equal(one, two)
+    assert_same_tokens(again, first)
 
 
 @pytest.mark.parametrize("via", [None, "orbax"])
@@ -202,8 +204,7 @@ def test_gpt2_s_vocabulary_becomes_hugging_face_s(via, tmp_path):
     assert not any("tokenizer" in note for note in report.notes)
     assert json.loads((out / "vocab.json").read_text()) == vocabulary
     theirs, ours = (keras_hub.tokenizers.GPT2Tokenizer.from_preset(str(path)) for path in (source, out))
-    for one, two in zip(ours(TEXT), theirs(TEXT), strict=True):
-        np.testing.assert_array_equal(one, two)
+    assert_same_tokens(ours, theirs)
 
 
 @pytest.mark.parametrize("via", [None, "orbax"])
@@ -225,10 +226,7 @@ def there_and_back(source, via, folder):
     """From a preset that never was anything else to Hugging Face."""
     shardload.convert(source, folder / "preset", to="h5")
     shutil.rmtree(folder / "preset" / "transformers", ignore_errors=True)
-    if via is not None:
-        shardload.convert(folder / "preset", folder / "via", to=via)
-    report = shardload.convert(folder / ("preset" if via is None else "via"), folder / "out", to="safetensors")
-    return folder / "out", report
+    return folder / "out", converted(folder / "preset", via, folder, "safetensors")
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------
@@ -263,9 +261,7 @@ def test_gguf_byte_pairs_become_a_tokenizer_json(tmp_path, monkeypatch):
 def test_a_preset_of_gguf_has_its_tokenizer(model_type, add, via, tmp_path, monkeypatch):
     file = gguf_with_tokenizer(tmp_path, monkeypatch, model_type, add)
     wanted = tokenizer_of(shardload.inspect(file))
-    if via is not None:
-        shardload.convert(file, tmp_path / "via", to=via)
-    shardload.convert(file if via is None else tmp_path / "via", tmp_path / "out", to="h5")
+    converted(file, via, tmp_path, "h5")
     found = keras_hub.models.CausalLM.from_preset(str(tmp_path / "out"), dtype="bfloat16").preprocessor.tokenizer
     for text in TEXT:
         assert [*wanted.prefix, *(int(i) for i in found(text))] == wanted.encode(text)

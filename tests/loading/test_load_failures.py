@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from by_hand import check_same, pointers
 from checkpoints import write_gguf
+from progress_calls import AfterBlocks
 from safetensors.numpy import save_file
 
 import shardload
@@ -89,26 +90,8 @@ def bound():
 LIVE = pytest.mark.parametrize("make", [stack, bound])
 
 
-class Interfering:
-    """Progress that does something once, after so many blocks."""
-
-    def __init__(self, act, *, after):
-        self.act, self.left = act, after
-
-    def start(self, total_bytes, description):
-        pass
-
-    def advance(self, n_bytes):
-        self.left -= 1
-        if self.left == 0:
-            self.act()
-
-    def stop(self):
-        pass
-
-
 def load_interrupted(model, path, act, *, after=8, **options):
-    progress = Interfering(act, after=after)
+    progress = AfterBlocks(act, after)
     shardload.load_weights(model, path, host_memory_bytes=SMALL, progress=progress, **options)
 
 
@@ -417,7 +400,7 @@ def test_a_failed_load_of_a_new_model_leaves_nothing_in_memory(act, tmp_path):
     gc.collect()
     before = {id(a) for a in jax.live_arrays()}
     with pytest.raises((KeyboardInterrupt, TransferError)) as caught:
-        shardload.load(path, mesh="1x8", host_memory_bytes=SMALL, progress=Interfering(act, after=20))
+        shardload.load(path, mesh="1x8", host_memory_bytes=SMALL, progress=AfterBlocks(act, 20))
     traceback.clear_frames(caught.tb)
     del caught
     gc.collect()

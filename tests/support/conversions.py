@@ -24,13 +24,12 @@ def same(first, second):
     return not found.differences and found.equal > 10
 
 
-def start(source, target, to):
-    return warm_start.start(["-m", "convert_child", source, target, to, "0.2"], cwd=ROOT)
-
-
-def wait_for(condition, child, timeout_s=90):
-    end = time.monotonic() + timeout_s
-    while not condition():
+def started(source, target, to, *, done):
+    """A process that converts, once it has done so many tensors."""
+    child = warm_start.start(["-m", "convert_child", source, target, to, "0.2"], cwd=ROOT)
+    journal, end = target.with_name(f".{target.name}.converting") / "journal.jsonl", time.monotonic() + 90
+    while not (journal.exists() and journal.read_text().count('"done"') >= done):
         assert child.poll() is None, "the conversion ended before it could be killed"
         assert time.monotonic() < end
         time.sleep(0.05)
+    return child

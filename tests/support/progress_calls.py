@@ -16,3 +16,31 @@ class Counted:
 
     def stop(self):
         self.ended = True
+
+
+class AfterBlocks(Counted):
+    """Does something once, after so many blocks."""
+
+    def __init__(self, act, blocks):
+        super().__init__()
+        self.act, self.left = act, blocks
+
+    def advance(self, n_bytes):
+        super().advance(n_bytes)
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+
+class AfterShare(Counted):
+    """Fails once more than a share of a stage's bytes is done."""
+
+    def __init__(self, error, share, *, stage=""):
+        super().__init__()
+        self.error, self.share, self.stage = error, share, stage
+
+    def advance(self, n_bytes):
+        super().advance(n_bytes)
+        description, total, done = self.stages[-1]
+        if description.startswith(self.stage) and done > total * self.share:
+            raise self.error

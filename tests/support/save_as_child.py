@@ -14,30 +14,17 @@ from pathlib import Path
 import jax
 import keras
 from process_child import join
+from progress_calls import AfterBlocks
 from together_child import tell
 
 import shardload
 
 
-class Burning:
-    """Progress at which a process goes wrong half-way."""
-
-    def __init__(self, kind):
-        self.kind, self.calls = kind, 0
-
-    def start(self, total_bytes, description):
-        pass
-
-    def advance(self, n_bytes):
-        self.calls += 1
-        if self.calls == 5:
-            tell(wrong=self.kind)
-            if self.kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("the cable was cut")
-
-    def stop(self):
-        pass
+def go_wrong(kind):
+    tell(wrong=kind)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("the cable was cut")
 
 
 def save_all(model, folder, mesh):
@@ -68,7 +55,7 @@ def main(*arguments):
         folder = folder / f"host-{index}"
         folder.mkdir()
     options = {"dtype": ["float32", "float16"][index]} if do == "disagree" else {}
-    progress = Burning(do) if do in ("raise", "kill") and index else None
+    progress = AfterBlocks(lambda: go_wrong(do), 5) if do in ("raise", "kill") and index else None
     try:
         shardload.save_as(model, folder / "out", to="preset", progress=progress, **options)
     except Exception as error:
