@@ -31,37 +31,27 @@ from shardload.runs import writer
 from shardload.synth import synth
 
 
-def without_last():
+def without_last(model, **named):
+    found = saved_layout(model, **named)
+    last = [k for k in found.variables if k.endswith("/vars/0")][-1]
+    return replace(found, variables={k: v for k, v in found.variables.items() if k != last})
+
+
+def renamed(names):
+    """The layout with these names for others."""
+
     def layout(model, **named):
         found = saved_layout(model, **named)
-        last = [k for k in found.variables if k.endswith("/vars/0")][-1]
-        return replace(found, variables={k: v for k, v in found.variables.items() if k != last})
-
-    return layout
-
-
-def swapped(one, two):
-    def layout(model, **named):
-        found = dict(saved_layout(model, **named).variables)
-        found[one], found[two] = found[two], found[one]
-        return replace(saved_layout(model, **named), variables=found)
-
-    return layout
-
-
-def renamed(key, new):
-    def layout(model, **named):
-        found = saved_layout(model, **named)
-        return replace(found, variables={new if k == key else k: v for k, v in found.variables.items()})
+        return replace(found, variables={names.get(k, k): v for k, v in found.variables.items()})
 
     return layout
 
 
 KERNEL, BIAS = "layers/dense/vars/0", "layers/dense/vars/1"
 WRONG = {
-    "another place": (renamed(BIAS, "layers/dense/vars/2"), f"nothing at '{BIAS}', expected float32 "),
-    "another shape": (swapped(KERNEL, BIAS), rf"float32 \(2,\) at '{KERNEL}', expected float32 \(4, 2\)"),
-    "another group": (renamed(BIAS, "layers/dense_9/vars/1"), f"nothing at '{BIAS}', expected float32 "),
+    "another place": ({BIAS: "layers/dense/vars/2"}, f"nothing at '{BIAS}', expected float32 "),
+    "another shape": ({KERNEL: BIAS, BIAS: KERNEL}, rf"float32 \(2,\) at '{KERNEL}', expected float32 \(4, 2\)"),
+    "another group": ({BIAS: "layers/dense_9/vars/1"}, f"nothing at '{BIAS}', expected float32 "),
 }
 
 
@@ -70,10 +60,9 @@ def plain():
 
 
 @pytest.mark.parametrize("name", ["out.weights.h5", "out.weights.json"])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_file_in_which_keras_would_not_find_its_weights_gets_no_name(wrong, name, tmp_path, monkeypatch):
-    layout, message = WRONG[wrong]
-    monkeypatch.setattr(keras_files, "saved_layout", layout)
+@pytest.mark.parametrize(("names", "message"), WRONG.values(), ids=WRONG)
+def test_a_file_in_which_keras_would_not_find_its_weights_gets_no_name(names, message, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(keras_files, "saved_layout", renamed(names))
     with pytest.raises(UnsupportedError, match=f"Cannot write .* for Keras: it would find {message}"):
         shardload.save_as(plain(), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
@@ -81,7 +70,7 @@ def test_a_file_in_which_keras_would_not_find_its_weights_gets_no_name(wrong, na
 
 def test_a_conversion_is_checked_before_values_are_copied(tmp_path, monkeypatch):
     shardload.save(plain(), tmp_path / "steps", step=0)
-    monkeypatch.setattr(keras_files, "saved_layout", renamed(BIAS, "layers/dense/vars/7"))
+    monkeypatch.setattr(keras_files, "saved_layout", renamed({BIAS: "layers/dense/vars/7"}))
     with pytest.raises(UnsupportedError, match=rf"nothing at '{BIAS}', expected float32 \(2,\)"):
         shardload.convert(tmp_path / "steps", tmp_path / "out.weights.h5")
     assert [path.name for path in tmp_path.iterdir()] == ["steps"]
@@ -90,7 +79,7 @@ def test_a_conversion_is_checked_before_values_are_copied(tmp_path, monkeypatch)
 def test_a_preset_is_compared_with_what_kerashub_would_save(tmp_path, monkeypatch):
     model = shardload.load(synth("gemma2_2b", scale=0.02, directory=tmp_path))
     key = next(key for key in saved_layout(model.backbone).variables if key.endswith("vars/0"))
-    monkeypatch.setattr(keras_files, "saved_layout", renamed(key, f"{key}0"))
+    monkeypatch.setattr(keras_files, "saved_layout", renamed({key: f"{key}0"}))
     with pytest.raises(UnsupportedError, match=f"nothing at '{key}'"):
         shardload.save_as(model, tmp_path / "out", to="preset")
     assert not (tmp_path / "out").exists()
@@ -98,7 +87,7 @@ def test_a_preset_is_compared_with_what_kerashub_would_save(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("format", ["preset", "h5"])
 def test_a_synthetic_file_is_compared_with_what_keras_would_save(format, tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "saved_layout", without_last())
+    monkeypatch.setattr(saving, "saved_layout", without_last)
     with pytest.raises(UnsupportedError, match=r"nothing at 'layers/.*/vars/0', expected bfloat16"):
         synth("gemma2_2b", scale=0.02, format=format, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -106,18 +95,14 @@ def test_a_synthetic_file_is_compared_with_what_keras_would_save(format, tmp_pat
 
 def test_a_synthetic_folder_is_read_back(tmp_path, monkeypatch):
     skeleton = safetensors.write_skeleton
-    monkeypatch.setattr(
-        safetensors,
-        "write_skeleton",
-        lambda folder, tensors, **named: skeleton(folder, doubled(tensors), **named),
-    )
+
+    def doubled(folder, tensors, **named):
+        return skeleton(folder, [replace(tensor, shape=(2, *tensor.shape)) for tensor in tensors], **named)
+
+    monkeypatch.setattr(safetensors, "write_skeleton", doubled)
     with pytest.raises(WriteError, match=r"Cannot read back .*: it has other tensors than were written"):
         synth("gemma2_2b", scale=0.02, format="safetensors", directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def doubled(tensors):
-    return [replace(tensor, shape=(2, *tensor.shape)) for tensor in tensors]
 
 
 def test_a_step_is_compared_with_its_structure(tmp_path, monkeypatch):
@@ -154,14 +139,12 @@ def test_what_hooks_store_below_their_group_comes_back_from_shards(tmp_path):
     listed = json.loads(index.read_text())["weight_map"]
     assert isinstance(listed["/layers/in_folders/vars"], list)
     assert not any(group.endswith("/in") for group in listed)
-    for read in (load_by_keras, shardload.load_weights):
+    by_keras = tmp_path / "keras.weights.json"
+    model.save_weights(by_keras, max_shard_size=SHARD_BYTES / (1 << 30))
+    for read, path in ((load_by_keras, index), (shardload.load_weights, index), (shardload.load_weights, by_keras)):
         found = around(InFolders)()
-        read(found, index)
+        read(found, path)
         assert same(found, model)
-    model.save_weights(tmp_path / "keras.weights.json", max_shard_size=SHARD_BYTES / (1 << 30))
-    found = around(InFolders)()
-    shardload.load_weights(found, tmp_path / "keras.weights.json")
-    assert same(found, model)
 
 
 @pytest.mark.parametrize("make", [before_spectral, before_steps])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from by_hand import check_same
 from checkpoints import flip, largest_file
-from conversions import FAMILIES, FORMATS, held, same, started
+from conversions import FAMILIES, FORMATS, held, killed, lines_done, same
 from hub_folders import keeping_values
 from initial_values import zeros_for_random
 from keras_hub.src.utils.preset_utils import KerasPresetLoader
@@ -327,14 +327,14 @@ def test_a_tensor_nobody_takes_is_an_error(tmp_path):
 @pytest.mark.parametrize("to", FORMATS)
 def test_killed_it_goes_on_and_a_torn_tensor_is_copied_again(to, presets, made, tmp_path):
     target, home = tmp_path / "out", tmp_path / ".out.converting"
-    journal = home / "journal.jsonl"
-    child = started(presets["gemma2_9b"], target, to, done=4)
-    with pytest.raises(WriteError, match="another process"):
-        shardload.convert(presets["gemma2_9b"], target, to=to)
-    child.kill()
-    child.wait()
+
+    def refused():
+        with pytest.raises(WriteError, match="another process"):
+            shardload.convert(presets["gemma2_9b"], target, to=to)
+
+    journal = killed(presets["gemma2_9b"], target, to, done=4, meanwhile=refused)
     assert not target.exists()
-    done = journal.read_text().count('"done"')
+    done = len(lines_done(journal))
     tear(home / "result", journal)
     assert shardload.convert(presets["gemma2_9b"], target, to=to).resumed == done - 1
     assert same(made["gemma2_9b", to], target)
@@ -343,9 +343,7 @@ def test_killed_it_goes_on_and_a_torn_tensor_is_copied_again(to, presets, made, 
 
 @pytest.mark.slow
 def test_another_plan_begins_anew(presets, made, tmp_path):
-    child = started(presets["gemma2_9b"], tmp_path / "out", "orbax", done=1)
-    child.kill()
-    child.wait()
+    killed(presets["gemma2_9b"], tmp_path / "out", "orbax")
     assert shardload.convert(presets["gemma2_9b"], tmp_path / "out", to="safetensors").resumed == 0
     assert same(made["gemma2_9b", "safetensors"], tmp_path / "out")
 

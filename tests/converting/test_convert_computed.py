@@ -1,9 +1,7 @@
 """Sources whose values must be decoded or computed: the result loads like the source, bit for bit."""
 
 import json
-import os
 import re
-import signal
 import weakref
 
 import gguf_pairs
@@ -13,7 +11,8 @@ import keras_hub
 import numpy as np
 import pytest
 import warm_start
-from conversions import ROOT, start, wait_for
+from by_hand import check_same
+from conversions import ROOT, killed, lines_done
 from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
 from hub_folders import build
 
@@ -79,8 +78,7 @@ def test_gguf_as_a_preset_is_what_keras_hub_makes_of_the_dequantised_folder(tmp_
     shardload.convert(file, tmp_path / "out", to="h5", dtype="float32")
     reference = keras_hub.models.GemmaBackbone.from_preset(str(folder), dtype="float32")
     found = keras_hub.models.GemmaBackbone.from_preset(str(tmp_path / "out"), dtype="float32")
-    for one, two in zip(found.weights, reference.weights, strict=True):
-        np.testing.assert_array_equal(np.asarray(one).view(np.uint32), np.asarray(two).view(np.uint32), one.path)
+    check_same(found, reference)
 
 
 @pytest.mark.slow
@@ -154,8 +152,7 @@ def test_computed_values_are_cast_once(tmp_path):
     shardload.convert(folder, tmp_path / "out", to="orbax", dtype="float16")
     wanted = shardload.load(folder, mesh="1x1", dtype="float16")
     found = shardload.load(tmp_path / "out", mesh="1x1")
-    for one, two in zip(wanted.weights, found.weights, strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(two).tobytes(), one.path
+    check_same(found, wanted)
 
 
 def test_keras_reads_merged_experts(tmp_path):
@@ -163,8 +160,7 @@ def test_keras_reads_merged_experts(tmp_path):
     shardload.convert(folder, tmp_path / "out", to="h5")
     found = keras_hub.models.MixtralBackbone.from_preset(str(tmp_path / "out"), dtype="float32")
     wanted = hub_folders.reference(folder, build(folder, "mixtral"), "mixtral")
-    for one, two in zip(found.weights, wanted.weights, strict=True):
-        np.testing.assert_array_equal(one, two, one.path)
+    check_same(found, wanted)
 
 
 def test_one_layer_s_experts_are_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -181,9 +177,8 @@ def test_one_layer_s_experts_are_in_memory_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr("shardload.converting.computing.read_tensor", read)
     shardload.convert(folder, tmp_path / "out", to="orbax")
     experts = [t.nbytes for n, t in shardload.inspect(folder).tensors.items() if ".experts." in n]
-    assert (
-        0 < most[0] <= sum(experts) / 2 + max(experts)
-    )  # two layers; the next one's first is read before the last goes
+    # Two layers; the next one's first is read before the last goes.
+    assert 0 < most[0] <= sum(experts) / 2 + max(experts)
 
 
 def test_integers_a_layer_narrows(tmp_path):
@@ -218,18 +213,8 @@ class Counted(keras.layers.Layer):
 @pytest.mark.slow
 def test_killed_while_computing_it_goes_on(tmp_path):
     folder = folder_of(tmp_path, "mixtral")
-    child = start(folder, tmp_path / "out", "orbax")
-    journal = tmp_path / ".out.converting" / "journal.jsonl"
-    bank = "expert_feedforward_gate_dense"
-    wait_for(lambda: journal.exists() and any(bank in x and "done" in x for x in lines(journal)), child)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    done = sum('"done"' in line for line in lines(journal))
+    done = len(lines_done(killed(folder, tmp_path / "out", "orbax", name="expert_feedforward_gate_dense")))
     # Names of some layers count on from those made before in the same process, so this is another one too.
     command = ["-m", "shardload", "convert", folder, tmp_path / "out", "--to", "orbax", "--json"]
     assert json.loads(warm_start.run(command, cwd=ROOT, check=True).stdout)["resumed"] == done
     assert_same_model(folder, tmp_path / "out")
-
-
-def lines(journal):
-    return journal.read_text().split("\n")[:-1]

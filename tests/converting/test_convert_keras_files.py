@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import warm_start
 from by_hand import check_same
-from conversions import ROOT, held, same, started
+from conversions import ROOT, held, killed, same
 from hub_folders import build
 from same_models import zero_new_adapters
 
@@ -114,9 +114,7 @@ def test_a_shard_of_somebody_else_stays(preset, tmp_path):
 @pytest.mark.parametrize("name", ["m.weights.json", pytest.param("m", marks=pytest.mark.slow)])
 def test_another_shard_size_begins_anew(name, preset, tmp_path):
     """What a killed run had done was cut otherwise."""
-    child = started(preset, tmp_path / name, "h5" if name.endswith("json") else "safetensors", done=2)
-    child.kill()
-    child.wait()
+    killed(preset, tmp_path / name, "h5" if name.endswith("json") else "safetensors", done=2)
     to = None if name.endswith("json") else "safetensors"
     assert shardload.convert(preset, tmp_path / name, to=to, max_shard_bytes="64KiB").resumed == 0
     assert len(list(tmp_path.rglob("m*_000*.h5" if to is None else "model-*.safetensors"))) > 3

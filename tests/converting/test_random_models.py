@@ -1,5 +1,6 @@
 """Random models by every writer, read by Keras and by us: every bit comes back, or the refusal is true."""
 
+import contextlib
 import os
 import re
 import tempfile
@@ -63,7 +64,8 @@ class Case:
         self.read_weights()
         self.read_models()
         for name, error in self.refused.items():
-            assert self.is_true(name, error), f"{name}: {error}"
+            reason = next((holds for said, holds in REASONS.items() if re.search(said, str(error), re.DOTALL)), None)
+            assert reason is not None and reason(self), f"{name}: {error}"
 
     def by_keras(self):
         """Let Keras write its files, and find out whether it reads them itself."""
@@ -76,10 +78,8 @@ class Case:
         if (self.folder / "keras.weights.h5").exists():
             self.keras_reads = self.comes_back(load_by_keras, "keras.weights.h5")
         if (self.folder / "keras.keras").exists():
-            try:
+            with contextlib.suppress(Exception):
                 self.rebuilt = keras.saving.load_model(self.folder / "keras.keras")
-            except Exception:
-                self.rebuilt = None
 
     def write(self, name, writer, *args, **named):
         try:
@@ -137,25 +137,18 @@ class Case:
                 as_keras = self.rebuilt is not None and equal(found, self.rebuilt)
                 assert as_keras or equal(found, self.model), f"loaded from {name}"
 
-    def is_true(self, name, error):
-        """Whether the reason of a refusal is one of these, and true."""
-        for pattern, holds in REASONS.items():
-            if re.search(pattern, str(error), re.DOTALL):
-                return holds(self)
-        return False
-
     def computes(self):
         """Whether a layer saves other values than variables."""
+        stores = []
         for layer in own_layers(self.model):
-            store = {}
-            layer.save_own_variables(store)
-            if any(not isinstance(value, keras.Variable) for value in store.values()):
-                return True
-        return False
+            stores.append({})
+            layer.save_own_variables(stores[-1])
+        return any(not isinstance(value, keras.Variable) for store in stores for value in store.values())
 
     def forgets(self):
         """Whether Keras' own file lacks a weight."""
-        return not self.keras_reads or len(kept(self.folder)) < len(self.model.weights)
+        kept = shardload.inspect(self.folder / "keras.weights.h5").tensors if self.keras_reads else ()
+        return len(kept) < len(self.model.weights)
 
     def cannot_be_rebuilt(self):
         """Whether Keras, too, fails to build the model from its description, or to give it its weights."""
@@ -176,10 +169,6 @@ def datasets(path):
     with h5py.File(path) as file:
         file.visititems(visit)
     return found
-
-
-def kept(folder):
-    return shardload.inspect(folder / "keras.weights.h5").tensors
 
 
 def shards(name):

@@ -24,12 +24,19 @@ def same(first, second):
     return not found.differences and found.equal > 10
 
 
-def started(source, target, to, *, done):
-    """A process that converts, once it has done so many tensors."""
+def killed(source, target, to, *, done=1, name="", meanwhile=lambda: None):
+    """Convert in a process that is killed once it has done tensors with such names; returns its journal."""
     child = warm_start.start(["-m", "convert_child", source, target, to, "0.2"], cwd=ROOT)
     journal, end = target.with_name(f".{target.name}.converting") / "journal.jsonl", time.monotonic() + 90
-    while not (journal.exists() and journal.read_text().count('"done"') >= done):
+    while not journal.exists() or sum(name in line for line in lines_done(journal)) < done:
         assert child.poll() is None, "the conversion ended before it could be killed"
         assert time.monotonic() < end
         time.sleep(0.05)
-    return child
+    meanwhile()
+    child.kill()
+    child.wait()
+    return journal
+
+
+def lines_done(journal):
+    return [line for line in journal.read_text().split("\n")[:-1] if '"done"' in line]
