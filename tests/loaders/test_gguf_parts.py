@@ -100,10 +100,9 @@ def test_missing_parts(folder):
     parts = split(folder)
     parts[0].unlink()
     parts[2].unlink()
+    lacks = r"one of 5 parts, but .*parts lacks 2 of them: .*-00001-of-.*-00003-"
     for source in (parts[1], folder):
-        with pytest.raises(
-            SourceNotFoundError, match=r"one of 5 parts, but .*parts lacks 2 of them: .*-00001-of-.*-00003-"
-        ):
+        with pytest.raises(SourceNotFoundError, match=lacks):
             open_manifest(source)
 
 
@@ -112,17 +111,14 @@ def test_parts_that_were_renamed(folder):
     spare = folder / "spare"
     for source, target in ((parts[1], spare), (parts[2], parts[1]), (spare, parts[2])):
         source.rename(target)
+    other = r"is part 3 of 5 according to its header, expected a name that ends in -00003"
+    first = r"expected a name that ends in -00001-of-00005\.gguf.*llama-gguf-split --merge"
     with pytest.raises(SourceError, match=r"-00002-of-00005\.gguf has split\.no 2, expected 1 from its name"):
         open_manifest(parts[0])
-    with pytest.raises(
-        SourceError, match=r"is part 3 of 5 according to its header, expected a name that ends in -00003"
-    ):
+    with pytest.raises(SourceError, match=other):
         open_manifest(parts[1])
-    renamed = parts[0].rename(folder / "model.gguf")
-    with pytest.raises(
-        SourceError, match=r"expected a name that ends in -00001-of-00005\.gguf.*llama-gguf-split --merge"
-    ):
-        open_manifest(renamed)
+    with pytest.raises(SourceError, match=first):
+        open_manifest(parts[0].rename(folder / "model.gguf"))
 
 
 def test_a_truncated_part(folder):
@@ -144,10 +140,8 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("what", FOREIGN)
-def test_a_part_of_another_model(what, folder):
-    made, message = FOREIGN[what]
-
+@pytest.mark.parametrize(("made", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_a_part_of_another_model(made, message, folder):
     def describe(writer):
         writer.add_uint16("split.no", 0)
         writer.add_uint16("split.count", 2)
@@ -308,8 +302,8 @@ def test_a_tensor_without_room_is_refused(changes, kind, message, tmp_path):
 
 
 def test_an_empty_one_takes_no_room(tmp_path):
-    found = open_manifest(with_unknown(tmp_path / "x.gguf", shape=(32, 0)))
-    assert found.tensors["lm_head.weight"].stored_bytes == 0
+    tensors = open_manifest(with_unknown(tmp_path / "x.gguf", shape=(32, 0))).tensors
+    assert tensors["lm_head.weight"].stored_bytes == 0
 
 
 def test_stacked_experts_share_its_bytes(tmp_path):

@@ -18,6 +18,7 @@ from shardload.stores.local import located
 from shardload.verifying import verify
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+NO_NAMES = (3, None, "", "a\0b", ["x"], "x" * 300, "é" * 200, "\ud800")
 
 
 @pytest.fixture
@@ -142,30 +143,29 @@ def test_a_subfolder_that_is_a_link_out_of_the_folder_is_refused(folder, tmp_pat
     assert_same(open_manifest(folder), small_arrays())
 
 
-def test_subfolders_in_the_cache_of_hugging_face(folder, tmp_path_factory):
-    move_into_subfolders(folder)
-    snapshot = tmp_path_factory.mktemp("hub") / "models--org--name" / "snapshots" / "abc"
+@pytest.mark.parametrize("subfolders", [False, True])
+def test_hugging_face_cache_layout(subfolders, folder, tmp_path_factory):
+    if subfolders:
+        move_into_subfolders(folder)
+    snapshot = tmp_path_factory.mktemp("hub") / "models--google--gemma" / "snapshots" / "abc"
     blobs = snapshot.parents[1] / "blobs"
     blobs.mkdir(parents=True)
     for file in [path for path in folder.rglob("*") if path.is_file()]:
-        place = snapshot / file.relative_to(folder)
+        place, blob = snapshot / file.relative_to(folder), blobs / f"digest-of-{file.name}"
         place.parent.mkdir(parents=True, exist_ok=True)
-        file.rename(blobs / f"digest-of-{file.name}")
-        place.symlink_to(blobs / f"digest-of-{file.name}")
+        file.rename(blob)
+        place.symlink_to(blob if subfolders else f"../../blobs/{blob.name}")
     assert_same(open_manifest(snapshot), small_arrays())
 
 
-@pytest.mark.parametrize("name", [3, None, "", "a\0b", ["x"], "x" * 300, "é" * 200, "\ud800"])
-def test_index_must_name_files(folder, name):
-    write_index(folder, {"a": name})
-    with pytest.raises(SourceError, match=r"file name|should name files"):
-        open_manifest(folder)
-
-
-@pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
-def test_index_without_weight_map(folder, weight_map):
+@pytest.mark.parametrize(
+    ("weight_map", "says"),
+    [({"a": name}, "file name|should name files") for name in NO_NAMES]
+    + [(each, "weight_map") for each in (None, {}, [], "x")],
+)
+def test_index_must_name_files(folder, weight_map, says):
     write_index(folder, weight_map)
-    with pytest.raises(SourceError, match="weight_map"):
+    with pytest.raises(SourceError, match=says):
         open_manifest(folder)
 
 
@@ -207,17 +207,6 @@ def test_symbolic_link_loop(folder):
         open_manifest(folder)
 
 
-def test_hugging_face_cache_layout(folder, tmp_path_factory):
-    repo = tmp_path_factory.mktemp("hub") / "models--google--gemma"
-    snapshot, blobs = repo / "snapshots" / "abc", repo / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for file in folder.iterdir():
-        file.rename(blobs / f"digest-of-{file.name}")
-        (snapshot / file.name).symlink_to(f"../../blobs/digest-of-{file.name}")
-    assert_same(open_manifest(snapshot), small_arrays())
-
-
 def test_pickles_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
@@ -240,14 +229,14 @@ def test_all_parts_without_an_index_are_one_checkpoint(described, folder):
 
 def test_parts_may_be_counted_from_0(folder):
     (folder / "model.safetensors.index.json").unlink()
-    (folder / A).rename(folder / "model-00000-of-00002.safetensors")
+    first = (folder / A).rename(folder / "model-00000-of-00002.safetensors")
     (folder / B).rename(folder / A)
     for source in (folder, folder / A):
         assert_same(open_manifest(source), small_arrays())
     (folder / A).unlink()
     with pytest.raises(SourceNotFoundError, match=rf"lacks 1 of them: {A}"):
         open_manifest(folder)
-    (folder / "model-00000-of-00002.safetensors").rename(folder / A)
+    first.rename(folder / A)
     with pytest.raises(SourceNotFoundError, match=rf"lacks 1 of them: {B}"):
         open_manifest(folder)
 
@@ -348,9 +337,8 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bad_configs(folder, name):
-    raw, message = CONFIGS[name]
+@pytest.mark.parametrize(("raw", "message"), CONFIGS.values(), ids=CONFIGS)
+def test_bad_configs(folder, raw, message):
     (folder / "config.json").write_bytes(raw)
     with pytest.raises((SourceError, UnsupportedError), match=rf"config\.json.*{message}"):
         open_manifest(folder)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from by_hand import check_same
-from checkpoints import assert_same, read_tensor
+from checkpoints import assert_same, flip, read_tensor
 from memory_store import MemoryStore
 
 import shardload
@@ -584,10 +584,8 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, method, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_damage_in_compressed_weights_is_found(tmp_path, method):
     path = archive(tmp_path / "m.keras", method)
-    raw = bytearray(path.read_bytes())
     info = zipfile.ZipFile(path).getinfo("model.weights.h5")
-    raw[info.header_offset + 46 + info.compress_size // 2] ^= 0xFF
-    path.write_bytes(raw)
+    flip(path, info.header_offset + 46 + info.compress_size // 2, 0xFF)
     with pytest.raises(SourceError, match=r"m\.keras is (a )?damaged"):
         open_manifest(path)
 

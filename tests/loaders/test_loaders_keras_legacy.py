@@ -15,15 +15,9 @@ from shardload.manifest import Decoded, Extent
 
 def model():
     keras.utils.set_random_seed(3)
-    return keras.Sequential(
-        [
-            keras.Input((8,)),
-            keras.layers.Dense(16, name="b"),
-            keras.layers.Dropout(0.5, name="drop"),
-            keras.layers.BatchNormalization(name="norm"),
-            keras.layers.Dense(4, name="a"),
-        ]
-    )
+    first, last = keras.layers.Dense(16, name="b"), keras.layers.Dense(4, name="a")
+    norm = keras.layers.BatchNormalization(name="norm")
+    return keras.Sequential([keras.Input((8,)), first, keras.layers.Dropout(0.5, name="drop"), norm, last])
 
 
 def datasets(path):
@@ -44,12 +38,8 @@ def test_weights(tmp_path, name):
     assert all(isinstance(tensor.storage, Extent) for tensor in manifest.tensors.values())
     assert list(manifest.metadata["layers"]) == ["b", "norm", "a"]
     assert [len(names) for names in manifest.metadata["layers"].values()] == [2, 4, 2]
-    assert [n.rpartition("/")[2] for n in manifest.metadata["layers"]["norm"]] == [
-        "gamma",
-        "beta",
-        "moving_mean",
-        "moving_variance",
-    ]
+    norm = [name.rpartition("/")[2] for name in manifest.metadata["layers"]["norm"]]
+    assert norm == ["gamma", "beta", "moving_mean", "moving_variance"]
     assert manifest.metadata["top_level_weights"] == []
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as v0
 import pytest
 import tensorstore as ts
+from checkpoints import flip, largest_file
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 from orbax.checkpoint import v1
@@ -409,16 +410,6 @@ def test_a_compressed_chunk_is_not_stored_in_far_more_bytes_than_it_has(tmp_path
         open_manifest(step)
 
 
-def _flip(file: Path) -> None:
-    raw = bytearray(file.read_bytes())
-    raw[40] ^= 1
-    file.write_bytes(raw)
-
-
-def _largest(folder: Path) -> Path:
-    return max(folder.iterdir(), key=lambda path: path.stat().st_size)
-
-
 def _link_data_out(item: Path) -> None:
     outside = item.parent.parent / "outside"
     (item / "ocdbt.process_0").rename(outside)
@@ -433,10 +424,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "remove_tree": (lambda item: (item / "_METADATA").unlink(), SourceError, "_METADATA"),
     "empty_manifest": (lambda item: (item / "manifest.ocdbt").write_bytes(b""), TruncatedSourceError, "empty"),
     "remove_manifest": (lambda item: (item / "manifest.ocdbt").unlink(), SourceError, "does not contain it"),
-    "flip_manifest": (lambda item: _flip(item / "manifest.ocdbt"), SourceError, "damaged"),
-    "flip_node": (lambda item: _flip(next((item / "d").iterdir())), SourceError, "damaged"),
+    "flip_manifest": (lambda item: flip(item / "manifest.ocdbt", 40), SourceError, "damaged"),
+    "flip_node": (lambda item: flip(next((item / "d").iterdir()), 40), SourceError, "damaged"),
     "truncate_data": (
-        lambda item: os.truncate(_largest(item / "ocdbt.process_0/d"), 4000),
+        lambda item: os.truncate(largest_file(item / "ocdbt.process_0/d"), 4000),
         TruncatedSourceError,
         "truncated",
     ),

@@ -112,33 +112,28 @@ def test_a_blosc_header_that_asks_for_gigabytes(make, chunk, n_bytes, tmp_path):
 GZIP = {"name": "gzip", "configuration": {"level": 1}}
 
 
-@pytest.mark.parametrize(
-    "codecs",
-    [
-        [BYTES, BLOSC3, GZIP],
-        [shards([shards([BYTES, BLOSC3])], inner=(64, 64))],
-        [shards([BYTES, BLOSC3], index={"index_codecs": [BYTES, CRC, CRC]})],
-    ],
-    ids=["gzip", "nested shards", "odd index"],
-)
-def test_blosc_under_another_compressor_is_refused(codecs, tmp_path):
-    step, place = step_of(tmp_path / "7", "zarr3", {"codecs": [BYTES]})
-    header = json.loads((place / "zarr.json").read_text())
-    (place / "zarr.json").write_text(json.dumps(header | {"codecs": codecs}))
-    with pytest.raises(SourceError, match="compresses again what blosc compressed"):
-        open_orbax(located(step))
+AGAIN, UNKNOWN = "compresses again what blosc compressed", "does not describe an array that can be decoded"
+HEADERS = {
+    "blosc and gzip": ({"codecs": [BYTES, BLOSC3, GZIP]}, AGAIN),
+    "blosc in nested shards": ({"codecs": [shards([shards([BYTES, BLOSC3])], inner=(64, 64))]}, AGAIN),
+    "blosc, odd index": (
+        {"codecs": [shards([BYTES, BLOSC3], index={"index_codecs": [BYTES, CRC, CRC]})]},
+        AGAIN,
+    ),
+    "compressor": ({"compressor": {"id": "magic"}}, UNKNOWN),
+    "filters": ({"filters": [{"id": "delta"}]}, UNKNOWN),
+    "fill_value": ({"fill_value": "x"}, UNKNOWN),
+    "order": ({"order": "Q"}, UNKNOWN),
+}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"compressor": {"id": "magic"}}, {"filters": [{"id": "delta"}]}, {"fill_value": "x"}, {"order": "Q"}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_what_cannot_be_decoded_is_known_from_the_header(changes, tmp_path):
-    step, place = step_of(tmp_path / "7", "zarr", {"chunks": [16, 64], "compressor": {"id": "zlib", "level": 1}})
-    header = json.loads((place / ".zarray").read_text())
-    (place / ".zarray").write_text(json.dumps(header | changes))
-    with pytest.raises(SourceError, match="does not describe an array that can be decoded"):
+@pytest.mark.parametrize(("changes", "says"), HEADERS.values(), ids=HEADERS)
+def test_what_cannot_be_decoded_is_known_from_the_header(changes, says, tmp_path):
+    metadata = {"codecs": [BYTES]} if says == AGAIN else {"chunks": [16, 64], "compressor": {"id": "zlib", "level": 1}}
+    step, place = step_of(tmp_path / "7", "zarr3" if says == AGAIN else "zarr", metadata)
+    header = place / ("zarr.json" if says == AGAIN else ".zarray")
+    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
+    with pytest.raises(SourceError, match=says):
         open_orbax(located(step))
 
 

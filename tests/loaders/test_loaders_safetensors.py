@@ -79,9 +79,8 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_lies_name_file_and_tensor(tmp_path, name):
-    header, message = LIES[name]
+@pytest.mark.parametrize(("header", "message"), LIES.values(), ids=LIES)
+def test_lies_name_file_and_tensor(tmp_path, header, message):
     path = write_safetensors(tmp_path / "x.safetensors", header, b"\0" * 8)
     with pytest.raises(SourceError, match=rf"x\.safetensors.*{message}"):
         open_manifest(path)
@@ -142,10 +141,7 @@ def test_header_longer_than_the_file_or_beyond_the_cap(tmp_path, length, error, 
 
 @pytest.mark.parametrize(("dtype", "n_bytes"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
 def test_packed_dtypes_are_listed_and_refused_when_asked_for(dtype, n_bytes, tmp_path):
-    header = {
-        "a": entry(dtype=dtype, shape=(8,), start=0, stop=n_bytes),
-        "b": entry(dtype="U8", shape=(2,), start=n_bytes, stop=n_bytes + 2),
-    }
+    header = {"a": entry(0, n_bytes, (8,), dtype), "b": entry(n_bytes, n_bytes + 2, (2,), "U8")}
     path = write_safetensors(tmp_path / "x.safetensors", header, bytes(n_bytes) + b"\1\2")
     found = open_manifest(path)
     assert {name: t.stored_bytes for name, t in found.tensors.items()} == {"a": n_bytes, "b": 2}

@@ -7,6 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from checkpoints import flip, largest_file
 from saved_steps import save_step
 
 import shardload
@@ -307,16 +308,6 @@ def test_missing_steps_are_named(run, tmp_path):
         shardload.restore(build(), root, step=5)
     with pytest.raises(SourceNotFoundError, match="contains no steps"):
         shardload.restore(build(), tmp_path)
-
-
-def largest_file(step):
-    return max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-
-
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 16
-    path.write_bytes(data)
 
 
 @pytest.mark.slow
