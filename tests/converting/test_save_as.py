@@ -4,8 +4,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 
 import hub_folders
 import jax
@@ -17,6 +15,7 @@ from by_hand import check_same
 from conversions import held, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import numbers_of_a_process
 from process_runs import Run, told
 from progress_calls import AfterShare
 
@@ -448,25 +447,12 @@ def test_a_file_without_a_description_has_none_of_another_model_next_to_it(name,
 MIB = 1 << 20
 
 _CHILD = """
-import gc, os, re, sys
-os.environ["KERAS_BACKEND"] = "jax"
-sys.modules["tensorflow"] = None
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-import shardload
-
 small, large, folder, to, budget = sys.argv[1:]
-
-def number(pattern):
-    return int(re.search(pattern, open("/proc/self/status").read())[1]) << 10
-
 shardload.save_as(shardload.load(small, mesh="1x8"), folder + "/small", to=to)  # what is imported and warmed up once
 model = shardload.load(large, mesh="1x8")
-gc.collect()
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-resident = number(r"VmRSS:\\s+(\\d+)")
+resident = forget_peak()
 report = shardload.save_as(model, folder + "/large", to=to, host_memory_bytes=int(budget))
-print(number(r"VmHWM:\\s+(\\d+)") - resident, report.n_bytes, max(v.value.nbytes for v in model.variables))
+print(peak() - resident, report.n_bytes, max(v.value.nbytes for v in model.variables))
 """
 
 
@@ -475,10 +461,7 @@ print(number(r"VmHWM:\\s+(\\d+)") - resident, report.n_bytes, max(v.value.nbytes
 def test_a_process_grows_by_the_budget_and_not_by_a_tensor(to, tmp_path):
     small, large = (synth("gemma2_9b", scale=scale, directory=tmp_path) for scale in (0.02, 0.24))
     budget = 16 * MIB
-    child = [sys.executable, "-c", _CHILD, small, large, tmp_path, to, budget]
-    found = subprocess.run(list(map(str, child)), capture_output=True, text=True, timeout=200, check=False)
-    assert found.returncode == 0, found.stderr
-    growth, n_bytes, largest = map(int, found.stdout.split())
+    growth, n_bytes, largest = numbers_of_a_process(_CHILD, small, large, tmp_path, to, budget)
     assert largest > budget + 32 * MIB
     assert n_bytes > 300 * MIB
     assert growth <= budget + 32 * MIB

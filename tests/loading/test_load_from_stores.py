@@ -13,6 +13,7 @@ import keras_hub
 import npz_format
 import numpy as np
 import pytest
+from by_hand import check_same
 from memory_store import MemoryStore, RemoteMemoryStore, VerifyingMemoryStore
 from object_server import ObjectServer
 from safetensors.numpy import load_file, save_file
@@ -71,14 +72,11 @@ def keras_archive(folder, model):
 def zipped_again(folder, model):
     """An archive that was unzipped and zipped again, as a person's tools do; Keras reads it."""
     path = folder / "again.keras"
-    with (
-        zipfile.ZipFile(keras_archive(folder, model)) as kept,
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file,
-    ):
+    kept = zipfile.ZipFile(keras_archive(folder, model))
+    with kept, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         for name in reversed(kept.namelist()):
             file.writestr(name, kept.read(name))
-    read = keras.saving.load_model(path)
-    assert all(np.array_equal(a.value, b.value) for a, b in zip(read.weights, model.weights, strict=True))
+    check_same(keras.saving.load_model(path), model)
     return path
 
 
@@ -106,11 +104,8 @@ def assert_equal_manifests(local, stored):
         found = read_tensor(stored, name)
         assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
         assert found.tobytes() == read_tensor(local, name).tobytes()
-        last = max(0, tensor.rows - 1)
-        assert (
-            read_rows(stored.tensors[name], last, tensor.rows).tobytes()
-            == read_rows(tensor, last, tensor.rows).tobytes()
-        )
+        end = max(0, tensor.rows - 1), tensor.rows
+        assert read_rows(stored.tensors[name], *end).tobytes() == read_rows(tensor, *end).tobytes()
 
 
 @pytest.mark.usefixtures("known_npz")
@@ -126,8 +121,7 @@ def test_keras_models(write, store, tmp_path):
         report = shardload.load_weights(filled, place, mesh=mesh)
         assert report.source.startswith(str(place))
         assert (report.missing, report.unused) == ((), ())
-        for one, two in zip(original.weights, filled.weights, strict=True):
-            assert np.asarray(one.value).tobytes() == np.asarray(two.value).tobytes()
+        check_same(filled, original)
 
 
 @pytest.mark.usefixtures("known_npz")
@@ -153,7 +147,9 @@ def large_model():
 def test_a_remote_store_is_asked_in_advance_for_large_ranges(write, mesh, tmp_path):
     original = large_model()
     place = RemoteMemoryStore.copy_of(write(tmp_path, original))
-    headers = read_headers(place)
+    open_manifest(place)
+    headers = len(place.store.reads)
+    place.store.reads.clear()
     filled = keras.models.clone_model(original)
     report = shardload.load_weights(filled, place, mesh=mesh)
     assert all(map(np.array_equal, original.get_weights(), filled.get_weights()))
@@ -189,14 +185,6 @@ def test_a_folder_in_an_object_store_without_digests(write, scheme, tmp_path, mo
     assert all(map(np.array_equal, original.get_weights(), filled.get_weights()))
     assert server.bytes_sent <= sum(v.value.nbytes for v in original.weights) * 1.01 + (6 << 20)
     assert sum(sent > 1 for *_, sent in server.requests) <= 24
-
-
-def read_headers(place):
-    """How many reads it takes to list a checkpoint's tensors."""
-    open_manifest(place)
-    found = len(place.store.reads)
-    place.store.reads.clear()
-    return found
 
 
 @pytest.mark.parametrize("budget", ["2MiB", "64MiB"])
@@ -258,8 +246,7 @@ def test_hugging_face_models(kind, store, tmp_path):
     expected = shardload.load(path, task=False, mesh="1x2")
     filled = keras_hub.models.Llama3Backbone.from_config(expected.get_config())
     shardload.load_weights(filled, place, mesh="1x2")
-    for one, two in zip(expected.weights, filled.weights, strict=True):
-        assert np.asarray(one.value).tobytes() == np.asarray(two.value).tobytes()
+    check_same(filled, expected)
 
 
 def test_a_preset_folder(tmp_path):

@@ -7,6 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from by_hand import check_same
 from legacy_h5 import OLD_CONFIG, OLD_TRAINING, write_described, write_variable, write_weights
 
 import shardload
@@ -89,12 +90,10 @@ def test_equal_to_keras(tmp_path, name, write):
         model = filled(make, 2)
         report = shardload.load_weights(model, path, mesh=mesh)
         assert (report.missing, report.unused) == ((), ())
-        for ours, theirs in zip(model.weights, reference.weights, strict=True):
-            assert np.asarray(ours.value).tobytes() == np.asarray(theirs.value).tobytes(), ours.path
+        check_same(model, reference)
         if name == "functional":
-            assert (
-                np.asarray(model.get_layer("n").mean).tobytes() == np.asarray(reference.get_layer("n").mean).tobytes()
-            )
+            ours, theirs = (np.asarray(one.get_layer("n").mean) for one in (model, reference))
+            assert ours.tobytes() == theirs.tobytes()
         assert mesh == "1x1" or any(not v.value.sharding.is_fully_replicated for v in model.weights)
 
 
@@ -103,11 +102,10 @@ def dense(*sizes):
 
 
 def test_names_do_not_matter(tmp_path):
-    saved = dense(8, 8)
+    saved, model = dense(8, 8), dense(8, 8)
     write_weights(tmp_path / "m.h5", saved)
-    model = dense(8, 8)
     shardload.load_weights(model, tmp_path / "m.h5")
-    assert all(np.array_equal(a.value, b.value) for a, b in zip(saved.weights, model.weights, strict=True))
+    check_same(model, saved)
 
 
 def test_another_number_of_layers_or_weights(tmp_path):
@@ -145,9 +143,8 @@ def test_arrays_and_inspect(tmp_path):
 
 
 def same_weights(ours, theirs):
-    for one, other in zip(ours.weights, theirs.weights, strict=True):
-        assert one.path == other.path
-        assert np.asarray(one.value).tobytes() == np.asarray(other.value).tobytes(), one.path
+    assert [v.path for v in ours.weights] == [v.path for v in theirs.weights]
+    check_same(ours, theirs)
 
 
 def nested():
@@ -245,8 +242,7 @@ def test_python_code_is_refused(tmp_path):
 
 
 def wide(units):
-    dense = {"class_name": "Dense", "config": {"name": "d", "units": units}}
-    return sequential(dense)
+    return sequential({"class_name": "Dense", "config": {"name": "d", "units": units}})
 
 
 WRONG = {
@@ -265,9 +261,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_configurations_that_are_wrong(tmp_path, what):
-    config, message = WRONG[what]
+@pytest.mark.parametrize(("config", "message"), WRONG.values(), ids=WRONG)
+def test_configurations_that_are_wrong(tmp_path, config, message):
     write_described(tmp_path / "m.h5", dense(8), config=config)
     with pytest.raises(ShardloadError, match=message):
         shardload.load(tmp_path / "m.h5", mesh="1x1")

@@ -4,18 +4,14 @@ import functools
 import gc
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import hub_folders
 import jax
 import keras
 import numpy as np
 import pytest
-from memory import Sampling, held, scratch_taken, watch
+from memory import Sampling, held, numbers_of_a_process, scratch_taken, watch
 from safetensors.numpy import load_file, save_file
 
 import shardload
@@ -230,20 +226,11 @@ def test_a_model_that_stands_abstractly_holds_no_byte(initialised):
 # ---- the whole process ---------------------------------------------------------------------------
 
 _CHILD = """
-import os, re, sys
-os.environ["KERAS_BACKEND"] = "jax"
-sys.modules["tensorflow"] = None
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-import shardload
-
 small, large, layout, budget = sys.argv[1:]
 shardload.load(small, mesh="1x8", layout=layout, task=False)  # what is imported and warmed up once
-pages = int(open("/proc/self/statm").read().split()[1])
+resident = number("VmRSS") << 10
 model = shardload.load(large, mesh="1x8", layout=layout, task=False, host_memory_bytes=int(budget))
-# not ru_maxrss: exec hands a process its parent's, and a test run's is larger than any of these loads
-peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-print(peak - pages * os.sysconf("SC_PAGE_SIZE"), shardload.report(model).weight_bytes)
+print(peak() - resident, shardload.report(model).weight_bytes)
 """
 
 
@@ -253,9 +240,6 @@ print(peak - pages * os.sysconf("SC_PAGE_SIZE"), shardload.report(model).weight_
 def test_a_process_grows_by_weights_and_budget(format, budget, tmp_path):
     small = synth("llama3_8b", format=format, scale=0.02, directory=tmp_path / "small")
     large = synth("llama3_8b", format=format, scale=0.24, directory=tmp_path / "large")
-    child = [sys.executable, "-c", textwrap.dedent(_CHILD), small, large, "auto", str(budget)]
-    found = subprocess.run(child, capture_output=True, text=True, timeout=200, check=False, env=dict(os.environ))
-    assert found.returncode == 0, found.stderr
-    growth, weight_bytes = map(int, found.stdout.split())
+    growth, weight_bytes = numbers_of_a_process(_CHILD, small, large, "auto", budget)
     assert weight_bytes > 250 * MIB
     assert growth <= weight_bytes + budget + 24 * MIB

@@ -4,16 +4,13 @@ Saved by columns on 1x8, so each chunk in the files is a column strip; restored 
 """
 
 import functools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import keras
 import numpy as np
 import pytest
-from memory import Sampling, scratch_taken, watch
+from memory import Sampling, numbers_of_a_process, scratch_taken, watch
 from saved_steps import save_step
 from wide_layers import LAYERS, LAYOUTS, WIDTH, build, layouts
 
@@ -70,14 +67,8 @@ def restore(run, title, sampling, *, budget=BUDGET):
     shape, kernel = LAYOUTS[title]
     with shardload.abstract():
         model = build()
-    report = shardload.restore(
-        model,
-        run[1],
-        mesh="x".join(map(str, shape)),
-        layout=layouts(shape, kernel),
-        host_memory_bytes=budget,
-        progress=sampling,
-    )
+    place = {"mesh": "x".join(map(str, shape)), "layout": layouts(shape, kernel)}
+    report = shardload.restore(model, run[1], host_memory_bytes=budget, progress=sampling, **place)
     assert same(run[0], model)
     return model, report
 
@@ -186,9 +177,8 @@ def test_compressed_chunks_are_uploaded_in_bounds(title, packed, sampling, monke
 
 
 def test_a_budget_below_what_a_chunk_takes_says_what_would_do(packed, sampling):
-    with pytest.raises(
-        BudgetError, match=r"chunks decode as a whole, to 524288 bytes each.* at least (\d+) bytes"
-    ) as told:
+    wholes = r"chunks decode as a whole, to 524288 bytes each.* at least (\d+) bytes"
+    with pytest.raises(BudgetError, match=wholes) as told:
         restore(packed, "as saved", sampling, budget=MIB)
     least = int(re.search(r"at least (\d+)", str(told.value))[1])
     _, report = restore(packed, "rows on 8x1", sampling, budget=least)
@@ -200,10 +190,9 @@ def test_the_default_budget_holds_what_a_chunk_takes(packed, sampling, monkeypat
     monkeypatch.setattr(planning, "DEFAULT_HOST_MEMORY", MIB)
     _, report = restore(packed, "2x4", sampling, budget=None)
     assert MIB < report.host_bytes.budget <= PACKED_BUDGET
+    _, enough = restore(packed, "2x4", sampling, budget=PACKED_BUDGET)
     assert any("decode as a whole" in note for note in report.notes)
-    assert not any(
-        "decode as a whole" in note for note in restore(packed, "2x4", sampling, budget=PACKED_BUDGET)[1].notes
-    )
+    assert not any("decode as a whole" in note for note in enough.notes)
 
 
 @pytest.mark.slow
@@ -220,12 +209,6 @@ def test_what_lies_on_one_device_is_compressed_in_chunks(run, tmp_path, monkeypa
 # ---- the whole process ---------------------------------------------------------------------------
 
 _CHILD = """
-import gc, os, re, sys
-os.environ["KERAS_BACKEND"] = "jax"
-sys.modules["tensorflow"] = None
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-import shardload
 from wide_layers import LAYOUTS, build, layouts
 
 root, title, budget = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -238,16 +221,11 @@ def restore():
     report = shardload.restore(model, root, mesh=mesh, layout=layouts(shape, kernel), host_memory_bytes=budget)
     return model, report
 
-def number(file, pattern):
-    return int(re.search(pattern, open(file).read())[1])
-
 restore()  # what is imported and warmed up once
-gc.collect()
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-resident, read = number("/proc/self/status", r"VmRSS:\\s+(\\d+)"), number("/proc/self/io", r"rchar: (\\d+)")
+resident, read = forget_peak(), number("rchar", "io")
 model, report = restore()
-read = number("/proc/self/io", r"rchar: (\\d+)") - read
-print((number("/proc/self/status", r"VmHWM:\\s+(\\d+)") - resident) << 10, read, report.bytes.needed)
+read = number("rchar", "io") - read
+print(peak() - resident, read, report.bytes.needed)
 """
 
 
@@ -270,7 +248,4 @@ def test_a_process_that_decodes_grows_by_the_state_and_the_budget(packed):
 
 def grown(root, title, budget):
     """Bytes a fresh process grew by at most, and read, in its second restore, and what was needed."""
-    child = [sys.executable, "-c", _CHILD, str(root), title, str(budget)]
-    found = subprocess.run(child, capture_output=True, text=True, timeout=200, check=False, env=dict(os.environ))
-    assert found.returncode == 0, found.stderr
-    return map(int, found.stdout.split())
+    return numbers_of_a_process(_CHILD, root, title, budget)

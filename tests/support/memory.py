@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import subprocess
+import sys
 import weakref
 
 import jax
@@ -75,6 +77,35 @@ def watch(monkeypatch):
     for name in ("starting", "ready", "finish"):
         monkeypatch.setattr(Assigner, name, watched(getattr(Assigner, name)))
     return found
+
+
+_PROGRAM = r"""
+import gc, os, re, sys
+os.environ["KERAS_BACKEND"] = "jax"
+sys.modules["tensorflow"] = None
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import shardload
+
+def number(name, file="status"):
+    return int(re.search(name + r":\s+(\d+)", open("/proc/self/" + file).read())[1])
+
+def peak():  # not ru_maxrss: exec hands a process its parent's, and a test run's is larger than any of these
+    return number("VmHWM") << 10
+
+def forget_peak():
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+    return number("VmRSS") << 10
+"""
+
+
+def numbers_of_a_process(program, *arguments):
+    """What a program prints that can ask for its own `number`s, its `peak` and to `forget_peak`."""
+    command = [sys.executable, "-c", _PROGRAM + program, *map(str, arguments)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert found.returncode == 0, found.stderr
+    return map(int, found.stdout.split())
 
 
 def scratch_taken(monkeypatch):
