@@ -55,14 +55,11 @@ def test_preset_task_equals_the_saved_one(family, tmp_path):
     assert built.backbone.get_config() == saved.backbone.get_config()
 
 
-def test_preset_without_task_is_a_backbone(tmp_path):
-    models.build("bert").save_to_preset(str(tmp_path))
-    assert type(building.build_model(preset(tmp_path))) is keras_hub.models.BertBackbone
-
-
-def test_preset_task_can_be_declined(tmp_path):
-    models.causal_lm("gpt2").save_to_preset(str(tmp_path))
-    assert type(building.build_model(preset(tmp_path), task=False)) is keras_hub.models.GPT2Backbone
+@pytest.mark.parametrize(("make", "family"), [(models.build, "bert"), (models.causal_lm, "gpt2")])
+def test_preset_without_task_or_with_one_that_is_declined_is_a_backbone(make, family, tmp_path):
+    make(family).save_to_preset(str(tmp_path))
+    built = building.build_model(preset(tmp_path), task=make is models.build)
+    assert type(built).__name__ == {"bert": "BertBackbone", "gpt2": "GPT2Backbone"}[family]
 
 
 def test_preset_dtype_is_overridden_throughout(tmp_path):
@@ -105,21 +102,10 @@ def test_transformers_architecture_decides_the_class(architecture, expected):
 
 
 def test_image_classifier_has_its_labels():
-    config = {
-        "model_type": "vit",
-        "architectures": ["ViTForImageClassification"],
-        "image_size": 32,
-        "patch_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "qkv_bias": True,
-        "layer_norm_eps": 1e-6,
-        "id2label": {"0": "cat", "1": "dog", "2": "fox"},
-    }
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32, "patch_size": 16}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "qkv_bias": True}
+    config |= {"layer_norm_eps": 1e-6, "id2label": {"0": "cat", "1": "dog", "2": "fox"}}
     built = building.build_model(described("/m", "hf-safetensors", config))
     assert isinstance(built, keras_hub.models.ViTImageClassifier)
     assert built.output_shape == (None, 3)
@@ -193,20 +179,18 @@ def test_unknown_class_asks_for_custom_objects(tmp_path):
     assert isinstance(building.build_model(manifest, custom_objects={"Mine": Mine}).layers[1], Mine)
 
 
-def test_unknown_model_type_lists_the_known_ones():
-    with pytest.raises(UnsupportedError, match=r"'rwkv'.*gemma3_text.*qwen2"):
-        building.build_model(described("/m", "hf-safetensors", {"model_type": "rwkv"}))
+ESM = {"model_type": "esm", "position_embedding_type": "rotary"}  # for vocab_size transformers has no default
+REFUSED = {
+    "unknown model type": ({"model_type": "rwkv"}, UnsupportedError, r"'rwkv'.*gemma3_text.*qwen2"),
+    "a field is missing": (ESM, SourceError, "has no 'vocab_size'"),
+    "more layers than tensors": ({**LLAMA, "num_hidden_layers": 10**9}, SourceError, "num_hidden_layers=1000000000"),
+}
 
 
-def test_configuration_without_a_field_names_it():
-    config = {"model_type": "esm", "position_embedding_type": "rotary"}  # for vocab_size transformers has no default
-    with pytest.raises(SourceError, match="has no 'vocab_size'"):
+@pytest.mark.parametrize(("config", "error", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_a_configuration_lacks_is_named_before_building(config, error, says):
+    with pytest.raises(error, match=says):
         building.build_model(described("/m", "hf-safetensors", config))
-
-
-def test_more_layers_than_tensors_is_refused_before_building():
-    with pytest.raises(SourceError, match="num_hidden_layers=1000000000"):
-        building.build_model(described("/m", "hf-safetensors", {**LLAMA, "num_hidden_layers": 10**9}))
 
 
 def test_weights_alone_say_how_to_fill_a_model(tmp_path):
@@ -246,30 +230,24 @@ class NeedsAnother(keras.layers.Layer):
         import no_such_module  # noqa: F401
 
 
+UPGRADE = r"No module named 'keras_hub\.no_such_part'.*--upgrade --force-reinstall 'shardload\[hub\]'"
+
+
 @pytest.mark.parametrize(
-    ("layer", "message"),
+    ("module", "name", "message"),
     [
-        (
-            {"module": None, "class_name": "NeedsAnother", "config": {}, "registered_name": "NeedsAnother"},
-            "'no-such-module', which is not installed. Install the package that provides it",
-        ),
-        (
-            {"module": "keras_nlp.models", "class_name": "Bert", "config": {}, "registered_name": None},
-            "'keras-nlp', which is not installed",
-        ),
-        (
-            {"module": "keras_hub.no_such_part", "class_name": "Bert", "config": {}, "registered_name": None},
-            r"No module named 'keras_hub\.no_such_part'.*--upgrade --force-reinstall 'shardload\[hub\]'",
-        ),
+        (None, "NeedsAnother", "'no-such-module', which is not installed. Install the package that provides it"),
+        ("keras_nlp.models", None, "'keras-nlp', which is not installed"),
+        ("keras_hub.no_such_part", None, UPGRADE),
     ],
 )
-def test_a_missing_module_is_named_instead_of_custom_objects(layer, message):
+def test_a_missing_module_is_named_instead_of_custom_objects(module, name, message):
     config = keras.saving.serialize_keras_object(keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]))
+    layer = {"module": module, "class_name": name or "Bert", "config": {}, "registered_name": name}
     config["config"]["layers"][1] = layer
+    manifest = described("/m.keras", "keras-archive", config)
     with pytest.raises(MissingExtraError, match=message) as caught:
-        building.build_model(
-            described("/m.keras", "keras-archive", config), custom_objects={"NeedsAnother": NeedsAnother}
-        )
+        building.build_model(manifest, custom_objects={"NeedsAnother": NeedsAnother})
     assert "custom_objects" not in str(caught.value)
 
 

@@ -32,6 +32,22 @@ def saved(family, dtype):
     return model
 
 
+def assert_filled_as_by_keras(original, path, meshes):
+    with zeros_for_random():
+        reference = twin(original)
+    reference.load_weights(path)
+    for mesh in meshes:
+        model = abstract_twin(original)
+        report = shardload.load_weights(model, path, mesh=mesh)
+        assert_same_on(mesh, model, reference)
+        assert (report.missing, report.unused) == ((), ())
+
+
+def assert_same_on(mesh, model, reference, **options):
+    assert_same(model, reference, **options)
+    assert_on(model, mesh)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,15 +55,7 @@ def test_weights_h5_equals_keras_load_weights(family, dtype, tmp_path, meshes):
     path = tmp_path / "model.weights.h5"
     original = saved(family, dtype)
     original.save_weights(path)
-    with zeros_for_random():
-        reference = twin(original)
-    reference.load_weights(path)
-    for mesh in meshes:
-        model = abstract_twin(original)
-        report = shardload.load_weights(model, path, mesh=mesh)
-        assert_same(model, reference)
-        assert_on(model, mesh)
-        assert (report.missing, report.unused) == ((), ())
+    assert_filled_as_by_keras(original, path, meshes)
 
 
 @pytest.mark.slow
@@ -57,14 +65,7 @@ def test_sharded_weights_equal_keras_load_weights(family, tmp_path, meshes):
     original = saved(family, "bfloat16")
     original.save_weights(path, max_shard_size=6.5e-6 if family == "conv" else 1e-4)  # GB
     assert len(list(tmp_path.glob("*.h5"))) > 1
-    with zeros_for_random():
-        reference = twin(original)
-    reference.load_weights(path)
-    for mesh in meshes:
-        model = abstract_twin(original)
-        shardload.load_weights(model, path, mesh=mesh)
-        assert_same(model, reference)
-        assert_on(model, mesh)
+    assert_filled_as_by_keras(original, path, meshes)
 
 
 @pytest.mark.slow
@@ -76,9 +77,7 @@ def test_keras_archive_equals_keras_load_model(family, dtype, tmp_path, meshes):
     with zeros_for_random():
         reference = keras.saving.load_model(path)
     for mesh in meshes:
-        model = shardload.load(path, mesh=mesh)
-        assert_same(model, reference)
-        assert_on(model, mesh)
+        assert_same_on(mesh, shardload.load(path, mesh=mesh), reference)
 
 
 @pytest.mark.slow
@@ -92,10 +91,8 @@ def test_preset_equals_keras_hub_from_preset(family, dtype, tmp_path, meshes):
     with zeros_for_random():
         reference = original if dtype == "int8" else type(original).from_preset(str(tmp_path / "preset"), dtype=dtype)
     for mesh in meshes:
-        model = shardload.load(tmp_path / "preset", mesh=mesh)
         # The configuration Keras saves asks for float32 scales where the file holds bfloat16 ones.
-        assert_same(model, reference, widened=dtype == "int8")
-        assert_on(model, mesh)
+        assert_same_on(mesh, shardload.load(tmp_path / "preset", mesh=mesh), reference, widened=dtype == "int8")
 
 
 HUGGING_FACE = {
@@ -117,9 +114,7 @@ def test_hugging_face_folder_equals_keras_hub_from_preset(name, dtype, tmp_path,
     with zeros_for_random():
         reference = getattr(keras_hub.models, HUGGING_FACE[name]).from_preset(str(folder), dtype=dtype)
     for mesh in meshes:
-        model = shardload.load(folder, mesh=mesh, dtype=dtype, task=False)
-        assert_same(model, reference)
-        assert_on(model, mesh)
+        assert_same_on(mesh, shardload.load(folder, mesh=mesh, dtype=dtype, task=False), reference)
 
 
 @pytest.mark.slow

@@ -57,14 +57,12 @@ def test_an_amount_of_memory_that_is_none_is_refused_first(call, amount):
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_device_without_memory_is_refused_first():
-    with pytest.raises(UsageError, match="device_memory_bytes: A number of bytes must be positive"):
-        shardload.plan(NOWHERE, device_memory_bytes=0)
-
-
-@pytest.mark.parametrize("memory", [16, "16"])
-def test_a_device_memory_without_a_unit_is_refused_first(memory):
-    with pytest.raises(UsageError, match=r"device_memory_bytes: 16 means 16 bytes. Write 16GiB"):
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [(0, "A number of bytes must be positive"), *((n, "16 means 16 bytes. Write 16GiB") for n in (16, "16"))],
+)
+def test_a_device_without_memory_or_its_unit_is_refused_first(memory, says):
+    with pytest.raises(UsageError, match=f"device_memory_bytes: {says}"):
         shardload.plan(NOWHERE, device_memory_bytes=memory)
 
 
@@ -125,9 +123,8 @@ def test_what_a_notebook_shows_is_short_or_the_table(tmp_path):
     keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]).save(tmp_path / "model.keras")
     model = shardload.load(tmp_path / "model.keras")
     for report in (shardload.report(model), shardload.plan(tmp_path / "model.keras")):
-        assert repr(report).endswith(
-            "(keras-archive) on " + report.mesh + ": 2 variables, 80 bytes; print it for the table>"
-        )
+        shown = f"(keras-archive) on {report.mesh}: 2 variables, 80 bytes; print it for the table>"
+        assert repr(report).endswith(shown)
         html = report._repr_html_()
         assert html.startswith("<pre>") and "keras-archive" in html and str(tmp_path) in html
     manifest = shardload.inspect(tmp_path / "model.keras")
@@ -266,6 +263,7 @@ def test_a_misspelt_function_is_refused_with_the_closest():
 
 
 DATA = np.ones((8, 3), np.float32), np.ones((8, 2), np.float32)
+MIB_64 = np.int64(1 << 26)
 
 
 def compiled():
@@ -286,16 +284,12 @@ TAKES = {
     "load(step)": lambda run, _: shardload.load(run, step=np.int32(8)),
     "load_weights(step)": lambda run, _: shardload.load_weights(compiled(), run, step=np.uint8(8)),
     "Checkpointer.restore(step)": lambda run, _: shardload.Checkpointer(run).restore(compiled(), step=np.int64(8)),
-    "load(host_memory_bytes)": lambda run, _: shardload.load(run, host_memory_bytes=np.int64(1 << 26)),
+    "load(host_memory_bytes)": lambda run, _: shardload.load(run, host_memory_bytes=MIB_64),
     "load(strict)": lambda run, _: shardload.load(run, strict=np.True_),
     "load(mesh)": lambda run, _: shardload.load(run, mesh=(np.int64(1), np.int64(2))),
     "plan(device_memory_bytes)": lambda run, _: shardload.plan(run, device_memory_bytes=np.int64(1 << 30)),
-    "convert(max_shard_bytes)": lambda run, out: shardload.convert(
-        run, out / "out.weights.json", max_shard_bytes=np.int64(1 << 26)
-    ),
-    "TensorParallelKeras(device_count)": lambda run, _: shardload.TensorParallelKeras(
-        compiled(), device_count=np.int64(2)
-    ),
+    "convert(max_shard_bytes)": lambda run, out: shardload.convert(run, out / "m.weights.json", max_shard_bytes=MIB_64),
+    "TensorParallelKeras(device_count)": lambda *_: shardload.TensorParallelKeras(compiled(), device_count=np.int64(2)),
     "get_best_devices(count)": lambda run, _: shardload.parallel.get_best_devices(np.int64(1)),
     "synth": lambda run, out: synth("gpt2_base", directory=out, seed=np.int64(1), scale=np.float32(0.02)),
 }
@@ -337,24 +331,15 @@ def test_a_scalar_of_numpy_for_an_array_is_refused(tmp_path):
         shardload.load_arrays(tmp_path / "m.safetensors", {"value": np.float32(0)})
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        ("bf16", "bfloat16"),
-        ("BFLOAT16", "bfloat16"),
-        ("fp16", "float16"),
-        ("half", "float16"),
-        ("f32", "float32"),
-        ("float", "float32"),
-        (jnp.bfloat16, "bfloat16"),
-        (ml_dtypes.bfloat16, "bfloat16"),
-        (np.float16, "float16"),
-        (np.dtype("float32"), "float32"),
-        ("mixed_bfloat16", "mixed_bfloat16"),
-        ("int8_from_float32", "int8_from_float32"),
-        (None, None),
-    ],
-)
+SPELLINGS = {
+    "bfloat16": ("bf16", "BFLOAT16", jnp.bfloat16, ml_dtypes.bfloat16),
+    "float16": ("fp16", "half", np.float16),
+    "float32": ("f32", "float", np.dtype("float32")),
+    **{name: (name,) for name in ("mixed_bfloat16", "int8_from_float32", None)},
+}
+
+
+@pytest.mark.parametrize(("written", "name"), [(each, name) for name, found in SPELLINGS.items() for each in found])
 def test_every_spelling_has_one_name(written, name):
     assert dtype_name(written) == name
 

@@ -162,11 +162,11 @@ def test_logits_are_finite_and_alive():
 
 
 def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path):
-    made = [
-        synth("gpt2", format="safetensors", directory=tmp_path / str(i), seed=seed, **TINY)
-        for i, seed in enumerate((0, 0, 1))
-    ]
-    first, again, other = ((p / "model.safetensors").read_bytes() for p in made)
+    def written(place, seed):
+        folder = synth("gpt2", format="safetensors", directory=tmp_path / place, seed=seed, **TINY)
+        return (folder / "model.safetensors").read_bytes()
+
+    first, again, other = written("a", 0), written("b", 0), written("c", 1)
     assert first == again
     assert first != other
 
@@ -223,9 +223,8 @@ def test_killed_between_the_two_renames_the_old_one_is_not_lost(home, monkeypatc
 def test_a_full_disk_is_seen_before_writing(home, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**12, 10**12, 10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(
-        WriteError, match=r"gemma2_27b: it needs 50\.7 GiB and 64\.0 MiB to spare, but .* has 953\.7 MiB free"
-    ):
+    needs = r"gemma2_27b: it needs 50\.7 GiB and 64\.0 MiB to spare, but .* has 953\.7 MiB free"
+    with pytest.raises(WriteError, match=needs):
         synth("gemma2_27b")
     assert list(home.iterdir()) == []
 
