@@ -16,7 +16,6 @@ import jax
 import keras_hub
 import numpy as np
 import pytest
-from hub_settings import settings_of
 from transformers_cross import folders
 
 import shardload
@@ -129,7 +128,7 @@ def assert_same(found, first, notes=(), said=BY_CONFIG, made=()):
 
 
 def differing_settings(found, first):
-    one, two = settings_of(found), settings_of(first)
+    one, two = hub_folders.settings_of(found), hub_folders.settings_of(first)
     return {key[1] for key in one.keys() | two.keys() if one.get(key) != two.get(key)} - COMPILED
 
 

@@ -12,7 +12,6 @@ import keras_hub
 import numpy as np
 import pytest
 import small_folders
-from hub_settings import settings_of
 from safetensors.numpy import load_file, save_file
 
 import shardload
@@ -60,7 +59,7 @@ def test_a_task_comes_back_as_a_task(name, tmp_path):
 def test_a_model_comes_back_with_its_settings(family, to, models, tmp_path):
     found = shardload.load(write(models[family], tmp_path, to), mesh="1x1")
     assert type(found) is type(models[family])
-    assert settings_of(found) == settings_of(models[family])
+    assert hub_folders.settings_of(found) == hub_folders.settings_of(models[family])
 
 
 def test_outputs_are_equal(models, tmp_path):
@@ -73,7 +72,9 @@ def test_outputs_are_equal(models, tmp_path):
 
 def test_a_second_copy_has_the_settings_too(models, tmp_path):
     write(shardload.load(write(models["bert"], tmp_path, "preset"), mesh="1x1"), tmp_path / "again", "step")
-    assert settings_of(shardload.load(tmp_path / "again/step", mesh="1x1")) == settings_of(models["bert"])
+    assert hub_folders.settings_of(shardload.load(tmp_path / "again/step", mesh="1x1")) == hub_folders.settings_of(
+        models["bert"]
+    )
 
 
 @pytest.mark.parametrize("to", ["preset", "step", "m.weights.h5"])
@@ -102,7 +103,7 @@ def test_config_json_says_what_the_layers_have(family, tmp_path):
     for source, wanted in ((write(model, tmp_path, "step"), set_on_layers), (tmp_path / "m.keras", usual)):
         report = shardload.convert(source, tmp_path / f"from {source.stem}", to="safetensors")
         assert json.loads((Path(report.target) / "config.json").read_text()).items() >= wanted.items()
-        differ = settings_of(shardload.load(source, mesh="1x1")) != settings_of(
+        differ = hub_folders.settings_of(shardload.load(source, mesh="1x1")) != hub_folders.settings_of(
             shardload.load(report.target, mesh="1x1")
         )
         assert differ == any("in config.json, but " in note for note in report.notes)

@@ -10,10 +10,9 @@ import keras_hub
 import numpy as np
 import pytest
 import small_folders
-from checkpoints import finish_gguf, write_gguf
+from checkpoints import finish_gguf, llama3_factors, write_gguf
 from gguf import GGUFWriter
 from keras_hub.src.models.llama.llama_rotary_embedding import LlamaRotaryEmbedding
-from llama3_rule import llama3_factors
 from safetensors.numpy import load_file, save_file
 
 import shardload

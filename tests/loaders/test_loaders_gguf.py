@@ -11,10 +11,9 @@ import keras_hub
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import finish_gguf, read_tensor, write_gguf
+from checkpoints import finish_gguf, llama3_factors, read_tensor, write_gguf
 from gguf_fixture import gemma3_gguf  # noqa: F401 - a fixture
 from jax.sharding import PartitionSpec
-from llama3_rule import llama3_factors
 
 import shardload
 from shardload.cli import main

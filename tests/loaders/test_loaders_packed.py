@@ -110,8 +110,6 @@ def test_a_blosc_header_that_asks_for_gigabytes(make, chunk, n_bytes, tmp_path):
 
 
 GZIP = {"name": "gzip", "configuration": {"level": 1}}
-
-
 AGAIN, UNKNOWN = "compresses again what blosc compressed", "does not describe an array that can be decoded"
 HEADERS = {
     "blosc and gzip": ({"codecs": [BYTES, BLOSC3, GZIP]}, AGAIN),

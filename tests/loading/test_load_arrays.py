@@ -20,6 +20,7 @@ from saved_steps import save_step
 import shardload
 from shardload.errors import LayoutError, MeshError, MismatchError, SourceNotFoundError, UnsupportedError, UsageError
 
+Struct, HERE = jax.ShapeDtypeStruct, SingleDeviceSharding(jax.devices()[0])
 VALUES = {
     "embed.weight": np.arange(32 * 16, dtype=np.float32).reshape(32, 16),
     "layers.0.proj": np.arange(64 * 8, dtype=np.float16).reshape(64, 8),
@@ -82,21 +83,17 @@ def test_a_function_gets_the_shape_of_the_transposed_array(path, mesh):
 
 def test_a_tree_with_shapes_dtypes_and_several_meshes(path, mesh):
     other, device = jax.make_mesh((8,), ("x",)), SingleDeviceSharding(jax.devices()[3])
+    columns = NamedSharding(mesh, P(None, "model"))
     targets = {
-        "embed": {
-            "weight": jax.ShapeDtypeStruct((32, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "model")))
-        },
+        "embed": {"weight": Struct((32, 16), jnp.bfloat16, sharding=columns)},
         "layers": [{"proj": P("data", "model")}, {"proj": NamedSharding(other, P("x"))}],
         "scale": device,
-        "ids": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=device),
+        "ids": Struct((8,), jnp.int32, sharding=device),
     }
     found = shardload.load_arrays(path, targets, mesh=mesh)
-    assert jax.tree.structure(found) == jax.tree.structure(
-        {**targets, "embed": {"weight": 0}, "layers": [{"proj": 0}] * 2, "scale": 0, "ids": 0}
-    )
-    assert_holds(
-        found["embed"]["weight"], VALUES["embed.weight"].astype(jnp.bfloat16), targets["embed"]["weight"].sharding
-    )
+    leaves = {"embed": {"weight": 0}, "layers": [{"proj": 0}] * 2, "scale": 0, "ids": 0}
+    assert jax.tree.structure(found) == jax.tree.structure(leaves)
+    assert_holds(found["embed"]["weight"], VALUES["embed.weight"].astype(jnp.bfloat16), columns)
     assert_holds(found["layers"][0]["proj"], VALUES["layers.0.proj"], NamedSharding(mesh, P("data", "model")))
     assert_holds(found["layers"][1]["proj"], VALUES["layers.1.proj"], NamedSharding(other, P("x")))
     assert_holds(found["scale"], VALUES["scale"], device)
@@ -110,9 +107,8 @@ def test_names_and_orders_of_dims_of_the_callers(path, mesh, as_functions):
     if as_functions:
         names, orders = names.__getitem__, lambda name, shape: (1, 0) if (name, shape) == ("kernel", (64, 8)) else None
     targets = {"table": P("data"), "kernel": P(None, ("model", "data"))}
-    found = shardload.load_arrays(
-        path, targets, mesh=mesh, names=names, transpose=orders, strict=False, dtype="float32"
-    )
+    options = {"names": names, "transpose": orders, "dtype": "float32"}
+    found = shardload.load_arrays(path, targets, mesh=mesh, strict=False, **options)
     assert_holds(found["table"], VALUES["embed.weight"], NamedSharding(mesh, P("data")))
     kernel = np.ascontiguousarray(VALUES["layers.0.proj"].T).astype(np.float32)
     assert_holds(found["kernel"], kernel, NamedSharding(mesh, P(None, ("model", "data"))))
@@ -141,9 +137,8 @@ def test_every_format_and_a_step(tmp_path, mesh):
     model.save_weights(tmp_path / "model.weights.h5")
     save_step(model, tmp_path / "run", 3)
     for source in (tmp_path / "model.weights.h5", tmp_path / "run"):
-        found = shardload.load_arrays(
-            source, lambda n, shape, d: P("model") if shape and not shape[-1] % 8 else P(), mesh=mesh
-        )
+        split = lambda name, shape, dtype: P("model") if shape and not shape[-1] % 8 else P()  # noqa: E731
+        found = shardload.load_arrays(source, split, mesh=mesh)
         expected = [np.asarray(v) for v in model.trainable_variables]
         assert all(any(np.array_equal(a, e) for a in found.values()) for e in expected)
 
@@ -166,9 +161,8 @@ def test_arrays_to_replace(path, mesh):
 
 
 def test_an_order_of_dims_may_be_an_array(path, mesh):
-    found = shardload.load_arrays(
-        path, {"embed.weight": P()}, mesh=mesh, transpose={"embed.weight": np.array([1, 0])}, strict=False
-    )
+    order = {"embed.weight": np.array([1, 0])}
+    found = shardload.load_arrays(path, {"embed.weight": P()}, mesh=mesh, transpose=order, strict=False)
     assert found["embed.weight"].shape == VALUES["embed.weight"].shape[::-1]
 
 
@@ -177,7 +171,7 @@ def test_a_tensor_that_an_index_leaves_out_is_told(tmp_path):
     weight_map = {name: "model-1.safetensors" for name in VALUES if name != "ids"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.warns(UserWarning, match="left out 1 unlisted tensor: .* does not assign 'ids'"):
-        found = shardload.load_arrays(tmp_path / "model.safetensors.index.json", SingleDeviceSharding(jax.devices()[0]))
+        found = shardload.load_arrays(tmp_path / "model.safetensors.index.json", HERE)
     assert found.keys() == VALUES.keys() - {"ids"}
 
 
@@ -186,6 +180,10 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
     targets = {"params": {"dense": {"kernel": P("model")}}, "step": P()}
     found = shardload.load_arrays(tmp_path / "run", targets, mesh=mesh)
     assert_holds(found["params"]["dense"]["kernel"], np.ones((8, 4), np.float32), NamedSharding(mesh, P("model")))
+
+
+WIDE, TWICE = "'scale' as float64: JAX has 64-bit dtypes disabled", "two leaves have the same"
+OTHER = "Cannot use transpose: no target is called 'idz'"
 
 
 @pytest.mark.parametrize(
@@ -197,38 +195,13 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
         ({"ids": P("data")}, {"mesh": None, "strict": False}, UsageError, "a PartitionSpec needs a mesh"),
         ({"ids": P(("data", "model"), None)}, {"strict": False}, LayoutError, "it has more entries than dims"),
         ({"scale": P("data")}, {"strict": False}, LayoutError, "it has more entries than dims"),
-        (
-            {"ids": jax.ShapeDtypeStruct((4,), jnp.int32)},
-            {"strict": False},
-            MismatchError,
-            r"has shape \(4,\), but tensor",
-        ),
-        (
-            {"scale": jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(jax.devices()[0]))},
-            {"strict": False},
-            MismatchError,
-            "float32",
-        ),
-        (
-            {"scale": jax.ShapeDtypeStruct((), jnp.float32)},
-            {"strict": False, "mesh": None},
-            UsageError,
-            "'scale': its .* no sharding",
-        ),
+        ({"ids": Struct((4,), jnp.int32)}, {"strict": False}, MismatchError, r"has shape \(4,\), but tensor"),
+        ({"scale": Struct((), jnp.int32, sharding=HERE)}, {"strict": False}, MismatchError, "float32"),
+        ({"scale": Struct((), "f4")}, {"strict": False, "mesh": None}, UsageError, "'scale': its .* no sharding"),
         ({"ids": P(("data", "data"))}, {"strict": False}, LayoutError, r"'ids' by .*: expected each axis .* once"),
         ({"ids": P("rows")}, {"strict": False}, LayoutError, r"'ids' by .*: the mesh has no axis 'rows', only data"),
-        (
-            {"scale": jax.ShapeDtypeStruct((), np.float64, sharding=SingleDeviceSharding(jax.devices()[0]))},
-            {"strict": False},
-            UsageError,
-            "'scale' as float64: JAX has 64-bit dtypes disabled",
-        ),
-        (
-            {"ids": P()},
-            {"strict": False, "transpose": {"idz": (0,)}},
-            UsageError,
-            "Cannot use transpose: no target is called 'idz'",
-        ),
+        ({"scale": Struct((), np.float64, sharding=HERE)}, {"strict": False}, UsageError, WIDE),
+        ({"ids": P()}, {"strict": False, "transpose": {"idz": (0,)}}, UsageError, OTHER),
         ({"ids": P()}, {"names": {"ID": "ids"}}, UsageError, "Cannot use names: no target is called 'ID'"),
         ({"ids": P()}, {"strict": False, "transpose": {"ids": True}}, UsageError, "expected each dim once"),
         ({"ids": 3}, {"strict": False}, UnsupportedError, "expected a ShapeDtypeStruct, NamedSharding"),
@@ -248,12 +221,7 @@ def test_paths_joined_by_slashes_are_found_too(tmp_path, mesh):
         ({"ids": P()}, {"strict": "no"}, UsageError, "expected True or False"),
         ({"ids": P()}, {"strict": False, "transpose": {"ids": (1,)}}, UsageError, "expected each dim once"),
         ({"embed.weight": P()}, {"strict": False, "transpose": {"embed.weight": {0, 1}}}, UsageError, "each dim once"),
-        (
-            {"layers": {"0.proj": P()}, "layers.0": {"proj": P()}},
-            {"strict": False},
-            UsageError,
-            "two leaves have the same",
-        ),
+        ({"layers": {"0.proj": P()}, "layers.0": {"proj": P()}}, {"strict": False}, UsageError, TWICE),
     ],
 )
 def test_what_does_not_fit_is_refused(path, targets, options, error, message):
@@ -305,10 +273,7 @@ def test_a_small_array_is_dispatched_once_with_the_callers_own_sharding(tmp_path
 @pytest.mark.parametrize("ending", [".safetensors", ".weights.h5", ".gguf"])
 def test_tensors_without_elements_load_from_every_format(ending, tmp_path):
     path = tmp_path / f"m{ending}"
-    empty = {
-        "blk.0.attn_norm.weight": np.zeros((0,), np.float32),
-        "blk.0.ffn_down.weight": np.zeros((0, 4), np.float32),
-    }
+    empty = {"blk.0.attn_norm.weight": np.zeros((0,), "f4"), "blk.0.ffn_down.weight": np.zeros((0, 4), "f4")}
     if ending == ".gguf":
         write_gguf(path, empty)
     elif ending == ".safetensors":
@@ -338,13 +303,15 @@ def test_functions_with_other_arguments_are_refused(targets, options, told, tmp_
         shardload.load_arrays(tmp_path / "m.safetensors", targets, mesh="1x1", **options)
 
 
-def test_a_number_for_another_kind_is_told_which_numbers_are_targets(tmp_path):
+@pytest.mark.parametrize(
+    ("target", "error", "says"),
+    [
+        ({"a": True}, UnsupportedError, r"a number of the same kind \(bool, int, float\)"),
+        (object(), MismatchError, r"no tensor for 1 target:\n  the target itself"),
+    ],
+    ids=["a number of another kind", "no tree"],
+)
+def test_a_target_that_is_none_is_told(target, error, says, tmp_path):
     save_file({"a": np.asarray(7, np.int32)}, tmp_path / "m.safetensors")
-    with pytest.raises(UnsupportedError, match=r"a number of the same kind \(bool, int, float\)"):
-        shardload.load_arrays(tmp_path / "m.safetensors", {"a": True})
-
-
-def test_an_object_that_is_no_tree_is_named_in_the_error(tmp_path):
-    save_file({"a": np.ones(2, np.float32)}, tmp_path / "m.safetensors")
-    with pytest.raises(MismatchError, match=r"no tensor for 1 target:\n  the target itself"):
-        shardload.load_arrays(tmp_path / "m.safetensors", object())
+    with pytest.raises(error, match=says):
+        shardload.load_arrays(tmp_path / "m.safetensors", target)

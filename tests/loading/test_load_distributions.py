@@ -16,14 +16,8 @@ MESH = (2, 4)
 
 
 def classifier():
-    return keras.Sequential(
-        [
-            keras.Input((16,)),
-            keras.layers.Dense(32, activation="relu", name="hidden"),
-            keras.layers.Dense(8, name="out"),
-        ],
-        name="classifier",
-    )
+    layers = [keras.layers.Dense(32, activation="relu", name="hidden"), keras.layers.Dense(8, name="out")]
+    return keras.Sequential([keras.Input((16,)), *layers], name="classifier")
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +108,9 @@ def test_variables_that_a_subclass_lays_out_itself(source):
 
     with Rows(layout_map=layout_map()).scope():
         model = shardload.load(source)
-    assert {path: tuple(s.spec) for path, s in shardings(model).items()} == {
-        "hidden/kernel": ("rows", None),
-        "hidden/bias": (None,),
-        "out/kernel": ("rows", None),
-        "out/bias": (None,),
-    }
+    kernel, bias = ("rows", None), (None,)
+    wanted = {"hidden/kernel": kernel, "hidden/bias": bias, "out/kernel": kernel, "out/bias": bias}
+    assert {path: tuple(s.spec) for path, s in shardings(model).items()} == wanted
 
 
 def test_a_mesh_that_is_given_wins_and_the_report_says_so(source):
@@ -191,15 +182,14 @@ def test_rules_for_outputs_are_applied_as_keras_does(source, where, applies):
         assert found.sharding.is_equivalent_to(expected.sharding, 2), where
 
 
+PATH = "expected the path of a variable"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (
-            {"layout": {"hidden/kernel": "model"}},
-            LayoutError,
-            "expected the path of a variable and a mesh axis or None",
-        ),
-        ({"layout": {"hidden/kernel": (1, None)}}, LayoutError, "expected the path of a variable"),
+        ({"layout": {"hidden/kernel": "model"}}, LayoutError, f"{PATH} and a mesh axis or None"),
+        ({"layout": {"hidden/kernel": (1, None)}}, LayoutError, PATH),
         ({"layout": {"hidden/kernel": ("tp", None)}}, LayoutError, "does not fit the mesh"),
         ({"layout": {"nothing": ("model", None)}}, LayoutError, "matches none of the model's 4 variables"),
         ({"mesh": {"data": 2.5}}, MeshError, "Cannot read the mesh"),

@@ -1,14 +1,16 @@
 """A limit of the process is named, with the way out, and never taken for damage."""
 
 import errno
+import os
+import resource
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from system_limits import few_files
 
 import shardload
 from shardload.console import failures
@@ -54,6 +56,25 @@ def run(tmp_path_factory):
     for step in (1, 2):
         shardload.save(model(step), folder, step=step)
     return folder
+
+
+@contextmanager
+def few_files(spare):
+    """Let this process open only ``spare`` more files at a time."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208
+    probe = os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free: that of the list itself, until now
+    os.close(probe)
+    used.discard(probe)
+    limit = 0
+    while spare > 0 or limit in used:  # the limit is on the number of a descriptor, not on how many there are
+        spare -= limit not in used
+        limit += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def held(call, spare):

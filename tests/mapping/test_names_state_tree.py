@@ -85,20 +85,13 @@ def test_pairs_models_whose_automatic_names_differ(build):
     assert_one_to_one(pairing)
     assert len(pairing.pairs) == len(state_tree_of(other).leaves)
     by_path = {leaf.path: leaf.variable for leaf in state_tree_of(stored).leaves}
-    order = [id(v) for _, variables in groups(other) for v in variables]
-    assert [id(by_path[s.path]) for s, _ in in_order(pairing, order)] == [
-        id(v) for _, variables in groups(stored) for v in variables
-    ]
+    stored_of = {id(leaf.variable): by_path[stored.path] for stored, leaf in pairing.pairs}
+    assert [id(stored_of[id(v)]) for v in in_groups(other)] == [id(v) for v in in_groups(stored)]
 
 
-def groups(model):
+def in_groups(model):
     names = ("trainable_variables", "non_trainable_variables", "metrics_variables")
-    return [*((n, getattr(model, n)) for n in names), ("optimizer", model.optimizer.variables)]
-
-
-def in_order(pairing, order):
-    by_variable = {id(leaf.variable): (stored, leaf) for stored, leaf in pairing.pairs}
-    return [by_variable[i] for i in order]
+    return [*(v for name in names for v in getattr(model, name)), *model.optimizer.variables]
 
 
 def test_slots_by_kind_and_weight():

@@ -1,11 +1,11 @@
 """Another ``gradient_accumulation_steps``: the number of updates is kept, not the number of batches."""
 
-import json
 import shutil
 
 import keras
 import numpy as np
 import pytest
+from saved_steps import edited_structure
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
@@ -13,7 +13,6 @@ from shardload.errors import MismatchError
 from shardload.keras_bridge.variables import value_of
 from shardload.optimizers import REKLS
 from shardload.optimizers.tensor_parallel import TensorParallelOptimizer
-from shardload.runs.digests import Digests
 
 optimizers = keras.optimizers
 SCHEDULE = optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
@@ -65,12 +64,9 @@ def from_older_step(model, root):
     """From a step without the number of batches in its structure; it is in the model's configuration."""
     older = root.parent / "older"
     shutil.copytree(root / "7", older / "7")
-    path = older / "7" / "shardload" / "structure.json"
-    structure = json.loads(path.read_text())
-    counts = [leaf for leaf in structure["leaves"] if leaf["key"].endswith("iteration")]
-    assert [leaf.pop("gradient_accumulation_steps") for leaf in counts]
-    path.write_text(json.dumps(structure))
-    Digests.compute(older / "7").write(older / "7")
+    with edited_structure(older / "7") as structure:
+        counts = [leaf for leaf in structure["leaves"] if leaf["key"].endswith("iteration")]
+        assert [leaf.pop("gradient_accumulation_steps") for leaf in counts]
     return shardload.restore(model, older, strict=False)
 
 
@@ -132,11 +128,8 @@ def test_gradients_that_wait_for_an_update_continue_with_the_same_number_only(lo
 @pytest.mark.parametrize("said", [0, -4, "4", True, 10**30, None])
 def test_a_manipulated_number_is_as_good_as_none(said, tmp_path):
     shardload.save(trained("adam", 4, 40), tmp_path, step=7)
-    path = tmp_path / "7" / "shardload" / "structure.json"
-    structure = json.loads(path.read_text())
-    next(leaf for leaf in structure["leaves"] if leaf["key"] == "iteration")["gradient_accumulation_steps"] = said
-    path.write_text(json.dumps(structure))
-    Digests.compute(tmp_path / "7").write(tmp_path / "7")
+    with edited_structure(tmp_path / "7") as structure:
+        next(leaf for leaf in structure["leaves"] if leaf["key"] == "iteration")["gradient_accumulation_steps"] = said
     target = build("adam", 8)
     shardload.restore(target, tmp_path)
     assert int(target.optimizer.iterations) == 10  # the configuration says it

@@ -5,13 +5,12 @@ import json
 import keras
 import numpy as np
 import pytest
-from saved_steps import save_step, with_optimizer_values
+from saved_steps import edited_structure, save_step, with_optimizer_values
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import MismatchError
 from shardload.keras_bridge.variables import value_of
-from shardload.runs.digests import Digests
 
 K = keras.optimizers
 DATA = np.ones((8, 3)), np.ones((8, 4))
@@ -152,16 +151,13 @@ def test_each_keeps_its_updates_if_it_accumulates_other_batches(tmp_path):
 def test_an_older_step_numbers_their_state(tmp_path):
     source, target = trained(), build()
     save_step(source, tmp_path, 7)
-    path = tmp_path / "7" / "shardload" / "structure.json"
-    structure = json.loads(path.read_text())
-    state = [leaf for leaf in structure["leaves"] if leaf["kind"] in ("slot", "optimizer")]
-    assert len(state) == len(source.optimizer.variables)
-    for position, leaf in enumerate(state):
-        if leaf["key"].startswith("inner_optimizers/"):
-            leaf.pop("slot", None), leaf.pop("of", None)
-            leaf |= {"kind": "optimizer", "key": f"variables/{position}"}
-    path.write_text(json.dumps(structure))
-    Digests.compute(tmp_path / "7").write(tmp_path / "7")
+    with edited_structure(tmp_path / "7") as structure:
+        state = [leaf for leaf in structure["leaves"] if leaf["kind"] in ("slot", "optimizer")]
+        assert len(state) == len(source.optimizer.variables)
+        for position, leaf in enumerate(state):
+            if leaf["key"].startswith("inner_optimizers/"):
+                leaf.pop("slot", None), leaf.pop("of", None)
+                leaf |= {"kind": "optimizer", "key": f"variables/{position}"}
     shardload.restore(target, tmp_path)
     assert_same(target.optimizer, source.optimizer)
 

@@ -7,12 +7,12 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from saved_steps import edited_structure
 from saving_models import Weighing
 
 import shardload
 from shardload.errors import SourceError, UnsupportedError
 from shardload.mapping import stored_values
-from shardload.runs.digests import Digests
 
 
 @keras.saving.register_keras_serializable("not_in_steps")
@@ -101,15 +101,8 @@ def counting(count=0, kind=Counting):
 
 def as_saved_before(folder):
     """Remove from a step what steps of earlier versions lack."""
-    path = folder / "0" / "shardload" / "structure.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "values"}))
-    return redigested(folder)
-
-
-def redigested(folder):
-    """Write the digests of step 0 again, after one of its files was edited."""
-    Digests.compute(folder / "0").write(folder / "0")
-    return folder
+    with edited_structure(folder / "0") as structure:
+        del structure["values"]
 
 
 @pytest.mark.filterwarnings("error")
@@ -200,9 +193,8 @@ def test_a_hook_that_refuses_its_values_is_an_error_unless_told_otherwise(tmp_pa
                                    {"dtype": "<i8", "shape": [], "base64": "*"}])  # fmt: skip
 def test_values_that_are_not_valid_are_refused_before_the_model_changes(entry, tmp_path):
     shardload.save(counting(7), tmp_path, step=0)
-    path = tmp_path / "0" / "shardload" / "structure.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"values": {"layers/counting": {"count": entry}}}))
-    redigested(tmp_path)
+    with edited_structure(tmp_path / "0") as structure:
+        structure["values"] = {"layers/counting": {"count": entry}}
     model = counting(1)
     before = np.asarray(model.layers[0].a)
     with pytest.raises(SourceError, match=r"values of layers in its structure\.json are not valid"):
@@ -264,10 +256,8 @@ def test_files_that_belong_to_stored_values_come_back_with_them(tmp_path):
 def test_files_that_belong_to_values_that_an_older_step_lacks_are_explained(tmp_path):
     shardload.save(weighing(), tmp_path, step=0)
     as_saved_before(tmp_path)
-    with pytest.raises(
-        SourceError,
-        match=r"the step lacks what save_own_variables of Weighing at 'layers/weighing' saves besides variables\. B",
-    ):
+    lacks = r"the step lacks what save_own_variables of Weighing at 'layers/weighing' saves besides variables\. B"
+    with pytest.raises(SourceError, match=lacks):
         shardload.load(tmp_path)
 
 

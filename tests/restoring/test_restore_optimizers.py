@@ -1,13 +1,12 @@
 """The state of one optimizer continued in another: by what each variable is, never by name or number."""
 
 import itertools
-import json
 import shutil
 
 import keras
 import numpy as np
 import pytest
-from saved_steps import save_step, with_optimizer_values
+from saved_steps import edited_structure, save_step, with_optimizer_values
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
@@ -16,7 +15,6 @@ from shardload.keras_bridge.optimizer_slots import kind_of
 from shardload.keras_bridge.variables import value_of
 from shardload.mapping.roles import SLOT_KINDS
 from shardload.optimizers.tensor_parallel import TensorParallelOptimizer
-from shardload.runs.digests import Digests
 
 optimizers = keras.optimizers
 
@@ -230,11 +228,8 @@ def test_a_tree_without_roles_has_them_in_its_names(saved, tmp_path, now):
 def test_an_older_step_that_does_not_name_its_optimizer_is_matched_by_attribute(saved, tmp_path):
     source, root = saved("adam")
     shutil.copytree(root / "7", tmp_path / "run" / "7")
-    path = tmp_path / "run" / "7" / "shardload" / "structure.json"
-    structure = json.loads(path.read_text())
-    assert structure.pop("optimizers") == {"": "Adam"}
-    path.write_text(json.dumps(structure))
-    Digests.compute(tmp_path / "run" / "7").write(tmp_path / "run" / "7")
+    with edited_structure(tmp_path / "run" / "7") as structure:
+        assert structure.pop("optimizers") == {"": "Adam"}
     target = build("adamw")
     shardload.restore(target, tmp_path / "run")
     assert_continued(target, source)
@@ -266,11 +261,7 @@ def test_a_resumed_fit_says_whose_learning_rate_it_has(tmp_path, capsys):
 
 def optimizers_of_keras():
     found = [getattr(optimizers, name) for name in dir(optimizers)]
-    wrappers = (
-        optimizers.Optimizer,
-        optimizers.LossScaleOptimizer,
-        getattr(optimizers, "MultiOptimizer", optimizers.Optimizer),
-    )
+    wrappers = {getattr(optimizers, f"{kind}Optimizer", None) for kind in ("", "LossScale", "Multi")}
     return {c for c in found if isinstance(c, type) and issubclass(c, optimizers.Optimizer) and c not in wrappers}
 
 
@@ -311,11 +302,12 @@ WITHIN = [
 ]
 
 
-def two_layers(kind, options, *, seed):
-    keras.utils.set_random_seed(seed)
-    layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(3, name="second")]
+def two_layers(optimizer, *, seed=None, last=3):
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(last, name="second")]
     model = keras.Sequential([keras.Input((3,)), *layers], name="net")
-    model.compile(getattr(optimizers, kind)(learning_rate=0.5, **options), "mse")
+    model.compile(optimizer, "mse")
     return model
 
 
@@ -328,7 +320,8 @@ def slots(model):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "before", "now"), WITHIN)
 def test_another_option_of_the_same_optimizer_keeps_what_both_have(kind, before, now, tmp_path):
-    source, target, fresh = (two_layers(kind, options, seed=1) for options in (before, now, now))
+    made = (getattr(optimizers, kind)(learning_rate=0.5, **options) for options in (before, now, now))
+    source, target, fresh = (two_layers(optimizer, seed=1) for optimizer in made)
     source.optimizer.build(source.trainable_variables)
     for number, variable in enumerate(source.optimizer.variables):
         whole = "int" in str(variable.dtype)
@@ -351,14 +344,10 @@ def test_another_option_of_the_same_optimizer_keeps_what_both_have(kind, before,
 
 
 def test_slots_of_another_shape_begin_with_a_note(tmp_path):
-    source = two_layers("Adam", {}, seed=1)
+    source, target = two_layers(optimizers.Adam(0.5), seed=1), two_layers(optimizers.Adam(), last=5)
     source.optimizer.build(source.trainable_variables)
-    for variable in source.optimizer.variables:
-        variable.assign(np.full(variable.shape, 8, variable.dtype))
+    fill(source, 8)
     save_step(source, tmp_path, 7)
-    layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(5, name="second")]
-    target = keras.Sequential([keras.Input((3,)), *layers], name="net")
-    target.compile(optimizers.Adam(), "mse")
     with pytest.raises(MismatchError, match="has shape"):
         shardload.restore(target, tmp_path)
     report = shardload.restore(target, tmp_path, strict=False)
@@ -390,9 +379,7 @@ class Telling(OwnOptimizer):
 def own(optimizer, *, has_hats=False, last=4):
     optimizer = keras.optimizers.get(optimizer)
     optimizer.has_hats = has_hats
-    layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(last, name="second")]
-    model = keras.Sequential([keras.Input((3,)), *layers], name="net")
-    model.compile(optimizer, "mse")
+    model = two_layers(optimizer, last=last)
     optimizer.build(model.trainable_variables)
     return model
 

@@ -109,3 +109,11 @@ def finish_gguf(writer):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def llama3_factors(scaling, *, theta, head_dim):
+    """By what Llama 3's rule slows each of ``head_dim // 2`` rotary frequencies, as llama.cpp has them."""
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)

@@ -6,23 +6,25 @@ import gguf_pairs
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
+LIKE_GEMMA = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+LIKE_GEMMA |= {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>", "unk_piece": "<unk>"}
+"""Names and places of the special tokens."""
+
+
+def trained_pieces(texts, **options):
+    """A SentencePiece model of these texts."""
+    made = io.BytesIO()
+    options = {"sentence_iterator": iter(texts), "hard_vocab_limit": False, "minloglevel": 2, **options}
+    sentencepiece.SentencePieceTrainer.train(model_writer=made, **options)
+    return made.getvalue()
+
 
 def sentence_pieces(kind="unigram"):
-    """A vocabulary as Gemma's: these names and places of the special tokens."""
-    made = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog", "hello world"] * 9),
-        model_writer=made,
-        vocab_size=40 if kind == "unigram" else 320,
-        model_type=kind,
-        byte_fallback=kind == "bpe",
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
-        **{"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>", "unk_piece": "<unk>"},
-        user_defined_symbols=["<start_of_turn>", "<end_of_turn>"],
-    )
-    return made.getvalue()
+    """A vocabulary as Gemma's."""
+    texts = ["the quick brown fox jumps over the lazy dog", "hello world"] * 9
+    options = {"model_type": kind, "vocab_size": 40 if kind == "unigram" else 320, "byte_fallback": kind == "bpe"}
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    return trained_pieces(texts, user_defined_symbols=turns, **options, **LIKE_GEMMA)
 
 
 def byte_pairs():

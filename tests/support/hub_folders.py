@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 import shardload.keras_bridge.abstraction
 from shardload.hub import building, kerashub
+from shardload.keras_bridge.saving import saved_objects
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located
 
@@ -209,3 +210,20 @@ def build(folder, model_type, dtype="float32", *, abstract=False):
         return building.build_model(manifest, dtype=dtype)
     with shardload.keras_bridge.abstraction.abstract():
         return building.build_model(manifest, dtype=dtype)
+
+
+IGNORED = ("name", "built", "training", "is_awq_calibrated", "is_gptq_calibrated")
+"""Of no consequence: the first call builds SmolLM3's rotary layer, and KerasHub's converter sets ``training`` on it,
+which nothing reads; the last two say what quantisation did to a layer, and only some layers have them."""
+
+
+def settings_of(model):
+    """Every plain attribute of every layer; activations by what they compute."""
+    found = {}
+    for path, layer in saved_objects(model):
+        for name, value in vars(layer).items():
+            if name in ("activation", "act_layer") and callable(value):
+                found[path, name] = np.asarray(value(np.array([-1.0, 0.5], np.float32))).tolist()
+            elif not name.startswith("_") and isinstance(value, int | float | str | None) and name not in IGNORED:
+                found[path, name] = value
+    return found

@@ -1,6 +1,7 @@
 """Steps of a training run, written without the callback: state tree, Orbax, digests, one rename."""
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -26,6 +27,16 @@ def save_step(model, root, step, *, compression="none", weights_only=False, **de
     (own / "step.json").write_text(json.dumps({"step": step, **details}))
     Digests.compute(staging.path).write(staging.path)
     return staging.publish()
+
+
+@contextmanager
+def edited_structure(step):
+    """The structure of a step, which is written back with what was changed in it, and digests of that."""
+    path = step / "shardload" / "structure.json"
+    structure = json.loads(path.read_text())
+    yield structure
+    path.write_text(json.dumps(structure))
+    Digests.compute(step).write(step)
 
 
 def with_optimizer_values(model):

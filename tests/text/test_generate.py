@@ -1,6 +1,5 @@
 """Generation against KerasHub's own, on meshes, and rebuilt tokenizers against the ones they were made from."""
 
-import io
 import json
 import sys
 
@@ -13,6 +12,7 @@ import pytest
 import sentencepiece
 import tokenizers
 from checkpoints import write_gguf
+from gguf_tokenizers import LIKE_GEMMA, trained_pieces
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import models as tokenizer_models
 from tokenizers import pre_tokenizers
@@ -56,28 +56,10 @@ def manifest(source, format="hf-safetensors", **config):
 @pytest.fixture(scope="module")
 def trained():
     """A small SentencePiece model with everything Gemma's has: bytes, spaces, tags and turns as pieces."""
-    out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT),
-        model_writer=out,
-        vocab_size=460,
-        hard_vocab_limit=False,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        user_defined_symbols=["\n", "\n\n", "▁▁", "▁▁▁", "▁▁▁▁", "<b>", "<start_of_turn>", "<end_of_turn>"],
-        pad_id=0,
-        eos_id=1,
-        bos_id=2,
-        unk_id=3,
-        pad_piece="<pad>",
-        bos_piece="<bos>",
-        eos_piece="<eos>",
-        minloglevel=2,
-    )
-    return out.getvalue()
+    symbols = ["\n", "\n\n", "▁▁", "▁▁▁", "▁▁▁▁", "<b>", "<start_of_turn>", "<end_of_turn>"]
+    options = {"vocab_size": 460, "model_type": "bpe", "byte_fallback": True, "user_defined_symbols": symbols}
+    unchanged = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
+    return trained_pieces(TEXT, **options, **unchanged, **LIKE_GEMMA)
 
 
 def as_gguf(proto, *, add_space_prefix=False):
@@ -120,11 +102,20 @@ def test_a_space_before_the_text_where_the_header_says_so(trained, monkeypatch):
     assert rebuilt.processor.id_to_piece(rebuilt.encode("fox"))[1].startswith("▁")
 
 
-def byte_level():
+def byte_level(*special):
     """A small byte-level BPE tokenizer, trained here."""
     inner = tokenizers.ByteLevelBPETokenizer()
-    inner.train_from_iterator(TEXT, vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    inner.train_from_iterator(TEXT, vocab_size=400, special_tokens=[*special], show_progress=False)
     return inner
+
+
+def metadata_of(inner, pre, ids, *, special):
+    """What a GGUF file has of it; so many of its tokens, the first, are special."""
+    described = json.loads(inner._tokenizer.to_str())["model"]
+    tokens = sorted(described["vocab"], key=described["vocab"].get)
+    kinds = np.array([*[3] * special, *[1] * (len(tokens) - special)], np.int32)
+    merges = tuple(" ".join(m) if isinstance(m, list) else m for m in described["merges"])
+    return TokenizerMetadata("gpt2", pre, tuple(tokens), np.array([], np.float32), kinds, merges, ids, {}, None)
 
 
 def test_gemma_4_s_pairs_equal_the_original(monkeypatch):
@@ -161,15 +152,8 @@ def test_gemma_4_s_pairs_equal_the_original(monkeypatch):
 
 
 def test_roberta_s_byte_pairs_are_put_between_two_tokens(monkeypatch):
-    inner = tokenizers.ByteLevelBPETokenizer()
-    inner.train_from_iterator(TEXT, vocab_size=400, special_tokens=["<s>", "</s>"], show_progress=False)
-    described = json.loads(inner._tokenizer.to_str())["model"]
-    tokens = sorted(described["vocab"], key=described["vocab"].get)
-    merges = tuple(" ".join(m) if isinstance(m, list) else m for m in described["merges"])
-    none = np.array([], np.float32)
-    kinds = np.array([3, 3, *[1] * (len(tokens) - 2)], np.int32)
-    ids = {"bos": 0, "eos": 1, "seperator": 1}
-    found = TokenizerMetadata("gpt2", "roberta-bpe", tuple(tokens), none, kinds, merges, ids, {}, None)
+    inner = byte_level("<s>", "</s>")
+    found = metadata_of(inner, "roberta-bpe", {"bos": 0, "eos": 1, "seperator": 1}, special=2)
     monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: found)
     rebuilt = gguf_tokenizer.rebuild("x.gguf")
     for text in HARD:
@@ -178,20 +162,8 @@ def test_roberta_s_byte_pairs_are_put_between_two_tokens(monkeypatch):
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "gpt-4o", "bloom", "dbrx"])
 def test_rebuilt_byte_level_tokenizer_equals_the_original(pre, monkeypatch):
-    inner = byte_level()
-    described = json.loads(inner._tokenizer.to_str())["model"]
-    tokens = sorted(described["vocab"], key=described["vocab"].get)
-    found = TokenizerMetadata(
-        model="gpt2",
-        pre=pre,
-        tokens=tuple(tokens),
-        scores=np.array([], np.float32),
-        token_types=np.array([3, *[1] * (len(tokens) - 1)], np.int32),
-        merges=tuple(" ".join(m) if isinstance(m, list) else m for m in described["merges"]),
-        special_ids={"eos": 0, "bos": 0},
-        flags={},
-        chat_template=None,
-    )
+    inner = byte_level("<|endoftext|>")
+    found = metadata_of(inner, pre, {"eos": 0, "bos": 0}, special=1)
     monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: found)
     rebuilt = gguf_tokenizer.rebuild("x.gguf")
     assert rebuilt.prefix == ((0,) if pre == "llama-bpe" else ())
@@ -234,7 +206,7 @@ def test_hugging_face_sentencepiece_model(trained, tmp_path):
 
 
 def test_hugging_face_vocabulary_and_merges(tmp_path):
-    byte_level().save_model(str(tmp_path))
+    byte_level("<|endoftext|>").save_model(str(tmp_path))
     found = tokenizer_of(manifest(tmp_path))
     assert found.decode(found.encode(HARD[1])) == HARD[1]
 
@@ -434,11 +406,7 @@ def test_word_pieces(tmp_path, lowercase):
 
 def unigrams():
     """A small SentencePiece model as XLM-RoBERTa's: unigrams, and Unicode normalisation."""
-    made = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=made, vocab_size=60, hard_vocab_limit=False, minloglevel=2
-    )
-    return sentencepiece_model_pb2.ModelProto.FromString(made.getvalue())
+    return sentencepiece_model_pb2.ModelProto.FromString(trained_pieces(CORPUS, vocab_size=60))
 
 
 def add_unigrams(model):
