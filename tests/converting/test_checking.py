@@ -6,18 +6,7 @@ from dataclasses import replace
 import keras
 import numpy as np
 import pytest
-from saving_models import (
-    InFolders,
-    after_spectral,
-    after_steps,
-    around,
-    before_spectral,
-    before_steps,
-    copied_cells,
-    one_cell,
-    scaled,
-    undecided,
-)
+import saving_models as made
 from written_everywhere import SHARD_BYTES, check, load_by_keras, randomise, same, state
 
 import shardload
@@ -118,12 +107,12 @@ def test_a_step_is_compared_with_its_structure(tmp_path, monkeypatch):
 
 def test_optimizers_in_attributes_that_were_not_built_are_written_as_by_keras(tmp_path):
     # `check` compares all names with those of Keras.
-    assert check(undecided, tmp_path, without="no name").refused == {}
-    assert shardload.save_as(undecided(), tmp_path / "again.weights.h5").notes == ()
+    assert check(made.undecided, tmp_path, without="no name").refused == {}
+    assert shardload.save_as(made.undecided(), tmp_path / "again.weights.h5").notes == ()
 
 
 def test_an_optimizer_in_another_that_was_not_built_is_written_as_by_keras(tmp_path):
-    model = scaled()
+    model = made.scaled()
     model.save_weights(tmp_path / "keras.weights.h5")
     assert shardload.save_as(model, tmp_path / "out.weights.h5").notes == ()
     one, two = (shardload.inspect(tmp_path / f"{name}.weights.h5").tensors for name in ("keras", "out"))
@@ -133,7 +122,7 @@ def test_an_optimizer_in_another_that_was_not_built_is_written_as_by_keras(tmp_p
 
 
 def test_what_hooks_store_below_their_group_comes_back_from_shards(tmp_path):
-    model, index = around(InFolders)(), tmp_path / "out.weights.json"
+    model, index = made.around(made.InFolders)(), tmp_path / "out.weights.json"
     randomise(model)
     shardload.save_as(model, index, max_shard_bytes=16)
     listed = json.loads(index.read_text())["weight_map"]
@@ -142,12 +131,12 @@ def test_what_hooks_store_below_their_group_comes_back_from_shards(tmp_path):
     by_keras = tmp_path / "keras.weights.json"
     model.save_weights(by_keras, max_shard_size=SHARD_BYTES / (1 << 30))
     for read, path in ((load_by_keras, index), (shardload.load_weights, index), (shardload.load_weights, by_keras)):
-        found = around(InFolders)()
+        found = made.around(made.InFolders)()
         read(found, path)
         assert same(found, model)
 
 
-@pytest.mark.parametrize("make", [before_spectral, before_steps])
+@pytest.mark.parametrize("make", [made.before_spectral, made.before_steps])
 def test_a_layer_alone_and_in_a_wrapper_is_one_layer_again(make, tmp_path):
     model = make()
     randomise(model)
@@ -164,7 +153,7 @@ def test_a_layer_alone_and_in_a_wrapper_is_one_layer_again(make, tmp_path):
 
 # Of Keras, about its own file.
 @pytest.mark.filterwarnings("ignore:Skipping nested container:UserWarning")
-@pytest.mark.parametrize("make", [after_spectral, after_steps, one_cell])
+@pytest.mark.parametrize("make", [made.after_spectral, made.after_steps, made.one_cell])
 def test_weights_have_no_description_that_keras_builds_another_model_from(make, tmp_path):
     model, path = make(), tmp_path / "out.weights.h5"
     randomise(model)
@@ -182,7 +171,7 @@ def test_weights_have_no_description_that_keras_builds_another_model_from(make, 
 
 
 def test_copies_of_shared_cells_stay_copies(tmp_path):
-    model = copied_cells()
+    model = made.copied_cells()
     randomise(model)
     shardload.save(model, tmp_path / "step", step=0)
     assert list(state(shardload.load(tmp_path / "step"))) == list(state(model))

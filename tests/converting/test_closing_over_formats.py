@@ -16,6 +16,7 @@ import jax
 import keras_hub
 import numpy as np
 import pytest
+from saved_steps import let_save
 from transformers_cross import folders
 
 import shardload
@@ -63,11 +64,7 @@ def write(model, folder, to, target):
     elif to == "callback":
         if getattr(model, "optimizer", None) is None:  # KerasHub compiles its tasks
             model.compile("sgd")
-        callback = OrbaxCheckpoint(target)
-        callback.set_model(model)
-        callback.on_train_begin()
-        callback.on_epoch_end(0)
-        callback.on_train_end()
+        let_save(OrbaxCheckpoint(target), model)
     elif to == "m.keras":
         model.save(target)
     elif to.startswith("live "):
@@ -117,7 +114,8 @@ def assert_same(found, first, notes=(), said=BY_CONFIG, made=()):
     """Equal, but for the settings that notes of this form name; then equal with the first model's settings."""
     assert type(found) is type(first)
     named = {match[1] for note in notes if (match := re.match(said, note))}
-    differ = differing_settings(found, first)
+    one, two = hub_folders.settings_of(found), hub_folders.settings_of(first)
+    differ = {key[1] for key in one.keys() | two.keys() if one.get(key) != two.get(key)} - COMPILED
     assert differ <= named | {FIELDS[name] for name in named & FIELDS.keys()}
     assert values_of(found, made) == values_of(first, made)
     for path, layer in saved_objects(found) if differ else ():
@@ -125,11 +123,6 @@ def assert_same(found, first, notes=(), said=BY_CONFIG, made=()):
             setattr(layer, name, getattr(dict(saved_objects(first)).get(path), name))
     wanted = {name: value for name, value in outputs_of(first).items() if not (made and "pooled" in name)}
     assert {name: value for name, value in outputs_of(found).items() if name in wanted} == wanted
-
-
-def differing_settings(found, first):
-    one, two = hub_folders.settings_of(found), hub_folders.settings_of(first)
-    return {key[1] for key in one.keys() | two.keys() if one.get(key) != two.get(key)} - COMPILED
 
 
 def zero(model):

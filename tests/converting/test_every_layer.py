@@ -6,29 +6,8 @@ import re
 import keras
 import keras_layers
 import pytest
+import saving_models as made
 from keras_layers import LAYERS, applied
-from saving_models import (
-    AsNumPy,
-    Collecting,
-    Counting,
-    Doubling,
-    Empty,
-    Forgetful,
-    InFolders,
-    Named,
-    State,
-    adversaries,
-    around,
-    containers,
-    mixed,
-    nested,
-    owned_twice,
-    quantised,
-    shared,
-    spectrogram,
-    tied,
-    wrapped,
-)
 from written_everywhere import check
 
 import shardload
@@ -108,10 +87,9 @@ def test_every_class_with_weights_comes_back_from_every_file(shape, tmp_path):
     check(make, tmp_path)
 
 
-SAVED = {
-    **{f.__name__: f for f in (tied, containers, shared, nested, wrapped, mixed, spectrogram)},
-    "hooked": around(Named, InFolders, Collecting, State),
-}
+SAVED = {name: getattr(made, name) for name in ("tied", "containers", "shared", "nested", "wrapped", "mixed")}
+SAVED |= {"spectrogram": made.spectrogram}
+SAVED |= {"hooked": made.around(made.Named, made.InFolders, made.Collecting, made.State)}
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -125,12 +103,12 @@ def test_what_is_shared_nested_or_hooked_comes_back_from_every_file(name, tmp_pa
 @pytest.mark.filterwarnings("ignore:Invalid quantization mode:UserWarning")
 @pytest.mark.parametrize("mode", ["int8", "int4", "float8"])
 def test_quantised_layers_come_back_from_every_file(mode, tmp_path):
-    assert check(quantised(mode), tmp_path).refused == {}
+    assert check(made.quantised(mode), tmp_path).refused == {}
 
 
-@pytest.mark.parametrize("layer", [Counting, Doubling, AsNumPy])
+@pytest.mark.parametrize("layer", [made.Counting, made.Doubling, made.AsNumPy])
 def test_a_hook_that_saves_other_values_than_variables_is_refused(layer, tmp_path):
-    refused = check(around(layer), tmp_path).refused
+    refused = check(made.around(layer), tmp_path).refused
     message = f"save_own_variables of {layer.__name__} at 'layers/{layer.__name__.lower()}' saves arrays"
     assert set(refused) == {"live.weights.h5", "parts.weights.json", "of_step.weights.h5", "of_step_parts.weights.json"}
     for error in refused.values():
@@ -140,26 +118,26 @@ def test_a_hook_that_saves_other_values_than_variables_is_refused(layer, tmp_pat
 
 def test_a_hook_that_leaves_out_a_weight_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match=r"no layer saves 1 variable \('.*/forgetful/.*' …\) with its save_own"):
-        shardload.save_as(around(Forgetful)(), tmp_path / "out.weights.h5")
+        shardload.save_as(made.around(made.Forgetful)(), tmp_path / "out.weights.h5")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_variable_comes_back_from_every_file(tmp_path):
-    assert check(around(Empty), tmp_path).refused == {}
+    assert check(made.around(made.Empty), tmp_path).refused == {}
 
 
 # Keras says so when it finds no state of a built optimizer.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")
 def test_the_state_of_a_second_optimizer_is_left_out_with_a_note(tmp_path):
-    check(adversaries, tmp_path, without="second/")
-    report = shardload.save_as(adversaries(), tmp_path / "out.weights.h5")
+    check(made.adversaries, tmp_path, without="second/")
+    report = shardload.save_as(made.adversaries(), tmp_path / "out.weights.h5")
     assert report.notes == ("the state of the optimizer second was left out: only weights are saved",)
 
 
 def test_layers_in_several_others_come_back_where_keras_can_describe_them(tmp_path):
-    refused = check(owned_twice, tmp_path).refused
+    refused = check(made.owned_twice, tmp_path).refused
     assert "no description of their model" in str(refused.pop("of_file.weights.json"))
     assert set(refused) == {"of_step.weights.h5", "of_step_parts.weights.json"}
     assert all("is not connected to `inputs`" in str(error) for error in refused.values())
     with pytest.raises(ValueError, match="is not connected to `inputs`"):
-        reloaded_by_keras(owned_twice(), tmp_path)
+        reloaded_by_keras(made.owned_twice(), tmp_path)

@@ -12,7 +12,10 @@ import keras_hub
 import numpy as np
 import pytest
 import small_folders
+from by_hand import check_same
+from hub_folders import settings_of
 from safetensors.numpy import load_file, save_file
+from saved_steps import let_save
 
 import shardload
 from shardload.converting.source import some
@@ -59,7 +62,7 @@ def test_a_task_comes_back_as_a_task(name, tmp_path):
 def test_a_model_comes_back_with_its_settings(family, to, models, tmp_path):
     found = shardload.load(write(models[family], tmp_path, to), mesh="1x1")
     assert type(found) is type(models[family])
-    assert hub_folders.settings_of(found) == hub_folders.settings_of(models[family])
+    assert settings_of(found) == settings_of(models[family])
 
 
 def test_outputs_are_equal(models, tmp_path):
@@ -72,9 +75,7 @@ def test_outputs_are_equal(models, tmp_path):
 
 def test_a_second_copy_has_the_settings_too(models, tmp_path):
     write(shardload.load(write(models["bert"], tmp_path, "preset"), mesh="1x1"), tmp_path / "again", "step")
-    assert hub_folders.settings_of(shardload.load(tmp_path / "again/step", mesh="1x1")) == hub_folders.settings_of(
-        models["bert"]
-    )
+    assert settings_of(shardload.load(tmp_path / "again/step", mesh="1x1")) == settings_of(models["bert"])
 
 
 @pytest.mark.parametrize("to", ["preset", "step", "m.weights.h5"])
@@ -103,9 +104,8 @@ def test_config_json_says_what_the_layers_have(family, tmp_path):
     for source, wanted in ((write(model, tmp_path, "step"), set_on_layers), (tmp_path / "m.keras", usual)):
         report = shardload.convert(source, tmp_path / f"from {source.stem}", to="safetensors")
         assert json.loads((Path(report.target) / "config.json").read_text()).items() >= wanted.items()
-        differ = hub_folders.settings_of(shardload.load(source, mesh="1x1")) != hub_folders.settings_of(
-            shardload.load(report.target, mesh="1x1")
-        )
+        one, two = (settings_of(shardload.load(path, mesh="1x1")) for path in (source, report.target))
+        differ = one != two
         assert differ == any("in config.json, but " in note for note in report.notes)
         assert not differ or source.name == "m.keras"
 
@@ -121,9 +121,8 @@ def test_layers_of_two_epsilons_are_said_to_be_written_with_one(models, tmp_path
     models["qwen3"].save(tmp_path / "m.keras")
     report = shardload.convert(tmp_path / "m.keras", tmp_path / "out", to="safetensors")
     (note,) = [note for note in report.notes if "in config.json, but " in note]
-    assert note == (
-        "rms_norm_eps: 1e-06 in config.json, but 1e-05 in 4 layers in this model, so results of the written one differ"
-    )
+    wanted = "1e-06 in config.json, but 1e-05 in 4 layers in this model, so results of the written one differ"
+    assert note == f"rms_norm_eps: {wanted}"
 
 
 @pytest.mark.parametrize(
@@ -163,11 +162,7 @@ def save_by_keras(model, target):
         model.save_to_preset(target)
     else:
         model.compile("sgd", "mse")
-        callback = keras.callbacks.OrbaxCheckpoint(target)
-        callback.set_model(model)
-        callback.on_train_begin()
-        callback.on_epoch_end(0, {})
-        callback.on_train_end()
+        let_save(keras.callbacks.OrbaxCheckpoint(target), model)
     return target
 
 
@@ -182,8 +177,7 @@ def test_a_tied_llama_that_keras_wrote_is_tied(architecture, tied, to, tmp_path)
     for path in (saved, shardload.convert(saved, tmp_path / "out", to="orbax").target):
         found = shardload.load(path, mesh="1x1")
         assert backbone_of(found).tie_word_embeddings == backbone_of(model).tie_word_embeddings
-        for one, two in zip(found.weights, model.weights, strict=True):
-            assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
+        check_same(found, model)
 
 
 PARTS = {
@@ -236,9 +230,8 @@ def test_what_the_source_does_not_know_is_left_out_and_said(family, tmp_path):
     report = shardload.convert(tmp_path / "preset", tmp_path / "out", to="safetensors")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert not {"bos_token_id", "eos_token_id", "pad_token_id"} & config.keys()
-    assert config.get("max_position_embeddings", config.get("n_positions")) == (
-        64 if family in ("gpt2", "bert") else None
-    )
+    longest = config.get("max_position_embeddings", config.get("n_positions"))
+    assert longest == (64 if family in ("gpt2", "bert") else None)
     assert [note for note in report.notes if "bos_token_id, eos_token_id, pad_token_id, which the source" in note]
 
 

@@ -158,22 +158,21 @@ def rows(model, *callbacks):
     model.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=list(callbacks))
 
 
-def freeze_kernel(model):
-    model.get_layer("a").kernel.trainable = False
-
-
-def lora_with_alpha(model):
-    model.get_layer("a").enable_lora(2, lora_alpha=16)
-
-
 def thaw_after_lora(model):
     model.get_layer("a").enable_lora(2)
     model.trainable = False
     model.trainable = True
 
 
+CHANGES = {
+    "freeze_kernel": lambda model: setattr(model.get_layer("a").kernel, "trainable", False),
+    "lora_with_alpha": lambda model: model.get_layer("a").enable_lora(2, lora_alpha=16),
+    "thaw_after_lora": thaw_after_lora,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [freeze_kernel, lora_with_alpha, thaw_after_lora])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_single_variables_stay_frozen_and_alpha_is_kept(tmp_path, change, optimizer):
     model = functional()
@@ -215,17 +214,15 @@ def test_a_policy_set_on_a_built_layer_is_refused(tmp_path):
     model.head.dtype_policy = "mixed_bfloat16"
     model.compile("sgd", "mse")
     step = saved(model, tmp_path)
-    with pytest.raises(
-        UnsupportedError, match="it had the dtype policy 'mixed_bfloat16', but its configuration gives 'float32'"
-    ):
+    had = "it had the dtype policy 'mixed_bfloat16', but its configuration gives 'float32'"
+    with pytest.raises(UnsupportedError, match=had):
         shardload.load(tmp_path / str(step), mesh="1x1")
 
 
 def test_metrics_given_as_objects_have_values(tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    model.compile(
-        "sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError()], weighted_metrics=[keras.metrics.MeanSquaredError()]
-    )
+    one, other = keras.metrics.MeanAbsoluteError(), keras.metrics.MeanSquaredError()
+    model.compile("sgd", "mse", metrics=[one], weighted_metrics=[other])
     model.save(tmp_path / "model.keras")
     again = shardload.load(tmp_path / "model.keras", mesh="1x1")
     x, y = np.ones((4, 4), np.float32), np.ones((4, 2), np.float32)

@@ -29,6 +29,14 @@ def save_step(model, root, step, *, compression="none", weights_only=False, **de
     return staging.publish()
 
 
+def let_save(callback, model):
+    """Let a callback save a model, as at the end of its first epoch."""
+    callback.set_model(model)
+    callback.on_train_begin()
+    callback.on_epoch_end(0, {})
+    callback.on_train_end()
+
+
 @contextmanager
 def edited_structure(step):
     """The structure of a step, which is written back with what was changed in it, and digests of that."""
