@@ -66,8 +66,7 @@ def test_keras_hub_reads_the_same_weights_from_hugging_face_and_from_its_preset(
     with zeros_for_random():
         theirs = loader.load_backbone(loader.check_backbone_class(), True, dtype="bfloat16")
     preset = KerasPresetLoader(str(presets[name]), json.loads((presets[name] / "config.json").read_text()))
-    ours = preset.load_backbone(type(theirs), True, dtype="bfloat16")
-    assert_same_trainable(ours, theirs)
+    assert_same_trainable(preset.load_backbone(type(theirs), True, dtype="bfloat16"), theirs)
 
 
 def assert_same_trainable(ours, theirs):
@@ -89,8 +88,7 @@ def test_keras_hub_reads_what_was_a_preset(name, tmp_path):
     loader = TransformersPresetLoader(str(tmp_path / "hf"), config)
     with zeros_for_random(), keeping_values():
         theirs = loader.load_backbone(loader.check_backbone_class(), True, dtype="bfloat16")
-    ours = shardload.load(preset, mesh="1x1", task=False)
-    assert_same_trainable(ours, theirs)
+    assert_same_trainable(shardload.load(preset, mesh="1x1", task=False), theirs)
     shardload.convert(tmp_path / "hf", tmp_path / "back", to="h5")
     assert same(preset, tmp_path / "back")
 

@@ -77,8 +77,7 @@ def test_gguf_as_a_preset_is_what_keras_hub_makes_of_the_dequantised_folder(tmp_
     file, folder = gguf_pairs.write(tmp_path, "gemma2", "Q4_K_M")
     shardload.convert(file, tmp_path / "out", to="h5", dtype="float32")
     reference = keras_hub.models.GemmaBackbone.from_preset(str(folder), dtype="float32")
-    found = keras_hub.models.GemmaBackbone.from_preset(str(tmp_path / "out"), dtype="float32")
-    check_same(found, reference)
+    check_same(keras_hub.models.GemmaBackbone.from_preset(str(tmp_path / "out"), dtype="float32"), reference)
 
 
 @pytest.mark.slow
@@ -151,16 +150,14 @@ def test_computed_values_are_cast_once(tmp_path):
     folder = folder_of(tmp_path, "dinov2", "float32")
     shardload.convert(folder, tmp_path / "out", to="orbax", dtype="float16")
     wanted = shardload.load(folder, mesh="1x1", dtype="float16")
-    found = shardload.load(tmp_path / "out", mesh="1x1")
-    check_same(found, wanted)
+    check_same(shardload.load(tmp_path / "out", mesh="1x1"), wanted)
 
 
 def test_keras_reads_merged_experts(tmp_path):
     folder = folder_of(tmp_path, "mixtral", "float32")
     shardload.convert(folder, tmp_path / "out", to="h5")
     found = keras_hub.models.MixtralBackbone.from_preset(str(tmp_path / "out"), dtype="float32")
-    wanted = hub_folders.reference(folder, build(folder, "mixtral"), "mixtral")
-    check_same(found, wanted)
+    check_same(found, hub_folders.reference(folder, build(folder, "mixtral"), "mixtral"))
 
 
 def test_one_layer_s_experts_are_in_memory_at_a_time(tmp_path, monkeypatch):

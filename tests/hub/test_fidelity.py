@@ -101,8 +101,7 @@ FAST |= {"a window in both directions"}
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else pytest.mark.slow) for c in RESULTS])
 def test_a_loaded_model_computes_what_pytorch_computes(case, tmp_path):
     (model_type, entries), expected = RESULTS[case]
-    folder = small_folders.write(tmp_path / "hf", model_type, **entries)
-    model = shardload.load(folder, mesh="1x1", task=False)
+    model = shardload.load(small_folders.write(tmp_path / "hf", model_type, **entries), mesh="1x1", task=False)
     tokens = small_folders.TOKENS
     inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens), "segment_ids": np.zeros_like(tokens)}
     found = jax.jit(model)({name: inputs[name] for name in model.input})

@@ -64,8 +64,7 @@ def test_preset_without_task_or_with_one_that_is_declined_is_a_backbone(make, fa
 
 def test_preset_dtype_is_overridden_throughout(tmp_path):
     models.causal_lm("gemma3", "float32").save_to_preset(str(tmp_path))
-    built = building.build_model(preset(tmp_path), dtype="bfloat16")
-    assert {v.dtype for v in built.weights} == {"bfloat16"}
+    assert {v.dtype for v in building.build_model(preset(tmp_path), dtype="bfloat16").weights} == {"bfloat16"}
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")

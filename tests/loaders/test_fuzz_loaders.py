@@ -164,8 +164,7 @@ def test_structured_gguf(tmp_path, pairs, tensors, tail):
     raw += b"".join(struct.pack("<Q", len(key)) + key + value for key, value in pairs.items())
     for name, dims, kind, offset in tensors:
         raw += struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
-    path = put(tmp_path / "x.gguf", raw + bytes(-len(raw) % 32) + tail)
-    return read_decoded(check(path, factor=Format.GGUF))
+    return read_decoded(check(put(tmp_path / "x.gguf", raw + bytes(-len(raw) % 32) + tail), factor=Format.GGUF))
 
 
 HEADER_FACTOR, LIBHDF5_KEEPS_BYTES = 18, 16 << 20

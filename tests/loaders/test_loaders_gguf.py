@@ -646,8 +646,7 @@ def test_real_gemma_decodes_like_the_package(gemma3_gguf):  # noqa: F811
 
 
 def test_real_gemma_norms_are_bfloat16_and_small(gemma3_gguf):  # noqa: F811
-    tensors = open_manifest(gemma3_gguf).tensors
-    norms = [read_tensor(t) for name, t in tensors.items() if "norm" in name]
+    norms = [read_tensor(t) for name, t in open_manifest(gemma3_gguf).tensors.items() if "norm" in name]
     assert len(norms) == 18 * 6 + 1
     for norm in norms:
         np.testing.assert_array_equal(norm, norm.astype(ml_dtypes.bfloat16).astype(np.float32))

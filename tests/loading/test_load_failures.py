@@ -91,8 +91,7 @@ LIVE = pytest.mark.parametrize("make", [stack, bound])
 
 
 def load_interrupted(model, path, act, *, after=8, **options):
-    progress = AfterBlocks(act, after)
-    shardload.load_weights(model, path, host_memory_bytes=SMALL, progress=progress, **options)
+    shardload.load_weights(model, path, host_memory_bytes=SMALL, progress=AfterBlocks(act, after), **options)
 
 
 @pytest.fixture(autouse=True)

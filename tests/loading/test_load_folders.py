@@ -343,8 +343,7 @@ def test_conversion_leaves_out_what_a_load_leaves_out_and_says_so(tmp_path):
     add = {}
     for name, value, told in (("bert.embeddings.position_ids", NUMBERS, "a buffer"), ("classifier.weight", HEAD, "")):
         add[name] = value
-        folder = edited(tmp_path / name, "bert", add=add)
-        notes = shardload.convert(folder, tmp_path / name / "out", to="h5").notes
+        notes = shardload.convert(edited(tmp_path / name, "bert", add=add), tmp_path / name / "out", to="h5").notes
         assert any(f"'{name}' left out: {told}" in note for note in notes)
         check_same(shardload.load(tmp_path / name / "out", mesh="1x2"), reference("bert", False))
 

@@ -204,8 +204,7 @@ def test_the_policy_that_was_global_is_the_models(tmp_path, policy, build):
 
 
 def test_another_dtype_may_be_asked_for(tmp_path):
-    model = nested()
-    again = shardload.load(tmp_path / str(saved(model, tmp_path)), mesh="1x1", dtype="bfloat16")
+    again = shardload.load(tmp_path / str(saved(nested(), tmp_path)), mesh="1x1", dtype="bfloat16")
     assert {str(v.dtype) for v in again.weights} == {"bfloat16"}
 
 

@@ -91,8 +91,7 @@ def test_rebuilt_sentencepiece_equals_the_original(trained, monkeypatch, text):
 def test_rebuilt_tokenizer_reads_turns_and_stops_at_their_end(trained, monkeypatch):
     monkeypatch.setattr(gguf_tokenizer, "tokenizer_metadata", lambda path: as_gguf(trained))
     rebuilt = gguf_tokenizer.rebuild("x.gguf")
-    turn = rebuilt.processor.piece_to_id("<start_of_turn>")
-    assert rebuilt.encode("<start_of_turn>x")[1] == turn
+    assert rebuilt.encode("<start_of_turn>x")[1] == rebuilt.processor.piece_to_id("<start_of_turn>")
     assert set(rebuilt.stop_ids) == {1, rebuilt.processor.piece_to_id("<end_of_turn>")}
 
 

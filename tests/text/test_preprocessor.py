@@ -59,8 +59,7 @@ def test_it_is_made_on_first_use_and_by_nobody_else(gemma2):
     assert "_preprocessor" not in vars(model)
     model.preprocessor = None
     assert model.preprocessor is None
-    again = shardload.load(gemma2)
-    assert again.get_config()["preprocessor"]["class_name"] == "GemmaCausalLMPreprocessor"
+    assert shardload.load(gemma2).get_config()["preprocessor"]["class_name"] == "GemmaCausalLMPreprocessor"
     assert model.preprocessor is None
 
 
