@@ -24,16 +24,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 FEW = 8
 CASES = int(os.environ.get("SHARDLOAD_MODELS", FEW))
 """The few are the same every time."""
+SAME = {"derandomize": CASES == FEW, "database": None, "print_blob": True}
 
 
-@settings(
-    max_examples=CASES,
-    deadline=None,
-    derandomize=CASES == FEW,
-    database=None,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-)
+@settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), **SAME)
 @given(recipe=recipes)
 def test_a_random_model_comes_back_from_every_file(recipe):
     try:

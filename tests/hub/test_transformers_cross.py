@@ -86,9 +86,8 @@ def test_kerashub_itself_does_what_the_table_says(any_case, fixtures, tmp_path):
         pytest.skip("the table does not say")
     fixture = fixtures(any_case)
     found = running.kerashubs(fixture, folders.build(fixture, tmp_path / "folder"))
-    assert found.kind == {"equal": "equal", "wrong": "differs", "fails": "fails"}[EXPECTED[any_case.name].kerashub], (
-        found
-    )
+    kinds = {"equal": "equal", "wrong": "differs", "fails": "fails"}
+    assert found.kind == kinds[EXPECTED[any_case.name].kerashub], found
 
 
 def test_every_case_has_a_fixture_and_a_row_and_every_row_a_case():

@@ -42,9 +42,8 @@ def configs(draw):
             case 0:
                 config.pop(key, None)
             case 1:
-                config[draw(st.sampled_from(["text_config", "dtype", "quantization_config", "rope_scaling"]))] = draw(
-                    hostile
-                )
+                other = draw(st.sampled_from(["text_config", "dtype", "quantization_config", "rope_scaling"]))
+                config[other] = draw(hostile)
             case _:
                 config[key] = draw(hostile)
     return config
@@ -74,12 +73,8 @@ def measured(folder):
     tracemalloc.start()
     began = time.process_time()
     try:
-        return (
-            outcome(folder),
-            time.process_time() - began,
-            tracemalloc.get_traced_memory()[1],
-            status("VmHWM") - resident,
-        )
+        ended, seconds = outcome(folder), time.process_time() - began
+        return ended, seconds, tracemalloc.get_traced_memory()[1], status("VmHWM") - resident
     finally:
         tracemalloc.stop()
 
@@ -93,14 +88,10 @@ def test_a_hostile_configuration_ends_soon(request, tmp_path_factory):
         assert outcome(folders[architecture]) is None, good[architecture]
     ends = []
 
-    @settings(
-        max_examples=cases,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[*HealthCheck],
-        phases=[Phase.generate],  # making a failure smaller would take minutes
-    )
+    same = {"derandomize": True, "database": None, "suppress_health_check": [*HealthCheck]}
+
+    # Making a failure smaller would take minutes.
+    @settings(max_examples=cases, deadline=None, phases=[Phase.generate], **same)
     @given(config=configs(), home=st.sampled_from(ARCHITECTURES))
     def run(config, home):
         folder = folders.get(str(config.get("model_type")), folders[home])

@@ -11,7 +11,7 @@ import pytest
 from by_hand import check_same, fill, lay_out, mesh, read_tensor
 from fuzz_child import status
 from hub_folders import build
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import shardload.keras_bridge.abstraction
 from shardload.errors import LimitError, MismatchError, MissingExtraError, UnsupportedError
@@ -29,10 +29,15 @@ FAST = {"gemma2", "gpt2", "mixtral", "xlm-roberta", "vit"}
 EVERY = [pytest.param(m, marks=[] if m in FAST else pytest.mark.slow) for m in hub_folders.CONFIGS]
 
 
+def written(tmp_path, model_type, *stored, **options):
+    """A model, and the manifest of the folder that it was written to."""
+    made = build(tmp_path / "hf", model_type)
+    return made, open_manifest(hub_folders.write(tmp_path / "hf", model_type, made, *stored, **options))
+
+
 def pair(tmp_path, model_type, stored="float32", *, files=1, **options):
     """A model filled by us, another filled by KerasHub, and what we found."""
-    made = build(tmp_path / "hf", model_type)
-    manifest = open_manifest(hub_folders.write(tmp_path / "hf", model_type, made, stored, files=files))
+    _, manifest = written(tmp_path, model_type, stored, files=files)
     model = build(tmp_path / "hf", model_type, abstract=True, **options)
     found = map_hub(model, manifest)
     assert all(current_value(v) is None for v in model.weights)
@@ -61,8 +66,7 @@ def test_equals_kerashub_from_several_files_in_bfloat16(model_type, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["mixtral", "xlm-roberta", "dinov2"])
 def test_computed_values_are_placed_sharded(model_type, tmp_path):
-    made = build(tmp_path / "hf", model_type)
-    manifest = open_manifest(hub_folders.write(tmp_path / "hf", model_type, made))
+    made, manifest = written(tmp_path, model_type)
     model = lay_out(build(tmp_path / "hf", model_type, abstract=True), mesh())
     found = map_hub(model, manifest)
     fill(found, manifest)
@@ -78,8 +82,6 @@ def test_experts_name_their_tensors(tmp_path):
 
 
 def without(folder, name):
-    from safetensors.numpy import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     del tensors[name]
     save_file(tensors, folder / "model.safetensors")
@@ -87,8 +89,7 @@ def without(folder, name):
 
 
 def test_every_absent_tensor_is_missing(tmp_path):
-    made = build(tmp_path / "hf", "gpt2")
-    hub_folders.write(tmp_path / "hf", "gpt2", made)
+    made, _ = written(tmp_path, "gpt2")
     without(tmp_path / "hf", "ln_f.bias")
     found = map_hub(made, without(tmp_path / "hf", "wte.weight"))
     assert found.missing == ("token_embedding/embeddings", "layer_norm/beta")
@@ -96,24 +97,21 @@ def test_every_absent_tensor_is_missing(tmp_path):
 
 
 def test_a_converter_that_needs_an_absent_tensor(tmp_path):
-    made = build(tmp_path / "hf", "mixtral")
-    hub_folders.write(tmp_path / "hf", "mixtral", made)
+    made, _ = written(tmp_path, "mixtral")
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     with pytest.raises(UnsupportedError, match=r"experts.1.w1.weight', which the checkpoint lacks"):
         map_hub(made, without(tmp_path / "hf", name))
 
 
 def test_a_shape_that_differs(tmp_path):
-    made = build(tmp_path / "hf", "gpt2")
-    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "gpt2", made))
+    made, manifest = written(tmp_path, "gpt2")
     manifest.tensors["wte.weight"] = dataclasses.replace(manifest.tensors["wte.weight"], shape=(24, 64))
     (mismatch,) = map_hub(made, manifest).mismatched
     assert (mismatch.tensor, mismatch.expected, mismatch.found) == ("wte.weight", (48, 32), (24, 64))
 
 
 def test_a_converter_that_cannot_reshape(tmp_path):
-    made = build(tmp_path / "hf", "gpt2")
-    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "gpt2", made))
+    made, manifest = written(tmp_path, "gpt2")
     name = "h.0.attn.c_attn.weight"
     manifest.tensors[name] = dataclasses.replace(manifest.tensors[name], shape=(32, 95))
     with pytest.raises(MismatchError, match=r"to GPT2Backbone with .*convert_gpt2: .*correct config.json"):
@@ -121,8 +119,7 @@ def test_a_converter_that_cannot_reshape(tmp_path):
 
 
 def test_a_quantised_model_is_told_the_way_out(tmp_path):
-    made = build(tmp_path / "hf", "gpt2")
-    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "gpt2", made))
+    made, manifest = written(tmp_path, "gpt2")
     getattr(made, "backbone", made).enable_lora(2)
     with pytest.raises(UnsupportedError, match="then call quantize"):
         map_hub(made, manifest)
@@ -130,8 +127,7 @@ def test_a_quantised_model_is_told_the_way_out(tmp_path):
 
 def test_recording_takes_no_memory(tmp_path):
     """Thousands of times the tensor's real size declared: nothing of it is touched, in Python's heap or beside it."""
-    made = build(tmp_path / "hf", "qwen3_moe")
-    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "qwen3_moe", made))
+    made, manifest = written(tmp_path, "qwen3_moe")
     map_hub(made, manifest)  # imports and caches are no cost of a tensor
     name = "model.layers.0.mlp.experts.{}.{}_proj.weight"
     sizes = {"gate": (1 << 18, 1 << 14), "up": (1 << 18, 1 << 14), "down": (1 << 14, 1 << 18)}
@@ -152,8 +148,7 @@ def test_recording_takes_no_memory(tmp_path):
 
 def converted(tmp_path, monkeypatch, hook):
     """GPT-2 whose converter passes one tensor through ``hook``: what is loaded for it, and what is noted."""
-    made = build(tmp_path / "hf", "gpt2")
-    manifest = open_manifest(hub_folders.write(tmp_path / "hf", "gpt2", made, "float32"))
+    made, manifest = written(tmp_path, "gpt2", "float32")
     weight = getattr(made, "backbone", made).token_embedding.embeddings
 
     def convert(target, loader, config):
@@ -165,16 +160,15 @@ def converted(tmp_path, monkeypatch, hook):
     return read_tensor(manifest, "wte.weight"), np.asarray(current_value(weight)), " ".join(found.notes)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        lambda x: x.astype("float16"),
-        lambda x: np.asarray(x, np.float16),
-        lambda x: np.array(x, "float16"),
-        lambda x: keras.ops.cast(x, "float16"),
-    ],
-    ids=["astype", "asarray", "array", "keras.ops.cast"],
-)
+CASTS = {
+    "astype": lambda x: x.astype("float16"),
+    "asarray": lambda x: np.asarray(x, np.float16),
+    "array": lambda x: np.array(x, "float16"),
+    "keras.ops.cast": lambda x: keras.ops.cast(x, "float16"),
+}
+
+
+@pytest.mark.parametrize("hook", CASTS.values(), ids=CASTS)
 def test_a_cast_alone_leaves_the_values_as_they_are(hook, tmp_path, monkeypatch):
     stored, found, notes = converted(tmp_path, monkeypatch, hook)
     assert found.tobytes() == stored.tobytes() and "rounds" not in notes
