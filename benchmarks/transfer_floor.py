@@ -58,13 +58,13 @@ def transfer(plan: Any, manifest: Any, devices: list[Any], threads: int) -> dict
 
 def planned(path: Path, layout: str, *, times: int = 5) -> tuple[Any, Any, float]:
     """Plan and manifest of the whole file, and how many seconds planning took, targets and all: the best of some."""
-    from shardload.transfer.planning import make_plan
+    from shardload.transfer.planning import plan_transfers
 
     took = []
     for _ in range(times):
         began = time.perf_counter()
         manifest = open_safetensors(path)
-        plan = make_plan(manifest, targets_for(manifest, layout), host_memory_bytes=1 << 30)
+        plan = plan_transfers(manifest, targets_for(manifest, layout), host_memory_bytes=1 << 30)
         took.append(time.perf_counter() - began)
     return plan, manifest, min(took)
 

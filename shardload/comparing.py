@@ -24,7 +24,7 @@ from shardload.transfer.casts import is_float
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 from shardload.units import plural
 
-READ_BYTES = 8 << 20
+_READ_BYTES = 8 << 20
 """Bytes read from each side at once."""
 _STATE = frozenset({"optimizer_variables", "metrics_variables", "optimizer", "metrics"})
 """First parts of the names of such state, in training steps and in Keras' files."""
@@ -169,7 +169,7 @@ class _Tensors:
         return self.manifest.tensors[key].shape
 
     def ranges(self, key: str) -> Iterable[tuple[int, int]]:
-        return row_ranges(self.manifest.tensors[key], limit_bytes=READ_BYTES)
+        return row_ranges(self.manifest.tensors[key], limit_bytes=_READ_BYTES)
 
     def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
         return read_rows(self.manifest.tensors[key], start, stop).astype(self.dtype(key), copy=False)
@@ -252,7 +252,7 @@ def _is_same_bytes(one: EncodedRows | None, two: EncodedRows | None) -> bool:
     sizes, others = ([n_bytes for _, _, n_bytes in rows.ranges] for rows in (one, two))
     if sizes != others:  # of types whose size is unknown
         return False
-    both = (stored_chunks(rows, limit_bytes=READ_BYTES) for rows in (one, two))
+    both = (stored_chunks(rows, limit_bytes=_READ_BYTES) for rows in (one, two))
     return all(np.array_equal(a, b) for a, b in zip(*both, strict=True))
 
 

@@ -24,9 +24,9 @@ from shardload.runs.step import STEP_FILE, StepInfo, StepRecord
 from shardload.stores.remote import location_of
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 
-READ_BYTES = 8 << 20
+_READ_BYTES = 8 << 20
 """Bytes read at once, then discarded."""
-SHOWN = 20
+_SHOWN = 20
 """Most problems, and notes, listed per checkpoint."""
 
 
@@ -157,14 +157,14 @@ def _readable(path: Path, shown: Progress) -> Verdict:
 def _read(tensor: Tensor) -> Iterator[int]:
     """Read a tensor to its end, and yield the number of bytes after each block."""
     if isinstance(tensor.storage, Decoded) and isinstance(rows := tensor.storage.reader, EncodedRows):
-        yield from (stored.nbytes for stored in stored_chunks(rows, limit_bytes=READ_BYTES))
+        yield from (stored.nbytes for stored in stored_chunks(rows, limit_bytes=_READ_BYTES))
         return
-    for start, stop in row_ranges(tensor, limit_bytes=READ_BYTES):
+    for start, stop in row_ranges(tensor, limit_bytes=_READ_BYTES):
         read_rows(tensor, start, stop)
         # Stored bytes, in proportion to the rows: decoded rows have more bytes than the file.
         yield tensor.stored_bytes * stop // tensor.rows - tensor.stored_bytes * start // tensor.rows
 
 
 def _shortened(problems: tuple[str, ...]) -> tuple[str, ...]:
-    rest = len(problems) - SHOWN
-    return problems if rest <= 0 else (*problems[:SHOWN], f"… and {rest} more")
+    rest = len(problems) - _SHOWN
+    return problems if rest <= 0 else (*problems[:_SHOWN], f"… and {rest} more")

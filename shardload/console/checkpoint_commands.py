@@ -19,7 +19,7 @@ from shardload.units import FLOATS, format_bytes, plural
 
 
 def inspect(
-    source: options.Source,
+    source: options.SourceArgument,
     *,
     match: Annotated[
         str | None,
@@ -222,7 +222,7 @@ def verify(
 
 
 def diff(
-    first: options.Source,
+    first: options.SourceArgument,
     second: Annotated[str, typer.Argument(metavar="OTHER", help="What to compare it with.", show_default=False)],
     *,
     json: options.Json = False,

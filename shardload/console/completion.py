@@ -35,7 +35,7 @@ _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 _PROGRAM = {"prog_name": "shardload", "complete_var": "_SHARDLOAD_COMPLETE"}
 
 
-class Kind(StrEnum):
+class SourceKind(StrEnum):
     """The origin of a name."""
 
     LOCAL = "local"
@@ -50,7 +50,7 @@ class KnownSource:
     """A name that SOURCE can have."""
 
     name: str
-    kind: Kind
+    kind: SourceKind
     what: str
     """One line for people."""
 
@@ -82,7 +82,7 @@ def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]
         from shardload.hub import kerashub
 
         for name, handle in sorted(kerashub.preset_handles().items()):
-            found.setdefault(name, KnownSource(name, Kind.PRESET, handle))
+            found.setdefault(name, KnownSource(name, SourceKind.PRESET, handle))
     return list(found.values())
 
 
@@ -92,19 +92,21 @@ def _on_this_machine(*, announced: bool) -> Iterator[KnownSource]:
         # Files count by their endings: anything else in the root is not a checkpoint. Folders are not looked into.
         stem = resolve.stem_of(entry.name, announced=announced)
         if not entry.name.startswith(".") and (stem != entry.name or entry.is_dir()):
-            yield KnownSource(stem, Kind.LOCAL, str(entry))
+            yield KnownSource(stem, SourceKind.LOCAL, str(entry))
     # Without importing it, and without assembling its parts: a list must be quick.
     if importlib.util.find_spec(resolve.PIP_PACKAGE) is not None:
-        yield KnownSource(resolve.PIP_NAME, Kind.INSTALLED, f"real weights, from the package {resolve.PIP_PACKAGE}")
+        yield KnownSource(
+            resolve.PIP_NAME, SourceKind.INSTALLED, f"real weights, from the package {resolve.PIP_PACKAGE}"
+        )
 
 
 def known_architectures() -> Iterator[KnownSource]:
     """Yield the architectures that `shardload synth` can write, aliases after their targets."""
     for found in architecture_names():
         size = f"{format_count(found.parameters)} parameters, {format_bytes(found.nbytes)} in bfloat16"
-        yield KnownSource(found.name, Kind.SYNTHETIC, f"{size}; write it with: shardload synth {found.name}")
+        yield KnownSource(found.name, SourceKind.SYNTHETIC, f"{size}; write it with: shardload synth {found.name}")
         for alias in found.aliases:
-            yield KnownSource(alias, Kind.ALIAS, f"another name of {found.name}")
+            yield KnownSource(alias, SourceKind.ALIAS, f"another name of {found.name}")
 
 
 def source_names() -> list[tuple[str, str]]:

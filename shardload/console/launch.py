@@ -148,7 +148,7 @@ def _refused(by: Launcher, found: str) -> MeshError:
     return MeshError(f"Cannot tell which processes {by.title} started: {found}. {by.command}, or {_BY_HAND}")
 
 
-WAIT_S = 300
+DEFAULT_WAIT_S = 300
 """Seconds to wait for all processes to connect, as in JAX: pods of a job may start minutes apart."""
 _DEAD_S = 28
 """JAX's own time limit for a process that dies before shardload's heartbeat has begun, which notices it after 15 s.
@@ -180,7 +180,7 @@ class Processes:
     process_id: int | None
     launcher: Launcher | None = None
     """What started the processes, where ``--distributed`` asks for it."""
-    initialization_timeout: int = WAIT_S
+    initialization_timeout: int = DEFAULT_WAIT_S
     """Seconds to wait for all processes to connect."""
 
     @property

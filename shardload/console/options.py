@@ -13,14 +13,14 @@ import typer
 
 from shardload.console import completion
 from shardload.console.jax_setup import Platform
-from shardload.console.launch import WAIT_S, Processes, detected
+from shardload.console.launch import DEFAULT_WAIT_S, Processes, detected
 from shardload.errors import MeshError, UsageError, did_you_mean
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec, planned_mesh
 from shardload.stores.local import local_target
 from shardload.units import FLOATS, dtype_name, parse_bytes
 
-Format: Any = StrEnum("Format", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
+FormatName: Any = StrEnum("FormatName", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
 """Values of ``--format`` for commands that read a checkpoint."""
 
 
@@ -160,10 +160,10 @@ def processes(
         found = detected(coordinator_address, num_processes, process_id, os.environ)
     else:
         found = Processes(coordinator_address, num_processes, process_id)
-    return replace(found, initialization_timeout=initialization_timeout or WAIT_S)
+    return replace(found, initialization_timeout=initialization_timeout or DEFAULT_WAIT_S)
 
 
-Source = Annotated[
+SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
@@ -172,11 +172,11 @@ Source = Annotated[
         show_default=False,
     ),
 ]
-Step = Annotated[
+StepOption = Annotated[
     str,
     typer.Option("--step", metavar="STEP", help="Which step of a folder of training steps: a number, latest or best."),
 ]
-Mesh = Annotated[
+MeshOption = Annotated[
     str | None,
     typer.Option(
         "--mesh",
@@ -185,10 +185,10 @@ Mesh = Annotated[
         autocompletion=lambda: completion.MESHES,
     ),
 ]
-Axes = Annotated[
+AxesOption = Annotated[
     str | None, typer.Option("--axes", metavar="NAMES", help="Names of the axes of --mesh 1x8; batch,model by default.")
 ]
-Layout = Annotated[
+LayoutOption = Annotated[
     str,
     typer.Option(
         "--layout",
@@ -199,7 +199,7 @@ Layout = Annotated[
         callback=layout,
     ),
 ]
-PlanLayout = Annotated[
+PlanLayoutOption = Annotated[
     str | None,
     typer.Option(
         "--layout",
@@ -209,7 +209,7 @@ PlanLayout = Annotated[
         callback=layout,
     ),
 ]
-Train = Annotated[
+TrainOption = Annotated[
     str | None,
     typer.Option(
         "--train",
@@ -218,7 +218,7 @@ Train = Annotated[
         autocompletion=lambda: completion.OPTIMIZERS,
     ),
 ]
-Batch = Annotated[
+BatchOption = Annotated[
     int | None,
     typer.Option(
         "--batch",
@@ -227,16 +227,16 @@ Batch = Annotated[
         help="Rows of a step, on all devices together; by default 8 for each position of the batch axis.",
     ),
 ]
-Sequence = Annotated[
+SequenceOption = Annotated[
     int | None,
     typer.Option(
         "--sequence", metavar="N", min=1, help="Tokens per row, if the model does not fix them; 512 by default."
     ),
 ]
-CompileStep = Annotated[
+CompileStepOption = Annotated[
     bool, typer.Option("--compile", help="Compile the planned step, without weights, to check memory and collectives.")
 ]
-SavePlan = Annotated[
+SavePlanOption = Annotated[
     Path | None,
     typer.Option(
         "--save-plan",
@@ -245,7 +245,7 @@ SavePlan = Annotated[
         help="Write the plan, for `shardload load --layout FILE.json`.",
     ),
 ]
-Svg = Annotated[
+SvgOption = Annotated[
     Path | None,
     typer.Option(
         "--svg",
@@ -264,7 +264,7 @@ DtypeOption = Annotated[
         autocompletion=lambda: FLOATS,
     ),
 ]
-Target = Annotated[
+TargetArgument = Annotated[
     str,
     typer.Argument(
         metavar="TARGET", help="A folder to create, NAME.weights.h5, or NAME.weights.json.", show_default=False
@@ -368,7 +368,7 @@ InitializationTimeout = Annotated[
     ),
 ]
 FormatOption = Annotated[
-    Format | None,
+    FormatName | None,
     typer.Option("--format", help="Format to read, if a file's ending is misleading or a folder contains several."),
 ]
 IgnoreConfig = Annotated[

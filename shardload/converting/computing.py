@@ -26,10 +26,10 @@ from shardload.mapping.layer_hooks import AttributeSnapshot, LayerStep
 from shardload.mapping.variable_map import VariableMap
 from shardload.transfer.read_tensor import read_rows, read_tensor
 
-Array = NDArray[Any]
+_Array = NDArray[Any]
 Computing = ConverterStep | LayerStep
 """Steps of a load that compute values."""
-Lend = Callable[[Any, Array], None]
+Lend = Callable[[Any, _Array], None]
 """Gives a variable a value until the step has finished."""
 
 
@@ -51,7 +51,7 @@ class StoredValue:
     """Dtype as stored; for decoded or computed values, the variable's own, as in a load."""
     tensor: Tensor | None = None
     view: View | None = None
-    array: Array | None = None
+    array: _Array | None = None
     live: Callable[[], jax.Array] | None = None
     """Returns the value of a live model, possibly computed now."""
     step: Computing | None = None
@@ -63,7 +63,7 @@ def compute(
     dtypes: Mapping[int, np.dtype[Any]],
     *,
     values: Iterable[StoredValue],
-    write: Callable[[Any, Array], None],
+    write: Callable[[Any, _Array], None],
     done: Callable[[Any], None],
 ) -> None:
     """Run one step and write what it computes.
@@ -121,7 +121,7 @@ def _lending() -> Iterator[Lend]:
     """Lend values to variables, and remove them at the end."""
     before: dict[int, tuple[Any, Any]] = {}
 
-    def lend(variable: Any, value: Array) -> None:
+    def lend(variable: Any, value: _Array) -> None:
         before.setdefault(id(variable), (variable, pending_of(variable)))
         # Not assign(): while a step runs, it is intercepted.
         restore_value(variable, jax.numpy.asarray(as_keras_casts(value, stored_dtype(variable))), None)
@@ -139,13 +139,13 @@ class _Runtime:
 
     manifest: Manifest
     dtypes: Mapping[int, np.dtype[Any]]
-    write: Callable[[Any, Array], None]
+    write: Callable[[Any, _Array], None]
     done: Callable[[Any], None]
     later: Set[int]
     lend: Lend
     written: set[int] = field(default_factory=set)
 
-    def read(self, tensor: str) -> Array:
+    def read(self, tensor: str) -> _Array:
         """Read a whole tensor into a writable array."""
         value = read_tensor(self.manifest, tensor)
         return value if value.flags.writeable else value.copy()

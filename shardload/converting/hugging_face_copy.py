@@ -25,7 +25,7 @@ from shardload.errors import UnsupportedError, UsageError
 from shardload.hub import quantised
 from shardload.keras_bridge.layer_settings import with_dtype
 from shardload.loaders import open_manifest, safetensors, spec_of
-from shardload.loaders.contents import member
+from shardload.loaders.contents import CONFIG, member
 from shardload.loaders.file_pieces import TensorPlace, Wanted
 from shardload.loaders.hf_folder import BARE
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
@@ -33,7 +33,6 @@ from shardload.manifest import Decoded, Manifest, View
 from shardload.stores.local import located
 from shardload.transfer.casts import is_float
 
-CONFIG = "config.json"
 _PARTS = re.compile(r"\d+_\w+/model\.safetensors|adapter_model\.safetensors")
 """Weights outside of the checkpoint that belong to it: modules of sentence-transformers, and an adapter of PEFT."""
 

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 ENDING = ".weights.h5"
 INDEX_ENDING = ".weights.json"
-SHARD_BYTES = 5 << 30
+_SHARD_BYTES = 5 << 30
 """Keras' default shard size."""
 
 
@@ -149,7 +149,7 @@ def file(
     notes += (f"{plural(len(others), 'other file')} left out: {others[0]} …",) if others else ()
     notes += _left_out(found.left)
     one_file = target.name.endswith(ENDING)
-    limit = SHARD_BYTES if shard_bytes is None else shard_bytes
+    limit = _SHARD_BYTES if shard_bytes is None else shard_bytes
 
     def make(path: Path) -> tuple[TensorPlace, ...]:
         if one_file:

@@ -37,7 +37,7 @@ from shardload.converting.companions import (
     write_description,
 )
 from shardload.converting.computing import StoredValue
-from shardload.converting.source import SHOWN, Source
+from shardload.converting.source import NAMES_SHOWN, Source
 from shardload.converting.strided_copy import Read, bits
 from shardload.errors import ShardloadError, UninitialisedError
 from shardload.hub import building
@@ -47,7 +47,8 @@ from shardload.keras_bridge.lora import LoraKernel
 from shardload.keras_bridge.model_records import record_of
 from shardload.keras_bridge.variables import has_value, stored_dtype, unique, value_of
 from shardload.loaders import spec_of
-from shardload.loaders.hub_preset import CONFIG, METADATA, TASK, describe_folder
+from shardload.loaders.contents import CONFIG
+from shardload.loaders.hub_preset import METADATA, TASK, describe_folder
 from shardload.loaders.hub_preset import SPEC as PRESET
 from shardload.manifest import Manifest
 from shardload.sharding.layout import Bounds
@@ -116,8 +117,8 @@ def _with_files(source: Source, folder: Path) -> Source:
         notes += [*kept.notes, *layer.notes]
     if origin is not None and kept.transformers:
         names = sorted(kept.transformers, key=lambda name: (name != CONFIG, name))
-        if len(names) >= SHOWN:
-            names[SHOWN - 1 :] = [plural(len(names) - SHOWN + 1, "other file")]
+        if len(names) >= NAMES_SHOWN:
+            names[NAMES_SHOWN - 1 :] = [plural(len(names) - NAMES_SHOWN + 1, "other file")]
         notes.append(f"{', '.join(names)} for Hugging Face come from {origin.source}")
     elif layer.layer is None and not kept.transformers and text_classes(model)[1] is not None:
         notes.append("no tokenizer was written: the model has no preprocessor, and was not loaded with a tokenizer")

@@ -37,7 +37,7 @@ from shardload.stores.json_files import read_optional
 from shardload.stores.local import LocalFile, located, working_folder
 from shardload.units import format_bytes, spare_bytes
 
-READ_BYTES = 8 << 20
+_READ_BYTES = 8 << 20
 _RESULT = "result"
 """Name of the unfinished result in the working folder."""
 
@@ -252,15 +252,15 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
 def tensor_digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
     """Return the xxh3-64 of a tensor's bytes as they are in its files now."""
     found = hasher()
-    buffer = memoryview(bytearray(READ_BYTES))
+    buffer = memoryview(bytearray(_READ_BYTES))
     for piece in place.pieces:
         # The offset of an empty tensor means nothing: HDF5 gives it no space.
         if not piece.count:
             continue
         with contextlib.closing(LocalFile(root / piece.path)) as file:
             end = piece.offset + piece.count * item_bytes
-            for start in range(piece.offset, end, READ_BYTES):
-                block = buffer[: min(READ_BYTES, end - start)]
+            for start in range(piece.offset, end, _READ_BYTES):
+                block = buffer[: min(_READ_BYTES, end - start)]
                 file.read_into(block, start)
                 found.update(block)
     return str(found.hexdigest())

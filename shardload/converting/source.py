@@ -27,8 +27,9 @@ from shardload.keras_bridge.hub_imports import backbone_of
 from shardload.keras_bridge.model_state import variables_of
 from shardload.keras_bridge.variables import stored_dtype, unique, value_of
 from shardload.loaders import open_manifest, spec_of
-from shardload.loaders.hub_preset import CONFIG, WEIGHTS
+from shardload.loaders.contents import CONFIG
 from shardload.loaders.hub_preset import SPEC as PRESET
+from shardload.loaders.hub_preset import WEIGHTS
 from shardload.manifest import Manifest, View, c_strides
 from shardload.mapping import map_weights
 from shardload.mapping.outside import sort_unused, without_parts
@@ -40,7 +41,7 @@ from shardload.transfer.planning import Binding
 from shardload.transfer.read_tensor import require_decoders
 from shardload.units import plural
 
-SHOWN = 5
+NAMES_SHOWN = 5
 _STATE = ("optimizer_variables", "metrics_variables", "optimizer", "optimizer_weights")
 """First parts of names that are not weights, in Orbax, Keras and Keras 2."""
 
@@ -236,8 +237,8 @@ def some(names: Iterable[str]) -> str:
     """Return the first of some names, and how many more there are; a name that repeats once, with its count."""
     counts = Counter(names)
     listed = [repr(name) if count == 1 else f"{name!r} ({count} times)" for name, count in counts.items()]
-    more = f" and {counts.total() - sum([*counts.values()][:SHOWN])} more" if len(listed) > SHOWN else ""
-    return ", ".join(listed[:SHOWN]) + more
+    more = f" and {counts.total() - sum([*counts.values()][:NAMES_SHOWN])} more" if len(listed) > NAMES_SHOWN else ""
+    return ", ".join(listed[:NAMES_SHOWN]) + more
 
 
 _VALUES_READ_BYTES = 64 << 20

@@ -27,10 +27,10 @@ from shardload.manifest import Chunked, Extent, Packed, Tensor, View
 from shardload.transfer.geometry import address, regions, view_in_region
 from shardload.transfer.read_tensor import read_rows
 
-Array = NDArray[Any]
-Read = Callable[[int, int], Array]
+_Array = NDArray[Any]
+Read = Callable[[int, int], _Array]
 """Reads elements ``[start, stop)`` of the source's row-major order, as a 1-d array."""
-Write = Callable[[int, Array], None]
+Write = Callable[[int, _Array], None]
 """Writes a 1-d array of elements at a position of the target's row-major order."""
 
 
@@ -146,7 +146,7 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
         return reader_of_value(read_rows(tensor, 0, tensor.rows), dtype)
     row = max(1, tensor.size // max(1, tensor.rows))
 
-    def read(start: int, stop: int) -> Array:
+    def read(start: int, stop: int) -> _Array:
         if isinstance(tensor.storage, Extent):
             value = np.empty(stop - start, tensor.dtype)
             with closing(tensor.storage.path.open()) as file:
@@ -160,13 +160,13 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
     return read
 
 
-def reader_of_value(value: Array, dtype: np.dtype[Any]) -> Read:
+def reader_of_value(value: _Array, dtype: np.dtype[Any]) -> Read:
     """Return a reader of an array in memory."""
     flat = bits(np.ascontiguousarray(value, dtype).reshape(-1))
     return lambda start, stop: flat[start:stop]
 
 
-def bits(value: Array) -> Array:
+def bits(value: _Array) -> _Array:
     """Return the same bytes as unsigned integers."""
     # Arrays of ml_dtypes (bfloat16, float8) support no memoryview, which `PieceWriter` writes from.
     size = value.dtype.itemsize
@@ -191,7 +191,7 @@ class PieceWriter:
         for fd in self._files.values():
             os.close(fd)
 
-    def write(self, at: int, values: Array) -> None:
+    def write(self, at: int, values: _Array) -> None:
         """Write a run of elements at a position of the tensor."""
         # Pieces follow each other without gaps, so a run may go on in the next one.
         done = 0
@@ -203,7 +203,7 @@ class PieceWriter:
             self._write(piece, piece.offset + inside * values.itemsize, part)
             done += count
 
-    def _write(self, piece: FilePiece, offset: int, part: Array) -> None:
+    def _write(self, piece: FilePiece, offset: int, part: _Array) -> None:
         if piece.path not in self._files:
             self._files[piece.path] = os.open(self._root / piece.path, os.O_WRONLY | os.O_CLOEXEC)
         rest = part.data.cast("B")

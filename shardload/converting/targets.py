@@ -33,7 +33,7 @@ from shardload.loaders.orbax.loader import SPEC as ORBAX
 from shardload.loaders.registry import FormatSpec, specs
 from shardload.manifest import Manifest
 from shardload.mapping.assets import read_assets
-from shardload.mapping.state_tree import WEIGHTS, state_tree_of
+from shardload.mapping.state_tree import WEIGHT_ITEMS, state_tree_of
 from shardload.mapping.stored_values import VALUES_ENTRY as VALUES
 from shardload.mapping.stored_values import file_values_to_json, lacking_values, stored_values
 from shardload.transfer.casts import is_float
@@ -343,7 +343,7 @@ def _orbax(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> Conv
     assets = {} if source.is_hub else read_assets(source.manifest)
 
     def make(folder: Path) -> tuple[TensorPlace, ...]:
-        places = orbax.write_skeleton(folder, tensors, groups=WEIGHTS, model_config=described, assets=assets)
+        places = orbax.write_skeleton(folder, tensors, groups=WEIGHT_ITEMS, model_config=described, assets=assets)
         # Orbax wrote this folder as a tiny checkpointable, so plain Orbax reads the step with more files in it too.
         own = folder / "shardload"
         (own / "structure.json").write_text(json.dumps(structure), encoding="utf-8")

@@ -29,14 +29,14 @@ from shardload.mapping.outside import sort_unused
 from shardload.stores.location import nowhere
 from shardload.transfer.planning import Binding
 
-Config = dict[str, Any]
+_Config = dict[str, Any]
 UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Fields that KerasHub's classes do not have: they come from the source, or are left out."""
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 """Settings that a Hugging Face configuration cannot express and that do not affect weights."""
 
 
-def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> Config:
+def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> _Config:
     """Return the ``config.json`` of a backbone; ``known`` has the fields in `UNKNOWN`, if the source has them.
 
     Raises:
@@ -106,7 +106,7 @@ def differing(backbone: Any, other: Any) -> str | None:
     return next((key for key in wanted if key not in unused and wanted[key] != found.get(key)), None)
 
 
-def _compared(config: Mapping[str, Any]) -> Config:
+def _compared(config: Mapping[str, Any]) -> _Config:
     """Return the settings that affect weights, also of the layers that a model is made of."""
     return {
         key: _compared(value) if isinstance(value, Mapping) else value

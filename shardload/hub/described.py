@@ -30,8 +30,9 @@ from shardload.keras_bridge.model_state import optimizer_variables_of, own_layer
 from shardload.keras_bridge.saving import saved_layout
 from shardload.keras_bridge.variables import stored_dtype
 from shardload.loaders import spec_of
+from shardload.loaders.contents import CONFIG
 from shardload.loaders.hf_folder import SPEC as HUGGING_FACE
-from shardload.loaders.hub_preset import CONFIG, TASK, TASK_PREFIX, describe_folder
+from shardload.loaders.hub_preset import TASK, TASK_PREFIX, describe_folder
 from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located, temporary_folder
 from shardload.stores.location import Location

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import LayoutError, MeshError, UnsupportedError, UsageError
 from shardload.keras_bridge.caller import warn_caller
-from shardload.sharding.layout import Spec, spec_of
+from shardload.sharding.layout import Spec, spec_from_axes
 from shardload.units import check_kind, is_integer, plural
 
 _Op: TypeAlias = Literal["sum", "mean", "max", "min"]
@@ -287,7 +287,7 @@ def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh
 
 
 def _split(spec: PartitionSpec, rank: int) -> Spec:
-    found = spec_of(spec)
+    found = spec_from_axes(spec)
     if len(found) > rank:
         raise UsageError(f"Cannot split an array of {plural(rank, 'dim')} by {spec}: it has {len(found)} entries")
     return (*found, *((),) * (rank - len(found)))

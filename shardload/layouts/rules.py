@@ -34,7 +34,7 @@ from shardload.keras_bridge.distributions import variable_axes
 from shardload.layouts import model_variables
 from shardload.layouts.choice import VariableLayout
 from shardload.layouts.role_layouts import Dim, LayoutRole, Wants, as_far_as_it_divides
-from shardload.sharding.layout import Layout, Spec, spec_of
+from shardload.sharding.layout import Layout, Spec, spec_from_axes
 from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural
 
@@ -124,7 +124,7 @@ def by_distribution(
 ) -> dict[int, VariableLayout]:
     """Return the layouts that a ``keras.distribution.Distribution`` gives to variables, by ``id(variable)``."""
     rule = type(distribution).__name__
-    wanted = {id(v): Layout(mesh, spec_of(variable_axes(distribution, v))) for v in variables}
+    wanted = {id(v): Layout(mesh, spec_from_axes(variable_axes(distribution, v))) for v in variables}
     return {id(v): as_far_as_it_divides(v, roles[id(v)], wanted[id(v)], rule=rule) for v in variables}
 
 
@@ -138,7 +138,7 @@ def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
                 f"Cannot use {origin} on the mesh {mesh}: it was made for {MeshSpec(names, sizes)}. Make it for {mesh}"
             )
     # What no rule of a LayoutMap matches is replicated, as in Keras; other rules leave it to "auto".
-    return RuleSet(origin, tuple(Rule(key, spec_of(layout_map[key].axes)) for key in layout_map))
+    return RuleSet(origin, tuple(Rule(key, spec_from_axes(layout_map[key].axes)) for key in layout_map))
 
 
 def apply(

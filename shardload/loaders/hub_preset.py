@@ -16,14 +16,13 @@ from typing import Any
 
 from shardload.errors import SourceError, SourceNotFoundError
 from shardload.loaders import keras_h5
-from shardload.loaders.contents import FolderContent, listing, member
+from shardload.loaders.contents import CONFIG, FolderContent, listing, member
 from shardload.loaders.extents import checked_tensors
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest
 from shardload.stores.json_files import read_object
 from shardload.stores.location import Location
 
-CONFIG = "config.json"
 WEIGHTS = "model.weights.h5"
 SHARDED_WEIGHTS = "model.weights.json"
 TASK = "task.json"

@@ -34,9 +34,9 @@ from shardload.stores.location import Location
 from shardload.stores.store import File, read_bytes
 from shardload.units import exact_bytes, plural
 
-WEIGHTS = "model.weights.h5"
-CONFIG = "config.json"
-METADATA = "metadata.json"
+_WEIGHTS = "model.weights.h5"
+_CONFIG = "config.json"
+_METADATA = "metadata.json"
 ASSETS = "assets/"
 _MAX_EXPANSION = 1000
 """Inflated bytes per stored byte, as in Keras."""
@@ -64,8 +64,8 @@ def open_file(path: Location) -> Manifest:
     info = _weights(path, members)
     with closing(path.open()) as file:
         starts = _data_starts(path, file, members)
-        config, metadata = (_json(path, file, members, name, starts) for name in (CONFIG, METADATA))
-        start, files = starts[WEIGHTS], {path: file.n_bytes}
+        config, metadata = (_json(path, file, members, name, starts) for name in (_CONFIG, _METADATA))
+        start, files = starts[_WEIGHTS], {path: file.n_bytes}
         if info.compress_type == zipfile.ZIP_STORED:
             region = hdf5.FileRegion(path, start, info.file_size)
         else:
@@ -102,7 +102,7 @@ def _copy(content: Iterator[bytes], file: BinaryIO) -> None:
 
 
 def _weights(path: Location, members: Mapping[str, zipfile.ZipInfo]) -> zipfile.ZipInfo:
-    if (info := members.get(WEIGHTS)) is None:
+    if (info := members.get(_WEIGHTS)) is None:
         if "model.weights.npz" in members:
             raise UnsupportedError(
                 f"{path} stores its weights as .npz; save it again: keras.saving.save_model(model, path)"
@@ -111,21 +111,21 @@ def _weights(path: Location, members: Mapping[str, zipfile.ZipInfo]) -> zipfile.
             raise refused
         listed = ", ".join(sorted(members)[:8])
         raise SourceError(
-            f"{path} is a zip, but not a Keras archive: it should contain {WEIGHTS}, but contains {listed}"
+            f"{path} is a zip, but not a Keras archive: it should contain {_WEIGHTS}, but contains {listed}"
         )
     _check_readable(path, info)
     is_stored = info.compress_type == zipfile.ZIP_STORED
     is_large = info.file_size > _WEIGHTS_FLOOR_BYTES
     if not is_stored and is_large and info.file_size > _WEIGHTS_EXPANSION * info.compress_size:
         raise UnsafeSourceError(
-            f"{path}: {WEIGHTS} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; "
+            f"{path}: {_WEIGHTS} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; "
             f"compressed weights may expand at most {_WEIGHTS_EXPANSION} times. If you trust it, unzip it and open "
-            f"{WEIGHTS}"
+            f"{_WEIGHTS}"
         )
     # The region must end where the member does, or libhdf5 would read its neighbour.
     if is_stored and info.compress_size != info.file_size:
         raise SourceError(
-            f"{path}: {WEIGHTS} is stored, but has {exact_bytes(info.compress_size)} for {info.file_size}"
+            f"{path}: {_WEIGHTS} is stored, but has {exact_bytes(info.compress_size)} for {info.file_size}"
         )
     return info
 

@@ -37,7 +37,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _MAX_ENTRY_CHARS = 4096
 """Limit for one tensor's entry: three keys and at most 32 dims of 20 digits."""
 
-DTYPES: dict[str, np.dtype[Any]] = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(dtype)
     for name, dtype in {
         "BOOL": np.bool_,
@@ -74,7 +74,7 @@ SHARD_BYTES = 5_000_000_000
 """The long-time default of ``transformers``."""
 PYTORCH = {"format": "pt"}
 """Tensors have the names and shapes of PyTorch's modules; transformers 4 refuses files without a format."""
-_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+_CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
 """Name of a dtype in NumPy → its name in safetensors."""
 
 
@@ -229,11 +229,13 @@ class _Parser:
 
     def _dtype(self, name: str, text: object) -> tuple[np.dtype[Any], int]:
         known = text if isinstance(text, str) else ""
-        if known in DTYPES:
-            return DTYPES[known], 8 * DTYPES[known].itemsize
+        if known in _DTYPES:
+            return _DTYPES[known], 8 * _DTYPES[known].itemsize
         if known in _SUB_BYTE:
             return _SUB_BYTE[known]
-        raise self._wrong(f"gives tensor {name!r} the dtype {str(text)[:100]!r}; supported dtypes: {', '.join(DTYPES)}")
+        raise self._wrong(
+            f"gives tensor {name!r} the dtype {str(text)[:100]!r}; supported dtypes: {', '.join(_DTYPES)}"
+        )
 
     def _offsets(self, name: str, offsets: object) -> tuple[int, int]:
         if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int for n in offsets):

@@ -24,7 +24,7 @@ from shardload.keras_bridge.variables import value_of
 from shardload.loaders import spec_of
 from shardload.manifest import Manifest
 from shardload.mapping.state_tree import Stored
-from shardload.mapping.variable_map import Runtime, Step, VariableMap
+from shardload.mapping.variable_map import MappingStep, Runtime, VariableMap
 from shardload.reports.facts import Note, NoteKind
 from shardload.transfer.read_tensor import read_tensor
 from shardload.units import plural
@@ -38,7 +38,7 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 class _RecountedStep:
     """A step, after which variables of an optimizer are computed from the values that it assigned."""
 
-    step: Step
+    step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
     owner: str
     saveable: Any
@@ -87,7 +87,7 @@ def _recount(count: Any, *, before: int, now: int) -> Any:
     return count // before * now
 
 
-def _recounted(step: Step, found: VariableMap, values: _Values) -> Step:
+def _recounted(step: MappingStep, found: VariableMap, values: _Values) -> MappingStep:
     assigned = [b.variable for b in found.bindings if b.name in step.needs]
     assigned += [v for c in found.computed if c.owner == step.owner for v in c.variables]
     own = tuple(values[id(v)] for v in assigned if id(v) in values)

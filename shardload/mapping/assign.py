@@ -29,7 +29,7 @@ from shardload.keras_bridge.variables import (
     stored_dtype,
 )
 from shardload.mapping.layer_hooks import AttributeSnapshot
-from shardload.mapping.variable_map import Step, VariableMap
+from shardload.mapping.variable_map import MappingStep, VariableMap
 from shardload.units import plural
 
 _ReadTensor = Callable[[str], NDArray[Any]]
@@ -74,9 +74,9 @@ class Assigner:
     _before: dict[str, _Before] = field(default_factory=dict)
     _untouched: set[str] = field(default_factory=set)
     _arrays: dict[str, Any] = field(default_factory=dict)
-    _waiting: dict[str, Step] = field(default_factory=dict)
+    _waiting: dict[str, MappingStep] = field(default_factory=dict)
     _missing: dict[int, set[str]] = field(default_factory=dict)
-    _late: list[Step] = field(default_factory=list)
+    _late: list[MappingStep] = field(default_factory=list)
     _late_needs: set[str] = field(default_factory=set)
     _snapshots: list[AttributeSnapshot] = field(default_factory=list)
 
@@ -185,7 +185,7 @@ class Assigner:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: MappingStep) -> None:
         if self.atomic and step.saveable is not None:
             self._snapshots.append(AttributeSnapshot.of(step.saveable))
         step.run(self)

@@ -27,7 +27,7 @@ from shardload.units import plural
 _ACCUMULATES = "gradient_accumulation_steps"
 _VERSION = 1
 """Version of ``structure.json``."""
-WEIGHTS = ("trainable_variables", "non_trainable_variables")
+WEIGHT_ITEMS = ("trainable_variables", "non_trainable_variables")
 """The groups that ``save_weights_only`` keeps."""
 
 
@@ -91,7 +91,7 @@ class StateTree:
             )
         # All four groups, even if empty, as in Keras; two for weights alone.
         rest = ("optimizer_variables", "metrics_variables")
-        groups = (*WEIGHTS, *rest) if any(leaf.path[0] in rest for leaf in self.leaves) else WEIGHTS
+        groups = (*WEIGHT_ITEMS, *rest) if any(leaf.path[0] in rest for leaf in self.leaves) else WEIGHT_ITEMS
         tree: dict[str, Any] = {group: {} for group in groups}
         for leaf in (leaf for leaf in self.leaves if 0 not in leaf.shape):
             place = tree
@@ -102,7 +102,7 @@ class StateTree:
 
     def weights_only(self) -> StateTree:
         """Return the tree without optimizer and metrics, as ``save_weights_only`` stores it."""
-        return replace(self, leaves=tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHTS))
+        return replace(self, leaves=tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHT_ITEMS))
 
     def only(self, selected: Callable[[Variable], bool]) -> StateTree:
         """Return the tree without the weights that are not selected, and without their slots."""

@@ -99,7 +99,7 @@ class Runtime(Protocol):
         """Place a computed value in the variable's layout, then assign it."""
 
 
-class Step(Protocol):
+class MappingStep(Protocol):
     """A part of a load that runs when all its inputs have arrived: one layer's hook, one variable, one converter."""
 
     @property
@@ -127,7 +127,7 @@ class VariableMap:
     """Everything decided about the mapping before any data is read."""
 
     bindings: tuple[Binding, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[MappingStep, ...]
     """In the order Keras would run them."""
     missing: tuple[str, ...]
     """Weights of the model without a source."""

@@ -245,7 +245,7 @@ def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
 
 _BOXED = "value"
 """The attribute in which boxes of Flax have their array."""
-SHOWN = 8
+_SHOWN = 8
 """Names that an error lists before it counts the rest."""
 
 
@@ -305,7 +305,7 @@ class TensorNames:
 
         raise MismatchError(
             f"Cannot load from {self.manifest.source}: it has no tensor for {plural(len(missing), 'target')}:\n  "
-            + "\n  ".join([*map(line, missing[:SHOWN]), *first_names(missing)[SHOWN:]])
+            + "\n  ".join([*map(line, missing[:_SHOWN]), *first_names(missing)[_SHOWN:]])
             + "\nPass names= to map targets to tensors; shardload.inspect lists the tensors."
             + (f" They have the names of the file: {why}" if (why := self.manifest.undescribed) else "")
         )
@@ -336,4 +336,4 @@ def _is_like(wanted: list[str], found: list[str]) -> bool:
 def first_names(names: Iterable[str]) -> list[str]:
     """Return the first names, and how many more there are."""
     found = list(names)
-    return found[:SHOWN] + ([f"… and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])
+    return found[:_SHOWN] + ([f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])

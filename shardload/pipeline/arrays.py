@@ -47,12 +47,12 @@ from shardload.transfer import execution
 from shardload.transfer.casts import ENABLE_64_BITS, check_cast, overflow_notes
 from shardload.transfer.load_plan import Binding
 from shardload.transfer.placement import jax_mesh
-from shardload.transfer.planning import make_plan
+from shardload.transfer.planning import plan_transfers
 from shardload.transfer.read_tensor import require_decoders
 from shardload.typing import MeshLike, PathLike
 from shardload.units import byte_count, check_kind, check_no_iterator, is_function, plain_dtype_name
 
-Target: TypeAlias = (
+ArrayTarget: TypeAlias = (
     "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array | jax.Device | Format | np.ndarray[Any, Any]"
 )
 """Where an array goes; a `jax.ShapeDtypeStruct` and a `jax.Array` also state its shape and dtype."""
@@ -339,7 +339,7 @@ def _transfer(opened: OpenedSource, wanted: Sequence[WantedArray], *, budget: in
         if one.name not in arrays:
             by_mesh.setdefault(mesh_devices_of(one.sharding), []).append(one)
     plans = {  # all of them before the first read: what does not fit is refused at once
-        devices: make_plan(
+        devices: plan_transfers(
             opened.manifest,
             [*_bindings(group, devices.mesh)],
             host_memory_bytes=budget,

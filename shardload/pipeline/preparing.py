@@ -24,7 +24,7 @@ from shardload.pipeline.request import Matching
 from shardload.resolve.opening import OpenedSource
 from shardload.sharding.devices import MeshDevices, local_positions
 from shardload.transfer.casts import is_float
-from shardload.transfer.planning import LoadPlan, make_plan
+from shardload.transfer.planning import LoadPlan, plan_transfers
 from shardload.transfer.read_tensor import require_decoders
 from shardload.typing import LayoutLike
 
@@ -34,7 +34,7 @@ _OTHER_OPTIMIZER = (
     "strict=False continues with the slots that both optimizers have, and the stored iterations and learning rate."
 )
 _OTHER_OPTIMIZER_BUILT = " Only the optimizer differs: pass compile=False (--no-compile) to load the model without it."
-SHOWN = 8
+_SHOWN = 8
 """Names that an error lists before it counts the rest."""
 
 
@@ -80,10 +80,10 @@ class PreparedLoad:
         problems += [f"not used by the model: {name}{why.get(name, '')}" for name in unused]
         if not problems:
             return self
-        rest = f"\n  … and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        rest = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         misfit = (
             f"{self.manifest.source} does not fit the model {self.model.name!r} ({type(self.model).__name__}):\n  "
-            + "\n  ".join(problems[:SHOWN])
+            + "\n  ".join(problems[:_SHOWN])
             + rest
         )
         if self.matching.as_keras:
@@ -152,7 +152,7 @@ def prepare_load(
     layouts = current_layout(model, devices) if layout is None else choose(model, devices.mesh, layout)
     # Layouts come after mapping, because rules look at variables, and before planning, which needs every shard.
     mapping = replace(mapping, bindings=tuple(replace(b, layout=layouts.of(b.variable)) for b in mapping.bindings))
-    plan = make_plan(
+    plan = plan_transfers(
         manifest,
         mapping.bindings,
         host_memory_bytes=budget_bytes,

@@ -34,7 +34,7 @@ from shardload.runs.publish import remove_step
 from shardload.runs.step import StepInfo, ranked
 from shardload.units import check_choice, is_integer, is_real
 
-READ_BYTES = 4 << 30
+_READ_BYTES = 4 << 30
 """Steps up to this size are read completely before they count, which takes seconds; of larger ones, names and sizes."""
 
 
@@ -63,7 +63,7 @@ class Best:
         family: set[str | None] = {self.run} if resumed is None else {self.run, resumed.run}
         by = BestRule(self.monitor.name, direction, family if self.of == "run" else None)
         # Without a rule nothing depends on the best step, so do not spend seconds on reading it.
-        read_bytes = 0 if self.rule is None else READ_BYTES
+        read_bytes = 0 if self.rule is None else _READ_BYTES
         found = Found(**channel.first(lambda: asdict(_find_best(steps, by, read_bytes=read_bytes))))
         # The best step was just read completely: if an older record calls it damaged, it has been repaired since.
         if self.rule is not None:

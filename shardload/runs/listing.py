@@ -56,7 +56,7 @@ from shardload.units import is_integer, plural
 
 _ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
-THREADS = 8
+_THREADS = 8
 """Remote steps queried concurrently: each costs a few round trips."""
 _ONLY_STEPS = "Only training steps can be read remotely"
 
@@ -217,7 +217,7 @@ def _remote_steps(store: RemoteStore, wanted: str | int | None = None) -> list[S
     # Open only the newest, even if it is damaged: an older step must not silently pass for the latest.
     if wanted == "latest" and numbers:
         return [_look_remotely(store, max(numbers), ours=numbers[max(numbers)])]
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="shardload-steps") as pool:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardload-steps") as pool:
         found = pool.map(lambda number: _look_remotely(store, number, ours=numbers[number]), sorted(numbers))
         return with_best(list(found))
 

@@ -36,7 +36,7 @@ Spec = tuple[tuple[str, ...], ...]
 """Mesh axes that split each dim, one tuple per dim."""
 
 
-def spec_of(axes: Iterable[Any]) -> Spec:
+def spec_from_axes(axes: Iterable[Any]) -> Spec:
     """Return the `Spec` of a `jax.sharding.PartitionSpec`, or of the axes of a Keras layout."""
     return tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in axes)
 
@@ -128,7 +128,7 @@ class Layout:
     @classmethod
     def of_spec(cls, mesh: MeshSpec, spec: Iterable[Any], rank: int) -> Layout:
         """Return the layout that a `jax.sharding.PartitionSpec` states for a variable of ``rank`` dims."""
-        axes = spec_of(spec)
+        axes = spec_from_axes(spec)
         # A PartitionSpec may be shorter than the rank: the dims at the end are not split.
         return cls(mesh, (*axes, *((),) * (rank - len(axes))))
 

@@ -32,7 +32,7 @@ from shardload.units import plural
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
 ASK_AGAIN_S = 5.0
 """Limit for the answer of a server that is asked once more."""
-SHOWN = 300
+CHARACTERS_SHOWN = 300
 """The number of characters of a store's message shown in an error."""
 COPY_FIRST = (
     "Copy it to this machine first (aws s3 cp --recursive, gcloud storage cp --recursive, wget --recursive), and "
@@ -74,7 +74,7 @@ def failure(url: str, error: BaseException | None, name: str) -> Exception:
     # What follows the code may be text from the server.
     code = text.partition(":")[0]
     status = status_in(error)
-    said = _SENTENCE.sub("", text)[:SHOWN].strip() or type(error).__name__
+    said = _SENTENCE.sub("", text)[:CHARACTERS_SHOWN].strip() or type(error).__name__
     said = said if status is None else f"HTTP status {status}, {said}"
     # TensorStore raises a ValueError for most status codes; only the text tells them apart.
     if code == "OUT_OF_RANGE":
@@ -122,7 +122,7 @@ def web_page(url: str, name: str) -> TransferError | None:
         return None
     if not is_page:
         return None
-    where = "" if address == asked else f", from {address[:SHOWN]}"
+    where = "" if address == asked else f", from {address[:CHARACTERS_SHOWN]}"
     return TransferError(
         f"{url}/{name} cannot be read: the server sent a web page{where}, expected the file. It may be a page to log "
         f"in: {_LOG_IN[0].lower()}{_LOG_IN[1:]}. Check the address"

@@ -190,7 +190,7 @@ class Requests:
         except TimeoutError as error:
             raise answers.stalled(self.url, "", limit) from error
         except (ValueError, RuntimeError) as error:
-            said = str(error)[: answers.SHOWN]
+            said = str(error)[: answers.CHARACTERS_SHOWN]
             raise SourceError(f"Cannot read from {self.url}: {said}. Check the address") from error
 
 

@@ -42,7 +42,7 @@ from shardload.transfer.load_plan import BUDGET_PARTS, Binding, Block, LoadPlan,
 from shardload.transfer.placement import (
     Chunk,
     IncrementalArray,
-    Variable,
+    VariableTransfer,
     assemble,
     check_devices,
     limited_chunks,
@@ -231,11 +231,11 @@ class Transfer:
         self.complete.clear()
         self.uploads.clear()
 
-    def _variable(self, binding: Binding) -> Variable:
+    def _variable(self, binding: Binding) -> VariableTransfer:
         stored = self.manifest.tensors[binding.view.tensor].dtype
         widens = self.placement == "upload" and widens_on_device(stored, binding.dtype)
         shards = local_bounds(binding.layout, binding.view.shape, self.plan.positions)
-        return Variable(binding, shards, stored if widens else binding.dtype)
+        return VariableTransfer(binding, shards, stored if widens else binding.dtype)
 
     def _jobs(self) -> Iterator[list[range]]:
         """Yield runs of blocks to submit together: short ones that take nothing from the budget."""

@@ -1,7 +1,7 @@
 """What a transfer will do, as values: which blocks it reads, and which variables they fill.
 
 Every stored tensor is a row-major sequence of elements. A `Binding` names a variable's view of a tensor and its layout;
-`shardload.transfer.planning.make_plan` cuts the views into `Block`s::
+`shardload.transfer.planning.plan_transfers` cuts the views into `Block`s::
 
     file    ──[ block 0 )[ block 1 )[ block 2 )──      ascending offsets, at most block_bytes each
                   │ pieces: boxes of variables

@@ -159,7 +159,7 @@ class IncrementalArray:
 
 
 @dataclass(eq=False, slots=True)
-class Variable:
+class VariableTransfer:
     """A variable in transfer."""
 
     binding: Binding
@@ -238,7 +238,7 @@ def stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
 class Chunk:
     """The box of a variable that is staged at once, usually all of it."""
 
-    variable: Variable
+    variable: VariableTransfer
     box: Bounds
     blocks_left: int = 0
     n_bytes: int = 0
@@ -291,7 +291,7 @@ class Chunk:
         return found
 
 
-def whole_chunks(blocks: Sequence[Block], variables: Sequence[Variable]) -> dict[tuple[int, int], Chunk]:
+def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer]) -> dict[tuple[int, int], Chunk]:
     """Return the chunk of each (block, piece), where shard buffers need no room in the budget: one per variable."""
     chunks: dict[int, Chunk] = {}
     found: dict[tuple[int, int], Chunk] = {}
@@ -307,7 +307,7 @@ def whole_chunks(blocks: Sequence[Block], variables: Sequence[Variable]) -> dict
 
 
 def limited_chunks(
-    blocks: Sequence[Block], variables: Sequence[Variable], *, free_bytes: int
+    blocks: Sequence[Block], variables: Sequence[VariableTransfer], *, free_bytes: int
 ) -> dict[tuple[int, int], Chunk]:
     """Return the chunk of each (block, piece), where all chunks that are open together must fit into half a budget."""
     pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
@@ -329,7 +329,7 @@ def limited_chunks(
 
 
 def _grouped(
-    variable: Variable, pieces: list[tuple[int, int, Bounds]], limit: int
+    variable: VariableTransfer, pieces: list[tuple[int, int, Bounds]], limit: int
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
     """Group a variable's pieces, in file order, into boxes of at most ``limit`` bytes."""
     whole = Bounds.whole(variable.binding.view.shape)

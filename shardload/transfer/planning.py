@@ -1,8 +1,8 @@
 """Decide which bytes are read, in which order, and where they go: pure arithmetic, printable without reading data.
 
-`make_plan` checks the request and the budget; `Planner` goes tensor by tensor: all views of a tensor are cut at the
-same rows (`shardload.transfer.geometry.cut`), ranges that touch are joined into one read while it stays short, and the
-most demanding variable decides how the block is moved (`shardload.transfer.load_plan` has the picture).
+`plan_transfers` checks the request and the budget; `Planner` goes tensor by tensor: all views of a tensor are cut at
+the same rows (`shardload.transfer.geometry.cut`), ranges that touch are joined into one read while it stays short, and
+the most demanding variable decides how the block is moved (`shardload.transfer.load_plan` has the picture).
 
 Views with overlapping byte ranges on one tensor (fused kernels, tied weights) share blocks, so that each
 byte is read once. Columns that no local shard needs are trimmed; unneeded bytes that are read are counted.
@@ -49,7 +49,7 @@ from shardload.transfer.load_plan import (
 )
 from shardload.units import exact_bytes, plural
 
-__all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_bounds", "make_plan"]
+__all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_bounds", "plan_transfers"]
 
 
 BLOCK_BYTES = 16 << 20
@@ -72,7 +72,7 @@ _CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
 """Most scratch per transfer if verified units are kept or prefetched as well."""
 
 
-def make_plan(
+def plan_transfers(
     manifest: Manifest,
     bindings: Sequence[Binding],
     *,
@@ -199,7 +199,7 @@ class TensorPart:
 
 
 class Planner:
-    """State shared by all steps of planning; used for one `make_plan` call."""
+    """State shared by all steps of planning; used for one `plan_transfers` call."""
 
     def __init__(
         self,

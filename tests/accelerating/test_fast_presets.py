@@ -18,10 +18,7 @@ from same_models import compare
 
 import shardload
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning"),  # KerasHub's Swin
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*mask attached to it:UserWarning")  # KerasHub's Swin
 
 QUICK = {"gemma2", "gpt2", "bert", "vit"}
 FAMILIES = [

@@ -184,7 +184,6 @@ def test_the_epoch_that_keras_backup_goes_on_with_is_left_to_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_a_step_of_keras_says_no_epoch_and_that_is_said(tmp_path):
     first = compiled()
     first.fit(X, X, epochs=2, verbose=0, callbacks=[keras.callbacks.OrbaxCheckpoint(tmp_path)])

@@ -18,8 +18,6 @@ from shardload.keras_bridge.variables import value_of
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 
-# Keras 3.15 under NumPy 2.3: `Variable.__array__` has no `copy` argument.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 MESHES = ["1x8", "2x4", "1x3"]
 
 

@@ -22,9 +22,6 @@ from shardload.keras_bridge.variables import direct_assign, drop_value, has_valu
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 
-# Keras 3.15 under NumPy 2.3: `Variable.__array__` has no `copy` argument.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 class Custom(keras.Model):
     def __init__(self):

@@ -6,7 +6,7 @@ import pytest
 from shardload.manifest import View
 from shardload.sharding.layout import Bounds, Layout
 from shardload.sharding.mesh import MeshSpec
-from shardload.transfer.placement import Chunk, Variable, stacked_dim
+from shardload.transfer.placement import Chunk, VariableTransfer, stacked_dim
 from shardload.transfer.planning import Binding, BlockPiece, local_bounds
 from shardload.transfer.scratch import BlockMemory, copy
 
@@ -29,7 +29,7 @@ def chunk_of(view, dims):
         spec[dim] = (axis,)
     target = Binding("v", view, U16, Layout(MESH, tuple(spec)))
     shards = local_bounds(target.layout, view.shape, tuple(range(8)))
-    chunk = Chunk(Variable(target, shards, U16), Bounds.whole(view.shape))
+    chunk = Chunk(VariableTransfer(target, shards, U16), Bounds.whole(view.shape))
     chunk.take_memory()
     return chunk
 

@@ -29,7 +29,7 @@ from shardload.errors import (
 )
 from shardload.families.registry import gguf_architectures
 from shardload.loaders import open_manifest
-from shardload.loaders.gguf.header import INLINE_ITEMS, TYPES, read_array, read_header
+from shardload.loaders.gguf.header import INLINE_ITEMS, TYPES, read_array, read_gguf_header
 from shardload.loaders.gguf.loader import tokenizer_metadata
 from shardload.loaders.gguf.rows import PLAIN, minus_one
 from shardload.stores.local import located
@@ -264,7 +264,7 @@ def test_long_texts_stay_in_the_file_and_long_templates_come_whole(tmp_path):
         writer.add_chat_template(template)
 
     path = write_gguf(tmp_path / "x.gguf", {"blk.0.attn_norm.weight": np.ones(32, np.float32)}, extra=extra)
-    assert read_array(read_header(located(path)).values["general.license"]).tobytes() == licence.encode()
+    assert read_array(read_gguf_header(located(path)).values["general.license"]).tobytes() == licence.encode()
     assert tokenizer_metadata(located(path)).chat_template == template
 
 
@@ -484,7 +484,7 @@ UNDESCRIBED = {
 @pytest.mark.parametrize(("make", "kind", "message"), UNDESCRIBED.values(), ids=UNDESCRIBED)
 def test_tensors_need_no_model(make, kind, message, tmp_path, capsys):
     path = make(tmp_path / "x.gguf")
-    stored = {info.name: info for info in read_header(located(path)).tensors}
+    stored = {info.name: info for info in read_gguf_header(located(path)).tensors}
     found = shardload.inspect(path)
     assert list(found.tensors) == list(stored)
     assert {name: t.shape for name, t in found.tensors.items()} == {name: i.shape for name, i in stored.items()}
@@ -632,7 +632,7 @@ def test_a_vector_cannot_be_transposed(tmp_path):
 
 def test_real_gemma_decodes_like_the_package(gemma3_gguf):  # noqa: F811
     manifest = open_manifest(gemma3_gguf)
-    names = {info.name: info for info in read_header(located(gemma3_gguf)).tensors}
+    names = {info.name: info for info in read_gguf_header(located(gemma3_gguf)).tensors}
     raw = np.memmap(gemma3_gguf, np.uint8)
     wanted = {"attn_output": "self_attn.o_proj", "ffn_down": "mlp.down_proj", "attn_v": "self_attn.v_proj"}
     for gguf_name, hf_name in wanted.items():

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import shardload
 from shardload.callbacks import OrbaxCheckpoint
-from shardload.console.options import Format
+from shardload.console.options import FormatName
 from shardload.converting import ConvertReport
 from shardload.errors import BackendError, SourceError, SourceNotFoundError, UsageError
 from shardload.keras_bridge.hub_imports import timed
@@ -231,7 +231,7 @@ def test_a_format_there_is_none_of_names_what_there_is(call):
 
 
 def test_the_command_takes_every_format():
-    assert {str(f) for f in Format} == set(names())
+    assert {str(f) for f in FormatName} == set(names())
 
 
 def _public():

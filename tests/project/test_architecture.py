@@ -6,7 +6,7 @@ import graphlib
 import inspect
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -199,9 +199,29 @@ def test_one_place_asks_whether_a_source_is_a_url():
     assert {name for name, path in modules().items() if asks_for_urls(path)} == ASKS_FOR_URLS.keys()
 
 
-def test_no_two_classes_have_one_name():
-    found = Counter(node.name for path in modules().values() for node in nodes(path) if isinstance(node, ast.ClassDef))
-    assert not [name for name, n in found.items() if n > 1]
+SHARED_NAMES = {
+    # What every format or family declares for its registry, or a function of that declaration.
+    *("SPEC", "FAMILY", "open_file", "open_folder", "open_index", "open_variant", "folder_of", "describe_folder"),
+    "write_skeleton",
+    # The two registries, of formats and of families.
+    *("BUILT_IN", "GROUP", "announced", "names", "register", "unregister"),
+    # Commands named as what they run.
+    *("convert", "diff", "inspect", "load", "plan", "synth", "verify"),
+}
+"""Public names that two modules may define: those of one interface."""
+
+
+def test_a_public_name_stands_in_one_module():
+    found, classes = defaultdict(set), Counter()
+    for module, path in modules().items():
+        classes.update(node.name for node in nodes(path) if isinstance(node, ast.ClassDef))
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+            for name in (getattr(target, "name", getattr(target, "id", None)) for target in targets):
+                found[name].add(module)
+    twice = {name for name, where in found.items() if len(where) > 1 and name and not name.startswith("_")}
+    assert twice == SHARED_NAMES
+    assert not [name for name, n in classes.items() if n > 1]
 
 
 def test_arguments_are_written_out():

@@ -15,7 +15,7 @@ import pytest
 import shardload
 from shardload.cli import main
 from shardload.comparing import diff
-from shardload.console.completion import Kind, known
+from shardload.console.completion import SourceKind, known
 from shardload.errors import MissingExtraError, SourceNotFoundError, UnsupportedError, UsageError, WriteError
 from shardload.hub import kerashub
 from shardload.resolve import PIP_PACKAGE, candidates, hubs, resolve, root
@@ -63,7 +63,7 @@ def test_a_user_without_a_home_is_told_what_to_set():
 @pytest.mark.usefixtures("homeless")
 def test_without_a_home_names_are_looked_up_all_the_same():
     assert "gemma2_7b" in candidates()
-    assert [source for source in known() if source.kind is Kind.SYNTHETIC]
+    assert [source for source in known() if source.kind is SourceKind.SYNTHETIC]
     assert resolve("gemma2_9b", weights=False).architecture == "gemma2_9b"
     with pytest.raises(SourceNotFoundError, match=r"neither SHARDLOAD_HOME nor HOME.*Set KAGGLEHUB_CACHE"):
         resolve("gemma2_9b")

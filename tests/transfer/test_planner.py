@@ -17,7 +17,7 @@ from shardload.stores.local import located
 from shardload.transfer.casts import check_cast
 from shardload.transfer.geometry import Ordered, address, cut, span
 from shardload.transfer.host_memory import Budget
-from shardload.transfer.planning import Binding, make_plan
+from shardload.transfer.planning import Binding, plan_transfers
 
 MESH = MeshSpec.parse("1x8")
 FLOAT32 = np.dtype(np.float32)
@@ -68,7 +68,7 @@ def test_cut_of_a_permuted_tensor_ascends_without_gaps(order, limit):
 
 def test_blocks_are_in_file_order_whatever_the_order_of_targets():
     manifest = manifest_of({"a": (64, 64), "b": (8,), "c": (128, 32)})
-    plan = make_plan(manifest, [target(manifest, n) for n in "cab"], host_memory_bytes=1 << 20, block_bytes=1024)
+    plan = plan_transfers(manifest, [target(manifest, n) for n in "cab"], host_memory_bytes=1 << 20, block_bytes=1024)
     assert [b.tensor for b in plan.blocks if b.start == 0] == ["a", "b", "c"]
     assert [b.offset for b in plan.blocks] == sorted(b.offset for b in plan.blocks)
     assert all(b.read_bytes <= 1024 for b in plan.blocks)
@@ -78,7 +78,7 @@ def test_blocks_are_in_file_order_whatever_the_order_of_targets():
 
 def test_device_bytes_are_what_each_position_finally_holds():
     manifest = manifest_of({"a": (64, 64), "b": (8,)})
-    plan = make_plan(manifest, [target(manifest, "a", 1), target(manifest, "b")], host_memory_bytes=1 << 20)
+    plan = plan_transfers(manifest, [target(manifest, "a", 1), target(manifest, "b")], host_memory_bytes=1 << 20)
     assert plan.device_bytes == (64 * 8 * 4 + 32,) * 8
 
 
@@ -93,7 +93,7 @@ def test_device_bytes_are_what_each_position_finally_holds():
 def test_how_depends_on_run_length_and_order(shape, dim, strides, how):
     manifest = manifest_of({"a": (math.prod(shape),)})
     wanted = target(manifest, "a", dim, view=View("a", 0, shape, strides))
-    plan = make_plan(manifest, [wanted], host_memory_bytes=1 << 20)
+    plan = plan_transfers(manifest, [wanted], host_memory_bytes=1 << 20)
     assert {b.how for b in plan.blocks} == {how}
     assert all((b.host_bytes == 0) == (how == "direct") for b in plan.blocks)
 
@@ -117,23 +117,23 @@ def test_repeated_layers_are_planned_as_if_each_were_the_only_one():
         *fused(manifest, "g", dtype=np.dtype(np.float16)),
         target(manifest, "h", 0, dtype=np.dtype(np.float16)),
     ]
-    both = make_plan(manifest, targets, host_memory_bytes=1 << 20)
+    both = plan_transfers(manifest, targets, host_memory_bytes=1 << 20)
     for name in shapes:
         mine = [i for i, t in enumerate(targets) if t.view.tensor == name]
-        alone = make_plan(manifest, [targets[i] for i in mine], host_memory_bytes=1 << 20)
+        alone = plan_transfers(manifest, [targets[i] for i in mine], host_memory_bytes=1 << 20)
         mapped = [replace(b, pieces=tuple(replace(p, binding=mine[p.binding]) for p in b.pieces)) for b in alone.blocks]
         assert [b for b in both.blocks if b.tensor == name] == mapped
 
 
 def test_no_position_means_no_read():
     manifest = manifest_of({"a": (64, 64)})
-    plan = make_plan(manifest, [target(manifest, "a", 0)], host_memory_bytes=1 << 20, positions=[])
+    plan = plan_transfers(manifest, [target(manifest, "a", 0)], host_memory_bytes=1 << 20, positions=[])
     assert plan.blocks == () and plan.needed_bytes == 0
 
 
 def test_positions_read_their_rows_only():
     manifest = manifest_of({"a": (64, 64)})
-    plan = make_plan(manifest, [target(manifest, "a", 0)], host_memory_bytes=1 << 20, positions=[2, 5])
+    plan = plan_transfers(manifest, [target(manifest, "a", 0)], host_memory_bytes=1 << 20, positions=[2, 5])
     assert [(b.start, b.stop) for b in plan.blocks] == [(1024, 1536), (2560, 3072)]
 
 
@@ -149,21 +149,21 @@ def test_positions_read_their_rows_only():
 def test_what_cannot_be_planned_says_why(changes, error, message):
     manifest = manifest_of({"a": (8, 8)})
     with pytest.raises(error, match=message):
-        make_plan(manifest, [target(manifest, "a", **changes)], host_memory_bytes=1 << 20)
+        plan_transfers(manifest, [target(manifest, "a", **changes)], host_memory_bytes=1 << 20)
 
 
 def test_meshes_may_not_be_mixed():
     manifest = manifest_of({"a": (8, 8), "b": (8, 8)})
     other = target(manifest, "b", layout=Layout.replicated(MeshSpec.parse("2x4"), 2))
     with pytest.raises(LayoutError, match="several meshes at once: found batch=1,model=8, batch=2,model=4"):
-        make_plan(manifest, [target(manifest, "a"), other], host_memory_bytes=1 << 20)
+        plan_transfers(manifest, [target(manifest, "a"), other], host_memory_bytes=1 << 20)
 
 
 def test_a_54_gb_checkpoint_is_planned_in_few_blocks():
     shapes = {f"{i}.{n}": s for i in range(46) for n, s in enumerate([(36864, 4608)] * 3 + [(4608, 4608)] * 4)}
     manifest = manifest_of(shapes, dtype=np.uint16)
     targets = [target(manifest, n, 1, dtype=np.dtype(np.uint16)) for n in shapes]
-    plan = make_plan(manifest, targets, host_memory_bytes=1 << 30)
+    plan = plan_transfers(manifest, targets, host_memory_bytes=1 << 30)
     assert plan.read_bytes > 54e9 and len(plan.blocks) < 8000
 
 

@@ -17,7 +17,7 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
 from shardload.transfer.load_plan import RUN_BYTES, SMALL_BLOCK_BYTES, joined_runs
-from shardload.transfer.planning import Binding, make_plan
+from shardload.transfer.planning import Binding, plan_transfers
 
 MESH = MeshSpec.parse("1x8")
 SHAPES = [(), (8,), (24, 8), (3,), (16, 8, 4), (64, 64), (0, 8), (8, 1)]
@@ -65,7 +65,7 @@ def bindings(manifest, *, split, dtype=None):
 @pytest.mark.parametrize("placement", ["adopt", "upload"])
 @pytest.mark.parametrize(("split", "dtype"), [(None, None), (0, None), (-1, None), (0, np.float32)])
 def test_small_tensors_are_read_together(manifest, values, reads, *, placement, split, dtype):
-    plan = make_plan(manifest, list(bindings(manifest, split=split, dtype=dtype)), host_memory_bytes=None)
+    plan = plan_transfers(manifest, list(bindings(manifest, split=split, dtype=dtype)), host_memory_bytes=None)
     found, stats = load(plan, manifest, placement=placement)
     for binding in plan.bindings:
         check(found[binding.name], values[binding.name].astype(binding.dtype), binding.layout)
@@ -87,7 +87,7 @@ def test_views_of_one_tensor_and_transposed_ones(tmp_path, reads):
         for i in range(50)
         for n, v in views.items()
     ]
-    found, _ = load(make_plan(manifest, wanted, host_memory_bytes=None), manifest)
+    found, _ = load(plan_transfers(manifest, wanted, host_memory_bytes=None), manifest)
     for i, value in enumerate(fused):
         for name, expected in {"q": value[:, :3], "k": value[:, 3:].T, "all": value.T}.items():
             check(found[f"{name}{i}"], expected, one)
@@ -96,7 +96,7 @@ def test_views_of_one_tensor_and_transposed_ones(tmp_path, reads):
 
 @pytest.mark.parametrize("placement", ["adopt", "upload"])
 def test_the_smallest_budget_is_kept(manifest, values, *, placement):
-    plan = make_plan(manifest, list(bindings(manifest, split=0)), host_memory_bytes=64 << 10)
+    plan = plan_transfers(manifest, list(bindings(manifest, split=0)), host_memory_bytes=64 << 10)
     found, stats = load(plan, manifest, placement=placement, threads=2)
     assert stats.peak_staging_bytes <= 64 << 10
     for binding in plan.bindings:
@@ -110,7 +110,7 @@ def test_a_read_that_fails_names_its_tensor(manifest, reads):
 
     broken = manifest.tensors["t610"]
     reads.fail = fail
-    plan = make_plan(manifest, list(bindings(manifest, split=None)), host_memory_bytes=None)
+    plan = plan_transfers(manifest, list(bindings(manifest, split=None)), host_memory_bytes=None)
     with pytest.raises(TransferError, match=rf"Cannot read tensor 't610', {broken.nbytes} bytes at offset"):
         load(plan, manifest, threads=1)
 
@@ -118,14 +118,14 @@ def test_a_read_that_fails_names_its_tensor(manifest, reads):
 def test_an_overflow_names_its_tensor(tmp_path):
     big = {f"t{i}": np.full(16, 1e30 if i == 7 else 1, np.float32) for i in range(20)}
     manifest = manifest_of(tmp_path / "f.bin", big)
-    plan = make_plan(manifest, list(bindings(manifest, split=None, dtype=np.float16)), host_memory_bytes=None)
+    plan = plan_transfers(manifest, list(bindings(manifest, split=None, dtype=np.float16)), host_memory_bytes=None)
     _, stats = load(plan, manifest)
     assert stats.overflowed == ("t7",)
 
 
 def test_progress_counts_every_byte(manifest):
     steps = []
-    plan = make_plan(manifest, list(bindings(manifest, split=None)), host_memory_bytes=None)
+    plan = plan_transfers(manifest, list(bindings(manifest, split=None)), host_memory_bytes=None)
     load(plan, manifest, progress=steps.append)
     assert sum(steps) == plan.read_bytes and len(steps) > 1
 
@@ -140,7 +140,7 @@ def test_runs_of_a_step_are_verified(tmp_path, *, damage):
     path = located(file)
     tensors = {f"t{i}": Tensor(f"t{i}", (1024,), content.dtype, Extent(path, 1024 * i)) for i in range(2048)}
     manifest = Manifest(path, "orbax", tensors, {path: file.stat().st_size})
-    plan = make_plan(manifest, list(bindings(manifest, split=None)), host_memory_bytes=None, scatter=False)
+    plan = plan_transfers(manifest, list(bindings(manifest, split=None)), host_memory_bytes=None, scatter=False)
     checker = Checker(step)
     if damage:
         with pytest.raises(DamagedError):
@@ -173,7 +173,7 @@ def test_decoded_tensors_stay_alone(tmp_path):
     tensors = {f"t{i}": np.arange(8, dtype=np.float32) for i in range(6)}
     tensors["t3"] = Rows(np.arange(8, dtype=np.float32), path=located(tmp_path / "f.bin"))
     manifest = manifest_of(tmp_path / "f.bin", tensors)
-    plan = make_plan(manifest, list(bindings(manifest, split=None)), host_memory_bytes=None)
+    plan = plan_transfers(manifest, list(bindings(manifest, split=None)), host_memory_bytes=None)
     found, _ = load(plan, manifest)
     assert sorted(map(len, plan.runs)) in ([1, 2, 3], [1, 5])
     assert len(found) == 6 and all(np.array_equal(np.asarray(array), np.arange(8)) for array in found.values())

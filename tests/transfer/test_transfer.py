@@ -22,7 +22,7 @@ from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
 from shardload.transfer.execution import execute, named_sharding, place
-from shardload.transfer.planning import Binding, least_budget, make_plan
+from shardload.transfer.planning import Binding, least_budget, plan_transfers
 
 MESH = MeshSpec.parse("1x8")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -42,7 +42,7 @@ def whole(manifest, name, *, dim=None, dtype=None, transposed=False, variable=No
 
 
 def planned(manifest, *targets, budget=64 * MIB, **options):
-    return make_plan(manifest, targets, host_memory_bytes=budget, **options)
+    return plan_transfers(manifest, targets, host_memory_bytes=budget, **options)
 
 
 @pytest.fixture

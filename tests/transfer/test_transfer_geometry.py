@@ -11,7 +11,7 @@ from shardload.manifest import View
 from shardload.sharding.layout import Layout
 from shardload.sharding.mesh import MeshSpec
 from shardload.stores.local import located
-from shardload.transfer.planning import Binding, make_plan
+from shardload.transfer.planning import Binding, plan_transfers
 
 MESHES = [MeshSpec.parse(m) for m in ("1x1", "1x3", "1x8", "8x1", "2x4", "data=2,fsdp=2,model=2")]
 
@@ -79,7 +79,7 @@ def loaded_by_any_plan(data, manifest, targets, *, placement, staged):
         patch.setattr("shardload.transfer.load_plan.SKIP_BYTES", skip)
         patch.setattr("shardload.transfer.scratch.PITCH_ROW_BYTES", data.draw(st.sampled_from([1, 1 << 10])))
         block_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
-        plan = make_plan(manifest, targets, host_memory_bytes=1 << 20, block_bytes=block_bytes)
+        plan = plan_transfers(manifest, targets, host_memory_bytes=1 << 20, block_bytes=block_bytes)
         return load(plan, manifest, placement=placement)
 
 
@@ -141,4 +141,6 @@ def test_a_view_that_reshapes_chunks_is_refused(tmp_path):
     manifest = manifest_of(tmp_path / "f.bin", {"t": Chunks(value, (8, 4))})
     layout = Layout.replicated(MESHES[0], 1)
     with pytest.raises(LayoutError, match="stored in chunks"):
-        make_plan(manifest, [Binding("v", View("t", 0, (64,), (1,)), value.dtype, layout)], host_memory_bytes=1 << 20)
+        plan_transfers(
+            manifest, [Binding("v", View("t", 0, (64,), (1,)), value.dtype, layout)], host_memory_bytes=1 << 20
+        )

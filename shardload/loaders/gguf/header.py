@@ -151,7 +151,7 @@ class GgufHeader:
     """Size in bytes of each file."""
 
 
-def read_header(path: Location) -> GgufHeader:
+def read_gguf_header(path: Location) -> GgufHeader:
     """Parse and check the header of one file."""
     with closing(path.open()) as file:
         size, cursor = file.n_bytes, _Cursor(file, path)

@@ -32,7 +32,7 @@ from shardload.families.parts.gguf_values import GgufValues, head_counts
 from shardload.families.registry import gguf_architectures, why_refused
 from shardload.loaders.contents import CONFIG, FolderContent, all_parts, part_name, part_number
 from shardload.loaders.extents import checked_tensors
-from shardload.loaders.gguf.header import GgufHeader, LongArray, TensorInfo, read_array, read_header
+from shardload.loaders.gguf.header import GgufHeader, LongArray, TensorInfo, read_array, read_gguf_header
 from shardload.loaders.gguf.rows import fused, original_shape, storage
 from shardload.loaders.registry import FormatSpec
 from shardload.manifest import Manifest, Tensor
@@ -152,7 +152,7 @@ def tokenizer_metadata(path: Location) -> TokenizerMetadata:
     """Read the tokenizer of a ``.gguf`` file."""
     name = str(path)
     values = {
-        k.removeprefix("tokenizer."): v for k, v in read_header(path).values.items() if k.startswith("tokenizer.")
+        k.removeprefix("tokenizer."): v for k, v in read_gguf_header(path).values.items() if k.startswith("tokenizer.")
     }
     tokens = _strings(values, "ggml.tokens", name)
     if not tokens:
@@ -244,7 +244,7 @@ def _is_described_otherwise(content: FolderContent) -> bool:
 
 def read_model(path: Location) -> tuple[Location, GgufHeader]:
     """Read the header of a file, or of all parts of the model that the file belongs to."""
-    header = read_header(path)
+    header = read_gguf_header(path)
     count = _number(header, "split.count", path, default=1)
     # llama.cpp, too, treats only counts above 1 as split.
     if count in (0, 1):
@@ -262,7 +262,7 @@ def read_model(path: Location) -> tuple[Location, GgufHeader]:
             "them: llama-gguf-split --merge FIRST OUT"
         )
     parts = all_parts(path)
-    headers = {part: header if part == path else read_header(part) for part in parts}
+    headers = {part: header if part == path else read_gguf_header(part) for part in parts}
     _check_places(headers, count)
     return parts[0], _joined(headers)
 

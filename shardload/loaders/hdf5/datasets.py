@@ -71,7 +71,7 @@ _BYTES_PER_COPY = 512
 """Taken by one more name of an object, besides the name."""
 _FREE_COPY_BYTES = 1 << 20
 """What names of objects that have others may always take; larger files may have as much as their size."""
-SHOWN = 20
+_SHOWN = 20
 """Objects of a kind that are named when they are left out."""
 _KINDS = {h5py.h5l.TYPE_HARD: HARD, h5py.h5l.TYPE_SOFT: SOFT}
 _LOCK = threading.RLock()
@@ -227,7 +227,7 @@ class Reader:
             rows = H5Rows(self._region, name, address, dtype, shape, int(node.get_storage_size()), 1)
             return Tensor(name, shape, dtype, _storage(node, rows, is_raw=is_raw))
         except _NoNumbersError as error:
-            if len(self._left_out) < SHOWN:
+            if len(self._left_out) < _SHOWN:
                 self._left_out.append(f"{name!r}: {error}")
             return None
 
@@ -466,7 +466,7 @@ class LinkWalk:
             if link.kind != HARD:
                 if link.kind != SOFT:
                     raise UnsafeSourceError(f"{self._path}: {name!r} is an external link; weights may not be linked in")
-                if len(self.left_out) < SHOWN:
+                if len(self.left_out) < _SHOWN:
                     self.left_out.append(f"{name!r}: it is a soft link, which Keras does not follow")
                 continue
             self._check(name, link, [address for _, address, _, _ in stack], seen)
@@ -478,7 +478,7 @@ class LinkWalk:
                 stack.append((name, link.address, *self._links(node, link.address)))
             elif isinstance(node, h5py.h5d.DatasetID):
                 yield name, link.address, node
-            elif len(self.left_out) < SHOWN:
+            elif len(self.left_out) < _SHOWN:
                 self.left_out.append(f"{name!r}: it is neither a group nor a dataset")
 
     def _check(self, name: str, link: Link, ancestors: Container[int], seen: Container[int]) -> None:

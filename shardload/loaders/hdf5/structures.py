@@ -39,9 +39,9 @@ _MAX_BLOCK_BYTES = 16 << 20
 _FREE_STEPS = 1 << 20
 """Work that files of any size may cause; larger ones may cause a step for each byte."""
 _BYTES_PER_STEP = 8
-"""Read in the time of one step, such as looking at a message."""
+"""_Read in the time of one step, such as looking at a message."""
 
-Read = Callable[[int, int], bytes]
+_Read = Callable[[int, int], bytes]
 """Reads bytes at an address; raises a `SourceError` outside the file."""
 _ATTRIBUTE = 0x0C
 _REFERENCE = struct.Struct("<IQI")
@@ -66,7 +66,7 @@ SOFT: Final = 1
 class Structures:
     """The structures of one file."""
 
-    def __init__(self, read: Read, *, n_bytes: int, path: Location) -> None:
+    def __init__(self, read: _Read, *, n_bytes: int, path: Location) -> None:
         self._read, self._path = read, path
         self._steps = max(_FREE_STEPS, n_bytes)
 
@@ -113,7 +113,7 @@ class Structures:
                 yield kind, body
 
     def read(self, address: int, n_bytes: int) -> bytes:
-        """Read a structure, and count the work of it."""
+        """_Read a structure, and count the work of it."""
         if n_bytes > _MAX_BLOCK_BYTES:
             raise self.unsupported(f"a structure of {exact_bytes(n_bytes)} in one piece")
         self.spend(1 + n_bytes // _BYTES_PER_STEP)

@@ -360,7 +360,7 @@ class Arrays:
             name, array.shape, array.dtype, zarr.array_storage(array, chunks, header=header, metadata=metadata)
         )
 
-    def _chunks(self, array: zarr.Array, values: dict[str, OcdbtValue], where: str) -> dict[zarr.Cell, OcdbtValue]:
+    def _chunks(self, array: zarr.ZarrArray, values: dict[str, OcdbtValue], where: str) -> dict[zarr.Cell, OcdbtValue]:
         found: dict[zarr.Cell, OcdbtValue] = {}
         for key, value in values.items():
             if key in (zarr.ZARR3, zarr.ZARR2, ".zattrs"):
@@ -381,7 +381,7 @@ class Arrays:
             )
         return found
 
-    def _refuse_expansion(self, array: zarr.Array, where: str) -> None:
+    def _refuse_expansion(self, array: zarr.ZarrArray, where: str) -> None:
         size, chunk = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, array.chunk_shape))
         if chunk > max(_EXPANSION_FLOOR_BYTES, _MAX_OVERHANG * size):
             raise UnsafeSourceError(f"{where} declares chunks of {exact_bytes(chunk)} for a tensor of {size}")

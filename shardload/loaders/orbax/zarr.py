@@ -104,7 +104,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class ZarrArray:
     """One array's metadata."""
 
     shape: tuple[int, ...]
@@ -144,7 +144,7 @@ class Array:
         return cell if plain and all(i < n for i, n in zip(cell, self.grid, strict=True)) else None
 
 
-def parse(raw: bytes, *, name: str, where: str) -> Array:
+def parse(raw: bytes, *, name: str, where: str) -> ZarrArray:
     """Parse an array's ``zarr.json`` or ``.zarray``."""
     document = parse_object(raw, path=where)
     try:
@@ -196,7 +196,7 @@ def _grid(shape: Cell) -> dict[str, Any]:
     }
 
 
-def _parse3(document: Mapping[str, Any]) -> Array:
+def _parse3(document: Mapping[str, Any]) -> ZarrArray:
     grid, encoding = document["chunk_grid"], document["chunk_key_encoding"]
     if document["node_type"] != "array" or grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
         raise ValueError("it is not an array with a regular grid of chunks")
@@ -213,7 +213,9 @@ def _parse3(document: Mapping[str, Any]) -> Array:
     is_raw = has_plain_index and _is_little(codecs, dtype) and name not in _NIBBLES
     is_raw = is_raw and not document.get("storage_transformers")
     prefix = "c" if is_default else ""
-    return Array(_ints(document["shape"]), dtype, chunk_shape, prefix, _separator(separator), is_raw, sharding, "zarr3")
+    return ZarrArray(
+        _ints(document["shape"]), dtype, chunk_shape, prefix, _separator(separator), is_raw, sharding, "zarr3"
+    )
 
 
 def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
@@ -232,7 +234,7 @@ def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple
     return (Sharding(inner, per_shard, location == "start", has_crc, tuple(codecs)) if is_plain else None), codecs
 
 
-def _parse2(document: Mapping[str, Any]) -> Array:
+def _parse2(document: Mapping[str, Any]) -> ZarrArray:
     if document["zarr_format"] != 2:
         raise ValueError(f"zarr_format should be 2 or 3, but is {str(document['zarr_format'])[:100]}")
     name = document["dtype"]
@@ -248,7 +250,7 @@ def _parse2(document: Mapping[str, Any]) -> Array:
     is_raw = plain and not name.startswith(">") and name not in _NIBBLES
     separator = _separator(document.get("dimension_separator", "."))
     shape, chunks = _ints(document["shape"]), _ints(document["chunks"])
-    return Array(shape, dtype.newbyteorder("="), chunks, "", separator, is_raw, None, "zarr")
+    return ZarrArray(shape, dtype.newbyteorder("="), chunks, "", separator, is_raw, None, "zarr")
 
 
 def _dtype(name: object) -> np.dtype[Any]:
@@ -321,7 +323,9 @@ def _separator(found: object) -> str:
     return str(found)
 
 
-def array_storage(array: Array, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes) -> Storage:
+def array_storage(
+    array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes
+) -> Storage:
     """Return how the tensor of ``array`` is stored; ``header`` is where its metadata is, and chunks may be missing."""
     # A chunk that was never written reads as the fill value, which only TensorStore knows how to supply.
     found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
@@ -339,7 +343,7 @@ def array_storage(array: Array, chunks: Mapping[Cell, OcdbtValue], *, header: Oc
     return Chunked(chunk_shape, {cell: Extent(value.path, value.offset) for cell, value in cells.items()})
 
 
-def _raw(array: Array, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
+def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
     """Return the chunk shape and the location of each raw chunk; ``None`` when an inner chunk is missing."""
     itemsize = array.dtype.itemsize
     if (sharding := array.sharding) is None:
@@ -355,7 +359,7 @@ def _raw(array: Array, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Ce
     return None if any(part is None for part in inner.values()) else (sharding.inner_shape, inner)  # type: ignore[return-value]
 
 
-def _packed(array: Array, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue, metadata: bytes) -> Storage:
+def _packed(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue, metadata: bytes) -> Storage:
     """Store each chunk, or each inner chunk of a shard, as `Packed`: it decodes independently of the others."""
     shape, cells = array.chunk_shape, dict[Cell, OcdbtValue | None](chunks)
     sharding = array.sharding
@@ -390,7 +394,7 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
 
 
 def _inner(
-    array: Array, sharding: Sharding, chunks: Mapping[Cell, OcdbtValue], *, nbytes: int | None
+    array: ZarrArray, sharding: Sharding, chunks: Mapping[Cell, OcdbtValue], *, nbytes: int | None
 ) -> Iterator[tuple[Cell, OcdbtValue | None]]:
     """Yield the inner chunks that overlap the tensor, by their index in the inner grid; each of ``nbytes``."""
     index_bytes = sharding.index_bytes
