@@ -17,17 +17,10 @@ from shardload.manifest import Extent, Manifest, Tensor
 from shardload.stores.local import located
 
 LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "tie_word_embeddings": False,
-    "rope_theta": 500000.0,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16, "intermediate_size": 32,
+    "tie_word_embeddings": False, "rope_theta": 500000.0,
+}  # fmt: skip
 
 
 def described(source, format, config, *, dtype="float32", metadata=None):

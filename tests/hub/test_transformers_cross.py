@@ -13,33 +13,14 @@ from transformers_cross import folders, running, table, weights
 from transformers_cross.cases import CASES
 
 QUICK = (
-    "llama, base model",
-    "llama, gptq",
-    "llama, rope yarn",
-    "llama, tied, head stored too",
-    "mistral, tied",
-    "qwen2, sliding window",
-    "qwen3_moe, bfloat16",
-    "smollm3, untied",
-    "gemma2, 4 KV heads",
-    "gemma3_text, query_pre_attn_scalar",
-    "gemma3_text, both directions",
-    "llama, is_causal is false",
-    "gpt2, causal masks",
-    "bert, position_ids, masked LM",
-    "roberta, 2 token types",
-    "esm, base model, transformers 4",
-    "bart, LM, transformers 4",
-    "swin, base model, transformers 4",
-    "vit, classifier",
-    "t5gemma, tied",
-    "metaclip_2, both",
-    "gemma3, vision",
-    "gemma3, 16 tokens an image",
-    "gemma4_text, two head_dims",
-    "t5gemma2, tied",
+    "llama, base model", "llama, gptq", "llama, rope yarn", "llama, tied, head stored too", "mistral, tied",
+    "qwen2, sliding window", "qwen3_moe, bfloat16", "smollm3, untied", "gemma2, 4 KV heads",
+    "gemma3_text, query_pre_attn_scalar", "gemma3_text, both directions", "llama, is_causal is false",
+    "gpt2, causal masks", "bert, position_ids, masked LM", "roberta, 2 token types", "esm, base model, transformers 4",
+    "bart, LM, transformers 4", "swin, base model, transformers 4", "vit, classifier", "t5gemma, tied",
+    "metaclip_2, both", "gemma3, vision", "gemma3, 16 tokens an image", "gemma4_text, two head_dims", "t5gemma2, tied",
     "qwen3, a norm is missing",
-)
+)  # fmt: skip
 """One of each kind: what every run has."""
 EXPECTED = table.read()
 BY_NAME = {case.name: case for case in CASES}

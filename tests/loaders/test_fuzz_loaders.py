@@ -216,15 +216,9 @@ GGUF = {
     "quantised": lambda: gguf([], [(b"blk.%d.ffn_up.bias" % i, struct.pack("<IQIQ", 1, 0, 8, 0)) for i in range(9000)]),
 }
 JSON = {
-    "lists": b"[],",
-    "objects": b"{},",
-    "nested": b'{"":{"":0}},',
-    "just not too dense": b'{"abcdefghi":-9},',
-    "numbers in lists": b"[-9,-9,-9,-9,-9],",
-    "numbers": b"-9,",
-    "floats": b"1e1,",
-    "strings": b'"ab",',
-}
+    "lists": b"[],", "objects": b"{},", "nested": b'{"":{"":0}},', "just not too dense": b'{"abcdefghi":-9},',
+    "numbers in lists": b"[-9,-9,-9,-9,-9],", "numbers": b"-9,", "floats": b"1e1,", "strings": b'"ab",',
+}  # fmt: skip
 """Repeated to a megabyte; the first three are refused before they are parsed."""
 
 

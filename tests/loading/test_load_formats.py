@@ -96,14 +96,10 @@ def test_preset_equals_keras_hub_from_preset(family, dtype, tmp_path, meshes):
 
 
 HUGGING_FACE = {
-    "gemma_2b": "GemmaBackbone",
-    "gemma2_2b": "GemmaBackbone",
-    "gemma3_270m": "Gemma3Backbone",
-    "llama3_8b": "Llama3Backbone",
-    "mistral_7b": "MistralBackbone",
-    "gpt2_base": "GPT2Backbone",
+    "gemma_2b": "GemmaBackbone", "gemma2_2b": "GemmaBackbone", "gemma3_270m": "Gemma3Backbone",
+    "llama3_8b": "Llama3Backbone", "mistral_7b": "MistralBackbone", "gpt2_base": "GPT2Backbone",
     "bert_base": "BertBackbone",
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -200,15 +200,11 @@ def test_one_place_asks_whether_a_source_is_a_url():
 
 
 SHARED_NAMES = {
-    # What every format or family declares for its registry, or a function of that declaration.
     *("SPEC", "FAMILY", "open_file", "open_folder", "open_index", "open_variant", "folder_of", "describe_folder"),
-    "write_skeleton",
-    # The two registries, of formats and of families.
-    *("BUILT_IN", "GROUP", "announced", "names", "register", "unregister"),
-    # Commands named as what they run.
+    *("write_skeleton", "BUILT_IN", "GROUP", "announced", "names", "register", "unregister"),
     *("convert", "diff", "inspect", "load", "plan", "synth", "verify"),
 }
-"""Public names that two modules may define: those of one interface."""
+"""What formats and families declare, the interface of their two registries, and commands named as what they run."""
 
 
 def test_a_public_name_stands_in_one_module():

@@ -15,17 +15,10 @@ from checkpoints import finish_gguf
 from safetensors.numpy import load_file, save_file
 
 ARCHITECTURES = {
-    "mistral": "llama",
-    "mixtral": "llama",
-    "gemma3_text": "gemma3",
-    "roberta": "bert",
-    "xlm-roberta": "bert",
-    "distilbert": "bert",
-    "gemma4_text": "gemma4",
-    "gpt_oss": "gpt-oss",
-    "qwen2_moe": "qwen2moe",
+    "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "roberta": "bert", "xlm-roberta": "bert",
+    "distilbert": "bert", "gemma4_text": "gemma4", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
-}
+}  # fmt: skip
 """``model_type`` → ``general.architecture``, where they differ."""
 _BERTS = ("bert", "roberta", "xlm-roberta", "distilbert")
 _LLAMA = ("llama", "mistral", "mixtral", "smollm3")

@@ -23,15 +23,9 @@ KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q4_K_M")
 """How matrices are stored; vectors are F32, as in all files. Q4_K_M is a mix: Q4_K, and Q6_K where it matters most."""
 
 COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
 SOFT_CAPS = {"attn_logit_softcapping": 45.0, "final_logit_softcapping": 25.0, "sliding_window": 16}
 MODELS = {
     "gemma": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64},
@@ -62,14 +56,9 @@ MODELS = {
 }
 """By Hugging Face's ``model_type``: what differs from `COMMON`."""
 BACKBONES = {
-    "gemma": "GemmaBackbone",
-    "gemma2": "GemmaBackbone",
-    "gemma3_text": "Gemma3Backbone",
-    "llama": "Llama3Backbone",
-    "mistral": "MistralBackbone",
-    "qwen2": "QwenBackbone",
-    "qwen3": "Qwen3Backbone",
-}
+    "gemma": "GemmaBackbone", "gemma2": "GemmaBackbone", "gemma3_text": "Gemma3Backbone", "llama": "Llama3Backbone",
+    "mistral": "MistralBackbone", "qwen2": "QwenBackbone", "qwen3": "Qwen3Backbone",
+}  # fmt: skip
 ARCHITECTURES = {"gemma3_text": "gemma3", "mistral": "llama"}
 """What GGUF calls a ``model_type``, where that differs."""
 

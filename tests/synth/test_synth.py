@@ -26,17 +26,9 @@ from shardload.resolve.architectures import architectures, scaled
 from shardload.synth import DTYPES, names, random_values, synth
 
 FAMILIES = {
-    "gemma_2b": "Gemma",
-    "gemma2_9b": "Gemma",
-    "gemma3_270m": "Gemma3",
-    "llama3_8b": "Llama3",
-    "llama3.2_1b": "Llama3",
-    "mistral_7b": "Mistral",
-    "qwen2.5_0.5b": "Qwen",
-    "qwen3_0.6b": "Qwen3",
-    "gpt2_base": "GPT2",
-    "bert_base": "Bert",
-}
+    "gemma_2b": "Gemma", "gemma2_9b": "Gemma", "gemma3_270m": "Gemma3", "llama3_8b": "Llama3", "llama3.2_1b": "Llama3",
+    "mistral_7b": "Mistral", "qwen2.5_0.5b": "Qwen", "qwen3_0.6b": "Qwen3", "gpt2_base": "GPT2", "bert_base": "Bert",
+}  # fmt: skip
 TINY = {"scale": 0.02, "dtype": "bfloat16"}
 
 
@@ -52,12 +44,9 @@ def drawn(size, *, number, near_one, dtype="bfloat16", seed=0):
 
 
 PUBLISHED = {
-    "llama3_70b": 70_553_706_496,
-    "llama3.1_70b": 70_553_706_496,
-    "llama3.1_405b": 405_853_388_800,
-    "qwen2.5_32b": 32_763_876_352,
-    "qwen2.5_72b": 72_706_203_648,
-}
+    "llama3_70b": 70_553_706_496, "llama3.1_70b": 70_553_706_496, "llama3.1_405b": 405_853_388_800,
+    "qwen2.5_32b": 32_763_876_352, "qwen2.5_72b": 72_706_203_648,
+}  # fmt: skip
 """Parameters of models of which KerasHub has no base preset."""
 OTHERS = ("qwen2.5_7b", "llama3.2", *PUBLISHED)
 
