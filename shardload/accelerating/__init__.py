@@ -249,7 +249,7 @@ class Accelerated:
                 filled, why = _attempt(call)
                 return call.original() if filled is None else filled.result
         except BaseException as error:
-            raised = _shown(error)
+            raised = _error_text(error)
             raise
         finally:
             load = filled.report if filled else None
@@ -285,10 +285,10 @@ def _attempt(call: EntryCall) -> tuple[Filled | None, str | None]:
         return None, str(reason)
     except Exception as error:
         # User code builds models and may raise anything; if it does so again for Keras, that error is the right one.
-        return None, _shown(error)
+        return None, _error_text(error)
 
 
-def _shown(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"
     kind = type(error).__name__

@@ -268,7 +268,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` batches have passed; raise the failure of the last save."""
         self._preemption.raise_dropped_interrupt()
-        self._saver.writer.look()
+        self._saver.writer.raise_failure_together()
         self._position.trained(batch + 1)
         batch += self._skipped
         if batch < self._in_epoch:  # a user's own loop, which does not report epochs
@@ -292,7 +292,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Save if ``save_freq`` is ``"epoch"``; raise the failure of the last save."""
         self._preemption.raise_dropped_interrupt()
-        self._saver.writer.look()
+        self._saver.writer.raise_failure_together()
         self._position.epoch_ends()
         if self.save_freq == "epoch":
             self._consider(logs, f"epoch {epoch + 1}", epoch_done=True)

@@ -300,7 +300,7 @@ class OtherCallbacks:
         for callback, state in self._waiting:
             # It would end the run again, unless it got a larger `patience`.
             if state.get("stopped_epoch") and state["wait"] >= callback.patience:
-                return _shown(callback)
+                return _call_of(callback)
         return None
 
     def restore(self, model: Any, info: StepInfo) -> Iterator[str]:
@@ -314,7 +314,7 @@ class OtherCallbacks:
             callback.best_weights = _best_weights(model, info, state["best_epoch"])
             if callback.best_weights is None:
                 yield (
-                    f"{_shown(callback)} restores its best weights, those of epoch {state['best_epoch'] + 1}, but no "
+                    f"{_call_of(callback)} restores its best weights, those of epoch {state['best_epoch'] + 1}, but no "
                     f"step in {info.path.parent} has them: if no later epoch is better, the weights after the first "
                     "one that is trained now take their place. OrbaxCheckpoint(keep_best=1) with the same monitor "
                     "keeps them"
@@ -327,7 +327,7 @@ class OtherCallbacks:
         for callback in waiting:
             if getattr(callback, "best_weights", None) is not None:
                 model.set_weights(callback.best_weights)
-                yield f"{_shown(callback)} restored its best weights, those of epoch {callback.best_epoch + 1}"
+                yield f"{_call_of(callback)} restored its best weights, those of epoch {callback.best_epoch + 1}"
 
 
 def _name_of(callback: Any) -> tuple[str, str]:
@@ -335,7 +335,7 @@ def _name_of(callback: Any) -> tuple[str, str]:
     return kind.__name__, str(callback.monitor)
 
 
-def _shown(callback: Any) -> str:
+def _call_of(callback: Any) -> str:
     return "{}({!r})".format(*_name_of(callback))
 
 

@@ -15,6 +15,7 @@ from shardload.console import completion
 from shardload.console.jax_setup import Platform
 from shardload.console.launch import DEFAULT_WAIT_S, Processes, detected
 from shardload.errors import MeshError, UsageError, did_you_mean
+from shardload.loaders.registry import BUILT_IN
 from shardload.loaders.registry import names as format_names
 from shardload.sharding.mesh import MeshSpec, planned_mesh
 from shardload.stores.local import local_target
@@ -24,13 +25,9 @@ FormatName: Any = StrEnum("FormatName", {name: name for name in format_names()})
 """Values of ``--format`` for commands that read a checkpoint."""
 
 
-class ConvertFormat(StrEnum):
-    """Values of ``shardload convert --to``."""
-
-    PRESET = "preset"
-    H5 = "h5"
-    SAFETENSORS = "safetensors"
-    ORBAX = "orbax"
+_WRITTEN = ("preset", "h5", "safetensors", "orbax", *(name for name in format_names() if name not in BUILT_IN))
+ConvertFormat: Any = StrEnum("ConvertFormat", {name: name for name in _WRITTEN})  # type: ignore[misc]  # as above
+"""Values of ``shardload convert --to``; `convert` refuses those of other packages that cannot be written."""
 
 
 class SynthFormat(StrEnum):

@@ -81,13 +81,13 @@ def check_for_keras(file: Path, listing: Listing, *, omitted: Container[str] = (
             want, has = keys.get(key), found[path].get(key)
             if want is None or has is None or want[0] != has[0] or is_float(want[1]) != is_float(has[1]):
                 raise UnsupportedError(
-                    f"Cannot write {file.name} for Keras: it would find {_shown(found[path].get(key))} at "
-                    f"{dataset(path, key)!r}, expected {_shown(keys.get(key))}. Call Keras' save_weights of the model, "
+                    f"Cannot write {file.name} for Keras: it would find {_form(found[path].get(key))} at "
+                    f"{dataset(path, key)!r}, expected {_form(keys.get(key))}. Call Keras' save_weights of the model, "
                     "or choose the format orbax; please report this model"
                 )
 
 
-def _shown(form: _Form | None) -> str:
+def _form(form: _Form | None) -> str:
     return "nothing" if form is None else f"{form[1].name} {form[0]}"
 
 

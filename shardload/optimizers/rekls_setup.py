@@ -321,8 +321,8 @@ def common_mesh(optimizer: JointOptimizer, variables: Sequence[Variable]) -> Mes
     if len(meshes) > 1:
         (one, first), (other, second), *_ = meshes.items()
         raise LayoutError(
-            f"Cannot update with {optimizer.name!r}: {first!r} is on the mesh {_shown(one)}, but {second!r} on "
-            f"{_shown(other)}. Restore a step with shardload.restore(model, ..., mesh=...), which moves both, or "
+            f"Cannot update with {optimizer.name!r}: {first!r} is on the mesh {_mesh_text(one)}, but {second!r} on "
+            f"{_mesh_text(other)}. Restore a step with shardload.restore(model, ..., mesh=...), which moves both, or "
             "compile the model with a new optimizer"
         )
     mesh = next(iter(meshes), None)
@@ -330,6 +330,6 @@ def common_mesh(optimizer: JointOptimizer, variables: Sequence[Variable]) -> Mes
     return None if mesh is None or mesh.size == 1 else mesh
 
 
-def _shown(mesh: Mesh) -> str:
+def _mesh_text(mesh: Mesh) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return f"{sizes} of devices {mesh.devices.flat[0].id} to {mesh.devices.flat[-1].id}"

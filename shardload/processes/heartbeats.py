@@ -125,7 +125,7 @@ class Heartbeat:
         """Read the keys below ``prefix`` at each beat, until `forget` is called."""
         self._found[prefix] = {}
 
-    def found(self, prefix: str) -> dict[str, str]:
+    def values_below(self, prefix: str) -> dict[str, str]:
         """Return the last values read for `ask`, by key without ``prefix``."""
         return self._found.get(prefix, {})
 

@@ -214,7 +214,7 @@ class JointCall:
         return said
 
     def _failed(self) -> dict[int, Word]:
-        found = {int(process): json.loads(word) for process, word in self._beat.found(self._flags).items()}
+        found = {int(process): json.loads(word) for process, word in self._beat.values_below(self._flags).items()}
         return {process: word for process, word in sorted(found.items()) if process != processes.index()}
 
     def _cause(self, said: dict[int, Word]) -> BaseException:

@@ -127,7 +127,7 @@ class Contents:
         """Discard the description of the model, so that the next step describes it again."""
         self._whole = None
 
-    def state_of(self, model: Any) -> StateTree:
+    def described_state(self, model: Any) -> StateTree:
         """Return the model's state; it is described again only if the variables changed."""
         if self._whole is None or not self._whole.still_describes(model):
             # In this order: which items describe the model depends on the weights that the selection leaves out.
@@ -147,7 +147,7 @@ class Contents:
         **how: Any,
     ) -> SaveJob:
         """Return everything needed to write one step; what it contains and where it was saved goes into ``record``."""
-        state = self.state_of(model)
+        state = self.described_state(model)
         shardings = (getattr(current_value(leaf.variable), "sharding", None) for leaf in state.leaves)
         meshes = (one.mesh.shape for one in shardings if isinstance(one, jax.sharding.NamedSharding))
         mesh = next(({"axes": list(shape), "sizes": list(shape.values())} for shape in meshes), None)

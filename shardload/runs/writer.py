@@ -197,7 +197,7 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def look(self) -> None:
+    def raise_failure_together(self) -> None:
         """Raise the failure of the last save, if all processes can do so at this point.
 
         One process could notice it a batch before the others, which would then wait for it in the next batch.

@@ -35,13 +35,13 @@ def npz():
 
 @pytest.fixture
 def installed(tmp_path):
-    """What puts a package on the path of another process that announces ``npz`` at some place; to pass as ``env``."""
+    """What puts a package on the path of another process that announces a format at some place; to pass as ``env``."""
 
-    def announce(value: str) -> dict[str, str]:
+    def announce(value: str, name: str = "npz") -> dict[str, str]:
         folder = tmp_path / "site" / "npz_format-1.0.dist-info"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: npz-format\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text(f"[{registry.GROUP}]\nnpz = {value}\n")
+        (folder / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{name} = {value}\n")
         return {"PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(folder.parent)]), "KERAS_BACKEND": "jax"}
 
     return announce
@@ -156,12 +156,16 @@ class TestAnotherFormat:
 
 
 @pytest.mark.slow
-def test_the_command_knows_formats_that_packages_announce(saved, installed):
+def test_the_command_knows_formats_that_packages_announce(saved, installed, tmp_path):
     env = installed("npz_format:SPEC")
     done = command("inspect", str(saved[0]), "--format", "npz", "--json", **env)
     assert done.code == 0, done.stderr
     assert json.loads(done.stdout)["format"] == "npz"
     assert re.search(r"orbax\|([\w-]+\|)*npz", re.sub(r"[\s│]", "", command("inspect", "--help", **env).stdout))
+    saved[1].save(tmp_path / "m.keras")
+    names = str(tmp_path / "m.keras"), str(tmp_path / "m.raw")
+    done = command("convert", *names, "--to", "raw", **installed("raw_format:SPEC", name="raw"))
+    assert done.code == 0, done.stderr
 
 
 @pytest.mark.slow

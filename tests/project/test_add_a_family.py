@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import gguf
+import gguf_pairs
 import numpy as np
 import pytest
 import warm_start
@@ -87,13 +88,7 @@ def write_gguf(folder, into, architecture):
     names |= {hf: own for own, hf in architecture.top_names.items()}
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(into / "acme.gguf"), architecture.name)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    gguf_pairs.describe(writer, {**config, "head_dim": 8, "rope_theta": 1e4})
     for name, value in load_file(folder / "model.safetensors").items():
         stem, _, suffix = name.rpartition(".")
         writer.add_tensor(f"{names[stem]}.{suffix}", value)
