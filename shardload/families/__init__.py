@@ -1,10 +1,10 @@
-"""Families of models: one module declares all that shardload knows about one, or about closely related ones.
+"""Families of models (Gemma, BERT, …): one module declares all that shardload knows about one or a few of them.
 
     BUILT_IN, entry points, register()  ─►  registry  ─►  Family  ─►  ModelType
                                                                         names, defaults, checks, …
 
-Other packages ask `shardload.families.registry` and never compare a ``model_type`` or the name of a class, so that a
-family is one file.
+Other packages ask `shardload.families.registry` and never compare a ``model_type`` or the name of a class, so that
+adding a family takes one file.
 """
 
 from __future__ import annotations

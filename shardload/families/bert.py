@@ -53,7 +53,7 @@ _GGUF_BLOCK = {
 
 
 def _gguf_entries(values: GgufValues, model_type: str, class_name: str, *, padding: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a file of the architecture ``bert``; GGUF leaves out positions for padding."""
+    """Return the ``config.json`` of a ``bert`` file; ``padding`` is how many rows of the positions GGUF leaves out."""
     positions = values.rows("position_embd.weight") or values.count("context_length")
     return model_entries(values, model_type, class_name) | {
         "hidden_size": values.count("embedding_length"),
@@ -68,7 +68,7 @@ def _gguf_entries(values: GgufValues, model_type: str, class_name: str, *, paddi
 
 
 def _has_word_pieces(values: GgufValues) -> bool:
-    """Whether a file of the architecture ``bert`` has no tokenizer of RoBERTa or XLM-RoBERTa."""
+    """Whether a file of the architecture ``bert`` has BERT's tokenizer, not that of RoBERTa or XLM-RoBERTa."""
     return values.entries.get("tokenizer.ggml.model") not in ("t5", "gpt2")
 
 
@@ -212,7 +212,8 @@ def _gguf_distilbert(values: GgufValues) -> dict[str, Any]:
     # KerasHub's class has no argument for it.
     if epsilon != 1e-12:
         raise UnsupportedError(
-            f"{values.path}: layer_norm_epsilon is {epsilon}, expected 1e-12, as in every DistilBERT"
+            f"Cannot build the DistilBERT of {values.path}: layer_norm_epsilon is {epsilon}, expected 1e-12, the only "
+            "value that KerasHub's class computes with. Load another DistilBERT"
         )
     return model_entries(values, "distilbert", "DistilBertModel") | {
         "dim": hidden,
@@ -280,7 +281,7 @@ _BART_PARTS = ("encoder", "decoder")
 
 
 def _lacking_two_sizes(config: Config, name: str) -> str | None:
-    """Refuse an encoder and a decoder of different sizes."""
+    """Return why KerasHub cannot build an encoder and a decoder of different sizes; ``None`` if they are equal."""
     for size in ("layers", "attention_heads", "ffn_dim"):
         pair = [f"{part}_{size}" for part in _BART_PARTS]
         if all(key in config for key in pair) and config[pair[0]] != config[pair[1]]:

@@ -167,7 +167,7 @@ def _published_gemma_3(
 
 
 def _windows_of_gemma_3(config: Config, layers: int) -> list[int | None]:
-    """Return the windows; a bidirectional one extends by half its size to each side, and KerasHub counts all tokens."""
+    """Return each layer's window; a bidirectional one has half its size on each side, and KerasHub counts both."""
     every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
     windows = by_layer_type(lambda config, i: (i + 1) % every != 0)(config, layers)
     if not config.get("use_bidirectional_attention"):
@@ -187,7 +187,7 @@ _GEMMA_3_CHECKS = Checks(
 
 
 def _lacking_image_tokens(config: Config, name: str) -> str | None:
-    """Compare the tokens per image, configured and in KerasHub (one per 4x4 patches)."""
+    """Return why KerasHub cannot make the configured number of tokens per image: it makes one for each 4x4 patches."""
     vision, configured = config.get("vision_config"), config.get("mm_tokens_per_image")
     if not isinstance(vision, Mapping) or not isinstance(configured, int):
         return None
@@ -305,7 +305,7 @@ PALIGEMMA_FAMILY = Family(name="paligemma", title="PaliGemma", model_types=(PALI
 
 
 def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
-    """Yield the windows: KerasHub's encoder has none, and its decoder's window is one token too long."""
+    """Yield windows that KerasHub does not follow: its encoder has none, its decoder's are one token too long."""
     for part, has in (("encoder", "no window"), ("decoder", "one token more")):
         found = config.get(part)
         nested = found if isinstance(found, Mapping) else {}
@@ -316,7 +316,7 @@ def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
 
 
 def _adapt_t5gemma_2(config: dict[str, Any]) -> None:
-    """Fill in the factor of full attention, which KerasHub divides positions by and transformers 5 omits if it is 1."""
+    """Fill in the rotary factor of full attention: KerasHub divides positions by it, transformers 5 omits a 1."""
     encoder = config.get("encoder")
     parts = (config.get("decoder"), encoder.get("text_config") if isinstance(encoder, dict) else None)
     for part in parts:

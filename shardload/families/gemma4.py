@@ -14,7 +14,7 @@ from shardload.units import plural
 
 
 def _adapt(config: dict[str, Any]) -> None:
-    """Remove parts that are null, which KerasHub would build, and set the one ``global_head_dim`` that it reads."""
+    """Remove a ``vision_config`` or ``audio_config`` of null, which KerasHub would build; set ``global_head_dim``."""
     for part in ("vision_config", "audio_config"):
         if part in config and config[part] is None:
             del config[part]
@@ -51,7 +51,7 @@ _BARE = frozenset(
 
 
 def _gguf(values: GgufValues) -> dict[str, Any]:
-    """Build the text model's configuration; sliding and full attention differ in heads, their size, and rotation."""
+    """Build the text model's configuration; layers with sliding and full attention differ in heads and rotation."""
     layers = values.count("block_count")
     # Settings of each layer: Hugging Face's fields are read off the first layer of either kind.
     slides = values.each("attention.sliding_window_pattern", layers)
@@ -96,7 +96,7 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 
 
 def _rotated_part(values: GgufValues, width: int) -> float:
-    """Return which part of a head rotates: the factor is 1 for a pair of elements that does, else 1e30."""
+    """Return the fraction of a head that rotates; the factor of a pair of elements is 1 if it does, else 1e30."""
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
         return 1.0

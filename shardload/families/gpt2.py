@@ -193,7 +193,7 @@ def _port_bloom_block(block: Any, loader: Any, at: str) -> None:
 
 
 def _port_third(layer: Any, loader: Any, name: str, which: int) -> None:
-    """Port the query, the key or the value of all heads; the kernel is (hidden, heads, head_dim)."""
+    """Assign query, key or value (``which``: 0, 1, 2) of all heads to a layer, kernel (hidden, heads, head_dim)."""
 
     # Only reshape, index and transpose: the result is a view, from which `mapping` learns this third's bytes.
     def kernel(value: Any, shape: Any) -> Any:

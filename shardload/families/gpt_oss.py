@@ -1,4 +1,4 @@
-"""GPT-OSS. KerasHub's converter reads MXFP4 codes only; plain experts, as after training, have a converter here.
+"""GPT-OSS. KerasHub's converter reads MXFP4 codes only; for plain experts, as training saves them, one is here.
 
 experts.gate_up_proj   (experts, in, 2 * out), gate and up columns alternate, as in KerasHub's class
 experts.down_proj      (experts, in, out)

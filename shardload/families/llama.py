@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral and Mixtral, its mixture of experts, and SmolLM 3, some of whose layers do not rotate."""
+"""Llama 2 and 3; Mistral and Mixtral, its mixture of experts; SmolLM 3, with some layers without rotary positions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MIXTRAL_BLOCK = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }
-"""GGUF part of a block → Hugging Face's, of experts."""
+"""GGUF's name of a layer of experts → Hugging Face's; ``{}`` is the number of the expert."""
 
 
 def _experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
@@ -102,7 +102,7 @@ def _published_llama(dims: Dims, *, tied: bool = False, factor: float | None = N
 
 
 def _for_converter(config: Config) -> Config:
-    """Leave out scalings other than llama3, for which KerasHub's converter raises; its class takes a linear factor."""
+    """Remove rotary scaling other than llama3, for which KerasHub's converter raises; its class gets linear scaling."""
     scaling = config.get("rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") if isinstance(scaling, Mapping) else None
     if kind in (None, "llama3"):
@@ -201,7 +201,7 @@ def _slides_in_smollm_3(config: Config, i: int) -> bool:
 
 
 def _complete_smollm_3(config: dict[str, Any]) -> None:
-    """Fill in the lists of layers: every few have no rotary positions and, if it is used, a sliding window."""
+    """Fill in ``no_rope_layers`` and ``layer_types``: every few layers have no rotary positions; those may slide."""
     if config.get("no_rope_layers") is None:
         every = int(config["no_rope_layer_interval"])
         config["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(int(config["num_hidden_layers"]))]
@@ -212,7 +212,7 @@ def _complete_smollm_3(config: dict[str, Any]) -> None:
 
 
 def _gguf_smollm_3(values: GgufValues) -> dict[str, Any]:
-    """Build the configuration; that every fourth layer has no rotary positions is known to llama.cpp, not to GGUF."""
+    """Build the configuration; GGUF omits that every fourth layer has no rotary positions, so it is fixed here."""
     base = with_llama3_scaling(values, decoder_entries(values, "smollm3", "SmolLM3ForCausalLM"))
     return base | {"no_rope_layer_interval": 4, "use_sliding_window": False}
 

@@ -1,4 +1,4 @@
-"""What a family of models declares: plain data, and functions where data is not enough.
+"""The records that declare a family of models: plain data, and functions where data is not enough.
 
     Family        one module of `shardload.families`
       ModelType   one ``model_type`` of Hugging Face's ``config.json``
@@ -25,17 +25,17 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KerasTokenizer:
-    """The files of a KerasHub tokenizer that Hugging Face reads unchanged."""
+    """Files of a KerasHub tokenizer that become Hugging Face's by a new name, with unchanged content."""
 
     files: Mapping[str, str]
-    """KerasHub's name → Hugging Face's."""
+    """KerasHub's name of a file → the name of the same file in a Hugging Face folder."""
     lower_case_class: str | None = None
-    """Class in ``tokenizer_config.json``, for tokenizers that lower-case texts if told to."""
+    """Class to name in ``tokenizer_config.json`` next to ``do_lower_case``; ``None``: do not write that file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelType:
-    """One ``model_type``. All fields but the name are optional."""
+    """What is known about one ``model_type`` of ``config.json``. All fields but the name are optional."""
 
     name: str
 
@@ -43,89 +43,89 @@ class ModelType:
     defaults: Config = field(default_factory=dict)
     """Field → transformers' default, for fields that a configuration may omit."""
     complete: Callable[[dict[str, Any]], None] = _nothing
-    """Fills in, in place, defaults that depend on other fields; called after `defaults`."""
+    """Adds defaults that depend on other fields to a configuration, in place; called after `defaults` are filled in."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Field that KerasHub's converter reads → the same field's name in other versions of transformers."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Field with the configuration of a part → the part's default ``model_type``."""
+    """Field with the nested configuration of a part (``vision_config``) → ``model_type`` of a part that states none."""
     adapt: Callable[[dict[str, Any]], None] = _nothing
-    """Changes, in place, what KerasHub's converter reads otherwise than transformers."""
+    """Changes entries of a configuration, in place, that KerasHub's converter reads otherwise than transformers."""
     for_converter: Callable[[Config], Config] = lambda config: config
-    """Returns the configuration as KerasHub chooses and calls a converter with it: without entries that it refuses, or
-    with the ``model_type`` of a converter that fits."""
+    """Returns the configuration to give to KerasHub, which picks a converter by ``model_type`` and calls it: without
+    entries that this converter refuses, or with the ``model_type`` of a converter that fits."""
     lacking: Callable[[Config, str], str | None] = lambda config, name: None
-    """Names the first feature that KerasHub's class or converter lacks; takes the completed configuration and the
-    class's name for the message, a clause that begins with ``config.json sets``."""
+    """Returns why KerasHub cannot build a model with this configuration, a clause that begins "config.json sets", or
+    ``None`` if it can. Takes the completed configuration, and the name of KerasHub's class for the clause."""
     has_tie_argument: bool = False
-    """Whether KerasHub's class takes ``tie_word_embeddings`` and its converter reads ``lm_head.weight``."""
+    """Whether KerasHub's constructor takes ``tie_word_embeddings`` and its converter can read ``lm_head.weight``."""
 
     # ---- what it computes ---------------------------------------------------------------------
     checks: Checks | None = None
-    """Settings to compare with the built model; ``None``: only those below are compared."""
+    """Fields to compare with the built model; ``None``: just ``is_causal``, and those of `only` and `differences`."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Field → the only values that KerasHub supports; a missing field is supported, ``null`` not always."""
+    """Field → the values that KerasHub supports, its own first. A missing field is supported, ``null`` if listed."""
     differences: Callable[[Config], Iterator[FieldDifference]] = lambda config: iter(())
-    """Yields differences that the configuration alone shows."""
+    """Yields the fields that KerasHub's class never follows, as far as the configuration alone shows them."""
     pools_if: str | None = None
-    """Field that makes it an embedding model, with layers that sentence-transformers stores in folders of their own."""
+    """Field that, if true, makes the model an embedder: sentence-transformers stores its last layers in own folders."""
     is_image_model: bool = False
     attends_both_ways: bool = False
-    """Whether the model has no tokens, or transformers ignores ``is_causal``."""
+    """Whether ``is_causal`` is not checked: the model has no causal mask anyway, or transformers ignores the field."""
 
     # ---- its tensors --------------------------------------------------------------------------
     prefix: str = ""
-    """First part of the tensors' names, which transformers omits when it stores a base model alone."""
+    """First part of tensor names (``bert``), which transformers omits when it saves a base model without a task."""
     heads: str = ""
-    """Regular expression for the prefixes of a task's own layers, outside of every backbone."""
+    """Regular expression for the start of the names of a task head's tensors, which a backbone leaves out."""
     outside: Mapping[str, str] = field(default_factory=dict)
-    """Regular expression for the names of further tensors that KerasHub's class lacks → what they are."""
+    """Regular expression for names of other tensors that KerasHub's class has no variables for → what they are."""
     has_pooler_outside: bool = False
-    """Whether transformers has a pooler and KerasHub has none."""
+    """Whether transformers' model has a pooler and KerasHub's has none, so that the pooler's tensors are left out."""
     optional_part: OptionalPart | None = None
     tensors: Callable[[Config], Iterator[TensorSpec]] | None = None
-    """Lists all tensors of a checkpoint in the order of the file, from a completed configuration."""
+    """Yields name and shape of each tensor of a checkpoint, in the file's order, from a completed configuration."""
     tensor_fields: tuple[str, ...] = ()
-    """Fields that `tensors` reads, which must be positive whole numbers."""
+    """Fields that `tensors` reads; they are checked to be positive whole numbers before it is called."""
     norms_minus_one: bool = False
-    """Whether the model's norms store their scale minus one."""
+    """Whether norms store their scale minus one, as Gemma's do: a stored 0 scales by 1."""
     converter: Converter | None = None
-    """For models that KerasHub has a class for, but no converter."""
+    """shardload's own converter, for a model that KerasHub has a class for, but no converter."""
     decodes: str | None = None
-    """The quantisation method whose tensors KerasHub's converter decodes."""
+    """The quantisation method (``mxfp4``) whose tensors KerasHub's converter decodes; all others are refused."""
     loads_head_of: tuple[str, ...] = ()
-    """Classes of transformers whose head KerasHub's converter loads into a task, in addition to image classifiers."""
+    """Classes of transformers, in addition to image classifiers, whose head KerasHub's ``convert_head`` loads."""
     rounded_to: str | None = None
-    """Dtype that KerasHub's converter rounds every tensor to."""
+    """Dtype that KerasHub's converter rounds every tensor to when it reads a checkpoint; ``None``: it rounds none."""
 
     # ---- its tokenizer ------------------------------------------------------------------------
     tokenizer_class: str = "LlamaTokenizer"
-    """Class of transformers for its SentencePiece model."""
+    """Class of transformers to name in ``tokenizer_config.json`` when a SentencePiece tokenizer is written."""
     keras_tokenizer: KerasTokenizer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Models that one module declares. All fields but the name and the title are optional."""
+    """Related models that are declared together. All fields but the name and the title are optional."""
 
     name: str
-    """As in the registry."""
+    """Name in the registry: a key of `BUILT_IN`, or the name of a package's entry point."""
     title: str
-    """As its publisher writes it, for messages: ``Gemma 3``."""
+    """Name as the publisher of the models writes it, for messages: ``Gemma 3``."""
     model_types: tuple[ModelType, ...] = ()
     sizes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a published size (``gemma2_9b``) → its ``config.json``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Another name of a size → the name in `sizes`."""
     alias_notes: Mapping[str, str] = field(default_factory=dict)
-    """Alias → why it is not a size, a clause."""
+    """Alias → why no size has this name, as a clause for notes: ``Gemma 2 was never released at 7B``."""
     windows_without_self: tuple[str, ...] = ()
-    """KerasHub's layers whose window does not count the token itself."""
+    """Classes of KerasHub's layers whose window size leaves out the attending token, so they see one token more."""
     ties_unsaid: tuple[str, ...] = ()
-    """KerasHub's classes whose configuration does not state ``tie_word_embeddings``."""
+    """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``; the stored tensors show it instead."""
     gguf: tuple[GgufArchitecture, ...] = ()
     pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)
     """GGUF's name (``tokenizer.ggml.pre``) → how text is split before byte pairs are merged."""
     exports: Mapping[str, Export] = field(default_factory=dict)
-    """Class of KerasHub's backbone → what is written for Hugging Face."""
+    """Class name of a KerasHub backbone → how to write its ``config.json`` for Hugging Face."""
     gguf_refused: Mapping[str, str] = field(default_factory=dict)
     """GGUF architecture → why it is not supported, although KerasHub seems to have the model; a clause."""

@@ -1,10 +1,10 @@
-"""The known families, and what they say about a configuration.
+"""The registry of families: all that are known, and look-ups by ``model_type``, GGUF architecture or KerasHub's class.
 
     built in      `BUILT_IN`: name → "module:FAMILY" in this package                          ─┐
     installed     an entry point of the group ``shardload.families``: name = "package.module:FAMILY"  ├─► families()
     registered    `register(family)`, in this process                                          ─┘
 
-The modules of families are imported at the first question, all at once: they are data and import nothing heavy.
+The modules of families are imported at the first look-up, all at once: they are data and import nothing heavy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _registered: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Register a family in this process; an installed package uses an entry point of `GROUP` instead.
+    """Add a family to the registry of this process; an installed package declares an entry point of `GROUP` instead.
 
     Raises:
         UsageError: When its name or one of its model types is taken.
@@ -69,7 +69,7 @@ def register(family: Family) -> None:
     if taken := [kind.name for kind in family.model_types if kind.name in _model_types()]:
         owner = _model_types()[taken[0]][0].name
         raise UsageError(
-            f"Cannot register the family {family.name!r}: its model_type {taken[0]!r} belongs to {owner!r}. Remove it"
+            f"Cannot register the family {family.name!r}: its model_type {taken[0]!r} belongs to {owner!r}. Drop it"
         )
     _registered[family.name] = family
     _model_types.cache_clear()
@@ -96,12 +96,12 @@ def families() -> tuple[Family, ...]:
 
 
 def model_type_of(config: Config) -> ModelType:
-    """Return what is known about a configuration's ``model_type``; a record without entries for an unknown one."""
+    """Return what is known about a configuration's ``model_type``: for an unknown one, a record with a name only."""
     return _found(config)[1]
 
 
 def family_of(config: Config) -> Family | None:
-    """Return the family of a configuration's ``model_type``."""
+    """Return the family that a configuration's ``model_type`` belongs to; ``None`` for an unknown one."""
     return _found(config)[0]
 
 
@@ -111,7 +111,7 @@ def model_types() -> Mapping[str, ModelType]:
 
 
 def gguf_architectures() -> dict[str, list[GgufArchitecture]]:
-    """Return the supported GGUF architectures by name, with all kinds of models that share it."""
+    """Return the supported GGUF architectures: name → kinds of models with it (``bert``: BERT, DistilBERT, RoBERTa)."""
     found: dict[str, list[GgufArchitecture]] = {}
     for family in families():
         for kind in family.gguf:
@@ -120,17 +120,17 @@ def gguf_architectures() -> dict[str, list[GgufArchitecture]]:
 
 
 def why_refused(gguf_architecture: str) -> str | None:
-    """Return why a GGUF architecture that KerasHub seems to have is not supported."""
+    """Return why a GGUF architecture is not supported although KerasHub seems to have it; ``None`` if none says so."""
     return next((f.gguf_refused[gguf_architecture] for f in families() if gguf_architecture in f.gguf_refused), None)
 
 
 def exports() -> dict[str, Export]:
-    """Return what is written for Hugging Face, by the class of KerasHub's backbone."""
+    """Return how to write KerasHub's backbones for Hugging Face, by the name of the backbone's class."""
     return {backbone: export for family in families() for backbone, export in family.exports.items()}
 
 
 def pre_tokenizers() -> dict[str, PreTokenizer]:
-    """Return the ways to split text before byte pairs are merged, by GGUF's names."""
+    """Return the supported ways to split text before byte pairs are merged, by their names in GGUF."""
     return {name: found for family in families() for name, found in family.pre_tokenizers.items()}
 
 
@@ -152,7 +152,7 @@ def _model_types() -> dict[str, tuple[Family, ModelType]]:
 
 @cache
 def announced() -> dict[str, EntryPoint]:
-    """Return the families that installed packages announce, by name."""
+    """Return the entry points by which installed packages announce families, by the name of the family."""
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 
 
@@ -171,5 +171,7 @@ def _declared(name: str) -> Family:
             f"Cannot use the family {name!r}: importing {point.value} failed: {error}. Update or uninstall its package"
         ) from error
     if not isinstance(found, Family) or found.name != name:
-        raise UnsupportedError(f"Cannot use the family {name!r}: expected its Family at {point.value}")
+        raise UnsupportedError(
+            f"Cannot use the family {name!r}: expected its Family at {point.value}. Update or uninstall its package"
+        )
     return found

@@ -1,7 +1,7 @@
 """Models of images: ViT and DeiT, Swin, DINO, and the vision parts SigLIP, CLIP and SAM 3.
 
-Transformers supports patches of images that KerasHub's classes do not. DINOv2, with and without registers, and DINOv3
-cut off the part of an image that fills no patch.
+Transformers supports more sizes of images and patches than KerasHub's classes, so some are refused here. DINOv2, with
+and without registers, and DINOv3 need no whole number of patches: they cut off the rest of an image.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from shardload.units import plural
 
 
 def _no_biases(config: Config) -> str | None:
-    """Refuse a model without biases of query, key and value."""
+    """Return why KerasHub cannot build a model without biases of query, key and value; ``None`` if it has them."""
     if config.get("qkv_bias") is not False:
         return None
     return "config.json sets qkv_bias=False, but KerasHub's converter needs biases of query, key and value"
 
 
 def _oblong(config: Config) -> str | None:
-    """Refuse images or patches that are not squares."""
+    """Return why KerasHub cannot build a model for images or patches that are not squares; ``None`` for squares."""
     if key := next((key for key in ("image_size", "patch_size") if isinstance(config.get(key), list)), None):
         return f"config.json sets {key}={config[key]}, but KerasHub's converter takes one number"
     return None
 
 
 def _part_of_a_patch(config: Config, name: str) -> str | None:
-    """Refuse images that are not a whole number of patches, for classes that do not cut off the rest."""
+    """Return why a class that needs whole patches cannot take images of this size; ``None`` if patches are whole."""
     if (sizes := _patch_sizes(config)) is None or sizes[0] % sizes[1] == 0:
         return None
     return f"config.json sets image_size={sizes[0]}, but {name} needs a multiple of patch_size={sizes[1]}"
@@ -63,7 +63,7 @@ VIT_FAMILY = Family(name="vit", title="ViT", model_types=(VIT, DEIT))
 
 
 def _padded_windows(config: Config, name: str) -> str | None:
-    """Refuse stages that need padding, which KerasHub's masks and patch counts ignore."""
+    """Return which stage of Swin would need padding, which KerasHub's masks and patch counts ignore; ``None``: none."""
     squares, window, depths = _patch_sizes(config), config.get("window_size"), config.get("depths")
     if squares is None or not isinstance(window, int) or window < 1 or not isinstance(depths, list):
         return None

@@ -1,1 +1,1 @@
-"""What families declare their models with: records, and entries that several families share."""
+"""Building blocks for declaring families: records, and configuration entries that several families share."""

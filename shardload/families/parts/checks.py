@@ -1,7 +1,7 @@
-"""The fields of a configuration that change what a model computes, as transformers reads them.
+"""Declare which fields of a configuration to compare with the built model, because they change what it computes.
 
-A missing field means transformers' default. Fields and model types that are not listed are not checked; other checks
-detect features with their own tensors (biases, tied heads, further layers).
+Fields mean what transformers reads; a missing one means transformers' default. Unlisted fields are not compared.
+Features with tensors of their own (biases, output layers) need no field: those tensors would be missing or left over.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TANH = "gelu_pytorch_tanh"
 RMS_EPSILON = ("rms_norm_eps", 1e-6)
 SILU = ("hidden_act", "silu")
 _Windows = Callable[[Config, int], list[int | None]]
-"""Returns the window of each layer from a configuration and the number of layers."""
+"""Takes a configuration and the number of layers; returns each layer's window in tokens, ``None`` without a window."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldDifference:
-    """One field whose value differs in the model."""
+    """A field of a configuration whose value differs from what the built model computes with."""
 
     field: str
     configured: str
@@ -32,9 +32,9 @@ class FieldDifference:
     actual: str
     """The value in the model, for messages."""
     names: tuple[str, ...]
-    """Field names that ignore this difference."""
+    """Fields of which one in ``ignore_config`` is enough to accept this difference."""
     fix: Callable[[], None] | None = None
-    """Sets the value on the layers, if the change is small and the constructor cannot do it."""
+    """Sets the configured value on the model's layers; ``None`` if they cannot have it, or the change is too large."""
 
     def __str__(self) -> str:
         return f"{self.configured} in the configuration, but {self.actual} in the model"
@@ -42,7 +42,7 @@ class FieldDifference:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Soft caps; models that have them also scale scores by ``query_pre_attn_scalar``."""
+    """Soft caps of attention scores and of logits; models with them also scale scores by ``query_pre_attn_scalar``."""
 
     scores: float | None
     """Default of ``attn_logit_softcapping``."""
@@ -54,57 +54,57 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class SameAttribute:
-    """A field whose value an attribute of KerasHub's backbone must have."""
+    """The attribute of KerasHub's backbone that must equal a field, the key of this record in `Checks.attributes`."""
 
     attribute: str
     default: Any
     names: tuple[str, ...]
-    """Field names that ignore a difference."""
+    """Fields of which one in ``ignore_config`` is enough to accept a difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Settings of one ``model_type``, as transformers reads them."""
+    """Fields of one ``model_type`` to compare with the built model, each as (name, default) or with its own rules."""
 
     epsilon: tuple[str, float] | None = None
     activation: tuple[str, str] | None = None
     rotary: Rotary | None = None
     """``None`` for models without rotary positions."""
     windows: _Windows | None = None
-    """``None`` if all layers attend to everything."""
+    """``None`` if no layer has a sliding window."""
     has_activation: str | None = None
-    """The activation that KerasHub computes if no layer has an attribute for it."""
+    """Name of the activation that KerasHub's class always computes, if its layers have no attribute to read it from."""
     activation_names: Mapping[str, str] = field(default_factory=dict)
-    """Configured activation → the one that transformers means by it."""
+    """Name of an activation in the configuration → name of the one that the model was trained with."""
     caps: Caps | None = None
     sets_windows: bool = False
-    """Whether windows are set on the layers, because KerasHub's constructor gives them to the wrong ones."""
+    """Whether to set windows on the built layers, because KerasHub's constructor gives them to the wrong layers."""
     has_unsized_windows: bool = False
-    """Whether the constructor takes ``None`` as the size of a window."""
+    """Whether KerasHub's constructor takes ``sliding_window_size=None``, for models without windows."""
     attention_flags: tuple[str, ...] = ()
-    """Boolean fields that attributes of the same name on each attention layer must equal."""
+    """Boolean fields to compare with the attribute of the same name on each attention layer."""
     attributes: Mapping[str, SameAttribute] = field(default_factory=dict)
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Field → argument of the constructor that KerasHub's converter leaves out."""
+    """Field → argument of KerasHub's constructor to pass its value as, because KerasHub's converter does not."""
 
 
 # ---- sliding windows -----------------------------------------------------------------------------
 
 
 def every_layer(config: Config, layers: int) -> list[int | None]:
-    """Return the configured window for all layers."""
+    """Return each layer's window: ``sliding_window`` for all of them."""
     return [config.get("sliding_window")] * layers
 
 
 def if_used(config: Config, layers: int) -> list[int | None]:
-    """Return the configured window for all layers if ``use_sliding_window`` is set."""
+    """Return each layer's window: ``sliding_window`` for all of them if ``use_sliding_window`` is set, else none."""
     return every_layer(config, layers) if config.get("use_sliding_window") else [None] * layers
 
 
 def by_layer_type(default: Callable[[Config, int], bool], *, always: bool = True) -> _Windows:
-    """Return a function for windows by ``layer_types``, or by ``default`` for older configurations without it.
+    """Return a function that gives windows to the layers that ``layer_types`` lists, or ``default`` if it is missing.
 
-    ``always`` says that windows apply without ``use_sliding_window``.
+    With ``always=False``, layers have windows only if ``use_sliding_window`` is set.
     """
 
     def windows(config: Config, layers: int) -> list[int | None]:
@@ -121,10 +121,10 @@ def by_layer_type(default: Callable[[Config, int], bool], *, always: bool = True
 
 
 def first_slides(config: Config, i: int) -> bool:
-    """Whether a layer slides: the first one does, the second attends to all tokens, and so on."""
+    """Whether layer ``i`` has a sliding window: the first one has, the second attends to all tokens, and so on."""
     return i % 2 == 0
 
 
 def after_first_layers(config: Config, i: int) -> bool:
-    """Whether a layer slides: the first ``max_window_layers`` attend to all tokens."""
+    """Whether layer ``i`` has a sliding window: all have but the first ``max_window_layers``."""
     return i >= int(config.get("max_window_layers", 28))

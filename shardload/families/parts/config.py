@@ -1,4 +1,4 @@
-"""Hugging Face configurations: what they are, and default values that several families share.
+"""The type of Hugging Face configurations, and default values in them that several families share.
 
 The defaults are those of transformers' configuration classes, for fields that KerasHub's converters or
 `shardload.hub.fidelity` read. Versions 4.57 and 5.23 agree on them. Fields without a default (ESM's ``vocab_size``)
@@ -31,7 +31,7 @@ SQUARES = {"image_size": 224, "patch_size": 16}
 
 
 def decoder_defaults(*sizes: int, kv: int | None, longest: int) -> dict[str, Any]:
-    """Return defaults of a decoder: the values of `SIZES`, key-value heads, and positions."""
+    """Return default entries of a decoder: ``sizes`` of the fields `SIZES`, ``kv`` key-value heads, most positions."""
     return dict(zip(SIZES, sizes, strict=True)) | {"num_key_value_heads": kv, "max_position_embeddings": longest}
 
 
@@ -39,7 +39,7 @@ def decoder_defaults(*sizes: int, kv: int | None, longest: int) -> dict[str, Any
 
 
 class Dims(NamedTuple):
-    """The dims that differ most between the sizes of a family."""
+    """The dims in which the published sizes of a family (2B, 9B, …) differ."""
 
     hidden: int
     layers: int
@@ -51,7 +51,7 @@ class Dims(NamedTuple):
 def published_decoder(
     model_type: str, class_name: str, dims: Dims, *, vocab: int, tied: bool = True, **rest: Any
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of a decoder with rotary positions and RMS norms."""
+    """Return the ``config.json`` of a decoder with rotary positions and RMS norms; ``rest`` are further entries."""
     return {
         "model_type": model_type,
         "architectures": [class_name],

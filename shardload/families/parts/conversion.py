@@ -1,4 +1,4 @@
-"""Between KerasHub's classes and Hugging Face's files: converters that KerasHub lacks, and configurations to write.
+"""Convert between KerasHub and Hugging Face: converters that KerasHub lacks, and the ``config.json`` of a backbone.
 
 A converter only names tensors and views them: hooks transpose and reshape without copies, and `shardload.mapping` reads
 the bytes. Constants in written configurations are those of KerasHub's layers, such as Gemma's rotary bases; what
@@ -18,22 +18,22 @@ from shardload.families.parts.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Converter:
-    """What KerasHub's converters state as functions of a module."""
+    """A converter from Hugging Face to a KerasHub class; its functions do what those in KerasHub's converters do."""
 
     backbone: str
-    """Name of KerasHub's class."""
+    """Name of KerasHub's backbone class."""
     arguments: Callable[[Config], dict[str, Any]]
-    """From ``config.json`` to the class's arguments."""
+    """Takes a ``config.json``; returns the arguments of the class's constructor."""
     port_weights: Callable[[Any, Any, Config], Any]
-    """Ports each weight: backbone, loader, ``config.json``."""
+    """Assigns tensors to each variable; takes the backbone, KerasHub's loader of tensors, and the ``config.json``."""
     tokenizer: Callable[..., Any]
-    """From the folder's files to KerasHub's tokenizer: its class, the folder, further arguments."""
+    """Makes KerasHub's tokenizer from files; takes its class, the folder of the files, and further arguments."""
     applies: Callable[[Collection[str]], bool] = lambda names: True
-    """Whether it is for a checkpoint with tensors of these names; KerasHub's converter is for the others."""
+    """Whether to convert a checkpoint with tensors of these names by this converter, or else by KerasHub's own."""
 
 
 def decoder_arguments(config: Config) -> dict[str, Any]:
-    """Return the arguments that KerasHub's classes of decoders with rotary positions and RMS norms have in common."""
+    """Return constructor arguments that all KerasHub decoders with rotary positions and RMS norms have in common."""
     return {
         "vocabulary_size": config["vocab_size"],
         "num_layers": config["num_hidden_layers"],
@@ -46,7 +46,7 @@ def decoder_arguments(config: Config) -> dict[str, Any]:
 
 
 def port_ends(backbone: Any, loader: Any) -> None:
-    """Port what a decoder has outside of its blocks: embedding, output layer and last norm."""
+    """Assign the tensors of a decoder that are outside of its blocks: embedding, output layer and last norm."""
     loader.port_weight(backbone.token_embedding.embeddings, "model.embed_tokens.weight")
     loader.port_weight(backbone.token_embedding.reverse_embeddings, "lm_head.weight", lambda value, _: value.T)
     loader.port_weight(backbone.layer_norm.scale, "model.norm.weight")
@@ -64,7 +64,7 @@ def byte_pair_tokenizer(cls: Any, folder: str, *, with_added: bool = False, **kw
 
 
 class LayerSettings(Protocol):
-    """What the layers of a backbone compute with, whatever its constructor was given."""
+    """Settings read from the layers of a built backbone, which may differ from its constructor's arguments."""
 
     @property
     def epsilon(self) -> float:
@@ -77,19 +77,19 @@ class LayerSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What is written for one class of KerasHub."""
+    """How to write backbones of one KerasHub class for Hugging Face."""
 
     config: Callable[[Any, LayerSettings], dict[str, Any]]
-    """From a backbone to its ``config.json``, but for the longest text, token ids and the dtype.
+    """Returns a backbone's ``config.json`` without the longest text, token ids and the dtype, which the caller adds.
 
-    Raises an ``UnsupportedError`` for a feature that Hugging Face's configuration lacks, a clause."""
+    Raises an ``UnsupportedError`` if the backbone has a feature that Hugging Face's configuration cannot express."""
     pre_tokenizer: str | None = None
-    """Pre-tokenizer of its byte pairs (`Family.pre_tokenizers`). KerasHub splits all byte pairs as Llama 3 does, so a
-    preset does not say which one its vocabulary was made for."""
+    """Key in `Family.pre_tokenizers`: how text is split for the vocabulary of these models. A preset does not say,
+    because KerasHub splits all texts as Llama 3 does. ``None``: no ``tokenizer.json`` is made from byte pairs."""
 
 
 def exported_decoder(backbone: Any, model_type: str, architecture: str) -> dict[str, Any]:
-    """Return the entries of a decoder with rotary positions and RMS norms."""
+    """Return the ``config.json`` entries of a KerasHub decoder with rotary positions and RMS norms."""
     return {
         "model_type": model_type,
         "architectures": [architecture],
@@ -103,7 +103,7 @@ def exported_decoder(backbone: Any, model_type: str, architecture: str) -> dict[
 
 
 def exported_plain_decoder(backbone: Any, model_type: str, architecture: str) -> dict[str, Any]:
-    """Return the entries that Mistral and Qwen have in common."""
+    """Return the ``config.json`` entries that backbones of Mistral and Qwen have in common."""
     return {
         **exported_decoder(backbone, model_type, architecture),
         "intermediate_size": backbone.intermediate_dim,

@@ -1,10 +1,10 @@
-"""GGUF architectures: their names for tensors, and a Hugging Face configuration from the key-values of a header.
+"""GGUF architectures: how to translate tensor names, and the key-values of a header, to those of Hugging Face.
 
 GGUF has one name table for all models (``blk.0.attn_q.weight``); KerasHub's converters want Hugging Face's names and
 configuration. shardload has small tables of its own, because the gguf package maps in the other direction and to
-several names for each tensor; a test compares them with it.
+several names for each tensor; a test compares the tables with that package.
 
-A mixture's experts are one tensor in GGUF, and one tensor each in Hugging Face; ``{}`` is their number::
+The experts of a mixture are one tensor in GGUF, and one tensor each in Hugging Face; ``{}`` is an expert's number::
 
     blk.0.ffn_up_exps.weight   (experts, out, in)   ─►   model.layers.0.mlp.experts.{}.up_proj.weight   (out, in)
 """
@@ -39,7 +39,7 @@ SANDWICH = BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""A norm before and after each half of a block, as Gemma 2 and later have."""
+"""As `BLOCK`, for models with norms both before and after attention and feed-forward part: Gemma 2 and later."""
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -65,31 +65,31 @@ PERMUTED = {"attn_q": Undo.UNPERMUTE, "attn_k": Undo.UNPERMUTE}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """One value of ``general.architecture``, or one of several kinds of models that share it."""
+    """How to read GGUF files of one ``general.architecture``, or of one kind of model among several that share it."""
 
     name: str
     config: Callable[[GgufValues], dict[str, Any]]
     """Returns a ``config.json`` that KerasHub's converter accepts."""
     applies: Callable[[GgufValues], bool] = lambda values: True
-    """Whether a file of this name is of this kind; kinds that share a name exclude one another."""
+    """Whether a file with this ``name`` is of this kind of model; of kinds that share a name, at most one applies."""
     block_names: Mapping[str, str]
-    """GGUF part of a block → Hugging Face's."""
+    """GGUF's name of a layer within a block (``attn_q``) → Hugging Face's (``self_attn.q_proj``)."""
     top_names: Mapping[str, str] = field(default_factory=lambda: TOP)
-    """GGUF name outside of blocks → Hugging Face's."""
+    """GGUF's name of a layer outside of blocks (``token_embd``) → Hugging Face's (``model.embed_tokens``)."""
     block: str = "model.layers"
-    """Hugging Face's name of the list of blocks."""
+    """What Hugging Face's names of layers within blocks begin with, before the number of the block."""
     bare: frozenset[str] = frozenset()
-    """Hugging Face's parameters whose names do not end in ``.weight``."""
+    """Those of Hugging Face's names that no ``.weight`` or ``.bias`` follows, as they name a parameter, not a layer."""
     undone: Mapping[str, Undo] = field(default_factory=dict)
-    """GGUF part of a block → what the converter to GGUF did to it."""
+    """GGUF's name of a layer → how the converter to GGUF transformed its tensors."""
     norms_plus_one: bool = False
     rope_factors: frozenset[str] = frozenset()
-    """Tensors with factors of rotary positions, which `config` reads: part of the configuration, not learnt."""
+    """Names of tensors with factors for rotary positions: settings that `config` reads, not weights of the model."""
     fused_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Hugging Face's tensor of all experts → the GGUF parts of a block whose outputs it interleaves."""
+    """Hugging Face's tensor of a block's experts → the GGUF layers whose output columns alternate in it."""
 
     def hf_name(self, name: str, path: str) -> str | None:
-        """Return the Hugging Face name of a tensor; ``None`` for one that is not a weight."""
+        """Return Hugging Face's name of a GGUF tensor; ``None`` for those of `rope_factors` and `fused_experts`."""
         if name in self.rope_factors:
             return None
         stem, _, suffix = name.rpartition(".")
@@ -131,16 +131,16 @@ class GgufArchitecture:
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # Expressions differ mostly in how they split numbers: up to three digits at a time, one by one, or not at all.
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Words of a text; ``%s`` says how many digits are one."""
+"""Regular expression for words of a text; ``%s`` is the quantifier for the digits that form one word (``{1,3}``)."""
 
 
 class GgufTokenizer(StrEnum):
-    """Supported values of ``tokenizer.ggml.model``: algorithms, named after the first model of each in llama.cpp."""
+    """Supported values of ``tokenizer.ggml.model``: algorithms, each named after llama.cpp's first model with it."""
 
     SENTENCEPIECE = "llama"
     BYTE_PAIRS = "gpt2"
     SPACED_PAIRS = "gemma4"
-    """Pieces as in SentencePiece, and merges."""
+    """Merges of pairs, as in BYTE_PAIRS, over text with ``▁`` for spaces, as in SentencePiece."""
     WORD_PIECES = "bert"
     UNIGRAMS = "t5"
 
@@ -150,10 +150,10 @@ class PreTokenizer:
     """How text is split into words before byte pairs are merged: a value of ``tokenizer.ggml.pre``."""
 
     words: str | None
-    """Expression that finds words; ``None``: GPT-2's, which is built into tokenizers."""
+    """Regular expression that finds words; ``None``: GPT-2's, which the package tokenizers contains."""
     takes_whole_words: bool = False
-    """Whether a word that is in the vocabulary is taken as it is, even if no merges lead to it."""
+    """Whether a word that is in the vocabulary is one token, even if no merges lead to it."""
     starts_texts: bool = False
     """Whether a text begins with the start token, if the header does not say."""
     surrounds_texts: bool = False
-    """Whether the model has tokens before and after each text, as encoders do, not a start token before a prompt."""
+    """Whether each text gets a token before and after it, as encoders expect, instead of just a start token."""

@@ -1,4 +1,4 @@
-"""The key-values of a GGUF header, with typed access, and entries of configurations that several families have."""
+"""Typed access to the key-values of a GGUF header, and ``config.json`` entries that several families make of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from shardload.families.parts import rope
 from shardload.units import plural
 
 _Config = dict[str, Any]
+_INSTEAD = "Convert the model to GGUF again, or load its safetensors instead"
 
 
 @dataclass(frozen=True, slots=True)
 class GgufValues:
-    """Typed access to the key-values of one header."""
+    """Typed access to the key-values of one GGUF header."""
 
     entries: Mapping[str, Any]
     """Key → value, under their full names."""
@@ -25,7 +26,7 @@ class GgufValues:
     """Tensor → its shape, outermost dim first."""
     path: str
     rope_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Name of a tensor (``rope_freqs``) → the factor by which each rotary frequency is slowed down."""
+    """Name of a tensor (``rope_freqs``) → the factors that rotary frequencies are divided by, one for each pair."""
 
     @property
     def architecture(self) -> str:
@@ -34,11 +35,11 @@ class GgufValues:
         return found if isinstance(found, str) else ""
 
     def has(self, key: str) -> bool:
-        """Whether the key exists under the architecture's prefix."""
+        """Whether the header contains ``ARCHITECTURE.key``, such as ``llama.block_count``."""
         return f"{self.architecture}.{key}" in self.entries
 
     def number(self, key: str, default: Any = ...) -> Any:
-        """Return a number under the architecture's prefix; per-layer arrays must be uniform."""
+        """Return the number at ``ARCHITECTURE.key``; a list with one number for each layer must have equal numbers."""
         full = f"{self.architecture}.{key}"
         found = self.entries.get(full, default)
         # Compared as text: 1 and True differ, and NaN equals itself.
@@ -46,31 +47,31 @@ class GgufValues:
             found = found[0]
         # `...` marks a key without default, as `None` is a default.
         if found is ...:
-            raise SourceError(f"{self.path} should contain the key {full!r}, as every {self.architecture} model does")
+            raise SourceError(f"{self.path} should contain the key {full!r}, which its model needs. {_INSTEAD}")
         if found is not default and (isinstance(found, bool) or not isinstance(found, int | float)):
             raise UnsupportedError(
-                f"{self.path}: {full!r} should be one number for all layers, but is {str(found)[:80]}"
+                f"{self.path}: {full!r} should be one number for all layers, but is {str(found)[:80]}. {_INSTEAD}"
             )
         return shortest(found) if isinstance(found, float) else found
 
     def count(self, key: str) -> int:
-        """Return a positive integer under the architecture's prefix."""
+        """Return the positive integer at ``ARCHITECTURE.key``."""
         found = self.number(key)
         if not isinstance(found, int) or not 0 < found < 1 << 31:
             raise SourceError(
-                f"{self.path}: '{self.architecture}.{key}' should be a positive integer, but is {found!r}"
+                f"{self.path}: '{self.architecture}.{key}' should be a positive integer, but is {found!r}. {_INSTEAD}"
             )
         return found
 
     def each(self, key: str, layers: int) -> list[int]:
-        """Return a setting of every layer: a list in the header, or one number for all."""
+        """Return the integers of all layers at ``ARCHITECTURE.key``, where the header has a list or one for all."""
         found = self.entries.get(f"{self.architecture}.{key}")
         if not isinstance(found, list):
             return [self.count(key)] * layers
         if len(found) != layers or not all(isinstance(one, int) and 0 <= one < 1 << 31 for one in found):
             raise SourceError(
                 f"{self.path}: '{self.architecture}.{key}' should have one integer for each of "
-                f"{plural(layers, 'layer')}, but is {str(found)[:80]}"
+                f"{plural(layers, 'layer')}, but is {str(found)[:80]}. {_INSTEAD}"
             )
         # A pattern may be a list of booleans.
         return [int(one) for one in found]
@@ -100,11 +101,11 @@ def head_counts(values: GgufValues) -> tuple[int, int]:
 
 
 def model_entries(values: GgufValues, model_type: str, class_name: str) -> _Config:
-    """Return the entries that every configuration has."""
+    """Return the ``config.json`` entries of any model: its type, class, size of the vocabulary and special tokens."""
     # Rows of the embedding, not the number of tokens: an embedding may be padded beyond its vocabulary.
     vocabulary = values.rows("token_embd.weight")
     if vocabulary is None:
-        raise SourceError(f"{values.path} should contain the tensor 'token_embd.weight', as every model does")
+        raise SourceError(f"{values.path} should contain the tensor 'token_embd.weight', its embedding. {_INSTEAD}")
     special = {
         f"{short}_token_id": values.entries[f"tokenizer.ggml.{long}_token_id"]
         for short, long in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
@@ -114,7 +115,7 @@ def model_entries(values: GgufValues, model_type: str, class_name: str) -> _Conf
 
 
 def decoder_entries(values: GgufValues, model_type: str, class_name: str) -> _Config:
-    """Return the entries of a decoder with rotary positions and RMS norms."""
+    """Return the ``config.json`` entries of a decoder with rotary positions and RMS norms."""
     heads, kv_heads = head_counts(values)
     hidden = values.count("embedding_length")
     return model_entries(values, model_type, class_name) | {
@@ -150,9 +151,9 @@ def _rope_scaling(values: GgufValues) -> _Config | None:
 
 
 def with_llama3_scaling(values: GgufValues, base: _Config) -> _Config:
-    """Add the scaling rule of Llama 3.1 and later to a configuration: GGUF stores only the factors that it produces.
+    """Add Llama 3.1's rule for scaling rotary positions to a configuration, if the factors that GGUF stores follow it.
 
-    A model whose KerasHub class has none is refused when it is built.
+    If KerasHub's class does not support this scaling, building the model raises.
     """
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
@@ -181,7 +182,7 @@ def with_llama3_scaling(values: GgufValues, base: _Config) -> _Config:
 
 
 def expert_entries(values: GgufValues) -> _Config:
-    """Return the entries of a mixture; whether the router's weights are normalised, llama.cpp knows by architecture."""
+    """Return the ``config.json`` entries of a mixture of experts, but ``norm_topk_prob``, which GGUF does not store."""
     stacked = values.shape("blk.0.ffn_up_exps.weight") or (0, 0)
     return {
         "num_experts": values.count("expert_count"),

@@ -1,10 +1,10 @@
-"""Rotary positions from a Hugging Face configuration: the angle that each pair of features turns by per token.
+"""Read rotary positions from a Hugging Face configuration: the angle by which each pair of features rotates per token.
 
-A configuration has one of three forms, and `rotation` turns each into a `Rotation`::
+A configuration has one of three forms, and `rotation` makes a `Rotation` of each::
 
     transformers 4   rope_theta, rope_scaling {rope_type | type, factor, …}
     transformers 5   rope_parameters {rope_theta, rope_type, factor, …}
-    Gemma 3          the same per kind of layer; rope_local_base_freq of sliding layers
+    Gemma 3          the same for each kind of layer, or rope_local_base_freq for sliding layers
 
 The rules come from ``transformers.modeling_rope_utils``; a test compares them with values that PyTorch computed.
 """
@@ -26,21 +26,22 @@ from shardload.units import plural
 Angles = NDArray[np.float64]
 SLIDING = "sliding_attention"
 FULL = "full_attention"
+_CORRECT = "Correct it in the model's configuration"
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rotary positions of a ``model_type`` where its configuration does not say."""
+    """How to read the rotary positions of a ``model_type``: defaults for omitted fields, and exceptions."""
 
     theta: float
-    """Default base."""
+    """Default of ``rope_theta``, the base of the frequencies."""
     sliding_theta: float | None = None
-    """Default base in sliding layers, if a configuration states their rotary positions apart."""
+    """Default base in sliding layers; ``None`` if all layers of a model share one base."""
     is_partial: bool = False
     """Whether ``partial_rotary_factor`` applies to unscaled positions; for other models, transformers 5 ignores values
     other than 1, and 4 fails."""
     stretched: str = "linear"
-    """The kind of scaling that the factor in KerasHub's constructor means."""
+    """Kind of scaling (``linear``, ``yarn``) that KerasHub's class applies if its constructor is given a factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ class Rotation:
     """``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3``, or an unknown kind as configured."""
     theta: float
     parameters: Config
-    """The rule's parameters."""
+    """Settings of this kind of scaling, by their names in the configuration: ``factor``, ``beta_fast``, …"""
     angles: Angles | None
-    """Radians per token of each pair of features; ``None`` for an unknown kind."""
+    """Angle in radians by which each pair of features rotates per token; ``None`` for an unknown kind or head dim."""
     scale: float = 1.0
     """Factor that sine and cosine are multiplied by."""
 
@@ -64,7 +65,7 @@ class Rotation:
 
 
 def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int | None) -> Rotation:
-    """Return the rotation of one kind of layer, `FULL` or `SLIDING`; ``None`` as ``head_dim`` omits the angles."""
+    """Return the rotation in one kind of layer, `FULL` or `SLIDING`; with ``head_dim=None``, without the angles."""
     has_kinds = rotary.sliding_theta is not None
     default_theta = rotary.sliding_theta if has_kinds and layer_type == SLIDING else rotary.theta
     parameters = dict(parameters_of(config, layer_type, has_kinds=has_kinds))
@@ -92,7 +93,7 @@ def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int |
 
 
 def parameters_of(config: Config, layer_type: str, *, has_kinds: bool) -> Config:
-    """Return a configuration's rotary parameters for one kind of layer, from any of the forms."""
+    """Return a configuration's rotary parameters for one kind of layer, in whichever form it states them."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if isinstance(new, Mapping) and any(isinstance(new.get(key), Mapping) for key in (FULL, SLIDING)):
         # transformers 5, for models whose kinds of layers differ: an entry for each kind.
@@ -106,17 +107,17 @@ def parameters_of(config: Config, layer_type: str, *, has_kinds: bool) -> Config
 
 
 def field_of(config: Config) -> str:
-    """Return the name of the ``config.json`` entry that scales positions."""
+    """Return the name of the entry in this ``config.json`` that scales positions."""
     return "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SourceError(f"Cannot read rotary positions: {name} is {str(value)[:80]!r}, expected a number")
+        raise SourceError(f"Cannot read rotary positions: {name} is {str(value)[:80]!r}, expected a number. {_CORRECT}")
     try:
         return float(value)
     except OverflowError as error:
-        raise SourceError(f"Cannot read rotary positions: {name} is too large for a float") from error
+        raise SourceError(f"Cannot read rotary positions: {name} is too large for a float. {_CORRECT}") from error
 
 
 def _of(parameters: Config, name: str) -> float:
@@ -132,7 +133,7 @@ def _llama3(plain: Angles, base: float, parameters: Config) -> tuple[Angles, flo
 
 
 def _stretch(parameters: Config) -> tuple[float, float]:
-    """Return the length a model was first trained with, and the factor to its present one."""
+    """Return how many tokens a model was first trained with, and the factor by which that length was extended."""
     length = _of(parameters, "original_max_position_embeddings")
     if parameters.get("factor"):
         return length, _of(parameters, "factor")
@@ -172,7 +173,8 @@ def _longrope(plain: Angles, base: float, parameters: Config) -> tuple[Angles, f
     length, factor = _stretch(parameters)
     short = parameters.get("short_factor")
     if not isinstance(short, list) or len(short) != len(plain):
-        raise SourceError(f"Cannot read rotary positions: short_factor is not a list of {plural(len(plain), 'number')}")
+        count = plural(len(plain), "number")
+        raise SourceError(f"Cannot read rotary positions: short_factor is not a list of {count}. {_CORRECT}")
     # For texts that are no longer than those of the first training; `fields` compares long_factor, for longer texts.
     divisors = np.array([_number("short_factor", one) for one in short])
     scale = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0

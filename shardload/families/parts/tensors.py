@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face checkpoint, listed from its configuration alone.
 
-Shapes are stored shapes: a ``Linear`` is ``(out, in)``, GPT-2's ``Conv1D`` is ``(in, out)``. What a class adds to its
-base model is listed for language models only.
+Shapes are stored shapes: a ``Linear`` is ``(out, in)``, GPT-2's ``Conv1D`` is ``(in, out)``. The layers that a task
+adds to its base model are listed for language models only (``lm_head``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DECODER_FIELDS = (*SIZES, "num_key_value_heads")
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor to write."""
+    """Name and shape of one tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,13 +25,13 @@ class TensorSpec:
 
 
 def affine(at: str, shape: tuple[int, int], *, out: int) -> Iterator[TensorSpec]:
-    """Yield a matrix and its bias."""
+    """Yield the matrix and the bias of the layer named ``at``; the bias has ``out`` elements."""
     yield TensorSpec(f"{at}.weight", shape)
     yield TensorSpec(f"{at}.bias", (out,))
 
 
 def norm(at: str, hidden: int) -> Iterator[TensorSpec]:
-    """Yield the scale and the bias of a norm."""
+    """Yield the scale and the bias of the norm named ``at``."""
     yield TensorSpec(f"{at}.weight", (hidden,), near_one=True)
     yield TensorSpec(f"{at}.bias", (hidden,))
 
@@ -44,7 +44,7 @@ def gated_mlp(
     size: str = "intermediate_size",
     biased: bool = False,
 ) -> Iterator[TensorSpec]:
-    """Yield the three matrices of a gated feed-forward layer; ``size`` is the field with its width."""
+    """Yield the three matrices of a gated feed-forward layer; ``size`` is the field that states its width."""
     hidden, width = config["hidden_size"], config[size]
     for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
         yield TensorSpec(f"{at}.{name}.weight", shape)
@@ -57,22 +57,22 @@ class DecoderTensors:
     """Lists the tensors of a decoder with rotary positions and RMS norms."""
 
     norms_minus_one: bool = False
-    """Whether norms store their scale minus one."""
+    """Whether norms store their scale minus one, so that a stored 0 scales by 1."""
     sandwich: bool = False
-    """Whether there are norms before and after both parts of a block."""
+    """Whether blocks have norms both before and after attention, and before and after the feed-forward part."""
     normed_heads: bool = False
-    """Whether queries and keys of each head are normed."""
+    """Whether queries and keys are normalised, head by head (``q_norm``, ``k_norm``)."""
     reads_attention_bias: bool = True
-    """Whether the field ``attention_bias`` applies."""
+    """Whether attention has biases if the field ``attention_bias`` is set; otherwise the field is ignored."""
     qkv_biases: bool = False
     """Whether query, key and value have biases, whatever the configuration says."""
     feed_forward: Callable[[Config, int, str], Iterator[TensorSpec]] = lambda config, layer, at: gated_mlp(
         config, f"{at}.mlp"
     )
-    """Yields the tensors of a layer's feed-forward part: configuration, index of the layer, prefix of the layer."""
+    """Yields tensors of a layer's feed-forward part; takes the configuration, the layer's index and its prefix."""
 
     def __call__(self, config: Config) -> Iterator[TensorSpec]:
-        """Yield the tensors, in the order of the file."""
+        """Yield the tensors of a checkpoint with this configuration, in the order of the file."""
         vocab, hidden, one = config["vocab_size"], config["hidden_size"], not self.norms_minus_one
         yield TensorSpec("model.embed_tokens.weight", (vocab, hidden))
         for i in range(config["num_hidden_layers"]):
@@ -109,15 +109,15 @@ class DecoderTensors:
 
 @dataclass(frozen=True, slots=True)
 class OptionalPart:
-    """A part that a KerasHub class always has, but a class of `transformers` may lack."""
+    """A part (pooler, output layer) that a KerasHub class always has, but some classes of `transformers` lack."""
 
     title: str
     names: str
     """Regular expression for the names of its tensors."""
     without: tuple[str, ...]
-    """Suffixes of the classes that work without it."""
+    """Suffixes of names of the classes in `transformers` that need no such part, so their checkpoints may lack it."""
     output: str
-    """What depends on its values."""
+    """The result that must not be used until the part is trained, for a note: ``the pooled output``."""
 
 
 POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
