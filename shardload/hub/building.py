@@ -189,7 +189,7 @@ def _deserialize(
     dtype: Any = None,
     compiling: Callable[[str], None] | None = None,
 ) -> Any:
-    """Build a Keras configuration's model; with ``compiling``, compile it, or call ``compiling`` with the reason."""
+    """Build a Keras configuration's model; if ``compiling`` is given, compile it, or call that with why it failed."""
     if "keras_hub" in json.dumps(config):
         kerashub.keras_hub()  # registers its classes
     settings = (manifest.metadata.get("structure") or {}).get("form")
@@ -249,7 +249,7 @@ _LAYER_KEYS = (
 )
 _PARTS = ("config", "text_config", "vision_config", "audio_config", "encoder", "decoder")
 _SHOWN = 1000
-"""Characters kept of an error's first paragraph, which may quote the whole value that caused it."""
+"""Most characters of another error that a message quotes: an error may contain the whole value that caused it."""
 
 _CODE = "Requested the deserialization of a"
 """Start of Keras' refusal of Python code (a lambda); a configuration cannot insert text here."""
@@ -258,7 +258,7 @@ _INNER = "Exception encountered: "
 
 
 def _check_layer_count(manifest: Manifest) -> None:
-    """Refuse a configuration with more layers than the checkpoint has tensors: building it would never end."""
+    """Raise for a configuration with more layers than the checkpoint has tensors: building it would never end."""
     # A layer has at least one tensor, so a larger number is damage or an attack. Without files, use a fixed limit.
     n_tensors = len(manifest.tensors) if manifest.files else MAX_LAYERS
     found = f"it has only {plural(n_tensors, 'tensor')}" if manifest.files else f"expected at most {MAX_LAYERS}"
@@ -278,7 +278,7 @@ def _check_layer_count(manifest: Manifest) -> None:
 
 
 def _number(value: Any) -> float:
-    """Return a number of layers as `int` reads it; 0 if it cannot: then the build fails at once anyway."""
+    """Return a configured number of layers; 0 if it is not a number, for which the build fails at once anyway."""
     try:
         return value if isinstance(value, (int, float)) else int(value)
     except (TypeError, ValueError):
@@ -295,7 +295,7 @@ def describe_failure(manifest: Manifest) -> Iterator[None]:
         raise
     except KeyError as error:
         raise SourceError(
-            f"Cannot build the model of {manifest.source}: its configuration has no {error}, which this model needs"
+            f"Cannot build the model of {manifest.source}: its configuration lacks {error}, which it needs. Add it"
         ) from error
     except UninitialisedError as error:
         raise UnsupportedError(
@@ -327,7 +327,7 @@ def _refuse_code(error: Exception, manifest: Manifest) -> None:
 
 
 def _not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool) -> str:
-    """Explain why a model is not compiled as it was saved; KerasHub's tasks have defaults, which compile it anyway."""
+    """Explain why a model is not compiled as saved; ``has_defaults``: its class compiled it with default settings."""
     stored = ("optimizer/", "optimizer_variables/")
     state = "compiled with the defaults of its class" if has_defaults else "not compiled"
     reason = why if isinstance(why, str) else _first(why)

@@ -1,4 +1,4 @@
-"""Settings that a built KerasHub backbone really computes with, read from its layers, not from its constructor.
+"""Read the settings that a built KerasHub backbone computes with from its layers, not its constructor's arguments.
 
 Some constructors accept an argument that no layer uses (Gemma's ``query_head_dim_normalize``, Llama's
 ``rope_position_scaling_factor``). So settings come from the attributes that layers read when called or, for rotary
@@ -27,13 +27,13 @@ _POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
 
 
 def transformer_layers_of(backbone: Any) -> list[Any]:
-    """Return the transformer's layers, first to last; empty if the class names them differently."""
+    """Return a backbone's transformer layers, first to last; empty if its class names their list differently."""
     found = getattr(backbone, "transformer_layers", ())
     return [block for one in found for block in (one if isinstance(one, list | tuple) else (one,))]
 
 
 def layers(backbone: Any) -> list[Any]:
-    """Return every layer of the text model, or of the whole model if it has no parts."""
+    """Return all layers of a backbone, at any depth, but those of its encoders of images and sound."""
     # The configuration's fields describe the text model; encoders of images and sound have their own.
     others = [getattr(backbone, name, None) for name in ("vision_encoder", "audio_encoder")]
     apart = {id(layer) for other in others if other is not None for layer in own_layers(other)}
@@ -41,17 +41,17 @@ def layers(backbone: Any) -> list[Any]:
 
 
 def attention_of(block: Any, attribute: str) -> Any:
-    """Return the layer of a block that has an attribute, or ``None``."""
+    """Return the first layer in a block, or the block itself, that has this attribute; ``None`` if none has."""
     return next((layer for layer in _inner_first(block) if hasattr(layer, attribute)), None)
 
 
 def _inner_first(block: Any) -> list[Any]:
-    """Return a block's layers, then the block: layers first, because an attribute of a block may not reach them."""
+    """Return a block's layers, then the block: the order to look settings up in, as layers may ignore the block's."""
     return [*(layer for layer in own_layers(block) if layer is not block), block]
 
 
 def windows_of(blocks: Sequence[Any]) -> list[int | None]:
-    """Return how many tokens, including itself, a token of each block attends to; ``None`` for all."""
+    """Return each block's window: how many tokens a token attends to, including itself; ``None`` for all tokens."""
     checked: dict[str, bool] = {}  # blocks mostly differ in their weights only
     return [_window_of(block, checked) for block in blocks]
 
@@ -83,14 +83,14 @@ def set_window(block: Any, window: int | None) -> None:
 
 
 def _beyond(layer: Any) -> int:
-    """Return by how many tokens a layer's window exceeds its size: some classes do not count the token itself."""
+    """Return how many tokens more than its window size a layer attends to: 1 if that leaves out the token itself."""
     return int(any(type(layer).__name__ in family.windows_without_self for family in families()))
 
 
 def _is_obeyed(layer: Any, name: str) -> bool:
-    """Whether an attention layer obeys its window: call it with a window of two and four equal tokens.
+    """Whether an attention layer applies its window, tested by a call with a window of two and four equal tokens.
 
-    KerasHub's Qwen models apply it only if Keras has no fused attention; on JAX, Keras always has it.
+    KerasHub's Qwen models ignore the window if Keras has fused attention, which it always has on JAX.
     """
     if not hasattr(layer, "_compute_attention") or not hasattr(layer, "_mask_sliding_window"):
         return True
@@ -115,9 +115,9 @@ def _is_obeyed(layer: Any, name: str) -> bool:
 
 
 def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float] | None:
-    """Measure how a block's rotary layer turns a unit vector; ``None`` without rotary positions.
+    """Measure how a block's rotary layer rotates and scales a unit vector; ``None`` without rotary positions.
 
-    Returns radians per token and scale of each pair of features, and the expected relative error.
+    Returns radians per token and scale of each pair of features, and the relative error to expect in both.
     """
     layer = rotary_of(block)
     if layer is None:
@@ -152,23 +152,23 @@ def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
 
 
 def settings_text(layer: Any) -> str:
-    """Return a key that is equal for layers with equal settings."""
+    """Return the public settings of a layer as text: a key for a dict, equal for layers with equal settings."""
     public = ((k, v) for k, v in vars(layer).items() if not k.startswith("_") and k != "name")
     return repr(sorted((k, v) for k, v in public if isinstance(v, int | float | str | None)))
 
 
 def rotary_of(block: Any) -> Any:
-    """Return the layer that turns a block's queries and keys, or ``None``."""
+    """Return the rotary layer, which rotates a block's queries and keys; ``None`` if the block has none."""
     return next((found for name in _ROTARY if (found := getattr(attention_of(block, name), name, None))), None)
 
 
 def normalisations(backbone: Any) -> list[Any]:
-    """Return the layers that add an epsilon to a variance."""
+    """Return the normalisation layers of a backbone: those with an ``epsilon``, which they add to a variance."""
     return [layer for layer in layers(backbone) if isinstance(getattr(layer, "epsilon", None), int | float)]
 
 
 def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each feed-forward activation: its layer, the attribute that stores it, and the function."""
+    """Yield each activation of feed-forward layers: the layer, its attribute with the activation, and the function."""
     for layer in layers(backbone):
         for name in _ACTIVATIONS:
             value = getattr(layer, name, None)

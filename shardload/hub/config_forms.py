@@ -25,7 +25,7 @@ from shardload.transfer.read_tensor import read_rows
 from shardload.units import plural
 
 _ROWS = 16
-"""Rows of the output layer and the embedding that are compared before the model is built."""
+"""How many rows of a stored output layer are compared with the embedding before the model is built."""
 
 
 def read_config(manifest: Manifest) -> dict[str, Any]:
@@ -65,19 +65,19 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the names that converters read for keys that other versions renamed.
+    """Return a configuration with the keys that converters read, for those that other versions of transformers renamed.
 
-    Before the defaults are filled in: they would fill in a key that it only has under its other name.
+    Call it before defaults are filled in: they would add a key whose value is there under the other name.
     """
     aliases = model_type_of(config).renamed.items()
     return {wanted: config[stored] for wanted, stored in aliases if stored in config} | dict(config)
 
 
 def ties_embeddings(manifest: Manifest) -> bool | None:
-    """Whether to build the output layer from the embedding; KerasHub reads ``tie_word_embeddings`` at most.
+    """Whether the model to build uses its embedding as output layer; ``None`` for classes without that option.
 
-    True if the configuration ties them and no different output layer is stored, as in transformers 5, or if the
-    checkpoint's class has no output layer at all. ``None`` for classes without the option.
+    True if the configuration ties them and no different output layer is stored, as transformers 5 decides, or if the
+    checkpoint's class has no output layer at all. KerasHub looks at ``tie_word_embeddings`` at most.
     """
     if not model_type_of(manifest.config).has_tie_argument:
         return None
@@ -89,9 +89,9 @@ def ties_embeddings(manifest: Manifest) -> bool | None:
 
 
 def tie_as_stored(described: Any, manifest: Manifest) -> None:
-    """Tie the embeddings of a model in a Keras configuration, in place, if no output layer is stored.
+    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if the checkpoint stores no output layer.
 
-    Some of KerasHub's classes (Llama's) do not serialise ``tie_word_embeddings``, so files of Keras do not state it.
+    Some of KerasHub's classes (Llama's) do not serialise that argument, so files that Keras writes lack it.
     """
     # Names of the embedding and of an output layer, in files of Keras and in steps.
     patterns = (r"reversible_embedding/vars/0$|token_embedding/embeddings$", r"embedding/(vars/1|reverse_embeddings)$")
@@ -101,7 +101,7 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
 
 
 def tie_as_described(described: Any, manifest: Manifest) -> None:
-    """Tie the embeddings in a Keras configuration, in place, if the Hugging Face folder that contains it is tied."""
+    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if the Hugging Face folder around it is tied."""
     if ties_embeddings(manifest):
         _tie(described)
 
@@ -120,7 +120,7 @@ def _tie(described: Any) -> None:
 
 
 def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
-    """Compare a few rows: a separately trained head differs everywhere; loading compares a copy completely."""
+    """Whether a few rows of an output layer differ from the embedding; if none does, loading compares all rows."""
     embedding = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?embed_tokens\.weight", n)), head)
     # Not comparable row by row: build the model tied, and the complete comparison of the load will refuse the tensor.
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
@@ -130,7 +130,7 @@ def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
 
 
 def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mapping[str, Any]) -> None:
-    """Check that KerasHub's class, whose constructor has these parameters, can represent the configured model."""
+    """Raise if KerasHub's class, whose constructor takes ``arguments``, cannot represent the configured model."""
     config, name = read_config(manifest), f"KerasHub's {backbone_cls.__name__}"
     why = model_type_of(config).lacking(config, name)
     head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
@@ -149,7 +149,7 @@ def check_representable(manifest: Manifest, backbone_cls: type, arguments: Mappi
 
 
 def config_beside(manifest: Manifest) -> dict[str, Any] | None:
-    """Return ``NAME.json`` next to ``NAME.weights.h5``, or the folder's ``config.json``, if it describes a model."""
+    """Return the Keras configuration in ``NAME.json`` or ``config.json`` next to ``NAME.weights.h5``, if any."""
     path = Path(manifest.source)
     # The first ending of a format is that of its weights; a format without one keeps the whole name.
     stem = path.name.removesuffix((*spec_of(manifest).endings, "")[0])
@@ -165,7 +165,7 @@ def config_beside(manifest: Manifest) -> dict[str, Any] | None:
 
 
 MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 1000, 1 << 24, 1 << 15
-"""More than any model has, with the experts of all layers together.
+"""Limits for layers, for any dim, and for the experts of all layers together: more than any model has.
 
 Without a limit, the list for a damaged configuration would fill the memory."""
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -174,7 +174,7 @@ _LAYERS = ("num_hidden_layers", "n_layer")
 def transformers_tensors(config: Config) -> list[TensorSpec]:
     """Return all tensors of a Hugging Face checkpoint with this configuration, in the order of the file.
 
-    A field that the configuration omits has transformers' default. Messages of errors are clauses.
+    A field that the configuration omits has transformers' default. Messages of errors are clauses about it.
     """
     kind, known = config.get("model_type"), model_type_of(config)
     if known.tensors is None:

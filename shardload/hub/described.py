@@ -38,7 +38,7 @@ from shardload.stores.local import located, temporary_folder
 from shardload.stores.location import Location
 
 _MAX_BYTES = 16 << 40
-"""More than any model has. Without a limit, a plan for a damaged configuration would fill the memory."""
+"""More bytes than any model has. Without a limit, a plan for a damaged configuration would fill the memory."""
 
 
 def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> Manifest:
@@ -50,7 +50,7 @@ def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> 
 
 
 def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> Manifest:
-    """Return the manifest of a description, from ``FormatSpec.describe_folder``, with the checkpoint's tensors."""
+    """Return ``described``, from ``FormatSpec.describe_folder``, with the tensors that its checkpoint would have."""
     with describe_failure(described):
         if spec_of(described).is_hugging_face and model_type_of(described.config).tensors is not None:
             found = _of_hugging_face(described)
@@ -78,7 +78,7 @@ def _of_hugging_face(described: Manifest) -> Manifest:
 
 
 def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:
-    """Describe the model of a Hugging Face configuration as the preset that KerasHub would save of it."""
+    """Return the manifest of the preset that KerasHub would save of the model of a Hugging Face configuration."""
     with abstract(), tempfile.TemporaryDirectory() as folder:
         save_description(building.build_model(described, ignore_config=ignore_config), Path(folder), extra={})
         found = describe_folder(located(folder))
@@ -110,7 +110,7 @@ def _saved(described: Manifest) -> Iterator[tuple[str, tuple[int, ...], np.dtype
 
 
 def placed(specs: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]], where: Location) -> dict[str, Tensor]:
-    """Return the tensors one after the other, as in one file."""
+    """Return tensors of these names, shapes and dtypes, with offsets as if all were in one file at ``where``."""
     # The plan sorts reads by file and offset, so even tensors without a file need distinct ones.
     found: dict[str, Tensor] = {}
     offset = 0
@@ -125,8 +125,8 @@ def save_description(
 ) -> None:
     """Write KerasHub's files other than weights: ``config.json``, ``metadata.json``, and ``task.json`` for a task.
 
-    KerasHub keeps and ignores ``extra`` entries of ``config.json``. Without ``task.json``, the checkpoint is a
-    backbone's; it names ``preprocessor`` if the task has none.
+    ``config.json`` gets the entries ``extra``, which KerasHub ignores; ``task.json`` describes ``preprocessor``, if
+    given. With ``task=False``, no ``task.json`` is written, and the checkpoint is that of a backbone.
     """
     saver = kerashub.preset_saver(folder)
     backbone = backbone_of(model)

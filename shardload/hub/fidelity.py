@@ -1,10 +1,10 @@
-"""Compare the model that a checkpoint describes with the model that was built.
+"""Make the model that was built compute what its checkpoint describes, or refuse it.
 
-A Hugging Face configuration contains more than KerasHub's converters read. A dropped field changes the numbers that a
-model computes, and nothing else shows it: every tensor fits. These modules check it::
+A Hugging Face configuration contains more than KerasHub's converters read. A field that they drop changes what a model
+computes, and nothing else shows it, as every tensor fits. These modules look for such fields::
 
     before the build     quantised    are the tensors weights, or quantisation codes and adapters?
-    during the build     `arguments`  what does the constructor take that KerasHub's converter does not pass?
+    during the build     `arguments`  what could the constructor be given that KerasHub's converter does not pass?
                                       what follows the last layer of a model for embeddings?
     after the build      fields       what does the model lack?    set on layers, else refused, else ignored
 
@@ -40,7 +40,7 @@ from shardload.stores.location import Location
 
 
 def checked_fields(ignore: Sequence[str]) -> tuple[str, ...]:
-    """Check the names of fields to ignore: a misspelt name, of a field that is never checked, is not consent."""
+    """Return ``ignore`` as a tuple; raise if it names a field that is never checked, such as a misspelt one."""
     is_list = isinstance(ignore, Iterable) and not isinstance(ignore, str)
     names: tuple[Any, ...] = tuple(ignore) if is_list else (ignore,)  # first, because a generator can be read only once
     if not all(isinstance(name, str) for name in names):
@@ -52,15 +52,15 @@ def checked_fields(ignore: Sequence[str]) -> tuple[str, ...]:
 
 
 def arguments(manifest: Manifest, backbone_cls: type) -> dict[str, Any]:
-    """Return constructor arguments for a KerasHub backbone beyond those that KerasHub's converter passes."""
+    """Return arguments for a KerasHub backbone's constructor, in addition to those that KerasHub's converter passes."""
     found = _configured_arguments(manifest.config, inspect.signature(backbone_cls).parameters)
     return found | _pooling_arguments(manifest)
 
 
 def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> None:
-    """Make a newly built model compute what its source describes, or refuse it; `notes_of` lists the changes.
+    """Change settings on a new model's layers until it computes what its source describes, else raise.
 
-    It may differ in the fields of ``ignore``; the message of a refusal says how to ignore others.
+    It may still differ in the fields of ``ignore``; errors say how to ignore others. `notes_of` lists the changes.
     """
     backbone = backbone_of(model)
     record = record_of(backbone)
@@ -158,7 +158,7 @@ def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
 
 
 def _configured_arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
-    """Return arguments, of those that a constructor takes, that make a backbone match the configuration."""
+    """Return constructor arguments, among ``parameters``, that make a backbone match the configuration."""
     # Passed when the model is built, a setting is part of what Keras saves; set on layers later, it would be lost.
     checks, text = model_type_of(config).checks, text_of(config)
     if checks is None:
@@ -194,7 +194,7 @@ def _rotary_arguments(rotation: rope.Rotation, *, stretched: str) -> dict[str, A
 
 
 def _window_arguments(config: Config, checks: Checks) -> dict[str, Any]:
-    """Return the window shared by all windowed layers; `fields` checks later which layers have it."""
+    """Return constructor arguments for the window of all layers that have one; `fields` checks later which have it."""
     assert checks.windows is not None
     windows = checks.windows(config, int(config["num_hidden_layers"]))
     sizes = {size for size in windows if size}
@@ -240,7 +240,7 @@ def _is_embedder(manifest: Manifest) -> bool:
 
 
 def _other_form(folder: Location) -> str | None:
-    """Describe what in the folder KerasHub's class does not support; ``None`` if it supports everything."""
+    """Return what about the folder's pooling KerasHub's class does not support; ``None`` if it supports everything."""
     listed = read_optional(folder / "modules.json")
     listed = listed if isinstance(listed, list) else []
     if not listed and not any((folder / part).is_folder() for part in _DENSE):

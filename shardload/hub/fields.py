@@ -1,7 +1,7 @@
 """Find the fields in which a configuration and the model built from it differ.
 
-The checks inspect the model's layers, not its constructor: they detect a class that ignores an argument, and accept it
-once KerasHub fixes that.
+The checks inspect the model's layers, not its constructor: they detect a class that ignores an argument, and accept
+that class once KerasHub fixes it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardload.keras_bridge.layer_settings import gelu_tanh, set_attribute
 from shardload.units import plural
 
 _SMALL_EPSILON = 1e-4
-"""Largest epsilon that is set on layers if the constructor has no parameter for it: the change is small."""
+"""Largest epsilon that may be set on layers of which the constructor has no parameter for it: the change is small."""
 _GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu")
 
 
 def known_fields() -> set[str]:
-    """Return every field that is checked."""
+    """Return the names of all fields that are checked for any model: those that ``ignore_config`` accepts."""
     known = {*ROPE, *WINDOW, "is_causal", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
     for kind in model_types().values():
         known.update(kind.only)
@@ -48,7 +48,7 @@ def text_of(config: Config) -> Config:
 
 
 def differences(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Yield the differences between a configuration and a built backbone, abstract or not."""
+    """Yield the fields in which a configuration and a built backbone differ; the backbone's weights may be abstract."""
     known, text = model_type_of(config), text_of(config)
     yield from known.differences(config)
     yield from _directions(config, text, backbone)
@@ -81,7 +81,7 @@ def activation_of(backbone: Any) -> str | None:
 
 
 def limits(config: Config) -> Iterator[str]:
-    """Yield features that the model lacks and that transformers lacks too, or applies only to longer texts."""
+    """Yield a note for each configured feature that the model lacks, but transformers ignores or uses in long texts."""
     family, checks, text = family_of(config), model_type_of(config).checks, text_of(config)
     if family is None or checks is None or checks.rotary is None:
         return
@@ -106,7 +106,7 @@ def limits(config: Config) -> Iterator[str]:
 
 
 def untied(config: Config, backbone: Any) -> Iterator[str]:
-    """Yield a note if the configuration ties an output layer that is stored separately; only transformers 5 uses it."""
+    """Yield a note if embeddings are tied, but a different output layer is stored, which only transformers 5 uses."""
     if config.get("tie_word_embeddings") is True and getattr(backbone, "tie_word_embeddings", None) is False:
         yield (
             "tie_word_embeddings: true in the configuration, but the stored output layer differs from the embedding "
@@ -115,7 +115,7 @@ def untied(config: Config, backbone: Any) -> Iterator[str]:
 
 
 def _directions(config: Config, text: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Compare whether tokens attend to later ones: transformers 5 respects ``is_causal`` in every mask, 4 in none."""
+    """Yield differences in whether tokens attend to later ones; only transformers 5 respects ``is_causal``, not 4."""
     decoder = config.get("decoder")
     causal = (decoder if isinstance(decoder, Mapping) else text).get("is_causal")
     known = model_type_of(config)
@@ -181,9 +181,9 @@ def _activation(config: Config, checks: Checks, backbone: Any) -> Iterator[Field
 
 
 _CLOSE = 1e-3
-"""The two forms of GELU differ by up to 4.7e-4."""
+"""Largest difference of activations of which one may replace the other: the two forms of GELU differ by 4.7e-4."""
 _NAMED = ("gelu", "gelu_new", "silu", "relu", "tanh", "sigmoid")
-"""A name for each function that `_function` knows."""
+"""One of transformers' names for each function that `_function` returns."""
 
 
 @functools.cache
@@ -265,7 +265,7 @@ def _windows(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDif
 
 
 def _obeyed(window: int | None, config: Config) -> int | None:
-    """Return a KerasHub window; ``None`` if the longest text fits into it."""
+    """Return a window that has an effect; ``None`` for no window, or one into which the longest text fits."""
     if not window:
         return None
     # A bidirectional window extends by half its size to each side.
@@ -291,7 +291,7 @@ def _caps(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDiffer
 
 
 def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Compare ``query_pre_attn_scalar``, whose root divides the scores; KerasHub supports two values."""
+    """Yield a difference in ``query_pre_attn_scalar``, whose root divides scores; KerasHub supports two values."""
     field = "query_pre_attn_scalar"
     head_dim, per_head = head_dim_of(backbone), int(backbone.hidden_dim) // _heads_of(backbone)
     wanted = config.get(field, 256)

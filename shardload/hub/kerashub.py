@@ -1,8 +1,8 @@
 """KerasHub's classes, presets, converters, tokenizers and preprocessors; the only module that imports KerasHub.
 
-Families declare converters for models that KerasHub has a class for, but no converter; nothing after
-`transformers_loader` tells them apart. Constructors of some preprocessors raise without TensorFlow, although only
-calls need it: a model that was saved with one could not be built.
+Families declare converters for models that KerasHub has a class for, but no converter; callers of
+`transformers_loader` use both kinds of converters alike. Constructors of some preprocessors raise without TensorFlow,
+although only calls need it, so a model that was saved with one could not be built: `lacks_tensorflow` finds those.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _hub_extra(needed_for: str = "Building this model") -> Iterator[None]:
 
 
 def preset_handles() -> dict[str, str]:
-    """Return KerasHub's built-in presets, name → handle. Imports KerasHub."""
+    """Return KerasHub's built-in presets: name → handle (``kaggle://…``). Imports KerasHub."""
     keras_hub("Listing the presets")
     from keras_hub.src.utils.preset_utils import BUILTIN_PRESETS
 
@@ -108,7 +108,7 @@ def transformers_loader(manifest: Manifest) -> Any:
         )
 
         class OwnLoader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types
-            """KerasHub's loader, whose constructor knows KerasHub's converters only."""
+            """KerasHub's loader with a family's converter, which the original constructor would not find."""
 
             def __init__(self) -> None:
                 super(TransformersPresetLoader, self).__init__(preset_path(manifest), config)
@@ -135,7 +135,7 @@ def converter(manifest: Manifest) -> Any:
 
 
 def preset_path(manifest: Manifest) -> str:
-    """Return the path where KerasHub looks for files other than weights: the checkpoint's, or one without files.
+    """Return the path where KerasHub looks for files other than weights; ``os.devnull`` if a checkpoint has no files.
 
     KerasHub would take a path that does not exist for the name of a preset, and ask hubs for it.
     """
@@ -146,7 +146,7 @@ def preset_path(manifest: Manifest) -> str:
 
 
 def task_class(manifest: Manifest) -> Any:
-    """Return the class of the task that is built for a checkpoint of KerasHub or Hugging Face, ``None`` for others."""
+    """Return KerasHub's task class for a checkpoint of KerasHub or Hugging Face; ``None`` for others and backbones."""
     match spec_of(manifest).described_by:
         case "keras-hub":
             keras_hub()
@@ -158,7 +158,7 @@ def task_class(manifest: Manifest) -> Any:
 
 
 def task_class_of(manifest: Manifest, convert: Any, backbone_cls: type) -> Any:
-    """Return KerasHub's task class for the checkpoint; ``None`` if it has only a backbone's weights."""
+    """Return KerasHub's task class for a Hugging Face checkpoint; ``None`` if it has only a backbone's weights."""
     models = keras_hub().models
     architecture = architecture_of(manifest.config)
     if "ForImageClassification" in architecture and hasattr(convert, "convert_head"):
@@ -226,10 +226,10 @@ def greedy_sampler() -> Any:
 
 
 def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> Any:
-    """Make a preprocessor; raises any error if its files are damaged or missing, or if it cannot run here.
+    """Make the preprocessor ``cls`` of a checkpoint; raises any error if files are damaged, or it cannot run here.
 
     Some of KerasHub's preprocessors need TensorFlow; each is tried on one word, so that a model never fails later
-    because of it. With ``usable=False``, it is only written, and needs no TensorFlow.
+    because of it. ``usable=False`` makes one that is only written to files, which needs no TensorFlow.
     """
     from shardload.keras_bridge.model_state import without_walking_vocabularies  # imports Keras
 
@@ -246,7 +246,7 @@ def lacks_tensorflow(cls: type) -> bool:
 
 
 def as_with_tensorflow(cls: type) -> contextlib.AbstractContextManager[None]:
-    """Let the constructor of Gemma 3's preprocessor run without TensorFlow, which only its calls use."""
+    """Return a context in which Gemma 3's preprocessor can be constructed without TensorFlow, which only calls need."""
     # The class' module imported the check by name, so it is replaced there.
     module, name = sys.modules[cls.__module__], "assert_tf_installed"
     return Patches(lambda: [(module, name, lambda _: lambda symbol: None)] if hasattr(module, name) else []).applied()

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints whose tensors are not the weights themselves: quantised ones, and adapters.
+"""Refuse Hugging Face checkpoints whose tensors are not the weights themselves: quantised ones, and adapters.
 
 A quantised folder stores codes, and scales that turn them into weights. KerasHub reads neither: it would use the codes
 as weights (FP8), or find no tensor and leave random values (GPTQ, AWQ). Three things identify such a folder:
@@ -25,9 +25,9 @@ from shardload.stores.json_files import read_optional
 from shardload.units import plural
 
 FIELD = "quantization_config"
-"""Field to ignore if only the configuration mentions quantisation, or if float8 values need no scales."""
+"""Name in ``ignore_config`` to accept quantisation that only the configuration mentions, or float8 without scales."""
 ADAPTER = "adapter_config"
-"""Field to ignore to load the plain weights of a folder that also contains an adapter."""
+"""Name in ``ignore_config`` to load the plain weights of a folder that also contains an adapter."""
 _BARE_FLOAT8 = "float8"
 """Method name for float8 tensors without scales, which may be plain casts."""
 _SIGNS = (
@@ -43,7 +43,7 @@ _SIGNS = (
 )
 """Tensor names that no unquantised model has → the method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
-"""Endings of names that are a sign only together with another tensor."""
+"""Ending of a name in `_SIGNS` → ending of the tensor next to it, without which the name is no sign."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER = r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\."
 _OPTION = f"ignore_config=({FIELD!r},) (--ignore-config {FIELD})"
@@ -51,9 +51,9 @@ _ALTERNATIVES = "Load the unquantised checkpoint of this model, or a GGUF file o
 
 
 def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
-    """Refuse quantised checkpoints and adapters; the message names the method, or the adapter's base model.
+    """Raise for quantised checkpoints and adapters; the message names the method, or the adapter's base model.
 
-    `FIELD` in ``ignore`` accepts quantisation in the configuration only, and float8 tensors without scales.
+    With `FIELD` in ``ignore``, accept quantisation that only the configuration mentions, and float8 without scales.
     """
     if not spec_of(manifest).may_be_codes:
         return
@@ -76,7 +76,7 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 
 
 def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
-    """Like `check`, for a load into an existing model; bare files are left to `check_mapped`."""
+    """Like `check`, before a load into an existing model; files without a folder are left to `check_mapped`."""
     if _is_folder(manifest):
         check(manifest, ignore=ignore)
 
@@ -84,7 +84,7 @@ def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 def check_mapped(
     manifest: Manifest, bindings: Iterable[Any], unused: Iterable[str], *, ignore: Iterable[str] = ()
 ) -> None:
-    """Refuse codes and adapters among the unused tensors of a bare file, and float8 tensors used as weights.
+    """Raise for codes or adapters among a bare file's unused tensors, and for float8 tensors used as other dtypes.
 
     ``bindings`` are the tensors that the model uses, as `shardload.mapping.Binding`.
     """
@@ -95,7 +95,7 @@ def check_mapped(
 
 
 def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[str] = ()) -> tuple[str, ...]:
-    """Describe the tensors of a checkpoint that passed `check` because of ``ignore``."""
+    """Return a note for each adapter or sign of quantisation that `check` accepted because of ``ignore``."""
     notes = []
     if ADAPTER in ignore and _has_adapter_beside(manifest):
         notes.append(f"{ADAPTER} ignored: the model has the weights without the PEFT adapter")
@@ -109,7 +109,7 @@ def accepted(manifest: Manifest, bindings: Iterable[Any], *, ignore: Iterable[st
 
 
 def _widened(manifest: Manifest, bindings: Iterable[Any]) -> list[str]:
-    """Return the float8 tensors that fill variables of another dtype."""
+    """Return the names of float8 tensors that would be loaded into variables of another dtype."""
     names = [b.view.tensor for b in bindings if not _is_float8(b.dtype)]
     return [name for name in names if _is_float8(manifest.tensors[name].dtype)]
 
@@ -137,7 +137,7 @@ def _check_tensors(manifest: Manifest, names: Iterable[str], *, ignore: Iterable
 
 
 def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield each method that a configuration names, and where."""
+    """Yield each quantisation method that a configuration names, and the field or file that names it."""
     nested = [manifest.config.get(key) for key in ("text_config", "language_config")]
     for config in (manifest.config, *(c for c in nested if isinstance(c, Mapping))):
         for key in (FIELD, "compression_config"):
@@ -152,7 +152,7 @@ def _described(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _algorithm_beside(manifest: Manifest) -> str | None:
-    """Return the algorithm from the file that ModelOpt writes next to ``config.json``."""
+    """Return the algorithm in ``hf_quant_config.json``, which ModelOpt writes; ``None`` without such a file."""
     if not _is_folder(manifest):
         return None
     try:
@@ -163,7 +163,7 @@ def _algorithm_beside(manifest: Manifest) -> str | None:
 
 
 def _method_of(name: str, manifest: Manifest) -> str | None:
-    """Return the method that stores a tensor of this name or dtype; ``None`` for a weight."""
+    """Return the quantisation method that stores tensors of this name or dtype; ``None`` for a plain weight."""
     tensors = manifest.tensors
     # float8 next to a scale are codes; alone, they may be plain casts.
     stem = name.removesuffix(".weight")
