@@ -1,9 +1,9 @@
-"""Generate text from a prompt, greedily, on the model's own mesh.
+"""Generate text from prompts, greedily (always the most probable token), on the model's own mesh.
 
     prompts ─► token ids ─► padded to one length and to the batch axis ─► CausalLM's compiled loop ─► cut ─► text
 
-KerasHub's ``generate()`` needs a preprocessor, and some of those need TensorFlow; its compiled inner loop, which runs
-here, needs only token ids. One prompt on a 2x4 mesh is padded to two rows, and one result is discarded.
+KerasHub's ``generate()`` needs a preprocessor, and some of those need TensorFlow; its compiled inner loop, which is
+called here, needs only token ids. A batch is padded to the mesh: one prompt on a 2x4 mesh is computed twice.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def generate(
     max_new_tokens: int = 32,
     tokenizer: Tokenizer | PathLike | None = None,
 ) -> str | list[str]:
-    """Continue one prompt or several, greedily; return only the continuations.
+    """Continue one prompt or several, always with the most probable token; return only the continuations.
 
     ``model.generate`` needs a KerasHub preprocessor, which some tokenizers lack and some need TensorFlow for; this
     function needs neither.
@@ -163,7 +163,7 @@ def _require_causal_lm(model: Any) -> None:
 
 
 def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, NDArray[Any]]:
-    """Return token ids and a mask, (rows, length), with the last prompt repeated to fill the mesh's batch axis."""
+    """Return token ids and padding mask, (rows, length); the last prompt repeats until the batch axis divides rows."""
     # Backbones with learned positions, such as GPT-2's, have a fixed number of them.
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     limit = getattr(backbone_of(model), "max_sequence_length", None)
@@ -189,7 +189,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
 
 @contextlib.contextmanager
 def _on_mesh(model: Any) -> Iterator[Any]:
-    """Enter the model's own mesh and yield a function that places a batch on it; plain models run where they are."""
+    """Enter the model's own mesh and yield a function that puts an array on it; without a mesh, on Keras' device."""
     binding = binding_of(model)
     if binding is None:
         yield keras.ops.convert_to_tensor
@@ -205,7 +205,7 @@ def _on_mesh(model: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A model's greedy loop, cached between calls, because compiling it takes longer than running it."""
+    """A model's compiled loop with greedy sampling, cached on the model: compiling takes longer than running it."""
 
     binding: Any
     sampler: Any
@@ -214,9 +214,9 @@ class _Compiled:
 
 @contextlib.contextmanager
 def _greedy(model: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the model's generate function with greedy sampling.
+    """Yield the model's generate function with greedy sampling; the model's own sampler is restored afterwards.
 
-    ``compile(sampler=…)`` would discard the model's optimizer and its compiled steps.
+    KerasHub's ``model.compile(sampler=…)`` would discard the model's optimizer and its compiled training steps.
     """
     from shardload.hub import kerashub
 

@@ -31,7 +31,7 @@ from shardload.stores.location import Location
 from shardload.text.tokenizer import TURN_ENDS, HuggingFace, SentencePiece, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""``tokenizer.ggml.token_type``; SentencePiece's own numbers."""
+"""Values of ``tokenizer.ggml.token_type``, the kinds of tokens; SentencePiece uses the same numbers."""
 
 
 def rebuild(path: Location) -> Tokenizer:
@@ -59,7 +59,7 @@ def of_metadata(metadata: TokenizerMetadata, path: str) -> Tokenizer:
 
 
 def check_supported(model: str, pre: str, path: str) -> None:
-    """Raise if a tokenizer of this type cannot be rebuilt; ``path`` is its origin, for messages."""
+    """Raise if a tokenizer with these GGUF types (``tokenizer.ggml.model`` and ``pre``) cannot be rebuilt."""
     # Takes names, not the metadata: a load asks this without reading the vocabulary.
     if model not in tuple(GgufTokenizer):
         raise UnsupportedError(
@@ -105,7 +105,7 @@ def _sentencepiece_proto(metadata: TokenizerMetadata) -> bytes:
 
 
 def _byte_level(metadata: TokenizerMetadata) -> HuggingFace:
-    """Rebuild a byte-level BPE tokenizer of a supported type."""
+    """Rebuild a byte-level BPE tokenizer, whose way to split text is in `pre_tokenizers`."""
     import tokenizers
     from tokenizers import decoders, models
     from tokenizers import pre_tokenizers as splitters
@@ -143,20 +143,20 @@ def _spaced_pairs(metadata: TokenizerMetadata) -> HuggingFace:
 
 
 def _vocabulary(metadata: TokenizerMetadata) -> dict[str, Any]:
-    """Return the ids and the merges of byte pairs, as arguments of ``models.BPE``."""
+    """Return a tokenizer's vocabulary and merges as arguments of ``tokenizers.models.BPE``."""
     # The first space ends the left half: in these vocabularies, a token has Ġ or ▁ for a space.
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in metadata.merges)]
     return {"vocab": {token: i for i, token in enumerate(metadata.tokens)}, "merges": merges}
 
 
 def _prefix(metadata: TokenizerMetadata, *, default: bool = True) -> tuple[int, ...]:
-    """Return the start token, if there is one and the header, or else ``default``, says that texts begin with it."""
+    """Return the ids to put before a prompt: the start token, if the header, or else ``default``, asks for it."""
     bos = metadata.special_ids.get("bos")
     return (bos,) if bos is not None and metadata.flags.get("add_bos_token", default) else ()
 
 
 def _add_tokens(inner: Any, metadata: TokenizerMetadata) -> None:
-    """Mark tokens that are matched as a whole: control tokens, which decode to nothing, and user-defined ones."""
+    """Add tokens that texts are first searched for: control tokens, which decode to nothing, and user-defined ones."""
     from tokenizers import AddedToken
 
     # Not strict: a header may have no types.
@@ -186,7 +186,7 @@ def _encoder_tokenizer(metadata: TokenizerMetadata) -> Any:
 
 
 def _word_piece_vocabulary(metadata: TokenizerMetadata) -> list[str]:
-    """Return BERT's vocabulary as in ``vocab.txt``."""
+    """Return the tokens as BERT's ``vocab.txt`` spells them, with ``##`` for the inside of a word."""
     kinds = metadata.token_types.tolist() or [1] * len(metadata.tokens)
     pieces = []
     for token, kind in zip(metadata.tokens, kinds, strict=True):
@@ -238,7 +238,7 @@ def _unigrams(metadata: TokenizerMetadata) -> Any:
 
 
 def _surround(inner: Any, metadata: TokenizerMetadata) -> None:
-    """Mark control tokens, and add the model's tokens before and after each text; changes ``inner`` in place."""
+    """Let ``inner`` add a token before and after each text, as encoders expect, and mark its control tokens."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 
@@ -305,7 +305,7 @@ def files_of(metadata: TokenizerMetadata, source: str, model_type: str) -> dict[
 
 
 def _with_special(metadata: TokenizerMetadata) -> bytes:
-    """Return a SentencePiece model that marks special pieces as such, which other readers rely on."""
+    """Return a serialised SentencePiece model in which start, end and padding are control pieces, as readers expect."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2 as pb2
 

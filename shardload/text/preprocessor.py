@@ -1,4 +1,4 @@
-"""KerasHub's preprocessor for a model: ``model.generate("text")`` works as after ``from_preset``.
+"""Give models KerasHub's preprocessor, so that ``model.generate("text")`` works as after ``from_preset``.
 
     folder      files ─► KerasHub, in a thread while the model is built and its weights are read ─► attach
     GGUF file   attach: looks at names and types only ─► first use ─► header ─► Hugging Face's files ─► KerasHub
@@ -42,14 +42,14 @@ _INSTEAD = "Use shardload.generate(model, prompts)"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Any of these files means that a folder has a tokenizer."""
 _PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f600"
-"""Where tokenizers differ: contractions, spaces, digits, other scripts."""
+"""A text to compare tokenizers by, with what they split differently: contractions, spaces, digits, other scripts."""
 
 
 class TextInput:
     """Gives a task its preprocessor: that of a folder is made during the load, that of a GGUF file on first use."""
 
     def __init__(self, *, task: bool = True) -> None:
-        """Prepare for a load; with ``task=False``, the model is a backbone and gets no preprocessor."""
+        """Prepare for one load of a model; with ``task=False``, the model is a backbone and gets no preprocessor."""
         self._task = task
         self._cls: Any = None
         self._making: InThread[Any] | None = None
@@ -71,7 +71,7 @@ class TextInput:
             self._make(task.preprocessor_cls, manifest)
 
     def prepare(self, model: Any, manifest: Manifest) -> None:
-        """Begin now, for a model that has just been built, unless `begin` did."""
+        """Begin to make the preprocessor of a model that has just been built, unless `begin` chose the same class."""
         # `begin` guessed the class from the configuration: another one replaces it.
         if (cls := _wanted(model)) is not self._cls and cls is not None and _is_folder(manifest):
             self._make(cls, manifest)
@@ -83,7 +83,7 @@ class TextInput:
         self._making = InThread(lambda: kerashub.make_preprocessor(cls, manifest), name="shardload-text")
 
     def attach(self, model: Any, manifest: Manifest) -> str | None:
-        """Set the preprocessor of a loaded model; return why it cannot generate from text, for the report."""
+        """Set the preprocessor of a loaded model; if there is none, return why, for the report, or else ``None``."""
         cls = _wanted(model)
         if cls is None:
             return None
@@ -98,7 +98,7 @@ class TextInput:
         return None
 
     def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
-        """Set the preprocessor that was made; return why there is none although the source has a tokenizer."""
+        """Set the preprocessor that the thread made; if it failed although the source has a tokenizer, return why."""
         # A source that has none, such as a folder with weights only, needs no line in the report.
         has_vocabulary = any((Path(manifest.source) / name).is_file() for name in _VOCABULARIES)
         was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
@@ -115,7 +115,7 @@ class TextInput:
 
 
 def _wanted(model: Any) -> Any:
-    """Return the class of the preprocessor that a task lacks, ``None`` if it has one or needs none."""
+    """Return the class of preprocessor that a model still needs; ``None`` if it has one or its class takes none."""
     cls = getattr(type(model), "preprocessor_cls", None)
     return cls if cls is not None and model.preprocessor is None else None
 
@@ -140,7 +140,7 @@ _FORMS: Mapping[str, str] = {
 
 
 def _why_none(cls: Any, manifest: Manifest) -> str | None:
-    """Return why KerasHub cannot make a preprocessor, as far as the types tell."""
+    """Return why KerasHub cannot make a preprocessor from a GGUF file's type of tokenizer; ``None`` if it can."""
     # From the manifest's metadata only: rebuilding the tokenizer here would cost every load.
     values, source = manifest.metadata, manifest.source
     if not values.get("tokenizer.ggml.tokens"):
@@ -161,7 +161,7 @@ def _why_none(cls: Any, manifest: Manifest) -> str | None:
 
 
 def _made(cls: Any, manifest: Manifest, files: Fingerprint) -> Any:
-    """Make the preprocessor; return ``None``, with a warning, if KerasHub cannot."""
+    """Make the preprocessor of a model from a GGUF file; return ``None``, with a warning, if KerasHub cannot."""
     try:
         files.check()
         metadata = tokenizer_metadata(manifest.location)
@@ -193,7 +193,7 @@ _ATTRIBUTE = "_preprocessor"
 
 
 def _defer_preprocessor(task: Any, make: Callable[[], Any]) -> None:
-    """Let ``make`` return the preprocessor of a task when it is first used; setting one discards ``make``."""
+    """Call ``make`` for a task's preprocessor only when it is first used; setting another one discards ``make``."""
     cls = kerashub.keras_hub().models.Task
     if vars(cls).get(_ATTRIBUTE) is None:
         setattr(cls, _ATTRIBUTE, _Deferred())
@@ -203,7 +203,7 @@ def _defer_preprocessor(task: Any, make: Callable[[], Any]) -> None:
 
 
 class _Deferred:
-    """The attribute of a class that makes what an instance lacks."""
+    """Descriptor on KerasHub's ``Task`` that makes the preprocessor of a task that has none, when it is looked up."""
 
     def __init__(self) -> None:
         # Reentrant: what makes a preprocessor may ask the task for it, and must not wait for itself.

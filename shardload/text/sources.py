@@ -39,7 +39,7 @@ def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
 
 
 def record_text_source(model: Any, manifest: Manifest) -> None:
-    """Store the source of a model for `tokenizer_for`, if it may have a tokenizer."""
+    """Record on a model the source that it was loaded from, for `tokenizer_for`, if that may have a tokenizer."""
     form, record = spec_of(manifest).tokenizer, record_of(model)
     if form is not None:
         record.text_source, record.tokenizer = manifest, None
@@ -47,7 +47,7 @@ def record_text_source(model: Any, manifest: Manifest) -> None:
 
 
 def tokenizer_for(model: Any) -> Tokenizer:
-    """Return the tokenizer of the source that shardload loaded a model from, else that of its own preprocessor."""
+    """Return the tokenizer of the source that shardload loaded a model from, else that of the model's preprocessor."""
     record = record_of(model)
     # A preprocessor without a source: KerasHub loaded the model.
     if record.text_source is None or record.text_header is None:
@@ -65,7 +65,7 @@ def tokenizer_for(model: Any) -> Tokenizer:
 
 
 def tokenizer_of(manifest: Manifest) -> Tokenizer:
-    """Load the tokenizer of a checkpoint."""
+    """Load the tokenizer of an opened checkpoint, or raise if it has none."""
     folder = Path(manifest.source)
     found: Tokenizer | None = None
     try:
@@ -124,7 +124,7 @@ def _with_stops(inner: Any, stops: set[int]) -> HuggingFace:
 
 
 def _declared_stops(folder: Path, manifest: Manifest) -> set[int]:
-    """Return ``eos_token_id`` of the generation and model configurations: a number, or a list of numbers."""
+    """Return all stop ids that a folder's configurations declare as ``eos_token_id``, each a number or a list."""
     # All of them: which one names the end of a turn differs from model to model.
     text = manifest.config.get("text_config") or {}
     found: set[int] = set()

@@ -1,4 +1,4 @@
-"""One small interface for the checkpoint's own tokenizer, in whichever form it is stored.
+"""The interface `Tokenizer`, and implementations for each form in which checkpoints store their tokenizers.
 
     hugging-face   tokenizer.json ─► tokenizers      tokenizer.model ─► sentencepiece     vocab.json ─► tokenizers
     keras-hub      tokenizer.json, assets/ ─► KerasHub
@@ -31,20 +31,20 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; control tokens, and ids that the vocabulary lacks, have none."""
+        """Return the text of token ids; control tokens, and ids outside of the vocabulary, add nothing to it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SentencePiece:
-    """A SentencePiece model."""
+    """The `Tokenizer` of a SentencePiece model."""
 
     processor: Any = field(repr=False)
     stop_ids: tuple[int, ...]
     prefix: tuple[int, ...]
-    """Ids before every prompt."""
+    """Ids to put before every prompt: the start token, or none."""
     control_ids: frozenset[int] = field(default=frozenset(), repr=False)
-    """Ids without text, in addition to those that SentencePiece marks."""
+    """Ids that decode to no text, in addition to those that the SentencePiece model itself marks as control."""
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -59,12 +59,12 @@ class SentencePiece:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFace:
-    """A ``tokenizers.Tokenizer``."""
+    """The `Tokenizer` of a ``tokenizers.Tokenizer``, the format of ``tokenizer.json``."""
 
     inner: Any = field(repr=False)
     stop_ids: tuple[int, ...]
     prefix: tuple[int, ...] = ()
-    """Ids before every prompt, if the tokenizer itself adds none."""
+    """Ids to put before every prompt, if the tokenizer itself adds none."""
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -77,12 +77,12 @@ class HuggingFace:
 
 @dataclass(frozen=True, slots=True)
 class KerasHub:
-    """A KerasHub tokenizer layer."""
+    """The `Tokenizer` of a KerasHub tokenizer layer."""
 
     layer: Any = field(repr=False)
     stop_ids: tuple[int, ...]
     prefix: tuple[int, ...]
-    """The start token, if the model has one."""
+    """Ids to put before every prompt: the start token, or none."""
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -97,7 +97,7 @@ class KerasHub:
 
 @dataclass(frozen=True, slots=True)
 class ByteIds:
-    """Substitute for synthetic checkpoints without a vocabulary: bytes in, numbers out."""
+    """The `Tokenizer` of synthetic checkpoints, which have no vocabulary: encodes bytes, and decodes ids to numbers."""
 
     vocabulary_size: int
     stop_ids: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ class ByteIds:
 
 
 def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> SentencePiece:
-    """Wrap a loaded SentencePiece model with its own stop ids and ``stops``."""
+    """Wrap a loaded SentencePiece model; its stop ids are its own end tokens and ``stops``."""
     # piece_to_id returns the unknown id for a missing piece; bos_id and eos_id are -1 if there is none.
     ends = (processor.piece_to_id(token) for token in TURN_ENDS)
     found = {*stops, processor.eos_id(), *(i for i in ends if i != processor.unk_id())}
