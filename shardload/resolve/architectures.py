@@ -1,4 +1,4 @@
-"""The published sizes of families, which `shardload synth` can write, as Hugging Face configurations.
+"""Look up the published sizes of families (``gemma2_9b``), which are Hugging Face configurations, and scale them down.
 
 One configuration is the only source of an architecture: KerasHub's converter makes the Keras model of it, and
 `shardload.hub.config_forms` the Hugging Face tensor names and shapes. Values are those of the published
@@ -17,17 +17,17 @@ ArchitectureConfig = dict[str, Any]
 
 
 def architectures() -> dict[str, ArchitectureConfig]:
-    """Return the configuration of each size, by its name."""
+    """Return the ``config.json`` of each published size, by the size's name (``gemma2_9b``)."""
     return {name: config for family in families() for name, config in family.sizes.items()}
 
 
 def aliases() -> dict[str, str]:
-    """Return other names of sizes, each with the name it stands for."""
+    """Return the aliases of published sizes: alias → the size's own name."""
     return {alias: name for family in families() for alias, name in family.aliases.items()}
 
 
 def alias_note(asked: str, found: str) -> str | None:
-    """Explain that another name stands for a size; ``None`` if it is the size's own."""
+    """Return a note that ``asked`` is an alias of the size ``found``; ``None`` if both are the same name."""
     if asked == found:
         return None
     notes = {alias: note for family in families() for alias, note in family.alias_notes.items()}

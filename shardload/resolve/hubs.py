@@ -1,4 +1,4 @@
-"""Model hubs: turn a handle into a local folder, from the hub's own cache or by download; folders in their caches.
+"""Turn a handle of a model hub into a local folder, from the hub's own cache or by download; open folders of caches.
 
 ``kaggle://ORG/MODEL/keras/VARIANT[/VERSION]`` goes through kagglehub, ``hf://ORG/MODEL[@REVISION][/FILE]`` through
 huggingface_hub; both come with KerasHub, and both store downloads in caches that they share with other programs.
@@ -21,17 +21,17 @@ from shardload.stores.local import any_home, home
 from shardload.units import plural
 
 _CONNECT_S = 4.0
-"""Long enough for a satellite link, short enough not to look like a hang."""
+"""Seconds to wait for a connection: enough for a satellite link, but too few to look like a hang."""
 _KAGGLE_URL = "https://api.kaggle.com"
 """The server that kagglehub queries."""
 _CONFIG = "config.json"
 _OPTIONAL_FILES = ("task.json", "metadata.json")
 _ABSENT = ("404 Client Error", "is not present in the model files")
-"""Parts of kagglehub's errors for files that a model lacks, as KerasHub tests for them."""
+"""Words in errors by which kagglehub says that a model has no such file; KerasHub looks for the same words."""
 _WEIGHT_FILES = ("model.weights.h5", "model.weights.json", "model.safetensors", "model.safetensors.index.json")
 _HF_SMALL = ["*.json", "*.model", "*.txt", "*.spm", "*.jinja"]
 _HF_PATTERNS = [*_HF_SMALL, "*.safetensors", "*.weights.h5"]
-"""Files to download: without copies of the weights in PyTorch's, TensorFlow's and GGUF's formats."""
+"""Patterns of the files to download: no copies of the weights in PyTorch's, TensorFlow's and GGUF's formats."""
 _HF_CONFIGURATION = [_CONFIG, *_OPTIONAL_FILES]
 
 
@@ -86,7 +86,7 @@ def _from_kaggle(name: str, *, weights: bool) -> Path:
 
 
 def _kaggle_configuration(name: str) -> Path:
-    """Download the files that describe a model; ``config.json`` comes last, so that with it the others are there."""
+    """Download the files that describe a model, ``config.json`` last: if the cache has it, it has the others too."""
     import kagglehub
 
     for optional in _OPTIONAL_FILES:
@@ -126,12 +126,12 @@ def _from_hugging_face(name: str, *, weights: bool) -> Path:
     except Exception as error:  # as above
         raise SourceNotFoundError(_refused(str(asked), error)) from error
     if not found.exists():
-        raise SourceNotFoundError(f"Cannot find {asked}: {asked.repository} has no such file or folder")
+        raise SourceNotFoundError(f"Cannot find {asked}: {asked.repository} has no such file or folder. Check its name")
     return found
 
 
 def _hf_patterns(path: str) -> list[str]:
-    """Return patterns of the files to download for a file or folder of a repository; ``""`` for all of it."""
+    """Return patterns of the files to download for a file or folder of a repository; ``""`` is the whole repository."""
     if not path:
         return _HF_PATTERNS
     folder, _, name = path.rpartition("/")
@@ -142,7 +142,7 @@ def _hf_patterns(path: str) -> list[str]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a cached file has all its parts, or a cached folder is complete."""
+    """Whether a cached folder is complete, or of a cached file, all parts are in the cache."""
     if path.is_dir():
         return _is_complete(path)
     _, count = part_number(path.name) or (1, 1)
@@ -157,7 +157,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _require_cache(handle: str, *variables: str) -> None:
-    """Raise if a hub has no folder for downloads: it would use one named "~", or one that cannot be written."""
+    """Raise if there is no folder for a hub's downloads: its library would use one named "~", or fail to write."""
     if home() is None and not any(os.environ.get(name) for name in variables):
         raise SourceNotFoundError(
             f"Cannot download {handle}: there is no folder for downloads, because HOME is not set and this user has no "
@@ -186,23 +186,23 @@ _HANDLE = re.compile(
     r"(?:models/)?(?P<repository>(?!models/)[\w.\-]+/[\w.\-]+)"
     r"(?:@(?P<revision>refs/convert/[\w.\-]+(?=/|$)|refs/pr/\d+(?=/|$)|[^/]+))?(?:/(?P<path>.*))?"
 )
-"""As huggingface_hub reads it: another slash in a revision is written ``%2F``."""
+"""Matches a handle without its scheme as huggingface_hub does: in a revision, other slashes are written ``%2F``."""
 _SHOWN_SNAPSHOTS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What an ``hf://`` handle names."""
+    """The parts of an ``hf://`` handle."""
 
     repository: str
     revision: str | None
     """A branch, tag or commit; ``None`` for the main branch."""
     path: str
-    """A file or folder; empty for all."""
+    """A file or folder in the repository; empty for the whole repository."""
 
     @classmethod
     def parse(cls, name: str) -> HubName:
-        """Parse a handle without its scheme."""
+        """Parse a handle without its scheme, such as ``ORG/MODEL@REVISION``."""
         found = _HANDLE.fullmatch(name)
         path = (found["path"] or "").removesuffix("/") if found else ""
         # The name becomes a path in the cache, which it must not leave.
@@ -222,7 +222,7 @@ def _is_inside(path: str) -> bool:
 
 
 def snapshot_of(path: Path) -> tuple[Path, str | None]:
-    """Return the snapshot to open for a repository's folder in the cache, with a note; any other path unchanged.
+    """Return the snapshot to open, and a note, if ``path`` is a repository in Hugging Face's cache, else ``path``.
 
     models--org--name/refs/main            the commit of a branch or tag
     models--org--name/snapshots/<commit>/  its files, as links to ../../blobs: the folder to open

@@ -1,4 +1,4 @@
-"""Open a source: its manifest, a checker for the bytes read from it, and notes about it."""
+"""Open a source: find it, read its headers, and return a manifest, a checker of the bytes read later, and notes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from shardload.stores.location import Location, nowhere
 from shardload.stores.remote import RemoteStore, location_of
 
 _HUGGING_FACE = "hf-safetensors"
-"""Format of an architecture's checkpoints."""
+"""Format in which an architecture without weights is described and planned."""
 _UNVERIFIED = "not saved by shardload: unverified, as it has no digests"
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """An opened source: its headers, and a checker if its bytes can be verified."""
+    """An opened source: its manifest, a checker if its bytes can be verified, and notes for people."""
 
     manifest: Manifest
     checker: Checker | None
@@ -47,15 +47,15 @@ def open_source(
     step: int | str = "latest",
     ignore_config: Sequence[str] = (),
 ) -> OpenedSource:
-    """Find and open a source.
+    """Find the checkpoint that a source refers to, and read its headers.
 
     Args:
         source: A path, name, handle or address; or a location in any store.
         format: Name of a format, to require it.
-        described: Open a file's folder instead, if the folder describes the file's model.
-        verify: Whether its tensors are about to be read.
+        described: Of a single file, open its folder instead, if that describes the file's model.
+        verify: Return a checker for the bytes, if the source has digests; false if only headers are read.
         weights: Whether its weights are needed; otherwise an architecture or a configuration is enough.
-        step: Of a folder of training steps, the step: a number, ``"latest"`` or ``"best"``.
+        step: Which step of a folder of training steps to open: a number, ``"latest"`` or ``"best"``.
         ignore_config: As for `shardload.plan`, for a source without weights.
     """
     known = format_names()
@@ -110,7 +110,7 @@ def open_source(
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:
-    """Resolve the source; if ``described``, to the folder that also describes its model."""
+    """Resolve a source; with ``described``, resolve a single file to its folder, if that describes its model."""
     resolved = resolve(source, weights=weights)
     if resolved.architecture is not None:
         return resolved
@@ -126,7 +126,7 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
 def _without_weights(
     resolved: Resolved, format: str | None, ignore_config: Sequence[str], *, with_weights: bool = False
 ) -> OpenedSource | None:
-    """Describe a source without weights; ``None`` if it has no configuration, or weights and not ``with_weights``."""
+    """Open a source by its configuration alone; ``None`` if it has none, or has weights, unless ``with_weights``."""
     from shardload.hub.described import with_tensors
 
     if resolved.architecture is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints of exact architecture with seeded random weights, written as a stream.
+"""Write checkpoints with the exact architecture of published models and random weights from a seed.
 
 Any size can be tried without a hub: the files have the names, shapes, dtypes and layout of the real
 checkpoint, and load with Keras, KerasHub or safetensors like it::
@@ -51,18 +51,18 @@ MAX_SEED = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureSummary:
-    """One line of `names`."""
+    """One architecture that `synth` can write, as `names` lists it."""
 
     name: str
     aliases: tuple[str, ...]
     parameters: int
     nbytes: int
-    """Size in bfloat16."""
+    """Bytes of all its weights in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Everything that determines the output; also stored in the configuration, under ``shardload``."""
+    """Everything that determines the bytes of a checkpoint; `label` stores it in the checkpoint's configuration."""
 
     name: str
     config: ArchitectureConfig
@@ -117,11 +117,11 @@ def synth(
     Args:
         name: An architecture of `names`, or an alias (``gemma2_7b`` is ``gemma2_9b``).
         format: ``preset``, ``h5`` or ``safetensors``.
-        scale: Factor for all dims except heads. The name becomes ``NAME-x0.05``.
+        scale: Factor for the number of layers and all dims but heads. The name becomes ``NAME-x0.05``.
         seed: The same seed gives the same bytes.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
         directory: Folder to write to; by default the checkpoint root, where ``shardload load NAME`` finds it.
-        shard_bytes: Largest safetensors file.
+        shard_bytes: Most bytes of one safetensors file; larger checkpoints are cut into several files.
         progress: As for `shardload.load`.
         overwrite: Replace a different checkpoint with the same name.
 
@@ -198,7 +198,7 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
     (work / "config.json").write_text(json.dumps(config, indent=2))
     written = {name: (tensor.shape, tensor.dtype) for name, tensor in open_manifest(work).tensors.items()}
     if written != {t.name: (t.shape, t.dtype) for t in tensors}:
-        raise WriteError(f"Cannot read back {work}: it has other tensors than were written")
+        raise WriteError(f"Cannot read back {work}: it has other tensors than were written. Write to another disk")
 
 
 def _stream(file: Any, spec: TensorSpec, job: _Job, *, number: int, progress: Progress) -> None:
@@ -212,7 +212,7 @@ def _stream(file: Any, spec: TensorSpec, job: _Job, *, number: int, progress: Pr
 
 
 def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) -> None:
-    """Write configuration and weights as KerasHub and Keras do."""
+    """Write the files of the formats ``preset`` and ``h5`` to ``work``, as KerasHub and Keras write them."""
     from shardload.hub import building, described
     from shardload.keras_bridge.abstraction import abstract
     from shardload.keras_bridge.hub_imports import backbone_of
@@ -241,7 +241,7 @@ def _write_keras(job: _Job, work: Path, filename: str, *, progress: Progress) ->
 
 @contextlib.contextmanager
 def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> Iterator[Path]:
-    """Yield a temporary folder next to the target; always remove it afterwards."""
+    """Yield a temporary folder in ``folder`` to write the checkpoint to; always remove it afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     spare = spare_bytes(nbytes)
@@ -275,7 +275,7 @@ def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> It
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Lock a folder, not a file in it; yield whether that worked, as not every file system has locks."""
+    """Lock a folder against other runs; yield whether that worked, as not every file system has locks."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -293,7 +293,7 @@ def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
-    """Move complete files to their final names; of single files, the weights come last."""
+    """Move the complete checkpoint in ``work`` to its final name; of two separate files, the weights come last."""
     # A run that is killed between the two leaves a description alone, not weights without one.
     if format == "h5":
         (work / f"{stem}.json").replace(target.with_name(f"{stem}.json"))
@@ -313,7 +313,7 @@ def _replaced(target: Path) -> Path:
 
 
 def _recover(target: Path) -> None:
-    """Restore the checkpoint that a run was about to replace when it was killed, or remove it if it was replaced."""
+    """Restore the old checkpoint if a run was killed while it replaced it; remove it if the new one is in place."""
     old = _replaced(target)
     if not target.exists() and old.exists():
         old.rename(target)
@@ -340,7 +340,7 @@ def _as_write_errors(folder: Path, what: str = "") -> Iterator[None]:
 # ---- random weights at the speed of memory -------------------------------------------------------
 
 _CHUNK_BYTES = 8 << 20
-"""Small enough to stay in the CPU cache until it is written, large enough to amortise each call."""
+"""Bytes of random values made at a time: few enough to stay in the CPU cache until they are written, but no fewer."""
 # Seeded bits, shaped into floating-point numbers by two masks: bits that stay random, and bits that are set. A weight
 # keeps a random sign, a random mantissa and the last bit of a fixed exponent:
 #
@@ -369,7 +369,7 @@ def _item_bytes(dtype: str) -> int:
 def random_values(size: int, *, dtype: str, near_one: bool, seed: tuple[int, int]) -> Iterator[NDArray[Any]]:
     """Yield ``size`` values, `_CHUNK_BYTES` at a time, as unsigned integers.
 
-    The seed is that of the checkpoint, with the number of the tensor in it.
+    ``seed`` is the seed of the checkpoint, and the number of the tensor in it.
     """
     width, around_zero, around_one = _MASKS[dtype]
     keep, base = map(width, around_one if near_one else around_zero)
