@@ -167,7 +167,7 @@ def _published_gemma_3(
 
 
 def _windows_of_gemma_3(config: Config, layers: int) -> list[int | None]:
-    """Return each layer's window; a bidirectional one has half its size on each side, and KerasHub counts both."""
+    """Return each layer's window; a bidirectional one of n tokens has n // 2 on each side, and KerasHub counts all."""
     every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
     windows = by_layer_type(lambda config, i: (i + 1) % every != 0)(config, layers)
     if not config.get("use_bidirectional_attention"):

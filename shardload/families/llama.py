@@ -201,7 +201,7 @@ def _slides_in_smollm_3(config: Config, i: int) -> bool:
 
 
 def _complete_smollm_3(config: dict[str, Any]) -> None:
-    """Fill in ``no_rope_layers`` and ``layer_types``: every few layers have no rotary positions; those may slide."""
+    """Fill in ``no_rope_layers`` and ``layer_types``: every few layers have no rotary positions, maybe a window."""
     if config.get("no_rope_layers") is None:
         every = int(config["no_rope_layer_interval"])
         config["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(int(config["num_hidden_layers"]))]
@@ -212,7 +212,7 @@ def _complete_smollm_3(config: dict[str, Any]) -> None:
 
 
 def _gguf_smollm_3(values: GgufValues) -> dict[str, Any]:
-    """Build the configuration; GGUF omits that every fourth layer has no rotary positions, so it is fixed here."""
+    """Build the configuration; GGUF omits that every fourth layer has no rotary positions, so it is filled in here."""
     base = with_llama3_scaling(values, decoder_entries(values, "smollm3", "SmolLM3ForCausalLM"))
     return base | {"no_rope_layer_interval": 4, "use_sliding_window": False}
 

@@ -67,7 +67,7 @@ class ModelType:
     differences: Callable[[Config], Iterator[FieldDifference]] = lambda config: iter(())
     """Yields the fields that KerasHub's class never follows, as far as the configuration alone shows them."""
     pools_if: str | None = None
-    """Field that, if true, makes the model an embedder: sentence-transformers stores its last layers in own folders."""
+    """Field that, if true, makes the model an embedder: sentence-transformers stores its last layers apart."""
     is_image_model: bool = False
     attends_both_ways: bool = False
     """Whether ``is_causal`` is not checked: the model has no causal mask anyway, or transformers ignores the field."""

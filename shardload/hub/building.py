@@ -235,7 +235,7 @@ def _uncompiled(config: Mapping[str, Any], manifest: Manifest, scope: Mapping[st
     if not isinstance(model, keras.Model):
         raise UnsupportedError(
             f"Cannot build the model of {manifest.source}: it describes a {type(model).__name__}, expected a "
-            "Keras model"
+            "Keras model. Save the whole model instead"
         )
     fidelity.reconcile(model, manifest)
     return model

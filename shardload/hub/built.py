@@ -88,7 +88,7 @@ def _beyond(layer: Any) -> int:
 
 
 def _is_obeyed(layer: Any, name: str) -> bool:
-    """Whether an attention layer applies its window, tested by a call with a window of two and four equal tokens.
+    """Whether an attention layer applies its window, tested by a call on four equal tokens with a window of two.
 
     KerasHub's Qwen models ignore the window if Keras has fused attention, which it always has on JAX.
     """
@@ -137,7 +137,7 @@ def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
-    """Compute the angles of KerasHub's own rotary layers in their usual setting, without compiling a program.
+    """Compute the angles of KerasHub's common rotary layers without a call; ``None`` for other layers or settings.
 
     A contract test compares them with what the layers compute.
     """

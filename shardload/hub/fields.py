@@ -24,7 +24,7 @@ from shardload.keras_bridge.layer_settings import gelu_tanh, set_attribute
 from shardload.units import plural
 
 _SMALL_EPSILON = 1e-4
-"""Largest epsilon that may be set on layers of which the constructor has no parameter for it: the change is small."""
+"""Largest epsilon that may be set on layers if the constructor has no parameter for it, as such a change is small."""
 _GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu")
 
 

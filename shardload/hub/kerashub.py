@@ -63,7 +63,7 @@ def preset_parameters(preset: str) -> int:
 
 
 def preset_saver(folder: Path) -> Any:
-    """Return KerasHub's writer of configuration files, for a folder."""
+    """Return the object by which KerasHub writes configuration files to a folder."""
     keras_hub()
     from keras_hub.src.utils.preset_utils import KerasPresetSaver
 
@@ -71,7 +71,7 @@ def preset_saver(folder: Path) -> Any:
 
 
 def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
-    """Return the tokenizer layer of a KerasHub preset, or of a Hugging Face folder as ``cls``, with its vocabulary."""
+    """Load the tokenizer layer of a KerasHub preset, or that of a Hugging Face folder as an instance of ``cls``."""
     from shardload.keras_bridge.model_state import without_walking_vocabularies
 
     with without_walking_vocabularies():

@@ -1,4 +1,4 @@
-"""Turn a handle of a model hub into a local folder, from the hub's own cache or by download; open folders of caches.
+"""Turn a handle of a model hub into a local folder, from the hub's own cache or by download; find a cache's snapshots.
 
 ``kaggle://ORG/MODEL/keras/VARIANT[/VERSION]`` goes through kagglehub, ``hf://ORG/MODEL[@REVISION][/FILE]`` through
 huggingface_hub; both come with KerasHub, and both store downloads in caches that they share with other programs.
@@ -142,7 +142,7 @@ def _hf_patterns(path: str) -> list[str]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a cached folder is complete, or of a cached file, all parts are in the cache."""
+    """Whether a cached folder is complete, or a cached file is there with all its parts."""
     if path.is_dir():
         return _is_complete(path)
     _, count = part_number(path.name) or (1, 1)

@@ -168,7 +168,7 @@ def _noted(resolved: Resolved, manifest: Manifest, checker: Checker | None, *, v
 
 @suggests_arguments
 def inspect(source: str | os.PathLike[str], *, format: str | None = None) -> Manifest:
-    """Read the headers of a checkpoint and return its tensors.
+    """Read the headers of a checkpoint and return its manifest: names, shapes and dtypes of its tensors.
 
     Args:
         source: As for `load`; also bare safetensors and h5 files.

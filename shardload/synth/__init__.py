@@ -340,7 +340,7 @@ def _as_write_errors(folder: Path, what: str = "") -> Iterator[None]:
 # ---- random weights at the speed of memory -------------------------------------------------------
 
 _CHUNK_BYTES = 8 << 20
-"""Bytes of random values made at a time: few enough to stay in the CPU cache until they are written, but no fewer."""
+"""Bytes of random values made at a time: few enough to stay in the CPU cache, enough to make calls rare."""
 # Seeded bits, shaped into floating-point numbers by two masks: bits that stay random, and bits that are set. A weight
 # keeps a random sign, a random mantissa and the last bit of a fixed exponent:
 #

@@ -1,1 +1,1 @@
-"""Text to token ids and back, and text from a prompt."""
+"""Tokenizers of checkpoints, KerasHub's preprocessors, and generation of text from prompts."""

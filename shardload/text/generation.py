@@ -189,7 +189,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
 
 @contextlib.contextmanager
 def _on_mesh(model: Any) -> Iterator[Any]:
-    """Enter the model's own mesh and yield a function that puts an array on it; without a mesh, on Keras' device."""
+    """Enter the model's own mesh and yield a function that puts an array there; without a mesh, on Keras' default."""
     binding = binding_of(model)
     if binding is None:
         yield keras.ops.convert_to_tensor

@@ -305,7 +305,7 @@ def files_of(metadata: TokenizerMetadata, source: str, model_type: str) -> dict[
 
 
 def _with_special(metadata: TokenizerMetadata) -> bytes:
-    """Return a serialised SentencePiece model in which start, end and padding are control pieces, as readers expect."""
+    """Return a serialised SentencePiece model with special tokens marked as control pieces, as other readers expect."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2 as pb2
 

@@ -55,7 +55,7 @@ class TextInput:
         self._making: InThread[Any] | None = None
 
     def begin(self, manifest: Manifest) -> None:
-        """Begin to make the preprocessor of a folder that generates text, in a thread, before the model is built.
+        """Begin to make the preprocessor of a folder's text-generating model, in a thread, before the model is built.
 
         Other preprocessors may draw random seeds, which a thread would draw in a different order in each run.
         """
@@ -83,7 +83,7 @@ class TextInput:
         self._making = InThread(lambda: kerashub.make_preprocessor(cls, manifest), name="shardload-text")
 
     def attach(self, model: Any, manifest: Manifest) -> str | None:
-        """Set the preprocessor of a loaded model; if there is none, return why, for the report, or else ``None``."""
+        """Set the preprocessor of a loaded model; return why that is not possible, for the report, or else ``None``."""
         cls = _wanted(model)
         if cls is None:
             return None

@@ -68,11 +68,11 @@ class LayerSettings(Protocol):
 
     @property
     def epsilon(self) -> float:
-        """The epsilon of most layers."""
+        """The epsilon of most normalisation layers."""
 
     @property
     def activation(self) -> str:
-        """The name of the activation in transformers; raises an ``UnsupportedError`` if there is none."""
+        """Transformers' name of the activation; raises an ``UnsupportedError`` if transformers has none for it."""
 
 
 @dataclass(frozen=True, slots=True)
