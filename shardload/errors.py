@@ -1,10 +1,10 @@
 """Every error shardload raises, as one tree.
 
     ShardloadError
-    ├── UsageError (ValueError, TypeError)  an argument is of the wrong kind or out of range; nothing was opened
+    ├── UsageError (ValueError, TypeError)  an argument has a wrong type or value; nothing was opened
     ├── SourceError (ValueError)            the checkpoint's bytes are not what they claim to be
     │   ├── UnsafeSourceError               it points outside its folder, or declares far more than it stores
-    │   ├── TruncatedSourceError            it ends before its headers say it does
+    │   ├── TruncatedSourceError            a file is shorter than its headers say
     │   └── DamagedError                    a step's bytes differ from the saved ones
     ├── SourceNotFoundError (FileNotFoundError)   the name resolves to nothing
     ├── UnsupportedError (ValueError)       well-formed, but shardload cannot read it
@@ -16,7 +16,7 @@
     ├── BudgetError (ValueError)            the host-memory budget is too small for one block
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
     ├── LoadInterruptedError                a load ended half-way; describes the model's current values
-    ├── DisagreementError (ValueError)      processes make different calls, or a sharded model computes something else
+    ├── DisagreementError (ValueError)      processes make different calls, or a sharded model computes other values
     ├── ProcessFailedError (RuntimeError)   a call failed on another process, with an error that is not from shardload
     ├── UninitialisedError (ValueError)     a variable was read that has no value yet
     ├── LimitError (OSError)                a limit of the process was reached: open files, memory, threads
@@ -26,8 +26,8 @@
     ├── StepExistsError (FileExistsError)   a step with this number already exists; nothing is overwritten
     └── MissingExtraError (ImportError)     a package is not installed, or not completely
 
-Each message has the tensor, file and offset, the expected and the received value, and the
-way out. Each class subclasses the builtin a caller would expect, so ``except ValueError`` keeps working.
+Each message has the tensor, file and offset, the expected and the received value, and how to
+fix it. Each class subclasses the builtin a caller would expect, so ``except ValueError`` keeps working.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class ShardloadError(Exception):
     """Base class of every error this package raises on purpose."""
 
     def __str__(self) -> str:
-        """Return the message, which may quote addresses, without secrets."""
+        """Return the message, without the passwords and keys in any addresses that it quotes."""
         return without_secrets(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows: the lines of the program up to the call into this package, and the message."""
+        """Return what IPython shows for the error: the user's lines up to the call into this package; the message."""
         package, console = f"{Path(__file__).parent}{os.sep}", f"{os.sep}IPython{os.sep}"
         frames = traceback.extract_tb(self.__traceback__)
         outer = itertools.takewhile(lambda frame: not frame.filename.startswith(package), frames)
@@ -102,7 +102,7 @@ class ShardloadError(Exception):
 
 
 class UsageError(ShardloadError, ValueError, TypeError):
-    """An argument is of the wrong kind or out of range; nothing was opened, nothing changed."""
+    """An argument has a wrong type or value; nothing was opened, nothing changed."""
 
 
 class SourceError(ShardloadError, ValueError):
@@ -130,7 +130,7 @@ class UnsupportedError(ShardloadError, ValueError):
 
 
 class BackendError(UnsupportedError):
-    """Keras does not run on JAX; the message says what to set, and when."""
+    """Keras does not run on JAX; the message says which environment variable to set, and when."""
 
     def __init__(self, found: str) -> None:
         super().__init__(
@@ -141,9 +141,9 @@ class BackendError(UnsupportedError):
 
     @classmethod
     def explaining(cls, error: ImportError) -> Exception:
-        """Return a clearer error for a backend that is not installed; any other error unchanged.
+        """Return a clearer error if Keras cannot be imported without its backend; any other error unchanged.
 
-        Keras defaults to TensorFlow, and its error does not name the cause.
+        Keras defaults to TensorFlow; if that is not installed, Keras' own error does not say that a backend is missing.
         """
         missing = (error.name or "").split(".")[0]
         return cls(missing) if missing in ("tensorflow", "torch", "openvino") else error
@@ -162,11 +162,11 @@ class BackendError(UnsupportedError):
 
 
 class MismatchError(ShardloadError, ValueError):
-    """Checkpoint and model disagree: missing, unused, shape or dtype.
+    """Checkpoint and model disagree: a variable has no tensor, a tensor no variable, or a shape or dtype differs.
 
     Args:
-        problem: What disagrees, and that the model is unchanged if it is.
-        advice: What to do about it, which is added to the message.
+        problem: What disagrees; it also says that the model is unchanged, where this is so.
+        advice: How to fix it, which is added to the message.
         other_arguments: Whether the advice is to call the same function with other arguments.
     """
 
@@ -188,8 +188,8 @@ class DoesNotFitError(LayoutError):
 
     Args:
         problem: What does not fit.
-        least_bytes: Bytes per device of the layout that needs least.
-        hint: What could find one, which is added to the message.
+        least_bytes: Bytes per device of the layout that needs the least memory.
+        hint: How a layout that fits could be found, which is added to the message.
     """
 
     def __init__(self, problem: str, *, least_bytes: int, hint: str = "") -> None:
@@ -210,7 +210,7 @@ class LoadInterruptedError(ShardloadError):
 
 
 class DisagreementError(ShardloadError, ValueError):
-    """Two things that must be equal differ.
+    """Arguments of processes, or results of a sharded model and the same model on one device, differ.
 
     Processes that load or save together were given different things, and nothing was read or written; or a sharded
     model computes something else than the same model on one device.
@@ -225,8 +225,8 @@ class UninitialisedError(ShardloadError, ValueError):
     """A variable built without allocating was read before it had a value, or never got one.
 
     Args:
-        message: What to do about it.
-        variable: The path of the variable, if it is one.
+        message: What has no value, and how to give it one.
+        variable: The path of the variable, if the error is about a single one.
     """
 
     def __init__(self, message: str, variable: str | None = None) -> None:
@@ -249,7 +249,7 @@ _WORDS = {
     "Cannot allocate memory": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
 }
-"""How libraries that have only text for it name an error of the operating system; the longer text first."""
+"""Text in a library's message → the errno that it means, if the error has none; the longer of similar texts first."""
 
 
 def errno_of(error: BaseException) -> int | None:
@@ -285,24 +285,24 @@ WAYS_OUT = {
     errno.EACCES: "Check its owner and mode, or choose another place",
     errno.EPERM: "Check its owner and mode, or choose another place",
 }
-"""What helps against an error of the operating system that says nothing about the file."""
+"""errno → advice, for errors of the operating system that do not mean that the file is damaged."""
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _SYSTEM = frozenset({*_LIMITS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 def is_of_system(error: BaseException) -> bool:
-    """Whether a limit or the disk caused an error, so that nothing is wrong with what was read or written."""
+    """Whether a limit of the system or the disk (full, read-only) caused an error, and not the content of a file."""
     return errno_of(error) in _SYSTEM
 
 
 class LimitError(ShardloadError, OSError):
-    """A limit of the process or the machine was reached, so the file may be whole; ``errno`` is set."""
+    """A limit of the process or machine (files, memory, threads) was reached; the file may be intact. Has an errno."""
 
     @classmethod
     def explaining(cls, error: BaseException, doing: str) -> LimitError | None:
-        """Return the error for one that such a limit caused, ``None`` for all others.
+        """Return a `LimitError` if a limit of the process or machine caused ``error``, else ``None``.
 
-        ``error`` may be that of a library that has only words for the cause; ``doing`` is what failed: ``"open x.h5"``.
+        ``error`` may name the cause in its text only, as some libraries do; ``doing`` is what failed: ``"open x.h5"``.
         """
         if isinstance(error, cls):
             return error
@@ -343,11 +343,11 @@ _OWN = (
 )
 _OF_HUB = ("keras_hub", "kagglehub", "huggingface_hub", "safetensors", "sentencepiece", "tokenizers")
 _EXTRAS = {**dict.fromkeys(_OWN, ""), **dict.fromkeys(_OF_HUB, "hub"), "gguf": "gguf", "grain": "data"}
-"""The extra of shardload that installs a module; empty if shardload always does."""
+"""Module → the extra of shardload that installs it; empty if shardload installs it without any extra."""
 
 
 class MissingExtraError(ShardloadError, ImportError):
-    """A package is not installed, or not completely; the message names it, and the extra if it belongs to one."""
+    """A package is missing or incomplete; the message names it, and the extra of shardload that installs it, if any."""
 
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
         super().__init__(
@@ -359,9 +359,9 @@ class MissingExtraError(ShardloadError, ImportError):
 
     @classmethod
     def explaining(cls, error: ImportError, *, needed_for: str, extra: str | None = None) -> MissingExtraError:
-        """Return the error for any import that failed: of a missing module, or of one that lacks a part.
+        """Return the error for a failed import: the module is not installed, or a part of it is missing.
 
-        ``needed_for`` is the message's subject; ``extra`` brings modules that are not known to belong to an extra.
+        ``needed_for`` begins the message ("Reading x.gguf"); ``extra`` installs the module if `_EXTRAS` lacks it.
         """
         if isinstance(error, cls):
             return error
@@ -396,9 +396,9 @@ def import_failure(error: BaseException) -> ImportError | None:
 
 
 def suggests_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: arguments that it cannot be called with are a `UsageError`.
+    """Decorate a public function, so that a call with wrong arguments is a `UsageError` instead of a `TypeError`.
 
-    Of an unknown keyword argument, it names the closest known one.
+    For an unknown keyword argument, the message suggests the closest known one.
     """
     signature = inspect.signature(function)
     known = signature.parameters
@@ -420,7 +420,7 @@ def suggests_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def require_callable_with(function: Callable[..., object], *arguments: object, name: str) -> None:
-    """Raise a `UsageError` unless a function that was given as ``name`` can be called with these arguments."""
+    """Raise a `UsageError` unless ``function``, given as the argument ``name``, can be called with ``arguments``."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
@@ -431,7 +431,7 @@ def require_callable_with(function: Callable[..., object], *arguments: object, n
 
 
 def without_secrets(text: str) -> str:
-    """Return ``https://…@host/file?…`` for an address with a user and a query: signed addresses have keys in theirs."""
+    """Return ``text`` with user and query of each address hidden, as they may have keys: ``https://…@host/file?…``."""
     return _QUERY.sub(r"\1…", _USER.sub(r"\1…@", text))
 
 

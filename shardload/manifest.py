@@ -50,29 +50,29 @@ class RowReader(Protocol):
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
         """Read rows ``[start, stop)``, C-contiguous, in the tensor's dtype.
 
-        A rank-0 tensor counts as one row and is returned with shape ``()``. A file that no longer matches its headers
-        is a `TransferError`.
+        A rank-0 tensor counts as one row and is returned with shape ``()``. Raises a `TransferError` if the file no
+        longer matches its headers.
         """
 
 
 class EncodedRows(ABC):
-    """A `RowReader` of rows that any stored bytes decode to: that they can be read shows that the tensor is whole."""
+    """A `RowReader` for which any stored bytes are valid (GGUF): a file is verified by reading, without decoding."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def ranges(self) -> tuple[tuple[Location, int, int], ...]:
-        """File, offset and number of the stored bytes."""
+        """(file, offset, number of bytes) of each range of stored bytes."""
 
     @property
     @abstractmethod
     def encoding(self) -> Hashable:
-        """What else the values depend on: with an equal encoding, equal bytes have equal values."""
+        """Everything besides the stored bytes that determines the values: if both are equal, so are the values."""
 
     @abstractmethod
     def require_decoder(self) -> None:
-        """Raise if the rows cannot be decoded here, as a package that decodes them is not installed."""
+        """Raise an error unless the packages that decode the rows are installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class Codec(Protocol):
     """Decoder from a chunk's stored bytes to its elements; must be thread-safe."""
 
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
-        """Decode a chunk to its shape and the tensor's dtype, C-contiguous; empty bytes: the chunk was never written.
+        """Return a chunk's elements, C-contiguous, in the tensor's dtype; ``stored`` is empty if it was never written.
 
-        Bytes that do not decode are a `TransferError`.
+        Raises a `TransferError` if the bytes cannot be decoded.
         """
 
 
@@ -122,36 +122,36 @@ class UnreadableRows(EncodedRows):
     """Rows of a tensor that is listed, but cannot be decoded by any package."""
 
     stored: tuple[tuple[Location, int, int], ...]
-    """File, offset and number of the stored bytes; of at most so many, if `is_size_known` is false."""
+    """(file, offset, number of bytes) of each range of stored bytes; at most so many, if `is_size_known` is false."""
     why: str
-    """Ends the sentence ``Cannot read tensor 'x':``."""
+    """Why the rows cannot be decoded: completes ``Cannot read tensor 'x': …``."""
     way_out: str = "Convert it with the library that wrote it"
-    """What to do about it."""
+    """How to fix it: the last sentence of the error."""
     is_size_known: bool = True
     row_alignment: int = 1
 
     @property
     def paths(self) -> tuple[Location, ...]:
-        """The files."""
+        """Files with the stored bytes."""
         return tuple(dict.fromkeys(path for path, _, _ in self.stored))
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in the files."""
+        """Bytes the tensor takes up on disk, encoded."""
         return sum(n_bytes for _, _, n_bytes in self.stored)
 
     @property
     def ranges(self) -> tuple[tuple[Location, int, int], ...]:
-        """File, offset and number of the stored bytes."""
+        """(file, offset, number of bytes) of each range of stored bytes."""
         return self.stored
 
     @property
     def encoding(self) -> Hashable:
-        """The reason, which names the element type."""
+        """`why`, as it names the element type."""
         return self.why
 
     def refusal(self, tensor: str | None = None) -> UnsupportedError:
-        """Return the error for a tensor of this name."""
+        """Return the error for an attempt to read the rows; it names the tensor if ``tensor`` is given."""
         what = "a tensor" if tensor is None else f"tensor {tensor!r}"
         return UnsupportedError(f"Cannot read {what} of {self.paths[0]}: {self.why}. {self.way_out}")
 
@@ -160,7 +160,7 @@ class UnreadableRows(EncodedRows):
         raise self.refusal()
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Refuse to read; plans refuse such tensors before."""
+        """Raise an error; plans already refuse such tensors before anything is read."""
         raise self.refusal()
 
 
@@ -247,9 +247,9 @@ class Manifest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further header entries: safetensors ``__metadata__``, GGUF key-values, Keras versions."""
     notes: tuple[str, ...] = ()
-    """What its files contain and a load leaves out, for reports."""
+    """Sentences for reports: what the files contain that a load leaves out."""
     undescribed: ShardloadError | None = None
-    """Why no model can be built from it, although its format describes models; ``None`` if one can."""
+    """The error for building a model from a checkpoint whose format describes models; ``None`` if one can be built."""
 
     def __repr__(self) -> str:
         return (
@@ -258,7 +258,7 @@ class Manifest:
         )
 
     def require_description(self) -> None:
-        """Raise unless a model can be built from it."""
+        """Raise `undescribed` unless a model can be built from the checkpoint."""
         if self.undescribed is not None:
             raise type(self.undescribed)(str(self.undescribed))
 
@@ -279,7 +279,7 @@ class Manifest:
 
     @property
     def n_left_out(self) -> int:
-        """Number of weights of its model that a partial training step does not store."""
+        """Number of the model's weights that a partial training step leaves out; 0 for other checkpoints."""
         # `structure.json` is untrusted and not checked yet: every level may be of any type.
         structure = self.metadata.get("structure")
         found = structure.get("left_out") if isinstance(structure, Mapping) else None

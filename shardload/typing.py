@@ -38,7 +38,7 @@ class Distribution(Protocol):
 
     @property
     def device_mesh(self) -> Any:
-        """Its mesh."""
+        """The mesh that the distribution spreads variables and batches over."""
 
     @property
     def batch_dim_name(self) -> Any:
@@ -61,7 +61,7 @@ class Plan(Protocol):
 
     @property
     def mesh(self) -> Any:
-        """The mesh it is for."""
+        """The mesh that the layouts were planned for."""
 
     def partition_specs(self) -> dict[str, Any]:
         """Return a ``jax.sharding.PartitionSpec`` for every variable."""

@@ -27,21 +27,21 @@ _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgtp]?)(i?b?)", re
 
 
 UNIT_NEEDED = 1 << 20
-"""Below it, a number without a unit is more likely meant in GiB than in bytes."""
+"""In bytes: a smaller number without a unit is refused, as it is more likely meant in GiB."""
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer, of Python or NumPy; a bool is none."""
+    """Whether a value is an integer of Python or NumPy; false for a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_real(value: object) -> bool:
-    """Whether a value is a number, of Python or NumPy; a bool is none."""
+    """Whether a value is a real number of Python or NumPy; false for a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise a `UsageError` unless an argument is of a kind."""
+    """Raise a `UsageError` unless an argument is an instance of the class or union ``kind``; ``expected`` says it."""
     if kind is bool:
         import numpy as np  # here, as the command prints its help without it
 
@@ -51,7 +51,7 @@ def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
 
 
 def check_choice(argument: str, value: Any, choices: Iterable[str | None]) -> None:
-    """Raise a `UsageError` unless an argument is one of some names; ``None`` may be one of them."""
+    """Raise a `UsageError` unless an argument equals one of ``choices``: names, and ``None`` where it is allowed."""
     known = list(choices)
     # Not `in` alone: arrays compare element by element.
     if not isinstance(value, str | None) or value not in known:
@@ -67,20 +67,20 @@ def check_name_map(argument: str, value: Any) -> None:
 
 
 def check_no_iterator(argument: str, value: Any) -> None:
-    """Raise a `UsageError` for an iterator, that JAX would take for an array."""
+    """Raise a `UsageError` if an argument is an iterator, which JAX would treat as a single value."""
     if isinstance(value, Iterator):
         raise UsageError(f"Cannot use {argument}={value!r:.60}: expected its values, such as a list of them")
 
 
 def is_function(value: Any) -> bool:
-    """Whether an argument is a function to call: classes and models can be called, too, but not for this."""
+    """Whether an argument is a function; false for classes and models, although these can be called too."""
     return callable(value) and not isinstance(value, type) and not hasattr(value, "trainable_variables")
 
 
 def parse_bytes(text: str | int, *, least: int = 0) -> int:
     """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"17179869184"`` to bytes; an int of at least ``least`` passes.
 
-    As text, a number below 1 MiB needs a unit. Raises a `ValueError` for anything else.
+    Text needs a unit if the number is below 1 MiB. Raises a `ValueError` for anything else.
     """
     if is_integer(text):
         return _with_unit(_positive(int(text), str(text)), str(text), least=least)
@@ -123,12 +123,12 @@ def format_bytes(n: int) -> str:
 
 
 def format_bytes_up(n: int) -> str:
-    """Format as `format_bytes` does, rounded up: whoever takes what is printed as a limit has room for ``n``."""
+    """Format as `format_bytes` does, but rounded up: a limit set to the printed number has room for ``n`` bytes."""
     return _scaled(n, 1024, _BINARY, math.ceil) or f"{n} B"
 
 
 def format_bytes_down(n: int) -> str:
-    """Format as `format_bytes` does, rounded down: never the same text as `format_bytes_up` has for more bytes."""
+    """Format as `format_bytes` does, but rounded down: never prints the same as `format_bytes_up` for more bytes."""
     return _scaled(n, 1024, _BINARY, math.floor) or f"{n} B"
 
 
@@ -183,14 +183,14 @@ def plural(n: int, noun: str) -> str:
 
 
 def exact_bytes(n: int) -> str:
-    """Format as ``1 byte``, ``1048576 bytes``: without separators, as `parse_bytes` reads a budget back."""
+    """Format as ``1 byte``, ``1048576 bytes``: without separators, so that the number can be copied to an option."""
     return f"{n} byte" if n == 1 else f"{n} bytes"
 
 
 FLOATS = ("bfloat16", "float16", "float32")
 """Dtypes that weights can be loaded in."""
 _ALSO = ("float64", "mixed_bfloat16", "mixed_float16")
-"""Accepted in Python only: JAX's 64-bit mode, and Keras' policies."""
+"""Accepted in Python but not by the command: float64 in JAX's 64-bit mode, and dtype policies of Keras."""
 _SPELLINGS = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
@@ -213,9 +213,9 @@ def dtype_name(wanted: Any) -> Any:
 
 
 def plain_dtype_name(wanted: Any, *, doing: str, also: Iterable[str] = ()) -> str:
-    """Return the canonical name of a dtype of single tensors, for which a policy of Keras says nothing.
+    """Return the canonical name of a dtype for tensors outside of a model; refuses Keras' policies, which need layers.
 
-    ``doing`` is what the dtype is for, after "Cannot": ``"write"``.
+    ``doing`` completes the error "Cannot … in the dtype": ``"write"``. ``also`` are further names to accept.
     """
     name, known = _canonical(wanted), (*FLOATS, "float64", *also)
     if name not in known:
@@ -224,7 +224,7 @@ def plain_dtype_name(wanted: Any, *, doing: str, also: Iterable[str] = ()) -> st
 
 
 def _canonical(wanted: Any) -> str:
-    """Return the name of a dtype: text in any spelling, ``np.dtype("float32")``, ``np.float32``, ``jnp.float32``."""
+    """Return the canonical name of a dtype, given as text in any spelling, ``np.dtype("float32")``, ``jnp.float32``."""
     dtype = getattr(wanted, "dtype", wanted)
     text = wanted if isinstance(wanted, str) else str(getattr(dtype, "name", getattr(wanted, "__name__", wanted)))
     return _SPELLINGS.get(text.lower(), text.lower())

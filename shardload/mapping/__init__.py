@@ -46,7 +46,7 @@ def map_weights(
     """Call `map_keras`, `map_by_order`, `map_hub`, `map_state` or `map_by_name`, depending on the checkpoint's format.
 
     An explicit ``names`` map selects `map_by_name`, except that a training step uses it in `map_state`. With
-    ``as_keras``, an archive's optimizer state goes by position alone, and tensors are rounded where KerasHub's
+    ``as_keras``, an archive's optimizer state is matched by position alone, and tensors are rounded where KerasHub's
     converter rounds them.
     """
     match spec_of(manifest).tensor_names:

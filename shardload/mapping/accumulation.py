@@ -1,4 +1,4 @@
-"""Another ``gradient_accumulation_steps``: as many updates as before, counted in batches of the model's optimizer.
+"""Restore a step into an optimizer with another ``gradient_accumulation_steps``: the number of updates stays the same.
 
 Keras stores a count of batches, and computes ``optimizer.iterations``, the updates, from it:
 
@@ -36,7 +36,7 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _RecountedStep:
-    """A step, after which variables of an optimizer are computed from the values that it assigned."""
+    """A part of a load that also recounts: afterwards, counts of an optimizer are computed from the assigned values."""
 
     step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
@@ -46,7 +46,7 @@ class _RecountedStep:
     computes: bool
 
     def run(self, runtime: Runtime) -> None:
-        """Run the step, then compute on the devices that have the values."""
+        """Run the step, then compute the new counts on the devices that have the assigned ones."""
         self.step.run(runtime)
         for variable, function in self.values:
             now = value_of(variable)
@@ -55,7 +55,7 @@ class _RecountedStep:
 
 
 def with_updates_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Convert the counts of optimizers that accumulate another number of batches than the saved ones; add notes."""
+    """Return a mapping that converts counts of batches where the saved optimizer accumulated another number of them."""
     # The tensors of variables that are loaded whole, by ``id`` of the variable.
     tensors = {id(b.variable): b.view.tensor for b in found.bindings}
     for c in found.computed:
@@ -95,7 +95,7 @@ def _recounted(step: MappingStep, found: VariableMap, values: _Values) -> Mappin
 
 
 def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int | None:
-    """Return how many batches an update of the saved optimizer took; ``None`` if that is not known."""
+    """Return the ``gradient_accumulation_steps`` of the saved optimizer, 1 without; ``None`` if not known."""
     structure = manifest.metadata.get("structure")
     if structure is not None:
         leaves = (Stored.of_json(leaf) for leaf in structure["leaves"])

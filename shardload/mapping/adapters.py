@@ -1,4 +1,4 @@
-"""LoRA adapters of a model, and checkpoints without them or with little else.
+"""LoRA adapters of a model, and checkpoints that lack them (files of Keras) or have little else (partial steps).
 
 Files of Keras do not store adapters: its hooks merge them into kernels, and load zeros. With both factors zero, neither
 has a gradient, so such an adapter never trains. Instead:
@@ -35,7 +35,7 @@ from shardload.units import plural
 
 
 def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return the mapping of a file of Keras without the zeros that Keras' hooks assign to adapters."""
+    """Return a mapping that leaves a model's adapters unchanged, to which Keras' hooks would assign zeros."""
     pairs = adapters_of(lora_layers(model))
     zeroed = {id(v) for c in found.computed for v in c.variables}
     pairs = [pair for pair in pairs if zeroed.issuperset(map(id, pair))]
@@ -67,7 +67,7 @@ def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> Va
 
 
 def with_adapter_advice(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return a mapping with advice on what to do if the adapters of the model are not in the checkpoint."""
+    """Return a mapping with advice on how to load a checkpoint without adapters into a model that has some."""
     layers = lora_layers(model)
     left = {id(v) for v in found.missing_variables} | {id(v) for _, v in found.refused}
     if found.advice or left.isdisjoint(id(v) for pair in adapters_of(layers) for v in pair):
@@ -99,7 +99,7 @@ def require_values(model: Any, manifest: Manifest, left_out: Sequence[tuple[Stor
 
 
 def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismatch, ...]:
-    """Return the weights that had another shape in the model that the step was saved from."""
+    """Return mismatches for the left-out weights that have another shape in this model than in the saved one."""
     return tuple(
         Mismatch(
             leaf.variable.path,
@@ -107,7 +107,7 @@ def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismat
             leaf.shape,
             stored.shape,
             f"Variable {leaf.variable.path!r} has shape {leaf.shape}, but {stored.shape} in the model that this "
-            "partial step was saved from: it belongs to another base model",
+            "partial step was saved from: it belongs to another base model, which must be loaded first",
         )
         for stored, leaf in left_out
         if stored.shape != leaf.shape
@@ -115,7 +115,7 @@ def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismat
 
 
 def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
-    """Return the layers whose adapters differ from the step's in rank or alpha, and so compute other values."""
+    """Return mismatches for the layers whose adapters differ from the step's in rank or alpha."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     found = []
     for path in own.keys() & stored.keys():
@@ -130,7 +130,7 @@ def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
 
 
 def lora_advice(model: Any, form: Any) -> str:
-    """Return how to give a model the same adapters as a step; empty if it has them."""
+    """Return a sentence on how to give a model the same adapters as a step has; empty if they are the same already."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     if own == stored:
         return ""

@@ -32,9 +32,9 @@ from shardload.transfer.byte_source import Verifier, check_tensor
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 _ITEM = "assets"
-"""The item of a step; Keras' own name for it."""
+"""The item of a training step that contains these files; Keras' own callback names it so too."""
 _ROWS_BYTES = 1 << 20
-"""Bytes copied at once, so that a large file is never in memory as a whole."""
+"""Number of bytes to copy at once, so that a large file is never in memory as a whole."""
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Itera
 
 
 def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
-    """Load the files that layers saved into a model built from ``manifest`` and filled, as hooks may use its values."""
+    """Load the files that layers saved into a new model that already has its weights, as hooks may use these."""
     if folder is None:
         return
     for path, layer, error in load_keras_assets(model, folder):
@@ -76,7 +76,7 @@ def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
 def restore_assets(
     model: Any, manifest: Manifest, folder: Path | None, *, rename: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Load stored files into a model whose weights were just replaced: those belong to the stored vocabulary."""
+    """Load the files that layers saved into an existing model, as its restored weights belong to them; return notes."""
     if folder is None:
         return ()
     folders = ["", *(path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_dir())]
@@ -121,7 +121,7 @@ def empty_vocabularies(model: Any, source: str) -> tuple[str, ...]:
 
 
 def _own_files(layer: Any) -> dict[str, bytes]:
-    """Return what a layer would save now, by name; empty if it cannot."""
+    """Return the names and contents of the files that a layer would save now; empty if its ``save_assets`` fails."""
     with temporary_folder("shardload-assets-") as made:
         try:
             layer.save_assets(str(made))
@@ -159,7 +159,7 @@ def _nested(folder: Path) -> dict[str, Any]:
 
 
 def _write(files: Iterable[tuple[str, Any]], manifest: Manifest, folder: Path) -> None:
-    """Write the files below ``folder``."""
+    """Write files, given as (name, function that writes to an open file), below ``folder``."""
     for name, write in files:
         path = descendant(located(folder), name, named_by=manifest.source).local_path()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def _of_step(manifest: Manifest, check: Verifier | None) -> Iterator[tuple[str, 
         if tensor.dtype.name != "uint8" or len(tensor.shape) != 1:
             raise SourceError(
                 f"Cannot read the file {name!r} in {manifest.source}: it is stored as {tensor.dtype} {tensor.shape}, "
-                "expected a one-dimensional array of uint8"
+                "expected a one-dimensional array of uint8. The step is damaged; restore another one"
             )
         # Keys are joined with slashes below, so the key "../b" could leave the folder.
         if unsafe := [key for key in keys if "/" in key]:

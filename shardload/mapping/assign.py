@@ -40,12 +40,12 @@ _Place = Callable[[Variable, NDArray[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """State after a failed load, by variable name."""
+    """Which variables have new values, old values or none after a failed load, by name."""
 
     new: tuple[str, ...]
     old: tuple[str, ...]
     none: tuple[str, ...]
-    """Variables without a value: built abstractly and not reached, or released before the failure."""
+    """Variables without a value: never loaded into a model built without values, or released before the failure."""
 
     def __str__(self) -> str:
         new = f"{plural(len(self.new), 'variable')} {'has' if len(self.new) == 1 else 'have'} new values"
@@ -55,7 +55,7 @@ class Interrupted:
 
 @dataclass(slots=True)
 class _Before:
-    """A variable's value before the load."""
+    """A variable's value (only if ``atomic``) and recorded initialiser before the load."""
 
     variable: Variable
     value: Any
@@ -64,7 +64,7 @@ class _Before:
 
 @dataclass(slots=True)
 class Assigner:
-    """Assigns each layer as soon as its arrays are complete."""
+    """Assigns arrays to variables: those of a layer as soon as all of them were read, computed ones at the end."""
 
     variables: VariableMap
     read_tensor: _ReadTensor
@@ -101,14 +101,14 @@ class Assigner:
                 self._waiting |= dict.fromkeys(step.needs, step)
 
     def starting(self, name: str) -> None:
-        """Release a variable's old value, unless ``atomic``, as its binding's new array is about to take memory."""
+        """Release the old value of a binding's variable, unless ``atomic``: its new array is about to take memory."""
         before = self._before[name]
         if not self.atomic and name in self._untouched:
             self._untouched.discard(name)
             drop_value(before.variable)
 
     def ready(self, name: str, array: Any) -> None:
-        """Receive the finished, sharded array of a binding; assign its layer if that was the last one."""
+        """Receive the finished, sharded array of a binding; assign its layer if this was its last missing array."""
         step = self._waiting.pop(name, None)
         if step is None and (name in self._arrays or name not in self._late_needs):
             raise KeyError(f"no binding expects an array named {name!r}")
@@ -125,7 +125,8 @@ class Assigner:
         absent += [n for step in self._late for n in step.needs if n not in self._arrays]
         if absent:
             raise LoadInterruptedError(
-                f"Cannot finish the load: no value for {plural(len(absent), 'variable')}, the first {absent[0]!r}"
+                f"Cannot finish the load: no value for {plural(len(absent), 'variable')}, the first {absent[0]!r}. "
+                "Load the model again"
             )
         # Converters compute from variables, so these steps run after all bindings are assigned.
         for step in self._late:
@@ -164,11 +165,11 @@ class Assigner:
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> Any:
-        """Return the array of a binding."""
+        """Return the finished, sharded array of a binding."""
         return self._arrays[name]
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Assign a finished array through Keras."""
+        """Assign a finished array to a variable by ``assign``, Keras' own method."""
         self._untouched.discard(self._names[id(variable)])
         result = assign(variable, value)
         forget_initializer(variable)
@@ -195,7 +196,7 @@ class Assigner:
 
 
 def as_keras_casts(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Cast a host array like ``Variable.assign``: to bfloat16, JAX first converts 64-bit values to 32-bit."""
+    """Cast a host array to the same values as ``Variable.assign``: JAX casts float64 to bfloat16 through float32."""
     if dtype.name == "bfloat16" and value.dtype.name == "float64":
         value = value.astype("float32")
     return value.astype(dtype, copy=False)

@@ -1,7 +1,7 @@
-"""Optimizers built without values: the saved one of an archive, and the model's own before it ever trained.
+"""Optimizers built without values: the one that an archive describes, and the model's own before it ever trained.
 
 Keras stores the variables of an optimizer by number, and loads them only into an optimizer with as many. An archive has
-the optimizer's configuration too: built again, without values, it says what each number is.
+the optimizer's configuration too: an optimizer built from it, without values, tells which variable has which number.
 
     config.json ─► the optimizer that was saved ─► optimizer/vars/3 is the velocity of layers/dense/vars/0
 
@@ -44,7 +44,7 @@ _STORED = ("optimizer/vars/", "optimizer_variables/")
 
 
 def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
-    """Pair the optimizer's state in an archive with the compiled optimizer; ``None`` if the archive does not say it."""
+    """Pair the optimizer state in an archive with the compiled optimizer; ``None`` if it cannot be told apart."""
     stored = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(_GROUP)}
     saved = _saved_optimizer(model, manifest)
     if saved is None or len(saved.variables) != len(stored):
@@ -66,7 +66,7 @@ def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
 
 
 def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, paired: Paired) -> VariableMap:
-    """Add the state of the compiled optimizer to a mapping without it."""
+    """Return a mapping with bindings for the state of the compiled optimizer, taken from an archive, added."""
     paired, notes = resolve_optimizers(model, paired, manifest, every=True)
     names = variable_names([*model.weights, *state_of(model)])
     fits = [(tensor, leaf) for tensor, leaf in paired.pairs if tensor.shape == leaf.shape]
@@ -117,10 +117,10 @@ def _saved_optimizer(model: Any, manifest: Manifest) -> Any:
 def slots_as_stored(
     model: Any, manifest: Manifest, *, rename: Mapping[str, str] | None = None, strict: bool = True
 ) -> Iterator[None]:
-    """Create the optimizer slots that the checkpoint has; remove them again if the block raises.
+    """Create the slots of a model's unbuilt optimizers if the checkpoint has them; remove them if the block raises.
 
-    Does nothing if the optimizer already has slots, or cannot continue with the saved state: of a training step, by
-    the roles of its slots; else by class if an archive gives it, or by number of variables, as in Keras.
+    Optimizers that cannot be restored from the saved state get none. A training step is judged by the roles of its
+    slots; others by the optimizer's class if an archive gives it, or else by the number of variables, as in Keras.
     """
     before: list[OptimizerState] = []
     is_step = spec_of(manifest).tensor_names == "step"
@@ -148,7 +148,7 @@ def slots_as_stored(
 
 
 def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[str | None, Any, list[Any], int]]:
-    """Yield optimizers to build, with their path, the weights they train, and the number of variables stored."""
+    """Yield (path, optimizer, weights it trains, number of its stored variables) for each optimizer to build."""
     optimizer, structure = getattr(model, "optimizer", None), manifest.metadata.get("structure")
     leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
     stored_roles = [Stored.of_json(leaf).role for leaf in leaves] if isinstance(leaves, list) else []
@@ -169,7 +169,7 @@ def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[str | None, Any, 
 
 
 def _class_name(described: object) -> str | None:
-    """Return the class of an optimizer's configuration, or of the one that it wraps."""
+    """Return the class name in an optimizer's configuration; that of the wrapped optimizer for a wrapper."""
     if not isinstance(described, Mapping):
         return None
     config, name = described.get("config"), described.get("class_name")

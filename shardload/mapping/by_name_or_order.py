@@ -42,13 +42,13 @@ from shardload.transfer.planning import Binding
 from shardload.units import plural
 
 _NO_STATE = (
-    "the optimizer's state in the file was left out: its order is that of the library that wrote it, and Keras 3 does "
+    "the optimizer's state in the file was left out: the library that wrote it decides on its order, and Keras 3 does "
     "not load its slots either; training goes on with a new optimizer, at its configured learning rate"
 )
 
 
 def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
-    """Map tensors to variables by name."""
+    """Map tensors to variables with the path in ``names``, with the same path, or with the same structural key."""
     variables: dict[str, list[Variable]] = {}
     for variable in state_of(model):
         variables.setdefault(variable.path, []).append(variable)
@@ -128,7 +128,7 @@ class _Pair(NamedTuple):
 
 
 def map_by_order(model: Any, manifest: Manifest) -> VariableMap:
-    """Map tensors to variables by their order."""
+    """Map the tensors of a file of Keras 2 to variables: by the order of layers, and of the weights in each layer."""
     pairs = _ordered_pairs(model, manifest)
     weights = list(model.weights)
     everything = unique([*weights, *state_of(model)])

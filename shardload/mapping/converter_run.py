@@ -1,4 +1,4 @@
-"""Run a KerasHub converter once with a loader without bytes, and record what it does.
+"""Run a KerasHub converter once with a loader that returns arrays without data, and record what it assigns.
 
 A converter knows one spelling of a name; directories have several. They are tried in this order, and the first match
 wins::
@@ -59,7 +59,7 @@ class Run:
     manifest: Manifest
     prefix: str | None
     float_casts: FloatCasts = "viewed"
-    """``"computed"`` casts tensors as the converter does, which may round them."""
+    """``"computed"`` casts tensors as the converter does, which may round them; ``"viewed"`` ignores such casts."""
 
     def __call__(self, loader: Loader) -> str:
         """Run the function; return what it printed."""
@@ -88,27 +88,27 @@ class Loader(contextlib.ExitStack):
 
     @property
     def prefix(self) -> str | None:
-        """The last matching prefix; converters read it."""
+        """The prefix with which the last name was found, which converters read."""
         return self._names.prefix
 
     def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
-        """Return the stored name."""
+        """Return the name in the checkpoint of a tensor that the converter requests as ``hf_weight_key``."""
         return self._names.find(hf_weight_key, dict_like)
 
     def find(self, hf_weight_key: str) -> Tensor:
-        """Find the tensor that a converter means; a `KeyError` if there is none, as converters probe for tensors."""
+        """Find the tensor that a converter requests; raise the `KeyError` by which converters detect its absence."""
         return self.tensors[self.get_prefixed_key(hf_weight_key, self.tensors)]
 
 
 @dataclass(slots=True, eq=False)
 class ConverterAssign:
-    """One assignment by a converter."""
+    """A recorded assignment of a value to a variable by a converter."""
 
     variable: Variable
     view: View | None
     tensors: frozenset[str]
     ported: bool
-    """Whether ``port_weight`` assigned it, from one tensor."""
+    """Whether the converter assigned one tensor by ``port_weight``, not any value by ``variable.assign``."""
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class Recording:
     computing: set[str] = field(default_factory=set)
     """Tensors whose real bytes ``get_tensor`` must return in the second run."""
     rounded: dict[str, str] = field(default_factory=dict)
-    """Tensors that the converter computes with in a dtype of fewer values, and that dtype."""
+    """Tensor that the converter casts to a less precise dtype to compute with it → that dtype."""
     mismatched: list[Mismatch] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     """Names that the converter requested and the checkpoint lacks."""
@@ -140,13 +140,13 @@ class RecordingLoader(Loader):
         self._lenient = lenient
 
     def get_tensor(self, hf_weight_key: str) -> Any:
-        """Return a reservation that lives until the end of the run."""
+        """Return a reservation, which the converter may use until the end of the run."""
         tensor = self.find(hf_weight_key)
         self.recording.fetched.add(tensor.name)
         return self.shared.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Reserve the tensor, apply ``hook_fn`` and assign the result."""
+        """Reserve the tensor, apply ``hook_fn`` and record the assignment of the result."""
         try:
             tensor = self.find(hf_weight_key)
         except KeyError:
@@ -169,7 +169,7 @@ class RecordingLoader(Loader):
         self._ported = None
 
     def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
-        """Record an assignment; receives every ``variable.assign`` of the converter."""
+        """Record an assignment instead of doing it; Keras calls this for every ``variable.assign`` of the converter."""
         # Nothing is assigned while recording.
         del assign
         self._note(variable, value, None)
@@ -193,7 +193,7 @@ class RecordingLoader(Loader):
 
 
 def record(run: Run) -> Recording:
-    """Record one run; if it fails at an absent name, run again to collect all absent names."""
+    """Record one run of a converter; if a tensor is absent, run again without failing, to collect all absent names."""
     try:
         return _record(run)
     except ShardloadError:
@@ -248,14 +248,14 @@ def _watch(recording: Recording, lenient: bool) -> None:
 
 
 class HubNames:
-    """Looks up names in one checkpoint; remembers the prefix that matched, as KerasHub's loader does."""
+    """Finds the names in a checkpoint that a converter means; remembers the last prefix, as KerasHub's loader does."""
 
     def __init__(self, manifest: Manifest, prefix: str | None) -> None:
         self.prefix = prefix
         self._source = manifest.source
         self._config = manifest.config
         self._bare: dict[str, str] = {}
-        """Prefix in the converter → prefix in this checkpoint."""
+        """Prefix of a base model in the converter's names → prefix in this checkpoint, mostly empty."""
 
     def find(self, wanted: str, names: Mapping[str, Any]) -> str:
         """Return the stored name for ``wanted``, or ``wanted`` itself if there is none."""

@@ -1,4 +1,4 @@
-"""Hugging Face names: run KerasHub's own converter with a loader without bytes.
+"""Hugging Face names: run KerasHub's own converter with a loader that returns arrays without data.
 
 ``convert_weights(backbone, loader, config)`` requests tensors from the loader by their Hugging Face names and
 assigns the results of its hooks. The first run gets reservations and is only recorded; its views
@@ -43,7 +43,7 @@ from shardload.units import plural
 
 
 def map_hub(model: Any, manifest: Manifest, *, float_casts: FloatCasts = "viewed") -> VariableMap:
-    """Map a Hugging Face (or GGUF) checkpoint by KerasHub's converter; ``"viewed"`` leaves out its casts of floats."""
+    """Map a Hugging Face (or GGUF) checkpoint by KerasHub's converter; ``"viewed"`` ignores its casts of floats."""
     converter = kerashub.converter(manifest)
     runs = [Run(converter.convert_weights, backbone_of(model), manifest, None, float_casts)]
     # KerasHub also converts the head of an image classifier or assistant, in a separate run, with an empty prefix.
@@ -140,7 +140,7 @@ def _notes(recording: Recording) -> list[str]:
 
 
 class ReplayLoader(Loader):
-    """A loader that returns real bytes where the first run computed, reservations elsewhere."""
+    """Loader for the second run: returns values of tensors that the converter computes with, else reservations."""
 
     def __init__(self, step: ConverterStep, runtime: Runtime) -> None:
         super().__init__(step.run_of)
@@ -150,14 +150,14 @@ class ReplayLoader(Loader):
         self._wanted = {id(v) for v in step.variables}
 
     def get_tensor(self, hf_weight_key: str) -> Any:
-        """Return real bytes, or a reservation where the converter only probes or views."""
+        """Return the tensor's values if the converter computes with them, else a reservation."""
         tensor = self.find(hf_weight_key)
         if tensor.name in self._step.computing:
             return self._runtime.read(tensor.name)
         return self._reservations.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Port only computed variables; the others already have their values."""
+        """Read, convert and assign a tensor if its variable is computed; the others already have their values."""
         if id(keras_variable) not in self._wanted:
             return
         value: Any = self._runtime.read(self.find(hf_weight_key).name)
@@ -175,7 +175,7 @@ class ReplayLoader(Loader):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConverterStep:
-    """The second run of a converter."""
+    """The second run of a converter, which assigns the variables whose values it computes."""
 
     run_of: Run
     variables: tuple[Variable, ...]
@@ -184,7 +184,7 @@ class ConverterStep:
     """``id`` of the variables it assigns more than once; only the last value counts."""
     saveable: ClassVar[None] = None
     needs: ClassVar[tuple[str, ...]] = ()
-    """No bindings by name; the step runs after all bindings."""
+    """Empty: the step waits for no binding by name, as it runs after all of them."""
     computes: ClassVar[bool] = True
 
     @property
@@ -193,7 +193,7 @@ class ConverterStep:
         return f"converter {self.run_of.function.__module__.rpartition('.')[2]}"
 
     def run(self, runtime: Runtime) -> None:
-        """Run the converter again."""
+        """Run the converter again, with the values of the tensors that it computes with."""
         loader = ReplayLoader(self, runtime)
         with assignments_to(loader.assign):
             self.run_of(loader)

@@ -43,20 +43,20 @@ _LEGACY = "_layer_checkpoint_dependencies"
 
 
 def has_keras_hook(saveable: Any) -> bool:
-    """Whether Keras provides its ``load_own_variables``, for any kind of layer or optimizer."""
+    """Whether the ``load_own_variables`` of a layer or optimizer is Keras' own, not one written by a user."""
     module = getattr(getattr(type(saveable), "load_own_variables", None), "__module__", "")
     return str(module).split(".")[0] == "keras"
 
 
 class Entry:
-    """The mapping Keras passes to ``load_own_variables``: the keys of one group, read one at a time."""
+    """The mapping that ``load_own_variables`` gets as its ``store``: the keys of one group, each read on access."""
 
     def __init__(self, tensors: Mapping[str, Tensor], read: Callable[[str], Any]) -> None:
         self._tensors = tensors
         self._read = read
 
     def keys(self) -> list[str]:
-        """Return the keys of the outermost level, as an HDF5 group does."""
+        """Return the parts of the keys before the first slash, as an HDF5 group does."""
         return list(dict.fromkeys(key.split("/")[0] for key in self._tensors))
 
     def __len__(self) -> int:
@@ -76,28 +76,28 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStep:
-    """One call of a saveable's ``load_own_variables``."""
+    """The call of a saveable's ``load_own_variables`` (its hook) that assigns values, after a recorded call."""
 
     saveable: Any
     path: str
     tensors: dict[str, Tensor]
-    """The tensors stored for it, by key."""
+    """The tensors stored for the saveable, by key."""
     computing: frozenset[str]
-    """Names of tensors the hook needs as real bytes."""
+    """Names of tensors whose values the hook needs, as it computes with them."""
     bindings: tuple[Binding, ...]
-    """Assigned views that no later assignment replaces."""
+    """Bindings of the views that the hook assigns, without those that a later assignment replaces."""
     variables: tuple[Variable, ...]
-    """Variables whose values it computes."""
+    """Variables whose values the hook computes."""
     kept: tuple[Variable, ...] = ()
-    """Variables that it assigns, and that keep their values."""
+    """Variables that keep their values: what the hook assigns to them is ignored."""
 
     @property
     def owner(self) -> str:
-        """The layer, for messages."""
+        """The layer or other saveable, for messages."""
         return f"{type(self.saveable).__name__} at {self.path or 'the root'!r}"
 
     def keeping(self, kept: Mapping[int, Variable]) -> LayerStep:
-        """Return the step such that the variables whose ``id`` is in ``kept`` keep their values."""
+        """Return a copy of the step that leaves the values of the variables whose ``id`` is in ``kept`` unchanged."""
         own = [v for v in self.variables if id(v) in kept]
         return replace(self, variables=tuple(v for v in self.variables if id(v) not in kept), kept=tuple(own))
 
@@ -112,7 +112,7 @@ class LayerStep:
         return bool(self.computing or self.variables)
 
     def run(self, runtime: Runtime) -> None:
-        """Call the hook."""
+        """Call the hook with arrays in place of the recorded placeholders, so that it assigns its variables."""
         # The hook gets the bytes of tensors that it computes with, and reservations of others, as when it was recorded.
         # A view that it assigns is then found by variable and view, and replaced by the binding's sharded array.
         reservations = Reservations()
@@ -165,11 +165,11 @@ class LayerStep:
             raise self._deviates(f"assigned nothing to {left[0]!r}, but assigned a value")
 
     def _whole(self, tensor: Tensor) -> str | None:
-        """Return the binding that is a tensor's only use and all of it, if the hook can get the array itself.
+        """Return the name of the binding whose array the hook can get directly; ``None`` if it must get a placeholder.
 
-        This covers every plain layer, and saves an address range per tensor, which the kernel allocates slowly while
-        other threads fill memory. Only Keras' own hooks assign what they read, unchanged; other hooks may reshape
-        it or read its dtype, which differs in an array that is already cast.
+        It can if one binding uses the whole tensor, as in plain layers. That saves reserving an address range, which is
+        slow while other threads fill memory. Only Keras' own hooks assign what they read, unchanged; other hooks may
+        reshape it or read its dtype, which differs in an array that is already cast.
         """
         if self.computes or not has_keras_hook(self.saveable):
             return None
@@ -178,7 +178,7 @@ class LayerStep:
 
     @staticmethod
     def _refuse_overflow(variable: Variable, value: Any) -> None:
-        """Raise unless integers keep their values in the narrower dtype of the variable."""
+        """Raise an error if computed integers do not fit in the narrower integer dtype of the variable."""
         wanted, found = stored_dtype(variable), getattr(value, "dtype", None)
         if not isinstance(value, np.ndarray) or found == wanted or {value.dtype.kind, wanted.kind} - {"i", "u"}:
             return
@@ -186,7 +186,7 @@ class LayerStep:
         if value.size and not (info.min <= int(value.min()) and int(value.max()) <= info.max):
             raise MismatchError(
                 f"Cannot store the checkpoint's {found} values from {value.min()} to {value.max()} in variable "
-                f"{variable.path!r}: they do not fit in {wanted}"
+                f"{variable.path!r}: they do not fit in {wanted}. Give the variable a wider dtype"
             )
 
     def _deviates(self, what: str) -> MismatchError:
@@ -198,7 +198,7 @@ class LayerStep:
 
 @dataclass(frozen=True, slots=True)
 class AttributeSnapshot:
-    """The attributes of one object, and the content of its plain containers, one level deep."""
+    """The attributes that one object had at some time, and the content of its lists, dicts and sets, one level deep."""
 
     target: Any
     attributes: dict[str, Any]
@@ -230,7 +230,7 @@ class AttributeSnapshot:
 
 @dataclass(slots=True, eq=False)
 class RecordedAssign:
-    """One ``assign`` recorded."""
+    """A recorded assignment of a value to a variable by a hook."""
 
     variable: Variable
     view: View | None
@@ -239,22 +239,22 @@ class RecordedAssign:
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """One call of one saveable's ``load_own_variables``."""
+    """What one recorded call of a saveable's ``load_own_variables`` (its hook) read and assigned."""
 
     path: str
     tensors: Mapping[str, Tensor]
-    """The tensors stored for it, by key."""
+    """The tensors stored for the saveable, by key."""
     reservations: Reservations = field(default_factory=Reservations)
     saveable: Any = None
     real: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """The tensors that it gets with their values instead of a placeholder, by name."""
+    """The tensors of which the hook gets the values instead of a placeholder, by name."""
     read: set[str] = field(default_factory=set)
     assigned: list[RecordedAssign] = field(default_factory=list)
     mismatch: Mismatch | None = None
     error: Exception | None = None
 
     def reserve(self, key: str) -> Any:
-        """Return the placeholder for one of its tensors, or a copy of its values."""
+        """Return what the hook reads at ``key``: a placeholder, or a copy of the values of a tensor in `real`."""
         tensor = self.tensors[key]
         self.read.add(tensor.name)
         if tensor.name in self.real:
@@ -301,7 +301,7 @@ class Walk:
                     self._groups.setdefault("/".join(parts[:n]), {})["/".join(parts[n + 1 :])] = tensors[name]
 
     def record(self) -> None:
-        """Visit everything; `visits` contains the result."""
+        """Walk over `root` once, and record every hook's call in `visits`."""
         with assignments_to(self._assign):
             load_state(self.root, self, skip=self.skip)
         self._close_reservations()
@@ -322,7 +322,7 @@ class Walk:
 
     @contextmanager
     def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
-        """Attach ``saveable`` to the visit that begins inside; afterwards undo its hook's changes to attributes."""
+        """Attach ``saveable`` to the visit that begins in the block; then undo what its hook did to attributes."""
         before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
 
         # The block contains the visits of children, too, so this one's is the first that it opens, if it opens any.
@@ -339,7 +339,7 @@ class Walk:
             self._settle(before, snapshot)
 
     def _settle(self, index: int, snapshot: AttributeSnapshot) -> None:
-        """Run a hook again until it has the values that it computes with, and outside the trace if it leaves JAX."""
+        """Run a hook again until it has all values that it computes with; not in a JAX trace if it cannot be traced."""
         visit, real, traced = self.visits[index], dict[str, NDArray[Any]](), True
         tensors = {t.name: t for t in visit.tensors.values()}
         while True:

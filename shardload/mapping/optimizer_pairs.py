@@ -1,4 +1,4 @@
-"""Which state of a step's optimizers continues in the optimizers of a model, and what begins there.
+"""Which state of a step's optimizers is restored into a model's optimizers, and which of theirs begins as new.
 
     stored ─► pairs      the same variable in both (`roles`)
               missing    only in the model: begins as in a new optimizer; moving averages begin with the weights
@@ -32,7 +32,7 @@ UNTRAINED = "the step was saved before training and has no optimizer slots; the 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A tensor without a variable."""
+    """A tensor of the step that has no variable in the model."""
 
     tensor: str
     kind: str
@@ -40,11 +40,11 @@ class Left:
     part: str = ""
     is_core: bool = False
     weight: str | None = None
-    """The model's key of the weight of a slot without which its other slots are other quantities."""
+    """Key of the slot's weight in the model, if that weight's other slots must begin as new because this one is lost."""
 
     @classmethod
     def of(cls, stored: Stored, tensor: str, found: Pairing) -> Left:
-        """Describe a stored leaf that has no variable, and its tensor."""
+        """Return the record of a stored leaf that has no variable in the model; ``tensor`` is its name."""
         role, forms = stored.role, found.stored_forms
         if role.kind not in OPTIMIZER_KINDS:
             return cls(tensor, role.kind, role.optimizer)
@@ -57,7 +57,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Paired tensors and variables, and the unpaired rest of both."""
+    """Tensors of a step paired with variables of a model, and what is left over on both sides."""
 
     pairs: tuple[tuple[Tensor, StateLeaf], ...]
     missing: tuple[StateLeaf, ...]
@@ -66,23 +66,23 @@ class Paired:
     left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
     """Leaves that a partial step lists as left out, and the model's variables for them."""
     dropped: tuple[tuple[Tensor, StateLeaf], ...] = ()
-    """Pairs that are not used, because the optimizer does not continue."""
+    """Pairs that are not used, because the optimizer is not restored from the step."""
     begun: tuple[StateLeaf, ...] = ()
-    """Variables of optimizers that continue although the step lacks these."""
+    """Variables that the step lacks and that begin as new, in optimizers that are restored otherwise."""
 
     def part(self, leaf: StateLeaf) -> str:
-        """Return the attribute of its optimizer that a variable is in."""
+        """Return the optimizer's attribute that contains a variable, such as ``momentums`` (see `part_of`)."""
         return part_of(leaf.role, self.forms)
 
     def is_core(self, leaf: StateLeaf) -> bool:
-        """Whether the optimizer's iterations are wrong if a slot begins as in a new one."""
+        """Whether restored iterations would be wrong for the optimizer if this slot began as in a new optimizer."""
         return leaf.kind == "slot" and is_core(self.part(leaf), kind_in(self.forms, leaf.role))
 
 
 def resolve_optimizers(
     model: Any, paired: Paired, manifest: Manifest, *, every: bool
 ) -> tuple[Paired, tuple[str, ...]]:
-    """Decide which optimizers of a model continue with the state of a step; return notes too."""
+    """Decide which optimizers of a model are restored from a step; return the pairs to use, and notes for reports."""
     noted: list[str] = []
     if every and is_untrained(paired, manifest, None):
         kept = _without(paired, None)
@@ -118,7 +118,7 @@ def resolve_optimizers(
 
 
 def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tuple[Begun, ...]:
-    """Return the variables of optimizers that begin as in a new one, with what they begin with."""
+    """Return optimizer variables that begin as in a new optimizer, each with its initial value."""
     if not (wanted := list(leaves)):
         return ()
     optimizers = optimizers_by_path(model)
@@ -133,7 +133,7 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
 
 
 def takes_state(paired: Paired, optimizer: str | None) -> bool:
-    """Whether an optimizer can continue with the state in a step: whether its iterations are those of its slots."""
+    """Whether an optimizer can be restored from a step: the step has the slots to which its iterations belong."""
     incomplete = _incomplete(paired, optimizer)
     core = [leaf for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and paired.is_core(leaf)]
     if any(leaf.role.of not in incomplete for leaf in core):
@@ -144,10 +144,10 @@ def takes_state(paired: Paired, optimizer: str | None) -> bool:
 
 
 def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
-    """Return the weights for which step and model share some slots, but not all: these are not the same quantities.
+    """Return keys of the weights for which step and model share some slots, but not all: equal names then mislead.
 
-    All weights, if it is of another class; some, of a Muon that now excludes them or a REKLS that now leaves them to
-    AdamW. There the step may also have more slots.
+    These are all weights if the optimizer's class differs; some weights if a Muon now excludes them, or a REKLS now
+    leaves them to AdamW. There the step may also have more slots.
     """
     lacking = {leaf.role.of for leaf in paired.missing if leaf.role.optimizer == optimizer and paired.is_core(leaf)}
     differing = lacking | {found.weight for found in paired.left if found.optimizer == optimizer}
@@ -155,7 +155,7 @@ def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
 
 
 def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Apply the rules of the module to one optimizer; add a note about what does not continue."""
+    """Restore one optimizer by the rules of this module; add notes about the state that is not restored."""
     if not any(leaf.role.optimizer == name and leaf.kind in OPTIMIZER_KINDS for _, leaf in paired.pairs):
         return paired
     paired = _with_own_rate(paired, name, noted)
@@ -200,7 +200,7 @@ def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) ->
 
 
 def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Let all slots of a weight begin as new if step and model share only some: Adam's momentum needs its velocity."""
+    """Let all slots of a weight begin as new if the step has only some: Adam's momentum is useless without velocity."""
     own = [pair for pair in paired.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
     reshaped = {leaf.role.of for tensor, leaf in own if paired.is_core(leaf) and tensor.shape != leaf.shape}
     incomplete = _incomplete(paired, name) | reshaped
@@ -227,7 +227,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Leave the learning rate out if only one side has it as a variable: the other one computes it by a schedule."""
+    """Leave out the learning rate if only the step or only the model stores it: the other one has a schedule."""
     stored = [found for found in paired.left if found.optimizer == name and attribute_of(found.part) == RATE]
     own = [leaf for leaf in paired.missing if leaf.role.optimizer == name and attribute_of(paired.part(leaf)) == RATE]
     if stored and not own:
@@ -240,20 +240,20 @@ def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired
 
 
 def _without(paired: Paired, optimizer: str | None) -> Paired:
-    """Remove an optimizer's variables from the list of missing ones."""
+    """Return a copy that does not list an optimizer's variables as missing."""
     missing = (m for m in paired.missing if m.kind not in OPTIMIZER_KINDS or m.role.optimizer != optimizer)
     return replace(paired, missing=tuple(missing))
 
 
 def _without_pairs(paired: Paired, optimizer: str | None) -> Paired:
-    """Drop an optimizer's pairs, so that the model's state stays unchanged."""
+    """Return a copy without an optimizer's pairs, so that the model's state of it stays unchanged."""
     own = [p for p in paired.pairs if p[1].role.optimizer == optimizer and p[1].kind in OPTIMIZER_KINDS]
     pairs = tuple(pair for pair in paired.pairs if pair not in own)
     return replace(paired, pairs=pairs, dropped=(*paired.dropped, *own))
 
 
 def _skipping(paired: Paired, optimizer: str | None) -> Paired:
-    """List the tensors of an optimizer that have no variable as skipped, not as unused."""
+    """Return a copy in which tensors of an optimizer without a variable count as skipped, not as unused."""
     # An empty kind belongs to no item.
     return replace(paired, left=tuple(replace(f, kind="") if f.optimizer == optimizer else f for f in paired.left))
 
@@ -264,9 +264,9 @@ def _is_of_inner_model(optimizer: str) -> bool:
 
 
 def is_untrained(paired: Paired, manifest: Manifest, optimizer: str | None) -> bool:
-    """Whether a step's optimizer has zero iterations and no slots: ``fit`` would have created them.
+    """Whether a step's optimizer had not trained: it has zero iterations, and no slots, which ``fit`` would create.
 
-    With iterations but no slots it is of another kind (SGD), and does not fit an optimizer that has slots.
+    With iterations but without slots, it is of a class like SGD, and does not fit an optimizer that has slots.
     """
     pairs = [(tensor, leaf) for tensor, leaf in paired.pairs if leaf.role.optimizer == optimizer]
     kinds = [leaf.kind for _, leaf in pairs] + [found.kind for found in paired.left if found.optimizer == optimizer]

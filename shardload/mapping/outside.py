@@ -45,12 +45,12 @@ class OutsideTensor:
     tensor: str
     reason: str
     is_weight: bool = False
-    """Whether it was trained, for a part that the model lacks; otherwise nothing is lost without it."""
+    """Whether it is a trained weight, of a part that the model lacks; otherwise nothing is lost without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """Tensors that no variable uses, in two groups."""
+    """Tensors that no variable uses: those outside of the architecture, and those that the model should use."""
 
     outside: tuple[OutsideTensor, ...]
     unused: tuple[str, ...]
@@ -113,7 +113,7 @@ def sort_unused(
     ignore: Iterable[str] = (),
     compare: bool = True,
 ) -> Sorted:
-    """Separate tensors outside of the architecture from others; without ``compare``, no values are read to decide."""
+    """Sort the tensors that no variable uses by whether the model needs them; without ``compare``, reads no values."""
     patterns = tuple(ignore)
     ignored = {name: p for name in mapping.unused for p in patterns if fnmatchcase(name, p)}
     if unmatched := [p for p in patterns if not any(fnmatchcase(name, p) for name in mapping.unused)]:
@@ -168,7 +168,7 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
 
 
 def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | None:
-    """Return a record of a tensor that name, dtype and shape show not to be part of the architecture."""
+    """Return why the architecture does not contain a tensor, judged by name, dtype and shape; ``None`` if it may."""
     name, known = tensor.name, model_type_of(manifest.config)
     if not tensor.size:
         return OutsideTensor(name, "has no elements")
@@ -190,7 +190,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
 def _by_value(
     tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, values: _Comparer | None
 ) -> OutsideTensor | str:
-    """Return a record of a tensor that its values show not to be needed, or the reason that it is needed."""
+    """Return why the model does not need a tensor, judged by its values; else, as text, why it does, or ``""``."""
     for end, use in _ADDED.items():
         if tensor.name == end or tensor.name.endswith(f".{end}"):
             if values is None:

@@ -13,8 +13,8 @@ kernel reports which pages were read (``mincore``), a reservation that cannot be
 referenced, and NumPy functions that would fill memory (casts, sums, stacks) return another
 reservation. So recording a 50 GB checkpoint takes almost no memory.
 
-A cast between floating dtypes is either computed, or (`FloatCasts`) passed over: the result is then still the view, and
-the tensor's own values go to the variable.
+A cast between floating dtypes is either computed or ignored (`FloatCasts`). If it is ignored, its result is the view
+itself, and the tensor's own values go to the variable.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _AddressRange:
 
     @property
     def is_referenced(self) -> bool:
-        """Whether an array of this range still exists; frees the range if not."""
+        """Whether an array in this address range still exists; frees the range if none does."""
         try:
             self.pages.close()
         except BufferError:
@@ -62,7 +62,7 @@ class _AddressRange:
 
 @dataclass(slots=True)
 class Reservations:
-    """The reserved tensors of one recording."""
+    """The placeholders of one recording, and how loading code used them."""
 
     float_casts: FloatCasts = "computed"
     used: set[str] = field(default_factory=set)
@@ -70,11 +70,11 @@ class Reservations:
     computed: set[str] = field(default_factory=set)
     """Tensors that were used in a computation."""
     rounding: dict[str, str] = field(default_factory=dict)
-    """Tensors that code casts to a floating dtype of fewer values, and that dtype."""
+    """Tensor that loading code casts to a less precise floating dtype → that dtype."""
     _ranges: list[_AddressRange] = field(default_factory=list)
 
     def make(self, tensor: Tensor) -> Reserved:
-        """Reserve an array of the tensor's shape and dtype, without memory, read-only."""
+        """Return a placeholder for a tensor: a read-only array of its shape and dtype that takes no memory."""
         array, pages = _reserve(tensor.shape, tensor.dtype, name=tensor.name)
         array.tensors, array.reservations = frozenset((tensor.name,)), self
         bisect.insort(self._ranges, _AddressRange(tensor, pages, _address(array)), key=lambda r: r.start)
@@ -95,7 +95,7 @@ class Reservations:
         return _as_view(value, found)
 
     def close(self) -> None:
-        """Free every range; afterwards `used` names the tensors that were more than viewed."""
+        """Free every address range, and complete `used` and `computed`."""
         for entry in self._ranges:
             # Before `is_referenced`, which unmaps the pages.
             if _touched(entry.start, entry.tensor.nbytes):
@@ -173,7 +173,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
             return _derived((self,), empty.shape, self.dtype)
 
     def ravel(self, order: Any = "C") -> Any:
-        """Like `reshape`."""
+        """Return a view with one dim, or a placeholder for a copy, as `reshape` does."""
         return self.reshape(-1, order=order)
 
     flatten = ravel
@@ -226,7 +226,7 @@ def _plain(values: Any) -> Any:
 
 
 _ADDRESS_SPACE_BYTES = 1 << 47
-"""What a process can address on x86-64 and on most ARM systems."""
+"""Bytes that a process can address on x86-64 and on most ARM systems."""
 
 
 def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tuple[Reserved, mmap.mmap]:
@@ -241,7 +241,7 @@ def _reserve(shape: tuple[int, ...], dtype: np.dtype[Any], *, name: str) -> tupl
             raise limited from error
         raise UnsupportedError(
             f"Cannot map {name} of shape {shape}: it takes {exact_bytes(nbytes)}, more than a process can address "
-            f"({error}). Is the file's header damaged?"
+            f"({error}). The file's header may be damaged: get the file again"
         ) from error
     # frombuffer exports the pages, so closing them fails while any array of them is alive (`is_referenced`).
     array = np.frombuffer(pages, np.uint8, count=nbytes).view(dtype).reshape(shape)

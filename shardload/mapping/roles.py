@@ -19,8 +19,8 @@ The state of one optimizer can continue in another if its slots are the same qua
     RMSprop       momentums of dense/kernel   ─►  its own: it contains the learning rate
 
 Optimizers of Keras use one attribute for different quantities: the momentum of SGD contains the learning rate, Adam's
-is a mean of gradients. A step therefore stores the class of each optimizer. Of steps without it, attributes are
-compared.
+is a mean of gradients. A step therefore stores the class of each optimizer. For steps without it, only the names of
+attributes are compared.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from shardload.keras_bridge.saving import saved_objects, stored_by_hook, stored_
 from shardload.keras_bridge.variables import numbered
 
 _INNER = "inner_optimizers/"
-"""Before the variables of the optimizers in a ``MultiOptimizer``, with the position and class of each."""
+"""Begins the keys of variables in a ``MultiOptimizer``; before their names come the position and class of each."""
 _NOT_SLOTS = frozenset({"_variables", "_trainable_variables"})
 _SHORT = {"iterations": "iteration"}
-"""Attributes whose key is Keras' name for the variable."""
+"""Attribute → key, where the key is Keras' name of the variable instead."""
 AVERAGE = "model_variables_moving_average"
-"""The slots of ``use_ema``."""
+"""The attribute with the slots of ``use_ema``: moving averages of the weights."""
 RATE = "learning_rate"
 WRAPPER = "wrapper/"
-"""Before the variables of a ``LossScaleOptimizer``."""
+"""Begins the `part_of` of a ``LossScaleOptimizer``'s own variables."""
 _ADAM = {"momentums": "first moment", "velocities": "second moment", "velocity_hats": "largest second moment"}
 _OWN: Mapping[str, str] = {}
 _SHARED: Mapping[str, Mapping[str, str]] = {
@@ -53,7 +53,7 @@ _SHARED: Mapping[str, Mapping[str, str]] = {
     "RMSprop": {"velocities": "second moment"},
     **dict.fromkeys(("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Muon", "SGD", "ScheduleFreeAdamW"), _OWN),
 }
-"""The optimizers of Keras, with what their slots are where others have the same; all other slots are their own."""
+"""Class of Keras → attribute → quantity in its slots, if another class has it too; all others are its own."""
 SLOT_KINDS = frozenset(_SHARED)
 _BY_SUFFIX = {
     "average": AVERAGE,
@@ -65,12 +65,12 @@ _BY_SUFFIX = {
 _SCALARS = ("iteration", RATE, "step_counter", "dynamic_scale")
 _OF_EVERY_CLASS = {AVERAGE, "accumulated_gradients"}
 _MAY_BEGIN_LATER = {*_OF_EVERY_CLASS, "velocity_hats"}
-"""Slots that are right from any step on, whatever the count of iterations."""
+"""Slots that may begin at zero in an optimizer whose iterations are restored: their values do not depend on these."""
 _OF_OPTIONS: Mapping[str, frozenset[str]] = {
     "RMSprop": frozenset({"momentums", "average_gradients"}),
     "SGD": frozenset({"momentums"}),
 }
-"""Slots of an option (``momentum=``, ``centered=``) of an optimizer that corrects no bias by its iterations."""
+"""Class → slots of an option (``momentum=``, ``centered=``) that may begin at zero: iterations do not correct them."""
 _WRAPPED = "inner_optimizer/"
 _POSITION = re.compile(rf"^{_INNER}\d+/")
 
@@ -82,11 +82,11 @@ class Role:
     kind: str
     """``weight``, ``seed``, ``slot``, ``optimizer`` or ``metric``."""
     key: str
-    """Unique among the roles of its kind."""
+    """Structural key of the variable, unique among the roles of its kind."""
     slot: str | None = None
     """The kind of slot: the optimizer's attribute, such as ``momentums``."""
     of: str | None = None
-    """Key of the weight a slot belongs to; for one of several optimizers, of the first weight that it trains."""
+    """Key of a slot's weight; for the count or rate of an optimizer in a ``MultiOptimizer``, of its first weight."""
     name: str | None = None
     """A metric's own name."""
     optimizer: str | None = None
@@ -126,7 +126,7 @@ def _weights(model: Any) -> dict[int, Role]:
 
 
 def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dict[int, Role]:
-    """Return the roles of an optimizer's variables, by ``id``; ``weights`` are the keys of weights by ``id``."""
+    """Return the roles of an optimizer's variables, by ``id``; ``weights`` gives the keys of weights by ``id``."""
     roles: dict[int, Role] = {}
     own = {id(v) for v in optimizer.variables}
     for attribute, value in vars(optimizer).items():
@@ -149,12 +149,12 @@ def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -
 
 
 def owner_in(role: Role) -> str | None:
-    """Return the prefix of the optimizer among several that a slot belongs to: ``inner_optimizers/1/Adam``."""
+    """Return the optimizer in a ``MultiOptimizer`` that a slot belongs to: ``inner_optimizers/1/Adam``; or ``None``."""
     return None if role.slot is None or _INNER not in role.slot else role.slot.rpartition("/")[0]
 
 
 def _of_several(optimizers: Sequence[Any], weights: dict[int, str], prefix: str) -> dict[int, Role]:
-    """Return the roles of the variables of optimizers that each train some weights (``MultiOptimizer``)."""
+    """Return the roles of variables of the optimizers in a ``MultiOptimizer``, each of which trains some weights."""
     roles: dict[int, Role] = {}
     for position, optimizer in enumerate(optimizers):
         first = next((weights.get(id(weight)) for weight in weights_optimized(optimizer)), None)
@@ -165,7 +165,7 @@ def _of_several(optimizers: Sequence[Any], weights: dict[int, str], prefix: str)
 
 
 def _attribute_roles(optimizer: Any, value: Any, name: str, weights: dict[int, str]) -> Iterator[tuple[Variable, Role]]:
-    """Yield the variables of one attribute: a single one, or a list with an entry for every weight."""
+    """Yield the variables in one attribute with their roles: a single one, or a list with an entry for every weight."""
     if not isinstance(value, (list, tuple, dict)):
         yield value, Role("optimizer", name)
         return
@@ -195,20 +195,20 @@ def _numbered(variables: Sequence[Variable]) -> Iterator[tuple[str, Variable]]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerForm:
-    """What is needed to tell the variables of an optimizer apart."""
+    """What of an optimizer decides on the meaning of its variables' keys."""
 
     kind: str | None = None
-    """Its class in Keras, ``""`` for a class of others, ``None`` if not known."""
+    """Name of its class in Keras, ``""`` if the class is not Keras' own, ``None`` if it is not known."""
     is_wrapped: bool = False
-    """Whether it is in a ``LossScaleOptimizer``, which has variables too."""
+    """Whether a ``LossScaleOptimizer`` wraps it: keys without ``inner_optimizer/`` are then those of the wrapper."""
 
 
 Forms = Mapping[str | None, OptimizerForm]
-"""The forms of a model's optimizers, by `Role.optimizer`."""
+"""`Role.optimizer` → the form of that optimizer of a model."""
 
 
 def forms_of(roles: Iterable[Role], kinds: Mapping[str, str]) -> Forms:
-    """Return the forms of optimizers whose variables have these roles."""
+    """Return the forms of the optimizers whose variables have these roles; ``kinds`` gives their classes by path."""
     found: dict[str | None, OptimizerForm] = {}
     for role in roles:
         if role.kind in ("slot", "optimizer"):
@@ -224,7 +224,7 @@ def kind_in(forms: Forms, role: Role) -> str | None:
 
 
 def part_of(role: Role, forms: Forms) -> str:
-    """Return the attribute of its optimizer that a variable is in, such as ``momentums`` or ``learning_rate``."""
+    """Return the optimizer's attribute that contains a variable, such as ``momentums`` or ``learning_rate``."""
     name, form = _name(role), forms.get(role.optimizer, OptimizerForm())
     # The wrapper has a count and a rate of its own, which Keras does not use.
     if form.is_wrapped and not name.startswith(_WRAPPED):
@@ -259,13 +259,13 @@ def kind_of_name(name: str) -> str | None:
 
 
 def is_core(part: str, kind: str | None) -> bool:
-    """Whether the count of iterations is wrong for an optimizer in which slots of this kind start at zero."""
+    """Whether slots of this kind must be restored with the iterations: updates would be wrong if they began at zero."""
     own = part.removeprefix(_INNER).partition("/")[0] if part.startswith(_INNER) else kind
     return attribute_of(part) not in _MAY_BEGIN_LATER | _OF_OPTIONS.get(own or "", frozenset())
 
 
 def attribute_of(part: str) -> str:
-    """Return the attribute of the optimizer itself: ``momentums``, of ``inner_optimizers/Adam/momentums`` too."""
+    """Return the last part of a `part_of`: ``momentums``, also for ``inner_optimizers/Adam/momentums``."""
     return part.rpartition("/")[2] if part.startswith(_INNER) else part
 
 

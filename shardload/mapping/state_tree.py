@@ -28,11 +28,11 @@ _ACCUMULATES = "gradient_accumulation_steps"
 _VERSION = 1
 """Version of ``structure.json``."""
 WEIGHT_ITEMS = ("trainable_variables", "non_trainable_variables")
-"""The groups that ``save_weights_only`` keeps."""
+"""The groups of variables that a step saved with ``save_weights_only`` contains."""
 
 
 Identity = tuple[str, str, str]
-"""What pairs a stored leaf with a variable: kind; for optimizers, path and slot; key of the weight."""
+"""(kind, optimizer and slot, key of the weight): a stored leaf and a variable with the same one are paired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StateLeaf:
     """Stored dtype, such as ``bfloat16``."""
     variable: Variable
     accumulates: int | None = None
-    """How many batches an update takes, for the count of an optimizer."""
+    """The optimizer's ``gradient_accumulation_steps``, if the leaf is its count of batches."""
 
     @property
     def kind(self) -> str:
@@ -81,7 +81,7 @@ class StateTree:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The current values, nested by path: no copies, and no empty arrays, which Orbax refuses."""
+        """The current values, nested by path, not copied; without arrays of no elements, which Orbax refuses."""
         empty = [leaf.variable.path for leaf in self.leaves if not has_value(leaf.variable)]
         if empty:
             shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
@@ -105,7 +105,7 @@ class StateTree:
         return replace(self, leaves=tuple(leaf for leaf in self.leaves if leaf.path[0] in WEIGHT_ITEMS))
 
     def only(self, selected: Callable[[Variable], bool]) -> StateTree:
-        """Return the tree without the weights that are not selected, and without their slots."""
+        """Return the tree of a partial step: without the weights for which ``selected`` is false, and their slots."""
         out = {leaf.key for leaf in self.leaves if leaf.kind == "weight" and not selected(leaf.variable)}
         rest = tuple(leaf for leaf in self.leaves if _weight_of(leaf) in out)
         kept = tuple(leaf for leaf in self.leaves if _weight_of(leaf) not in out)
@@ -118,7 +118,7 @@ class StateTree:
         return found | ({"left_out": [leaf.to_json() for leaf in self.left_out]} if self.left_out else {})
 
     def still_describes(self, model: Any) -> bool:
-        """Whether the model still has the same variables in the same groups."""
+        """Whether the model still has the variables of this tree, in the same groups, so that it can be used again."""
         now = [id(v) for _, variables in _variables_by_group(model) for v in variables]
         return now == [id(leaf.variable) for leaf in self.leaves]
 
@@ -129,7 +129,7 @@ def _weight_of(leaf: StateLeaf) -> str | None:
 
 
 def state_tree_of(model: Any) -> StateTree:
-    """Return the path and role of every variable that training changes; reads and computes no values."""
+    """Return the tree of every variable that a training step stores; reads and computes no values."""
     roles = roles_of(model)
     counts = {
         id(one.count): one.steps for found in optimizers_by_path(model).values() for one in accumulations_in(found)
@@ -149,7 +149,7 @@ def state_tree_of(model: Any) -> StateTree:
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
-    """Return Keras' four groups; a variable in two groups belongs to the first one."""
+    """Return the variables of Keras' four groups, by the group's name; one in two groups counts for the first."""
     others = (v for _, other in other_optimizers(model) for v in other.variables)
     optimizer = [*optimizer_variables_of(model), *others]
     groups = {
@@ -194,20 +194,21 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     accumulates: int | None = None
-    """As of `StateLeaf`; ``None`` in steps of older versions too."""
+    """As in `StateLeaf`; also ``None`` in steps that older versions of shardload saved."""
 
     @classmethod
     def of_json(cls, leaf: Mapping[str, Any]) -> Stored:
-        """Validate and convert untrusted input."""
+        """Validate and convert an entry of ``structure.json``, which is untrusted input."""
         try:
             path, shape = tuple(leaf["path"]), tuple(leaf["shape"])
             role = Role(leaf["kind"], leaf["key"], *(leaf.get(k) for k in ("slot", "of", "name", "optimizer")))
             texts = [*path, role.kind, role.key, leaf["dtype"]]
         except (KeyError, TypeError, AttributeError) as error:
-            raise SourceError(f"structure.json has a leaf without path, kind, key, shape or dtype: {leaf}") from error
+            text = f"structure.json has a leaf without path, kind, key, shape or dtype: {leaf}. Restore another step"
+            raise SourceError(text) from error
         texts += [t for t in (role.slot, role.of, role.name, role.optimizer) if t is not None]
         if not all(isinstance(t, str) for t in texts) or not all(type(n) is int and n >= 0 for n in shape):
-            raise SourceError(f"structure.json has a leaf with values of the wrong type: {leaf}")
+            raise SourceError(f"structure.json has a leaf with values of the wrong type: {leaf}. Restore another step")
         return cls(path, role, shape, leaf["dtype"], batches_of_update(leaf.get(_ACCUMULATES)))
 
 
@@ -262,7 +263,7 @@ def find_stored(
 
 
 def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]) -> dict[Identity, StateLeaf]:
-    """Pair the state of several optimizers by position where an older step has no other role for it."""
+    """Pair a ``MultiOptimizer``'s state with stored leaves by position where an older step has no other role for it."""
     own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
     for position, (identity, leaf) in enumerate(own):
         older = ("optimizer", f":variables/{position}", "")
@@ -274,7 +275,7 @@ def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, St
 def _by_shared_weights(
     wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]
 ) -> dict[Identity, StateLeaf]:
-    """Pair the counts and rates of several optimizers by their slots where the first weights of both differ."""
+    """Pair counts and rates in a ``MultiOptimizer`` by the slots of their optimizer if its first weight has changed."""
     scalars = {s.role.key: i for i, s in stored.items() if i[0] == "optimizer"}
     found: dict[Identity, StateLeaf] = {}
     for identity, leaf in wanted.items():
@@ -290,7 +291,7 @@ def _by_shared_weights(
 
 
 def kinds_in(structure: Any) -> dict[str, str]:
-    """Return the class of each optimizer that a step stores; empty for steps that do not say it."""
+    """Return path → class of each optimizer in a step; empty for steps of older versions, which do not store it."""
     found = structure.get("optimizers", {}) if isinstance(structure, Mapping) else {}
     if not isinstance(found, Mapping) or not all(isinstance(text, str) for pair in found.items() for text in pair):
         raise SourceError(f"structure.json has optimizers that are no object of class names: {str(found)[:80]}")
@@ -299,7 +300,7 @@ def kinds_in(structure: Any) -> dict[str, str]:
 
 def _listed(leaves: Any) -> Iterable[Any]:
     if not isinstance(leaves, Iterable):
-        raise SourceError(f"structure.json has no valid list of leaves: {str(leaves)[:80]}")
+        raise SourceError(f"structure.json has no valid list of leaves: {str(leaves)[:80]}. Restore another step")
     return leaves
 
 
@@ -314,7 +315,7 @@ def _identity(role: Role, rename: Mapping[str, str], forms: Forms) -> Identity:
 
 
 def renamed_key(key: str, rename: Mapping[str, str]) -> str:
-    """Replace the longest matching prefix; prefixes end at a slash."""
+    """Replace the longest prefix of ``key`` that is in ``rename``; a prefix consists of whole parts between slashes."""
     for old in sorted(rename, key=len, reverse=True):
         if key == old or key.startswith(f"{old}/") or not old:
             rest = key[len(old) :].lstrip("/")

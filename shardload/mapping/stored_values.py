@@ -28,7 +28,7 @@ from shardload.transfer.read_tensor import read_tensor
 
 VALUES_ENTRY = "values"
 LIMIT_BYTES = 8 << 20
-"""Limit of all values together: JSON is read as a whole, and `json_files` reads at most four times as much."""
+"""Limit for all values of a step together: JSON is read as a whole, and `json_files` refuses four times as much."""
 _KINDS = "biufcSU"
 
 _Values = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -36,14 +36,14 @@ _Values = Mapping[str, Mapping[str, NDArray[Any]]]
 
 
 def values_to_json(hooked: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the entries for ``structure.json``, and a sentence for each object with values that it cannot contain."""
+    """Return the entries for ``structure.json``, and a sentence for each object with values that cannot be stored."""
     return _to_entries((path, saveable, values_besides_variables(saveable)) for path, saveable in hooked)
 
 
 def file_values_to_json(
     model: Any, manifest: Manifest, *, variables: Container[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return what a file of Keras has besides variables as entries for ``structure.json``, and notes about the rest."""
+    """Return values besides variables in a Keras file as entries for ``structure.json``, and notes about lost ones."""
     hooked = []
     for path, saveable in with_own_hooks(model):
         group = f"{path}/vars/" if path else "vars/"
@@ -110,7 +110,7 @@ def lacking_values(model: Any, values: _Values, *, where: str = "the step") -> t
 
 
 def unstored_hook(model: Any, layer: Any, values: _Values) -> str | None:
-    """Say that a step has no values of a layer, or of one in it, with a hook that saves more than variables."""
+    """Return a text that a step lacks values that ``layer``, or a layer in it, saves besides variables; else None."""
     own = next((path for path, saveable in saved_objects(model) if saveable is layer), "")
     for path, saveable in with_own_hooks(model):
         if path not in values and f"{path}/".startswith(f"{own}/"):
@@ -119,7 +119,7 @@ def unstored_hook(model: Any, layer: Any, values: _Values) -> str | None:
 
 
 def load_stored_values(model: Any, manifest: Manifest, *, strict: bool) -> tuple[str, ...]:
-    """Give layers the values that a step has besides variables, through their ``load_own_variables``."""
+    """Load the values besides variables of a step through the layers' ``load_own_variables``; return notes."""
     values = stored_values(manifest)
     objects = dict(saved_objects(model)) if values else {}
     notes = []

@@ -1,4 +1,4 @@
-"""Keras files: run each layer's ``load_own_variables`` on reservations and record what it assigns.
+"""Keras files: run each layer's ``load_own_variables`` on arrays without memory and record what it assigns.
 
 Keras walks the model itself (`keras_bridge.saving.load_state`), so nested containers, old key layouts and objects
 stored once but reachable twice are found where Keras finds them::
@@ -48,7 +48,7 @@ _TASK = "task:"
 
 
 def map_keras(model: Any, manifest: Manifest, *, optimizer: bool = True) -> VariableMap:
-    """Map the tensors of a Keras file to variables of ``model``, according to the layers' own hooks."""
+    """Map the tensors of a Keras file to the variables of ``model`` to which the layers' own hooks assign them."""
     # A preset of KerasHub stores a task's own layers in a second file, whose tensors the manifest prefixes.
     own = {n: t for n, t in manifest.tensors.items() if not n.startswith(_TASK)}
     head = {n.removeprefix(_TASK): t for n, t in manifest.tensors.items() if n.startswith(_TASK)}
@@ -132,9 +132,9 @@ def _variable_map(model: Any, manifest: Manifest, walks: list[Walk], notes: tupl
 
 
 def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]) -> list[str]:
-    """Return paths of optimizers besides the compiled one with stored but unused state; Keras ignores them too.
+    """Return paths of optimizers whose stored state is not used, except the compiled one; Keras ignores them too.
 
-    The model has not built them yet, or lacks them, because it creates them in its own ``compile``.
+    The model has not built these optimizers yet, or does not have them yet, as its own ``compile`` creates them.
     """
     found = [v.path for v in visits if v.tensors and not v.read and isinstance(v.saveable, keras.optimizers.Optimizer)]
     if has_own_compile(model):
@@ -153,7 +153,7 @@ def _declined(visit: Visit) -> list[str]:
 
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
-    """Return visits that worked; and for each saveable without one, the failed visit with the most tensors."""
+    """Return the visits without an error; then, for each saveable that has none, its failed visit with most tensors."""
     # Keras visits the parents of what failed again, so the last visit of an object counts.
     good = list({(id(v.saveable), v.path): v for v in visits if v.error is None}.values())
     done = {id(v.saveable) for v in good}
@@ -167,7 +167,7 @@ def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
 
 
 def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding, ...], list[LayerStep]]:
-    """Return bindings of each variable's last view, and one step per visit that has anything to do."""
+    """Return each variable's binding to the last view assigned to it, and a step for each visit that does anything."""
     # A variable that is reached twice (tied layers, a hook that assigns again) keeps the last value, as in Keras.
     last: dict[int, tuple[Visit, RecordedAssign]] = {}
     for visit in visits:
@@ -195,7 +195,7 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
 
 
 def _mismatches(visit: Visit) -> list[Mismatch]:
-    """Return the mismatches of a failed visit; none for Keras' own hooks without tensors: those are missing."""
+    """Return the mismatches of a failed visit; none if a hook of Keras got no tensors: its variables count as missing."""
     if not visit.tensors and has_keras_hook(visit.saveable):
         return []
     own = stored_variables(visit.saveable)

@@ -33,7 +33,7 @@ def unsharded_binding(variable: Variable, view: View, names: Mapping[int, str]) 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Variables whose values a layer's or converter's code computes."""
+    """Variables whose values are computed by a layer's or converter's code, instead of copied from a tensor."""
 
     owner: str
     """The code: ``layer 'dense' (layers/dense)``, ``converter convert_mixtral``."""
@@ -43,7 +43,7 @@ class Computed:
     """Tensors to read whole; empty if the code needs none (LoRA's zeros)."""
 
     def without(self, others: Mapping[int, Variable]) -> Computed:
-        """Return this record without the variables whose ``id`` is in ``others``."""
+        """Return a copy of this record without the variables whose ``id`` is in ``others``."""
         left = [(name, v) for name, v in zip(self.names, self.variables, strict=True) if id(v) not in others]
         return replace(self, names=tuple(name for name, _ in left), variables=tuple(v for _, v in left))
 
@@ -74,13 +74,13 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A variable of an optimizer that begins, while others of that optimizer continue."""
+    """A variable of an optimizer that gets its initial value, while others of that optimizer are restored."""
 
     variable: Variable
     attribute: str
-    """The attribute of the optimizer that it is in."""
+    """The attribute of the optimizer that contains the variable: ``momentums``."""
     start: Start | None
-    """Its value in a new optimizer; ``None`` if not known."""
+    """The variable's value in a new optimizer; ``None`` if not known."""
 
 
 class Runtime(Protocol):
@@ -93,14 +93,14 @@ class Runtime(Protocol):
         """Return the finished, sharded array of a binding."""
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Assign a finished, sharded array."""
+        """Assign an array from `take` to a variable by ``assign``, Keras' own method."""
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
         """Place a computed value in the variable's layout, then assign it."""
 
 
 class MappingStep(Protocol):
-    """A part of a load that runs when all its inputs have arrived: one layer's hook, one variable, one converter."""
+    """A part of a load that runs once all its arrays were read: the hook of a layer, one variable, or a converter."""
 
     @property
     def owner(self) -> str:
@@ -112,11 +112,11 @@ class MappingStep(Protocol):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the bindings it assigns."""
+        """Names of the bindings whose arrays it assigns."""
 
     @property
     def computes(self) -> bool:
-        """Whether it reads whole tensors; such steps run last, one at a time."""
+        """Whether it computes values from whole tensors; such steps run last, one at a time."""
 
     def run(self, runtime: Runtime) -> None:
         """Run this part of the load, which assigns values to its variables."""
@@ -141,35 +141,35 @@ class VariableMap:
     """Unused tensors of parts that this model lacks: an optimizer's state, a task's head."""
     mismatched: tuple[Mismatch, ...] = ()
     notes: tuple[str, ...] = ()
-    """Output and warnings of loading code."""
+    """Sentences for reports: warnings and output of loading code, and what the mapping leaves out."""
     refused: tuple[tuple[str, Variable], ...] = ()
-    """Weights without a value because they, or others of their layer, are mismatched; by name."""
+    """(name, variable) of weights that get no value, because a tensor of theirs, or of their layer, does not fit."""
     absent: tuple[str, ...] = ()
     """Names that a converter requested and the checkpoint lacks."""
     kept: tuple[str, ...] = ()
-    """Weights that a partial step leaves out on purpose: they keep the values that the model has."""
+    """Weights that a partial step leaves out: they keep the values that they have in the model."""
     kept_variables: tuple[Variable, ...] = ()
     begun: tuple[Begun, ...] = ()
-    """Variables of optimizers that the checkpoint lacks, where others of the same optimizer continue."""
+    """Optimizer variables that the checkpoint lacks, while others of the same optimizer are restored."""
     advice: str = ""
-    """How to make a mapping with mismatches fit, if that is known."""
+    """How to fix the mismatches, missing weights or unused tensors, if that is known: the end of an error message."""
     only_optimizer_differs: bool = False
     """Whether all that is missing, unused or mismatched is state of optimizers."""
 
     @property
     def provided(self) -> tuple[Variable, ...]:
-        """Every variable that gets a value from the checkpoint (or from a hook), once."""
+        """Every variable that gets a value from the checkpoint or from loading code; each is listed once."""
         found = [b.variable for b in self.bindings] + [v for c in self.computed for v in c.variables]
         return tuple(unique(found))
 
     @property
     def read(self) -> tuple[str, ...]:
-        """Names of the tensors whose values are read, once."""
+        """Names of the tensors whose values are read; each is listed once."""
         found = (*(b.view.tensor for b in self.bindings), *(name for c in self.computed for name in c.tensors))
         return tuple(dict.fromkeys(found))
 
     def without_mismatched(self) -> VariableMap:
-        """Return the mapping without mismatches: layers that failed are skipped, their weights missing."""
+        """Return a copy that lists mismatched weights, and others of their layers, as missing instead."""
         return replace(
             self,
             mismatched=(),
@@ -182,23 +182,23 @@ class VariableMap:
 def refused_among(
     weights: Iterable[Variable], covered: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, Variable], ...]:
-    """Return weights with a mismatch and no other source, by name."""
+    """Return (name, variable) of the weights in ``covered``, which mismatch, that ``provided`` does not contain."""
     weight_ids, provided_ids = {id(v) for v in weights}, {id(v) for v in provided}
     return tuple((names[id(v)], v) for v in covered if id(v) in weight_ids - provided_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssignStep:
-    """Assignment of variables without a hook: of one, or of a layer's, and what Keras computes from them."""
+    """Assigns arrays to one variable or to those of one layer, without calling the layer's hook."""
 
     bindings: tuple[Binding, ...]
     saveable: Any = None
-    """The layer, which Keras finishes afterwards (`Normalization`)."""
+    """The layer, whose ``finalize_state`` is called afterwards (`Normalization`); ``None`` for a single variable."""
     computes: ClassVar[bool] = False
 
     @property
     def owner(self) -> str:
-        """The layer, or the variable."""
+        """The layer or variable, for messages."""
         return f"variable {self.bindings[0].name!r}" if self.saveable is None else f"layer {self.saveable.name!r}"
 
     @property
@@ -207,7 +207,7 @@ class AssignStep:
         return tuple(binding.name for binding in self.bindings)
 
     def run(self, runtime: Runtime) -> None:
-        """Assign the arrays, then finish the layer as Keras does."""
+        """Assign the arrays, then let the layer compute what it derives from them, as Keras does."""
         # Keras' `assign` keeps an array that has the variable's dtype and layout, so nothing is copied.
         for binding in self.bindings:
             array = runtime.take(binding.name)
@@ -246,7 +246,7 @@ def unknown_tensor(name: str, manifest: Manifest) -> MismatchError:
 
 
 def suggestion(wanted: str, known: Iterable[str]) -> str:
-    """Suggest the most likely names: what is below it, those with its ending, else some: ``". Did you mean 'a'?"``."""
+    """Suggest known names below a wrong one, or like it, or else the first few: ``". Did you mean 'a'?"``."""
     names = sorted(set(known))
     # A box of Flax (`kernel/value`): the tensors of other layers, whose names are like it, are others.
     if inside := [n for n in names if n.startswith((f"{wanted}/", f"{wanted}."))]:
