@@ -126,7 +126,7 @@ def uninitialised(target: Model | Iterable[Variable]) -> list[str]:
 
 
 def check_initialised(target: Model | Iterable[Variable]) -> None:
-    """Check that every variable has a value."""
+    """Raise an `UninitialisedError` unless every variable has a value."""
     if left := uninitialised(target):
         shown = ", ".join(map(repr, left[:5])) + (" …" if len(left) > 5 else "")
         raise UninitialisedError(
@@ -279,7 +279,7 @@ class _Program:
         self._last_use |= {id(v): len(self._stages) for v in self._jaxpr.outvars}
 
     def __call__(self, *seeds: Any) -> list[Any]:
-        """Return the value, then the new states of seed generators."""
+        """Compute the value and the new states of the seed generators; return them in this order."""
         known = zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *seeds], strict=True)
         # As host arrays, which JAX places where a stage runs; a seed's state may be committed to another device.
         env: dict[int, Any] = {id(v): np.asarray(x) for v, x in known}
@@ -300,7 +300,7 @@ class _Program:
 
     @property
     def constants(self) -> list[Any]:
-        """Return the operations, and their inputs other than seeds."""
+        """Everything but the seeds that decides on the value, to compare between processes: operations, constants."""
         return [*self._consts, *_ingredients(self._jaxpr)]
 
 

@@ -71,7 +71,7 @@ METHODS = (
 )
 """Methods that run in the model's scope; ``call`` covers ``model(...)``, which looks it up on the instance."""
 _COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
-"""Where Keras and KerasHub cache compiled steps, which refer to the old mesh's shardings."""
+"""Attributes in which Keras and KerasHub cache compiled steps; these refer to shardings on the mesh of that time."""
 _ATTRIBUTE = "_shardload_binding"
 
 _Layouts = Mapping[int, Layout] | Sequence[Layout]
@@ -98,7 +98,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         self._mesh, self._devices, self._by_path, self.activations = mesh, tuple(devices), by_path, activations
 
     def get_variable_layout(self, variable: Variable) -> Any:
-        """Return the variable's own layout; for a new variable, that of its namesake, else replicated."""
+        """Return the variable's own layout; for a new one, that of a bound variable with its path, else replicated."""
         own, shape = sharding_of(variable), tuple(variable.shape)
         if own is not None:
             return own
@@ -107,7 +107,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return sharding if namesake_shape == shape else self.replicated(len(shape))
 
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
-        """Split the first dim over the batch axis of the mesh if it is divisible, else replicate."""
+        """Return the layout of a batch: first dim split over the mesh's batch axis if divisible, else replicated."""
         parts = self._mesh.axis_size(self.batch_dim_name)
         splits = len(data_shape) > 0 and data_shape[0] is not None and data_shape[0] % parts == 0
         axes = [self.batch_dim_name if splits and dim == 0 else None for dim in range(len(data_shape))]
@@ -132,14 +132,14 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class ModelBinding:
-    """The mesh that a model is bound to, and its distribution."""
+    """The mesh that a model is bound to, and the distribution that its methods open."""
 
     mesh: MeshSpec
     devices: tuple[jax.Device, ...]
     """In mesh-position order."""
     distribution: MeshParallel = field(repr=False)
     uses: Mapping[int, Use] = field(default_factory=dict, repr=False)
-    """Variables that are gathered for use, by ``id(variable)``."""
+    """``id(variable)`` → shardings of a variable that is gathered before it is used."""
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -254,7 +254,8 @@ def _shardings(
         variables = variables_of(model)
         if len(variables) != len(layouts):
             count = plural(len(variables), "variable")
-            raise LayoutError(f"Cannot bind {model.name!r}: got {plural(len(layouts), 'layout')} for {count}")
+            got = plural(len(layouts), "layout")
+            raise LayoutError(f"Cannot bind {model.name!r}: got {got} for {count}. Pass one layout for each variable")
         given = {id(v): layout for v, layout in zip(variables, layouts, strict=True)}
     weight_of = {id(slot): weight for slot, weight in slots_of(model)}
     spread = slot_layouts(model, lambda v: given.get(id(v)), batch_axis=batch_axis or mesh.batch_axis)
@@ -275,7 +276,7 @@ def _shardings(
 
 
 def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Index shardings by exact path; omit variables that share a path but not a layout."""
+    """Return path → (shape, sharding); without variables that share a path but differ in shape or sharding."""
     found: dict[str, tuple[tuple[int, ...], Any]] = {}
     ambiguous = set()
     for variable, sharding in shardings:
@@ -324,7 +325,7 @@ def _layout_of(variable: Variable, sharding: Any, mesh: MeshSpec) -> Layout:
 
 
 def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]], Model]:
-    """Return what `copy.deepcopy` calls: Keras' copy, by way of a saved file, on the same mesh in the same layouts."""
+    """Return the function that `copy.deepcopy` calls: it lets Keras copy the model, and binds the copy likewise."""
 
     def deepcopy(memo: dict[int, Any]) -> Model:
         variables = variables_of(model)

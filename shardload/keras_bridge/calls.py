@@ -88,7 +88,7 @@ class _OutputPaths(Distribution):  # type: ignore[misc]
 
 
 def build_by_calling(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Variable]:
-    """Build a model by calling it on sample inputs, without computing anything; its variables get no values."""
+    """Build a model by calling it on sample inputs without computing; return its new variables, all without values."""
     before = {id(v) for v in state_of(model)}
 
     def traced(leaf: Any) -> Any:
@@ -104,7 +104,7 @@ def build_by_calling(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def output_paths(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str] | None:
-    """Return the paths for which Keras requests an output's layout, in call order; ``None`` without sample inputs."""
+    """Return the paths of layer outputs, as Keras asks for their layouts, in call order; ``None`` without inputs."""
     if not args and not kwargs:
         try:
             args = (model.input,)
@@ -163,6 +163,6 @@ def run_forward(
 
 
 def scaled_loss(optimizer: Any, values: Sequence[Any], loss: Any) -> Any:
-    """Return the loss that the optimizer needs the gradients of: ``LossScaleOptimizer`` multiplies it by its scale."""
+    """Return the loss to differentiate for an optimizer: ``LossScaleOptimizer`` multiplies it by its scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
         return optimizer.scale_loss(loss)

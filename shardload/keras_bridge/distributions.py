@@ -26,7 +26,7 @@ def is_distribution(found: Any) -> bool:
 
 
 def layout_of_models(distribution: Any) -> Any:
-    """Return how a distribution chooses the layouts of whole models; ``None`` if it knows single variables only."""
+    """Return the method by which a distribution lays out a whole model; ``None`` if it lays out single variables."""
     return getattr(distribution, "layout_of_models", None)
 
 
@@ -36,7 +36,7 @@ def layout_map_of(distribution: Any) -> Any:
 
 
 def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
-    """Return the mesh axis, a tuple of axes, or ``None`` for each dim of a variable."""
+    """Return which mesh axes split each dim of a variable in a distribution: an axis, a tuple of axes, or ``None``."""
     rank = len(variable.shape)
     if type(distribution).get_variable_layout in _OF_KERAS:
         # By path: `get_variable_layout` answers with the layout that the variable has had until now.

@@ -46,18 +46,18 @@ class EntryCall:
     text: str
     """The call as a program would write it: ``GemmaCausalLM.from_preset('./gemma')``."""
     original: Callable[[], Any] = field(repr=False)
-    """Makes the call as Keras would."""
+    """Makes the call as Keras would without shardload."""
     arguments: dict[str, Any] = field(repr=False)
-    """By name, with defaults. A ``preset`` also has KerasHub's ``loader``."""
+    """Arguments of the call by name, including defaults; for ``preset``, also KerasHub's ``loader``."""
 
 
 _Handler = Callable[[EntryCall], Any]
-"""Makes a call; returns what the original would return."""
+"""A function that makes an `EntryCall` in its own way, and returns what the original would return."""
 
 
 @dataclass(slots=True, eq=False)
 class Interception:
-    """A block in which calls go to a handler."""
+    """A block in which the loading functions of Keras and KerasHub call a handler instead."""
 
     handler: _Handler
     is_open: bool = True
@@ -84,7 +84,7 @@ def calls_to(handler: _Handler) -> Iterator[None]:
 
 @contextmanager
 def plain_keras() -> Iterator[None]:
-    """Inside the block, this context sees Keras as if no other block were open."""
+    """Inside the block, loading functions called in this context are Keras' own, as outside of any `calls_to`."""
     before = _open.get()
     _open.set(())
     try:
@@ -129,7 +129,7 @@ def _through(
 
 
 def _weights_of_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Intercept ``load_weights`` for Orbax only, where it has no function of its own."""
+    """Intercept ``load_weights`` for Orbax only: for other formats it calls functions that are intercepted already."""
     intercepted = _through("weights", _weights_text)(original)
 
     @functools.wraps(original)
@@ -260,7 +260,7 @@ class _Converter:
 
 @contextmanager
 def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator[None]:
-    """Inside the block, a preset loader that converts weights calls ``collect`` with the part and its object."""
+    """Inside the block, a preset loader calls ``collect`` with "backbone" or "head" and the object, and converts no weights."""
     before = getattr(loader, "converter", None)
     if before is not None:
         loader.converter = _Converter(before, collect)
@@ -276,7 +276,7 @@ def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator
 
 @contextmanager
 def rewound_on_error() -> Iterator[None]:
-    """If the block fails, restore the counters of names and the random states, for a second attempt."""
+    """If the block fails, restore Keras' counters of names and all random states, so that a retry gives the same."""
     # Auto-generated names count on: in a second attempt, a first Dense layer would be called dense_1.
     names = copy.copy(global_state.get_global_attribute(NAMES))
     generator = global_state.get_global_attribute(GLOBAL_GENERATOR)

@@ -32,7 +32,7 @@ _FILE = "vocabulary.txt"
 
 
 def with_own_hooks(model: Model) -> list[tuple[str, Any]]:
-    """Return the objects, with their paths, whose hooks may store other values than variables."""
+    """Return (path, object) of the objects whose ``save_own_variables`` may store other values than variables."""
     # Keras' own hooks save variables, except those of layers with a vocabulary (``tf_idf``).
     found = []
     for path, saveable in saved_objects(model):
@@ -43,7 +43,7 @@ def with_own_hooks(model: Model) -> list[tuple[str, Any]]:
 
 
 def keys_besides_variables(saveable: Any) -> list[str] | None:
-    """Return the keys of values that do not depend on variables; ``None`` if the hook needs the variables' values."""
+    """Return the keys of what a hook stores that depends on no variable; ``None`` if it cannot run without values."""
     store: dict[str, Any] = {}
     computed: list[str] = []
     variables = _variables(saveable)
@@ -71,7 +71,7 @@ def keys_besides_variables(saveable: Any) -> list[str] | None:
 
 
 def values_besides_variables(saveable: Any) -> dict[str, Any]:
-    """Return the values that a hook stores besides variables and what it computes from them, by key."""
+    """Return the values, by key, that a hook stores and that are neither variables nor computed from variables."""
     keys = keys_besides_variables(saveable)
     if keys is not None and not keys:
         return {}
@@ -125,7 +125,7 @@ def assets_of(model: Model) -> dict[str, Any] | None:
 
 
 def _remove(tree: dict[str, Any], path: list[str]) -> None:
-    """Remove a subtree, and the folders that this leaves empty."""
+    """Remove the subtree at ``path`` from nested dicts, and the dicts above it that this leaves empty."""
     first, *rest = path
     if rest and isinstance(tree.get(first), dict):
         _remove(tree[first], rest)

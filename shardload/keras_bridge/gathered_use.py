@@ -29,7 +29,7 @@ _GATHERED = "gathered weight"
 
 
 class Use(NamedTuple):
-    """Where a variable is for use, and where it is stored."""
+    """The shardings of a variable: the one that the model computes with, and the one that it is stored in."""
 
     used: jax.sharding.NamedSharding
     stored: jax.sharding.NamedSharding

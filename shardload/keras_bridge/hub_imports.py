@@ -1,4 +1,4 @@
-"""Ask for classes of KerasHub, patch it inside a block, and time its import, without importing it."""
+"""Look up KerasHub's classes, patch it and time its import, all without importing KerasHub if no one else does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def backbone_of(model: Any) -> Any:
 
 
 def held_backbone(model: Any) -> str | None:
-    """Return the name of the attribute that holds a backbone of KerasHub in a model which is no task of it."""
+    """Return the name of a model's attribute that is a backbone of KerasHub; ``None`` for KerasHub's own tasks."""
     backbone = getattr(sys.modules.get(f"{HUB}.src.models.backbone"), "Backbone", None)
     if backbone is None or backbone_of(model) is not model:
         return None
@@ -36,7 +36,7 @@ _imports_s: list[float] = []
 
 @contextmanager
 def timed() -> Iterator[None]:
-    """Measure the import of KerasHub in the block, if it is the first one."""
+    """Add the seconds that the block takes to `imports_s`, if KerasHub is not imported before."""
     if HUB in sys.modules:
         yield
         return

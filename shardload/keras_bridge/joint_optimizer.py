@@ -1,4 +1,4 @@
-"""A base class for optimizers that update all variables in one call, and the parts of Keras' optimizers it needs.
+"""A base class for optimizers that update all variables in one call, and what it needs from Keras' optimizers.
 
 Keras calls `update_step` once per variable. An optimizer that works on several variables together (batched
 decompositions, or one per device) needs all gradients at once. It also needs to know whether a step counts: with
@@ -23,13 +23,13 @@ from shardload.sharding.layout import Layout
 from shardload.units import plural
 
 FLOAT32_UPDATE = "float32_update"
-"""The name scope of operations that are computed in float32 for weights of any dtype."""
+"""The JAX name scope that marks operations of an update, which run in float32 whatever the dtype of the weights."""
 
 
 class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """An optimizer that updates all its variables together, and applies weight decay itself.
+    """An optimizer that updates all its variables in one call, instead of one call for each, as in Keras.
 
-    Subclasses implement `update_all`, and create their state in `build` with `add_state`.
+    Subclasses implement `update_all`, which also applies weight decay, and create state in `build` with `add_state`.
     """
 
     def __init__(self, learning_rate: Any, **options: Any) -> None:
@@ -44,25 +44,25 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def needs_even_state(self) -> bool:
-        """Whether layouts are refused if the number of devices does not divide the state of their variable."""
+        """Whether to refuse layouts of a variable that cannot split its optimizer state into parts of equal size."""
         return False
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that each device needs during an update in addition to gradients and state, for any layouts."""
+        """Temporary bytes per device during an update, besides gradients and state, whatever the layouts."""
         return 0
 
     @property
     def fixed_dtype_state(self) -> list[Variable]:
-        """The state whose dtype does not follow that of its variable."""
+        """State variables whose dtype is always the same, whatever the dtype of the weight they belong to."""
         return []
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return the layouts of state whose shape differs from its variable's, by ``id(state)``."""
+        """Return ``id(state)`` → layout for state of another shape than its weight, which ``layout_of`` lays out."""
         return {}
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
-        """Update variables, after a check of their gradients."""
+        """Check the number and shapes of the gradients, then update the variables."""
         variables = self.trained if trainable_variables is None else list(trainable_variables)
         if len(grads) != len(variables) and self.built:
             raise MismatchError(
@@ -108,7 +108,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         initializer: Any = "zeros",
         sharding: NamedSharding | None,
     ) -> Variable:
-        """Add state that belongs to a variable; without a sharding, Keras chooses its layout."""
+        """Create a state variable that belongs to ``variable``; without a ``sharding``, Keras chooses its layout."""
         return self.add_variable(
             tuple(shape),
             initializer=initializer,
@@ -127,7 +127,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
 
 def sharding_on_mesh(variable: Variable) -> NamedSharding | None:
-    """Return how a variable is spread over a mesh: by its layout, else by its value; `None` on a single device."""
+    """Return a variable's sharding over a mesh: that of its layout, else of its value; `None` on a single device."""
     found = sharding_of(variable)
     if found is None:
         found = getattr(current_value(variable), "sharding", None)
@@ -135,7 +135,7 @@ def sharding_on_mesh(variable: Variable) -> NamedSharding | None:
 
 
 def in_place_of(gradient: Any, variable: Variable) -> Any:
-    """Move a gradient to the devices of its variable; return a traced one unchanged."""
+    """Return a gradient with the sharding of its variable; a traced gradient is returned unchanged."""
     sharding = sharding_on_mesh(variable)
     if sharding is None or isinstance(gradient, jax.core.Tracer):
         return gradient

@@ -41,13 +41,13 @@ from shardload.keras_bridge.recording import quantize_without_values
 from shardload.keras_bridge.saving import saved_objects, serialised_model
 
 ATTRIBUTES_ENTRY = "shardload_attributes"
-"""Name of the entry in a configuration; Keras and KerasHub ignore it."""
+"""Name of the entry for attributes in a saved configuration; Keras and KerasHub ignore it."""
 _INT8 = "int8"
 _MAX_RANK = 1 << 20  # structure.json is untrusted input, and no real rank is larger
 
 
 def settings_of(model: Any) -> dict[str, dict[str, Any]]:
-    """Return the changed settings of the layers of ``model``, by path; unchanged layers are omitted."""
+    """Return the settings of layers of ``model`` that differ from the usual ones, by path; other layers are omitted."""
     found = {}
     usual = policy_name(model)
     for path, layer in saved_objects(model):
@@ -84,15 +84,16 @@ class _PolicyDiffersError(UnsupportedError):
 def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dtype: bool) -> Any:
     """Return the result of ``make``, called under the global dtype policy of the saved model.
 
-    A step does not store that policy. It was either the model's own, or today's, with the model's own given explicitly.
-    Both are tried, so ``make`` may be called twice; the policies of the layers decide.
+    A step does not store the global policy. It was either the model's own policy, or, if that was given explicitly, the
+    global policy of today. Both are tried, so ``make`` may be called twice; the policies of the layers decide.
     """
     top = saved.get("", {}) if isinstance(saved, Mapping) else {}
     wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
     try:
         own = None if wanted is None else keras.dtype_policies.get(wanted)
     except ValueError as error:
-        raise SourceError(f"structure.json has an invalid dtype policy: {wanted!r:.80}") from error
+        text = f"structure.json has an invalid dtype policy: {wanted!r:.80}. Restore another step"
+        raise SourceError(text) from error
     now = keras.config.dtype_policy()
     if own is None or own.name == now.name:
         return make()
@@ -109,7 +110,7 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
 def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
     """Apply saved settings, which are untrusted, to the layers of a model just built inside `shardload.abstract`.
 
-    Paths that the model lacks are skipped: its weights will not match either, with a clearer error.
+    Settings of layers that the model lacks are skipped: its weights will not match either, with a clearer error.
     """
     known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     layers = saved_objects(model)
@@ -138,7 +139,7 @@ def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
 
 
 def enable_saved_lora(model: Any, saved: Any) -> None:
-    """Enable LoRA as in saved settings, and apply no other setting; call it inside `shardload.abstract`."""
+    """Enable LoRA in the layers that have it in ``saved``, and apply no other setting; call in `shardload.abstract`."""
     known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     for path, layer in saved_objects(model):
         if lora := known.get(path, {}).get("lora"):
@@ -180,23 +181,25 @@ def _validated(path: str, found: Any) -> Mapping[str, Any]:
         rank, alpha = _mapping(path, lora).get("rank"), lora.get("alpha")
         valid &= type(rank) is int and 0 < rank <= _MAX_RANK and isinstance(alpha, (int, float))
     if not valid:
-        raise SourceError(f"structure.json has invalid settings for the layer {path!r}: {dict(settings)!r:.80}")
+        shown = f"{dict(settings)!r:.80}. Restore another step"
+        raise SourceError(f"structure.json has invalid settings for the layer {path!r}: {shown}")
     return settings
 
 
 def _mapping(path: str, found: Any) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
-        raise SourceError(f"structure.json has invalid settings for the layer {path!r}: {found!r:.80}")
+        shown = f"{found!r:.80}. Restore another step"
+        raise SourceError(f"structure.json has invalid settings for the layer {path!r}: {shown}")
     return found
 
 
 def _has_kernel(layer: Any) -> bool:
-    """Whether a layer has its own kernel to quantise; models pass quantisation on to their layers."""
+    """Whether a layer implements ``quantize`` for a kernel of its own; a model only passes it on to its layers."""
     return isinstance(layer, keras.Layer) and type(layer).quantize not in (keras.Layer.quantize, keras.Model.quantize)
 
 
 def _has_plain_int8(layer: Any) -> bool:
-    """Whether a layer has its own kernel, quantised by Keras' own quantisers."""
+    """Whether a layer has its own kernel, quantised by Keras' default int8 quantisers."""
     if not _has_kernel(layer):
         return False
     config = getattr(layer, "quantization_config", None)
@@ -266,13 +269,13 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
 
 
 def set_attribute(layer: Any, name: str, value: Any) -> None:
-    """Set an attribute of a layer, and remember to save it."""
+    """Set an attribute of a built layer, and record its name, so that `attributes_of` finds it for saving."""
     setattr(layer, name, value)
     record_of(layer).set_attributes.add(name)
 
 
 def attributes_of(model: Any) -> dict[str, dict[str, Any]]:
-    """Return what was set on the layers of ``model``, by path."""
+    """Return the current values of attributes set by `set_attribute`: path of a layer → attribute → value."""
     found = {}
     for path, layer in saved_objects(model):
         stored = {name: _stored(getattr(layer, name, None)) for name in sorted(record_of(layer).set_attributes)}
@@ -287,7 +290,7 @@ def _stored(value: Any) -> Any:
 
 
 def serialised_with_attributes(model: Any) -> str:
-    """Return `serialised_model` with what the model's class leaves out: arguments, and what was set on layers."""
+    """Return `serialised_model` with what its classes leave out: some arguments, and attributes set on layers."""
     for one in own_layers(model):
         # `Sequential.get_config` lists each layer once, so a model rebuilt from it calls it once.
         if isinstance(one, keras.Sequential) and (
@@ -307,7 +310,7 @@ def serialised_with_attributes(model: Any) -> str:
 
 
 def add_arguments(config: dict[str, Any], backbone: Any) -> None:
-    """Add constructor arguments that KerasHub's class does not serialise to its configuration, in place."""
+    """Add to ``config`` the arguments of a backbone's constructor that KerasHub's own ``get_config`` leaves out."""
     taken = inspect.signature(type(backbone).__init__).parameters
     for name in _NOT_SERIALISED:
         if name in taken and (value := getattr(backbone, name, None)) is not None:
@@ -315,24 +318,24 @@ def add_arguments(config: dict[str, Any], backbone: Any) -> None:
 
 
 _NOT_SERIALISED = ("tie_word_embeddings", "router_aux_loss_coefficient")
-"""Arguments of Llama, which would build an output layer without weights, and of QwenMoe."""
+"""Arguments of Llama, which would else be rebuilt with an output layer that has no weights, and of QwenMoe."""
 
 
 def lost_arguments(backbone: Any) -> dict[str, tuple[Any, Any]]:
-    """Return arguments that files of Keras lack: their values, and what a backbone rebuilt from such a file has."""
+    """Return name → (value, default) for the arguments that a backbone loses when Keras saves and rebuilds it."""
     taken, config = inspect.signature(type(backbone).__init__).parameters, backbone.get_config()
     values = {name: getattr(backbone, name, None) for name in _NOT_SERIALISED if name in taken and name not in config}
     return {name: (value, taken[name].default) for name, value in values.items() if value != taken[name].default}
 
 
 def apply_attributes(model: Any, saved: Any) -> None:
-    """Set what `attributes_of` found on the layers of a rebuilt model; skips paths and attributes that it lacks."""
+    """Set saved attributes, from `attributes_of`, on the layers of a rebuilt model; skip those that it lacks."""
     for layer, name, value in _saved_on(model, saved):
         set_attribute(layer, name, value)
 
 
 def differing_attributes(model: Any, saved: Any) -> tuple[str, ...]:
-    """Return the names of attributes that a model's layers have with other values than the saved one's."""
+    """Return the names of saved attributes that have other values in the layers of ``model``."""
     found = set()
     for layer, name, value in _saved_on(model, saved):
         own = getattr(layer, name)
@@ -355,12 +358,13 @@ def _valid_attributes(path: str, found: Any) -> Mapping[str, Any]:
     if wrong := [name for name, value in attributes.items() if name not in _VALID or not _VALID[name](value)]:
         raise SourceError(
             f"The configuration has an invalid attribute for the layer {path!r:.80}: "
-            f"{wrong[0]!r:.40} = {attributes[wrong[0]]!r:.40}"
+            f"{wrong[0]!r:.40} = {attributes[wrong[0]]!r:.40}. Remove it from {ATTRIBUTES_ENTRY!r}"
         )
     return attributes
 
 
 def _attributes_mapping(path: str, found: Any) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
-        raise SourceError(f"The configuration has invalid attributes for the layer {path!r:.80}: {found!r:.80}")
+        shown = f"{found!r:.80}. Remove them from {ATTRIBUTES_ENTRY!r}"
+        raise SourceError(f"The configuration has invalid attributes for the layer {path!r:.80}: {shown}")
     return found

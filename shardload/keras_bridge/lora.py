@@ -25,7 +25,7 @@ _KERNELS = (("_kernel", "lora_kernel_a", "lora_kernel_b"), ("_embeddings", "lora
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraKernel:
-    """A kernel and its factors."""
+    """A frozen kernel of a layer with LoRA, and the two trained factors of its change."""
 
     layer: Any
     kernel: Variable
@@ -40,12 +40,12 @@ class LoraKernel:
 
     @property
     def scale(self) -> float:
-        """The factor of the change: alpha over rank."""
+        """What the product ``a @ b`` is multiplied by: alpha over rank."""
         return float(self.layer.lora_alpha / self.layer.lora_rank)
 
 
 def merge(kernel: Any, a: Any, b: Any, *, scale: float) -> jax.Array:
-    """Return ``kernel + scale * a @ b``, (…, n), (…, rank), (rank, n), in float32 or float64 and rounded once."""
+    """Return ``kernel + scale * a @ b`` in the kernel's dtype, computed in float32 or float64 and rounded once."""
     # precision: by default, TPUs and many GPUs multiply float32 matrices in fewer bits.
     wide = jnp.promote_types(kernel.dtype, jnp.float32)
     change = jnp.matmul(jnp.asarray(a, wide), jnp.asarray(b, wide), precision="highest")
@@ -58,7 +58,7 @@ def lora_layers(model: Model) -> list[Any]:
 
 
 def adapters_of(layers: Iterable[Any]) -> list[tuple[Variable, Variable]]:
-    """Return both factors of each layer of Keras with LoRA, quantised or not."""
+    """Return the factors (a, b) of each kernel with LoRA in ``layers``, quantised or not."""
     pairs = [(getattr(layer, a, None), getattr(layer, b, None)) for layer in layers for _, a, b in _KERNELS]
     return [(a, b) for a, b in pairs if hasattr(a, "assign") and hasattr(b, "assign")]
 

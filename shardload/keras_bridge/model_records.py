@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelRecord:
-    """What is known about one object."""
+    """What shardload knows about one model, task, backbone or layer."""
 
     report: LoadReport | None = None
     """Report of the last load into a model."""
     devices: MeshDevices | None = None
-    """Mesh of a model that has no values to show it: they were lost in a failed load, or are about to be loaded."""
+    """Mesh of a model whose variables have no values to show it: a failed load lost them, or a load is yet to come."""
     restored: Any = None
     """Step (a `StepInfo`) that a model was restored from, until ``fit`` continues from it."""
     first_epoch: int | None = None
     """Epoch that the callback set for the next ``fit`` of a model."""
     runs: dict[Path, str] = field(default_factory=dict)
-    """Run of a model by folder: a second ``fit`` of a model continues its run, a new model starts another."""
+    """Folder of steps → training run of the model there: a second ``fit`` continues it, a new model starts another."""
     text_source: Manifest | None = None
     """Source of a model's weights, if it may have a tokenizer."""
     text_header: Fingerprint | None = None
     """State of the file with the tokenizer when the model was loaded, if the tokenizer is in its header."""
     tokenizer: Any = None
-    """Tokenizer of that source, kept after the first use: to rebuild it takes longer than to tokenize a short text."""
+    """Tokenizer of `text_source`, kept after its first use: building it takes longer than tokenizing a short text."""
     make_preprocessor: Callable[[], Any] | None = None
     """Function that makes the preprocessor of a task on first use."""
     built_from: str | None = None
-    """Source whose configuration a backbone was built by."""
+    """Source from whose configuration a backbone was built."""
     build_notes: tuple[str, ...] = ()
-    """Notes about what was changed on the backbone, or ignored, so that it matches that configuration."""
+    """Notes about what was changed on the backbone to match that configuration, and which entries were ignored."""
     set_attributes: set[str] = field(default_factory=set)
-    """Names of the attributes that were set on a built layer."""
+    """Names of the attributes that `set_attribute` has set on a built layer."""
 
 
 _records: weakref.WeakKeyDictionary[Any, ModelRecord] = weakref.WeakKeyDictionary()
 
 
 def record_of(found: Any) -> ModelRecord:
-    """Return the record of an object, for reading and for writing."""
+    """Return the record of an object, which callers may change; a new one if there is none yet."""
     try:
         return _records.setdefault(found, ModelRecord())
     except TypeError:  # without a hash, or without weak references: nothing is known about it

@@ -32,18 +32,18 @@ _LEAF_TYPES = frozenset((bool, int, float, str, bytes, FunctionType, type(None))
 """Types of which no instance contains a layer, a variable or an optimizer."""
 
 _LARGE = 1_000
-"""Length from which it pays to remember that a container has nothing but `_LEAF_TYPES`."""
+"""Number of items from which it is worth remembering that a container has nothing but `_LEAF_TYPES`."""
 _VOCABULARIES: ContextVar[dict[int, Any] | None] = ContextVar("_VOCABULARIES", default=None)
 """Large containers of `_LEAF_TYPES`, by ``id``; kept alive here, so that no other object gets their ``id``."""
 _LEAF_TYPE_IDS = frozenset(map(id, _LEAF_TYPES))
-"""Ids of types, because a metaclass may define how its classes are hashed and compared."""
+"""Ids of `_LEAF_TYPES`, to test types by identity: a metaclass may define how its classes are hashed and compared."""
 _PLAIN = _LEAF_TYPE_IDS.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
-"""Types of most attributes, which contain no variables."""
+"""Ids of the types of most attributes, in which `state_of` need not look for variables."""
 _MISSING = object()
 
 
 def plain_model(model: Model) -> Model:
-    """Return the model that a wrapper is for as a whole (``TensorParallelKeras``); any other model unchanged."""
+    """Return the model inside a wrapper such as ``TensorParallelKeras``; any other model unchanged."""
     while getattr(type(model), "is_its_model", False):
         model = model.model
     return model
@@ -100,7 +100,7 @@ def state_of(model: Model) -> list[Variable]:
 
 
 def learning_rates_of(model: Model) -> dict[str, float]:
-    """Return the learning rates that a load can replace, by optimizer: those in variables with a value."""
+    """Return the learning rate of each optimizer that a load can replace, by the optimizer's name for messages."""
     found = {}
     for path, optimizer in optimizers_by_path(model).items():
         # Wrappers have a rate too, which Keras does not use.
@@ -167,8 +167,8 @@ def _attribute_optimizers(model: Model) -> list[Any]:
 def _optimizers_in(attributes: Iterable[Any], without: set[int]) -> Iterator[Any]:
     """Yield the optimizers in attributes, and in containers as deep as Keras looks.
 
-    ``without`` is extended by the types, by ``id``, that are neither: the thousands of attributes of a model's layers
-    are of a few dozen types.
+    ``without`` contains the ``id`` of types that are neither, and gets more: the thousands of attributes of a model's
+    layers are of a few dozen types.
     """
     waiting, seen = [one for one in attributes if id(type(one)) not in without][::-1], set[int]()
     while waiting:
@@ -263,7 +263,7 @@ def weights_optimized(optimizer: Any) -> list[Variable]:
 
 
 def are_averages(model: Model) -> bool | None:
-    """Whether the weights are its moving averages (``use_ema``); ``None`` if it keeps none, or has not trained."""
+    """Whether a model's weights equal their moving averages (``use_ema``); ``None`` without averages or training."""
     optimizer = innermost(getattr(model, "optimizer", None))
     if not getattr(optimizer, "use_ema", False) or not optimizer.built or not int(optimizer.iterations):
         return None
@@ -280,7 +280,7 @@ def own_layers(model: Model) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state of an optimizer before it is built, to remove its slots again."""
+    """The attributes of an optimizer before it is built, to remove the slots that ``build`` adds to it."""
 
     parts: tuple[tuple[Any, dict[str, Any], tuple[tuple[Any, Any], ...]], ...]
     """For the optimizer, its tracker, and the optimizers it wraps: object, attributes, content of containers."""
@@ -325,7 +325,7 @@ def members_of(container: Any) -> Iterable[Any]:
 
 @contextmanager
 def walking_vocabularies_once() -> Iterator[None]:
-    """Let `members_of` look through each large container once inside the block.
+    """Inside the block, let `members_of` look through each large container only once.
 
     A load asks some fifteen times what a model consists of, which takes 12 ms each time for Gemma 3's vocabulary.
     Only for a block in which no other code changes the model.

@@ -31,13 +31,13 @@ _METHOD = "add_variable_from_reference"
 
 @dataclass(frozen=True, slots=True)
 class SlotSpread:
-    """The axes over which an optimizer's slots are spread."""
+    """The mesh axes over which an optimizer's slots are spread, besides those that split their weights."""
 
     axes: tuple[str, ...] | Literal["batch", "every"]
     """Names of axes; ``batch``: the axis that splits the batch; ``every``: all axes, with that one last."""
 
     def on(self, mesh: MeshSpec, batch_axis: str | None = None) -> tuple[str, ...]:
-        """Return the axes of a mesh; ``batch_axis`` if it is not the mesh's own."""
+        """Return the names of the axes on ``mesh``; ``batch_axis`` splits the batch, if not the mesh's usual axis."""
         # The user's distribution may split the batch over another axis than the mesh's usual one.
         own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
         batch = batch_axis or (own if own in mesh.axes else mesh.batch_axis)
@@ -50,12 +50,12 @@ class SlotSpread:
                 return names
 
     def applied(self, layout: Layout, shape: tuple[int, ...], batch_axis: str | None = None) -> Layout:
-        """Return the layout of a slot whose weight has ``layout``."""
+        """Return the layout of a slot of this shape whose weight has ``layout``."""
         return spread(layout, shape, self.on(layout.mesh, batch_axis))
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer and those that it wraps: for loss scaling, or one for each group of weights."""
+    """Yield an optimizer and those in it: the one that it scales the loss for, or one for each group of weights."""
     waiting = [optimizer]
     while waiting:
         if (found := waiting.pop()) is not None:
@@ -76,8 +76,9 @@ class Accumulation:
     """How one optimizer of Keras counts batches and updates."""
 
     count: Variable
-    """Batches: Keras computes ``iterations`` from it."""
+    """The number of batches so far, from which Keras computes ``iterations``, the number of updates."""
     steps: int
+    """Its ``gradient_accumulation_steps``: batches per update."""
     sums: tuple[Variable, ...]
     """Gradients that wait for an update."""
     has_schedule: bool
@@ -85,7 +86,7 @@ class Accumulation:
 
 
 def accumulations_in(optimizer: Any) -> Iterator[Accumulation]:
-    """Yield how an optimizer and those that it wraps accumulate gradients."""
+    """Yield the `Accumulation` of an optimizer and of each one that it wraps."""
     for part in optimizers_in(optimizer):
         if isinstance(count := getattr(part, "_iterations", None), JaxVariable):
             sums = tuple(v for v in getattr(part, "_accumulated_gradients", ()) if isinstance(v, JaxVariable))
@@ -95,7 +96,7 @@ def accumulations_in(optimizer: Any) -> Iterator[Accumulation]:
 
 
 def described_accumulation(described: Any) -> int | None:
-    """Return how many batches an update takes by an optimizer's configuration; ``None`` if that does not say it."""
+    """Return the batches per update in an optimizer's configuration; ``None`` if the configuration lacks them."""
     config = described.get("config") if isinstance(described, Mapping) else None
     if not isinstance(config, Mapping):
         return None
@@ -107,12 +108,12 @@ def described_accumulation(described: Any) -> int | None:
 
 
 def batches_of_update(found: Any) -> int | None:
-    """Return a number of batches from a file, if it is one."""
+    """Return ``found``, from an untrusted file, if it is a valid number of batches per update; else ``None``."""
     return found if type(found) is int and 0 < found <= _LARGEST else None
 
 
 def owner_of(optimizer: Any, variable: Variable) -> Any:
-    """Return the one of several optimizers (``MultiOptimizer``) that a variable belongs to; else the optimizer."""
+    """Return the optimizer in a ``MultiOptimizer`` that a variable belongs to; any other optimizer itself."""
     several = getattr(innermost(optimizer), "optimizers", ())
     return next((one for one in several if any(v is variable for v in one.variables)), optimizer)
 
@@ -121,12 +122,12 @@ _BASES = ("base_optimizer", "optimizer", "multi_optimizer")
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return the class of Keras that an optimizer is of, or inherits from; ``""`` for one that is not Keras' own."""
+    """Return the name of the Keras class that an optimizer has or inherits from; ``""`` if it is of no such class."""
     return kind_of_class(type(innermost(optimizer)))
 
 
 def kind_of_class(found: type) -> str:
-    """Like `kind_of`, for the class."""
+    """Like `kind_of`, for the class of an optimizer."""
     modules = [(c.__name__, c.__module__.rpartition(".")) for c in found.__mro__]
     own = (name for name, (package, _, last) in modules if package == "keras.src.optimizers" and last not in _BASES)
     return next(own, "")
@@ -134,16 +135,16 @@ def kind_of_class(found: type) -> str:
 
 _ACCUMULATION = "gradient_accumulation_steps"
 _LARGEST = np.iinfo(np.int32).max
-"""The largest count of Keras on JAX."""
+"""The largest number that a count of Keras on JAX, an int32, can store."""
 _SLOT_OPTIONS = ("use_ema", _ACCUMULATION, "amsgrad", "momentum", "centered", "exclude_embeddings")
 """Arguments of Keras' optimizers that decide which slots there are."""
 _WRAPPED_ARGUMENTS = ("inner_optimizer", "base_optimizer")
 
 
 def as_described(described: Any) -> Any:
-    """Return an optimizer of Keras with the slots of the one that a configuration describes; else ``None``.
+    """Return an optimizer with the same slots as the one in a configuration; ``None`` if Keras has no such class.
 
-    Only the class and what decides about slots is taken from the configuration, which comes from a file.
+    Takes only the class and the arguments that decide about slots from the configuration, which is untrusted.
     """
     config = described.get("config") if isinstance(described, Mapping) else None
     if not isinstance(config, Mapping):
@@ -167,13 +168,13 @@ def as_described(described: Any) -> Any:
 
 
 _OF_EVERY_CLASS = {"iteration", "learning_rate", "step_counter", "dynamic_scale", "accumulated_gradients"}
-"""What Keras itself adds to every optimizer."""
+"""Attributes that Keras itself adds to optimizers of every class."""
 Start: TypeAlias = Variable | keras.initializers.Initializer | float
-"""What a new optimizer has in a slot: the value of a weight, what an initializer computes, or a constant."""
+"""The initial value of a slot: the value of a weight, what an initializer computes, or a constant."""
 
 
 def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Start | None:
-    """Return what a new optimizer has in its slots, if it is of Keras or says so by ``start_of_slot``."""
+    """Return the initial value of slots; ``None`` if the optimizer is not Keras' and has no ``start_of_slot``."""
     inner, kind = innermost(optimizer), kind_of(optimizer)
     if attribute == "model_variables_moving_average" or (kind, attribute) == ("ScheduleFreeAdamW", "momentums"):
         return weight
@@ -193,7 +194,7 @@ def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Start |
 
 
 def begin_slot(slot: Variable, start: Start) -> None:
-    """Give a slot the value that it has in a new optimizer, where it is now."""
+    """Set a slot to its initial value, on the devices and in the layout that it has now."""
     now = value_of(slot)
 
     def value(found: Any) -> Any:
@@ -221,7 +222,7 @@ def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
 
 
 def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
-    """Yield the arrays in an optimizer's state (no scalars), each with its weight; ``None`` where Keras says none."""
+    """Yield the arrays in an optimizer's state (no scalars), each with its weight, or ``None`` if it is not a slot."""
     seen = set[int]()
     for part in optimizers_in(optimizer):
         # `_variables` lists everything; by chance it may have as many entries as there are weights.
@@ -251,7 +252,7 @@ def set_spread(optimizer: Any, chosen: SlotSpread | None) -> None:
 
 
 class _SpreadingMethod:
-    """``add_variable_from_reference`` of one optimizer."""
+    """Replaces ``add_variable_from_reference`` of one optimizer, to spread the slots that it creates."""
 
     def __init__(self, original: Callable[..., Variable], chosen: SlotSpread) -> None:
         self.chosen, self._original = chosen, original

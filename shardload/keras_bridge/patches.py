@@ -1,4 +1,4 @@
-"""Temporary replacements for attributes of third-party classes and modules, and those with which models are built.
+"""Temporary replacements for attributes of third-party classes and modules, and those that speed up building models.
 
 Keras reads the signature of a layer's constructor and methods four times for each layer that it makes, which takes
 0.05 ms each: Gemma 3 270M has 330 layers of a dozen classes.
@@ -36,7 +36,7 @@ class Patches:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace on entry of the first block, restore on exit of the last."""
+        """Replace the attributes when the first block opens, restore them when the last open block ends."""
         with self._lock:
             if self._open == 0:
                 self._replace()
@@ -63,7 +63,7 @@ class Patches:
 
 
 def replacing(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Make a function that is called with the original and its arguments the replacement in a `Patch`."""
+    """Decorate a function for use in a `Patch`: it is called with the original function, then the call's arguments."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
@@ -98,12 +98,12 @@ def casts_by_astype(kind: type[NDArray[Any]]) -> Patches:
 
 
 def reading_signatures_once() -> AbstractContextManager[None]:
-    """Let Keras read the signature of each function once inside the block."""
+    """Inside the block, let Keras read the signature of each function only once, and reuse it."""
     return _REMEMBERED.applied()
 
 
 class _RememberingInspect:
-    """A stand-in for the module `inspect` that reads the signature of each function once."""
+    """A stand-in for the module `inspect` that reads the signature of each function only once, and remembers it."""
 
     def __init__(self, original: Any) -> None:
         self._original = original

@@ -50,7 +50,7 @@ UNINITIALISED = "uninitialized_variables"
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed Keras, Python and NumPy with ``seed`` inside the block, and restore their states afterwards."""
+    """Inside the block, Keras, Python and NumPy draw random numbers by ``seed``; their states are restored after it."""
     restore = random_states()
     try:
         random.seed(seed)
@@ -79,7 +79,7 @@ def random_states() -> Callable[[], None]:
 
 @contextmanager
 def keeping_names() -> Iterator[None]:
-    """Restore the counters of automatic names after the block, so that a model built in it changes no later name."""
+    """Restore Keras' counters of automatic names after the block, so that models built in it change no later name."""
     names = copy.copy(global_state.get_global_attribute(NAMES))
     try:
         yield
@@ -184,7 +184,7 @@ def _post_build(original: Any, self: Any) -> None:
 
 
 def _unknown_behind(tensor: Any) -> Unknown | None:
-    """Return the variable's placeholder that ``tensor`` was computed from, if any."""
+    """Return the placeholder of a variable without a value that ``tensor`` was computed from, or ``None``."""
     seen: dict[int, Any] = {}
     waiting = [tensor]
     while waiting:

@@ -1,4 +1,4 @@
-"""Run Keras' own walk over everything that it saves with values from elsewhere, and intercept every ``assign``."""
+"""Run Keras' own walk over all objects that it saves, but take values from another source; intercept ``assign``."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class StateSource(Protocol):
     """A source of values for `load_state`, notified of each saveable that Keras visits."""
 
     def entry(self, path: str) -> Any:
-        """Return the mapping for ``load_own_variables`` of the saveable at ``path``."""
+        """Return the mapping to pass to ``load_own_variables`` of the saveable (layer or optimizer) at ``path``."""
 
     def has_path(self, path: str) -> bool:
         """Whether anything is stored below ``path``."""
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
-        """Open around each saveable and its children; yields a function that receives its error, if it failed."""
+        """Return a context to open while a saveable and its children load; yields a function that takes its error."""
 
 
 class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
@@ -125,14 +125,14 @@ def _visited_load_state(
 
 
 def stored_variables(saveable: Any) -> list[Variable]:
-    """Return the variables a layer or optimizer stores itself, in the order of Keras' own hook."""
+    """Return the variables that a layer or optimizer stores itself, without sub-layers, in the order of Keras' hook."""
     if isinstance(saveable, keras.Layer):
         return [*saveable._trainable_variables, *saveable._non_trainable_variables]
     return list(saveable.variables) if isinstance(saveable, keras.optimizers.Optimizer) else []
 
 
 def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, Any]]:
-    """Return all objects Keras writes to ``.weights.h5``, each once with its path; no optimizer, none of ``skip``."""
+    """Return (path, object) of all that Keras writes to ``.weights.h5``, each once; no optimizer, none of ``skip``."""
     found: list[tuple[str, Any]] = []
     seen = {id(getattr(model, "optimizer", None)), *map(id, skip)}
 
@@ -163,7 +163,7 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
 
 
 def stored_by_hook(saveable: Any) -> dict[str, Variable]:
-    """Return the variables that ``save_own_variables`` stores unchanged, by key. LoRA is left out, not merged."""
+    """Return the variables that ``save_own_variables`` stores unchanged, by key; LoRA's factors are not merged in."""
     stored = _run_hook(saveable) or {}  # if it needs values, callers name its variables by attribute
     return {key: value for key, value in stored.items() if isinstance(value, JaxVariable)}
 
@@ -191,13 +191,13 @@ class SavedLayout:
     names: Mapping[str, str]
     """Group (``layers/dense/vars``) → name of the object saved there."""
     computing: tuple[tuple[str, Any], ...]
-    """Path and object of each whose hook stores other values than variables, which ``variables`` lacks."""
+    """(path, object) of those whose hook stores other values than variables; none of theirs are in ``variables``."""
     optimizers: Mapping[str, Any]
-    """Path → optimizer besides the compiled one; ``variables`` lacks their state."""
+    """Path → optimizer, except the compiled one; their state is not in ``variables``."""
 
 
 def saved_layout(model: Model, *, skip: Iterable[Any] = ()) -> SavedLayout:
-    """Return what Keras would write for ``model``, without the objects in ``skip`` and the values of optimizers."""
+    """Return what Keras would write for ``model``, without the objects in ``skip`` and the state of optimizers."""
     variables: dict[str, Variable] = {}
     names: dict[str, str] = {}
     computing: list[tuple[str, Any]] = []
@@ -240,12 +240,12 @@ def serialised_model(model: Model) -> str:
 
 
 def objects_with_files(model: Model) -> list[tuple[str, Any]]:
-    """Return the objects that save files, as layers with a vocabulary do, with their paths below ``assets``."""
+    """Return (path below ``assets``, object) of the objects that save files, as layers with a vocabulary do."""
     return [(path, found) for path, found in saved_objects(model) if hasattr(found, "load_assets")]
 
 
 def load_layer_assets(model: Model, folder: Path) -> list[tuple[str, Any, Exception]]:
-    """Let everything in ``model`` that saved files read them again; return what failed, with paths and errors."""
+    """Call ``load_assets`` of all objects in ``model`` that saved files; return (path, object, error) of failures."""
     failed: dict[int, tuple[Any, Exception]] = {}
     with WALK_PATCH.applied():
         saving_lib._load_state(

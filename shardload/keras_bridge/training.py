@@ -46,10 +46,10 @@ def batches_laid_out_singly() -> AbstractContextManager[None]:
 def compile_as_described(
     model: Model, config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None, safe_mode: bool
 ) -> bool:
-    """Apply a ``compile_config`` as ``deserialize_keras_object`` does, once the model has the layers it trained.
+    """Compile a rebuilt model by its saved ``compile_config``, as Keras' ``load_model`` does; return whether it is.
 
-    Tasks of KerasHub override ``compile``, so Keras does not call it; they get the arguments theirs accepts. A
-    ``compile`` that the user has overridden is not called either: returns whether the model is now compiled.
+    Tasks of KerasHub override ``compile``, so Keras would not call it; here it is called with the saved arguments. A
+    ``compile`` that the user has overridden is not called, as in Keras, and the model stays uncompiled.
     """
     cls = type(model)
     with keras.saving.custom_object_scope(dict(custom_objects or {})), serialization_lib.SafeModeScope(safe_mode):
@@ -67,7 +67,7 @@ def has_own_compile(model: Model) -> bool:
 
 
 def metric_direction(model: Model, name: str) -> Literal["min", "max"] | None:
-    """Return whether a metric is better low or high, by the model's metric of that name; ``None`` if unknown."""
+    """Return whether a metric is better low ("min") or high, as the model's metric of that name says, if it does."""
     metrics: list[Any] = []
     for metric in getattr(model, "metrics", ()):
         metrics.extend(getattr(metric, "metrics", ()) or [metric])
@@ -149,7 +149,7 @@ def grain_dataset(epochs: Any) -> Any:
 
 
 def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
-    """Set whether the data of an ``EpochIterator`` may end in this epoch; Keras always warns that it is interrupted.
+    """Set whether the data of an ``EpochIterator`` may end in this epoch; if not, Keras warns of interrupted training.
 
     If the length of an epoch is unknown, it ends with the data. Keras then counts one batch too many, and would request
     that batch, and warn, in every later epoch.
@@ -177,7 +177,7 @@ def has_unknown_length(epochs: Any) -> bool:
 
 
 def forget_epoch_length(epochs: Any) -> None:
-    """Make an ``EpochIterator`` count its batches again."""
+    """Make an ``EpochIterator`` forget the length of an epoch that it has counted, and ask its data again."""
     epochs._num_batches = epochs.data_adapter.num_batches
 
 

@@ -57,7 +57,7 @@ def stored_dtype(variable: Variable) -> np.dtype[Any]:
 
 
 def set_layout(variable: Variable, layout: Layout, devices: Sequence[jax.Device]) -> None:
-    """Set the variable's layout; an existing value stays where it is."""
+    """Set the variable's layout; a value that it has already is not moved there."""
     layout.shard_shape(tuple(variable.shape))
     variable._layout = named_sharding(layout, devices)
 
@@ -68,7 +68,7 @@ def sharding_of(variable: Variable) -> Any:
 
 
 def set_sharding(variable: Variable, sharding: Any) -> None:
-    """Like `set_layout`, for an existing sharding."""
+    """Like `set_layout`, but takes a `jax.sharding.Sharding`, or ``None`` for no layout."""
     variable._layout = sharding
 
 
@@ -78,24 +78,25 @@ def direct_assign(variable: Variable, array: jax.Array) -> None:
     if tuple(array.shape) != tuple(variable.shape) or array.dtype != wanted:
         raise MismatchError(
             f"Cannot assign {array.dtype} {array.shape} to variable {variable.path!r}: expected {wanted} "
-            f"{tuple(variable.shape)}"
+            f"{tuple(variable.shape)}. Cast or reshape the array first"
         )
     if sharding is not None and not array.sharding.is_equivalent_to(sharding, array.ndim):
         raise MismatchError(
-            f"Cannot assign an array on {array.sharding} to variable {variable.path!r}: expected {sharding}"
+            f"Cannot assign an array on {array.sharding} to variable {variable.path!r}: expected {sharding}. Move the "
+            "array there with jax.device_put first"
         )
     variable._value = array
     forget_initializer(variable)
 
 
 def forget_initializer(variable: Variable) -> None:
-    """Remove the recorded initialiser of a variable that has a value."""
+    """Remove the `PendingValue` of a variable that has a value by now, which makes it an ordinary variable."""
     if variable._value is not None and isinstance(variable._initializer, PendingValue):
         variable._initializer = None
 
 
 def drop_value(variable: Variable) -> None:
-    """Release the variable's value, so that its memory is free before a load replaces it."""
+    """Release the variable's value, to free its memory before a load assigns the new one; until then, it has none."""
     if variable._value is not None:
         variable._value = None
         # Without an initialiser: a loaded weight must not silently become a random one.
@@ -128,9 +129,9 @@ def relocate(variable: Variable, sharding: Any) -> None:
 
 
 def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
-    """Make a value on a mesh of one device an ordinary array with the same buffer, as Keras has it without a layout.
+    """Turn a value on a mesh of one device into a plain array with the same buffer, as Keras has without a layout.
 
-    JAX refuses to combine a ``committed`` array with arrays on other devices. Returns whether there was work to do.
+    JAX refuses to combine a ``committed`` array with arrays on other devices. Returns whether the value was changed.
     """
     value = variable._value
     if variable._layout is not None or not isinstance(getattr(value, "sharding", None), jax.sharding.NamedSharding):
@@ -217,7 +218,7 @@ class ComputedInBuild:
         self.path = path
 
     def __call__(self, shape: Any = None, dtype: Any = None) -> Any:
-        """Raise."""
+        """Raise an `UninitialisedError`, as no initialiser can compute the value."""
         raise UninitialisedError(
             f"Variable {self.path!r} has no value: its layer computes it in build() from variables without values, and "
             "no checkpoint provided it. Build the model outside shardload.abstract(), then call "
@@ -269,7 +270,7 @@ class PendingValue:
 
 
 def pending_of(variable: Variable) -> Any:
-    """Return the `PendingValue` with which `restore_value` makes a variable abstract again; ``None`` if ordinary."""
+    """Return the `PendingValue` of a variable without a value, which `restore_value` takes; ``None`` for others."""
     return variable._initializer
 
 
@@ -282,5 +283,5 @@ recording_flag: ContextVar[bool] = ContextVar("shardload_recording", default=Fal
 
 
 def recording() -> bool:
-    """Whether variables created now, in this thread or task, get no value."""
+    """Whether `record_variables` is active in this thread or task, so that variables created now get no value."""
     return recording_flag.get()

@@ -1,7 +1,7 @@
-"""What Keras itself would write to a weights file, and what it finds in one; models and weights as Keras 2 has them.
+"""What Keras itself would write to a weights file, and what it finds in one; building models from files of Keras 2.
 
 model ─ Keras' save_weights, into a store that keeps no file ─► Listing      names, shapes and dtypes, no values
-file  ─ Keras' own reader of files, headers only             ─► the same groups as they are there
+file  ─ Keras' own reader of files, headers only             ─► names, shapes and dtypes of what Keras finds there
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _Groups = Mapping[str, Mapping[str, _Form]]
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What Keras would write for one model."""
+    """The names, shapes and dtypes of all that Keras would write for one model."""
 
     groups: _Groups
     optimizers: Mapping[str, Any]
-    """Path → optimizer."""
+    """Path → optimizer whose variables are stored there."""
 
 
 def dataset(path: str, key: str) -> str:
@@ -52,7 +52,7 @@ def dataset(path: str, key: str) -> str:
 def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
     """Return what Keras' own ``save_weights`` would write for ``model``, without the objects in ``skip``.
 
-    Its hooks run, so they must only store variables, as `SavedLayout.computing` tells.
+    Runs the hooks of all other objects, which must store variables only: skip those in `SavedLayout.computing`.
     """
     store = _ListingStore()
     # Variables without a value read as zeros there, instead of raising.
@@ -72,7 +72,7 @@ def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
 
 
 def check_for_keras(file: Path, listing: Listing, *, omitted: Container[str] = (), is_index: bool = False) -> None:
-    """Compare a file with what Keras would write, through Keras' own reader."""
+    """Raise an `UnsupportedError` unless Keras' own reader finds in a file what Keras would have written there."""
     wanted = {path: keys for path, keys in listing.groups.items() if path not in omitted}
     found = found_by_keras(file, wanted, is_index=is_index)
     for path, keys in wanted.items():
@@ -126,14 +126,14 @@ class _ListingStore(saving_lib.H5IOStore):  # type: ignore[misc]
         self._h5_entry_group[key] = value
 
     def take(self, optimizer: Any) -> None:
-        """Store the variables of an optimizer."""
+        """List the variables of an optimizer; Keras' own hook would convert them to NumPy."""
         self.optimizers[self._path] = optimizer
         for i, variable in enumerate(optimizer.variables):
             self[str(i)] = variable
 
 
 class _Headers(saving_lib.H5IOStore):  # type: ignore[misc]
-    """Keras' reader, which gives the form of a dataset instead of its values, and ``None`` for a group."""
+    """Keras' reader, changed to return the shape and dtype of a dataset instead of its values; ``None`` for a group."""
 
     def __getitem__(self, key: str) -> _Form | None:
         if self._h5_entry_group.get(key, getclass=True) is not saving_lib.h5py.Dataset:
@@ -158,7 +158,7 @@ _OPTIMIZER_PATCH = Patches(lambda: [(BaseOptimizer, "save_own_variables", _liste
 def build_legacy_model(
     config: Mapping[str, Any], *, dtype: Any, custom_objects: Mapping[str, Any] | None, safe_mode: bool
 ) -> Model:
-    """Build the model that a ``model_config`` describes, uncompiled."""
+    """Build the model that the ``model_config`` in a file of Keras 2 describes; do not compile it."""
     found = _decoded(config if dtype is None else _without_dtypes(config))
     with _legacy_scope(custom_objects, safe_mode), nullcontext() if dtype is None else global_policy(dtype):
         model = saving_utils.model_from_config(found, custom_objects=dict(custom_objects or {}))
@@ -172,7 +172,7 @@ def build_legacy_model(
 def compile_legacy_model(
     model: Model, config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None, safe_mode: bool
 ) -> None:
-    """Compile a model as a ``training_config`` says."""
+    """Compile a model as the ``training_config`` in a file of Keras 2 describes."""
     with _legacy_scope(custom_objects, safe_mode):
         arguments = saving_utils.compile_args_from_training_config(_decoded(config), dict(custom_objects or {}))
         model.compile(**arguments)
@@ -189,7 +189,7 @@ def _legacy_scope(custom_objects: Mapping[str, Any] | None, safe_mode: bool) -> 
 
 
 def _decoded(value: Any) -> Any:
-    """Return a copy, with the objects for which JSON has no form; as Keras' ``json_utils``, which asks TensorFlow."""
+    """Return a copy of a JSON value with tuples, bytes and ellipses restored, as Keras does, but without TensorFlow."""
     if isinstance(value, list):
         return [_decoded(each) for each in value]
     if not isinstance(value, Mapping):
@@ -205,7 +205,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _without_dtypes(value: Any) -> Any:
-    """Return a configuration whose layers compute in the global policy."""
+    """Return a copy of a configuration without the float dtypes of layers, so that they follow the global policy."""
     if isinstance(value, list):
         return [_without_dtypes(each) for each in value]
     if not isinstance(value, Mapping):

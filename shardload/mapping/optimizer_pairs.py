@@ -40,7 +40,7 @@ class Left:
     part: str = ""
     is_core: bool = False
     weight: str | None = None
-    """Key of the slot's weight in the model, if that weight's other slots must begin as new because this one is lost."""
+    """Key of the slot's weight in the model, if its other slots must begin as new because this one is not used."""
 
     @classmethod
     def of(cls, stored: Stored, tensor: str, found: Pairing) -> Left:

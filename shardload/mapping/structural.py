@@ -195,7 +195,7 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
 
 
 def _mismatches(visit: Visit) -> list[Mismatch]:
-    """Return the mismatches of a failed visit; none if a hook of Keras got no tensors: its variables count as missing."""
+    """Return the mismatches of a failed visit; none if a hook of Keras got no tensors: its variables are missing."""
     if not visit.tensors and has_keras_hook(visit.saveable):
         return []
     own = stored_variables(visit.saveable)
