@@ -74,7 +74,7 @@ def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
 
 
 class _OutputPaths(Distribution):  # type: ignore[misc]
-    """Records the paths for which Keras requests a layout, and returns no layout."""
+    """A distribution without layouts that records the paths of outputs for which Keras requests one."""
 
     def __init__(self) -> None:
         super().__init__(device_mesh=None)

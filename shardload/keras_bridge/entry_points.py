@@ -260,7 +260,7 @@ class _Converter:
 
 @contextmanager
 def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator[None]:
-    """Inside the block, a preset loader calls ``collect`` with "backbone" or "head" and the object, and converts no weights."""
+    """Inside the block, a preset loader calls ``collect`` with a part ("head") and its object instead of converting."""
     before = getattr(loader, "converter", None)
     if before is not None:
         loader.converter = _Converter(before, collect)

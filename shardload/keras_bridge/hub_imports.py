@@ -1,4 +1,4 @@
-"""Look up KerasHub's classes, patch it and time its import, all without importing KerasHub if no one else does."""
+"""Look up classes of KerasHub, patch it and time its import, only if other code imports it: it takes seconds."""
 
 from __future__ import annotations
 

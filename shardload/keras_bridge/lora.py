@@ -20,7 +20,7 @@ from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.variables import value_of
 
 _KERNELS = (("_kernel", "lora_kernel_a", "lora_kernel_b"), ("_embeddings", "lora_embeddings_a", "lora_embeddings_b"))
-"""Attributes of the layers in Keras that support LoRA: dense and convolution layers, and embeddings."""
+"""Names of the attributes (kernel, a, b) in Keras' layers with LoRA: dense and convolution layers; embeddings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -200,7 +200,7 @@ def _unknown_behind(tensor: Any) -> Unknown | None:
 
 
 def without_computing(function: Callable[[], None]) -> None:
-    """Run ``function`` with every JAX operation traced instead of executed: no memory, no initialiser."""
+    """Run ``function`` with every JAX operation traced instead of executed: it takes no memory and computes nothing."""
 
     # The scope makes abstract variables read as zeros instead of raising (`PendingValue`).
     def traced() -> None:
@@ -211,7 +211,7 @@ def without_computing(function: Callable[[], None]) -> None:
 
 
 def is_tracing_error(error: Exception | None) -> bool:
-    """Whether code failed only because it ran in `without_computing`."""
+    """Whether an error only means that code needs real values, which it does not get in `without_computing`."""
     return isinstance(error, jax.errors.JAXTypeError)
 
 

@@ -46,7 +46,7 @@ def _handled_assign(original: Any, self: Variable, value: Any) -> Any:
 
 
 class _InheritedPatch(Patches):
-    """``JaxVariable.assign`` is inherited: the patch is set on the subclass and deleted afterwards."""
+    """Patches ``JaxVariable.assign``: sets it on this class, which only inherits it, and deletes it afterwards."""
 
     def __init__(self) -> None:
         super().__init__(tuple)
@@ -76,7 +76,7 @@ class StateSource(Protocol):
 
 
 class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
-    """A store of the type that ``_load_state`` requires; its HDF5 parts are unused."""
+    """A `StateSource` as the type of store that Keras' ``_load_state`` requires; the HDF5 parts are unused."""
 
     def __init__(self, source: StateSource) -> None:
         self.source = source

@@ -46,7 +46,7 @@ def batches_laid_out_singly() -> AbstractContextManager[None]:
 def compile_as_described(
     model: Model, config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None, safe_mode: bool
 ) -> bool:
-    """Compile a rebuilt model by its saved ``compile_config``, as Keras' ``load_model`` does; return whether it is.
+    """Compile a rebuilt model by its saved ``compile_config``, as Keras would; return whether it is compiled now.
 
     Tasks of KerasHub override ``compile``, so Keras would not call it; here it is called with the saved arguments. A
     ``compile`` that the user has overridden is not called, as in Keras, and the model stays uncompiled.
@@ -67,7 +67,7 @@ def has_own_compile(model: Model) -> bool:
 
 
 def metric_direction(model: Model, name: str) -> Literal["min", "max"] | None:
-    """Return whether a metric is better low ("min") or high, as the model's metric of that name says, if it does."""
+    """Return "min" if lower values of a metric are better, "max" if higher ones; ``None`` if the model cannot tell."""
     metrics: list[Any] = []
     for metric in getattr(model, "metrics", ()):
         metrics.extend(getattr(metric, "metrics", ()) or [metric])
@@ -103,7 +103,7 @@ def initial_epoch_of_fit() -> int:
 
 
 def run_after(callback: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Return the callbacks of some ``kinds`` in the calling ``fit``; from now on ``callback`` runs after them."""
+    """Let ``callback`` run after all callbacks of these ``kinds`` in the calling ``fit``, and return the latter."""
     container = _locals_of_fit().get("callbacks")
     if not isinstance(container, keras.callbacks.CallbackList) or callback not in container.callbacks:
         return []

@@ -177,7 +177,7 @@ def restore_value(variable: Variable, value: jax.Array | None, initializer: Any)
 
 
 class HostConstant:
-    """An initialiser for a fixed value: small arrays passed to ``Variable`` while building abstractly."""
+    """An initialiser that returns a fixed value: that of an array passed to ``Variable`` in `shardload.abstract`."""
 
     def __init__(self, value: NDArray[Any]) -> None:
         self.value = value
@@ -249,7 +249,7 @@ class PendingValue:
         return isinstance(self.initializer, HostConstant) or name == "SeedGenerator.__init__.<locals>.seed_initializer"
 
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
-        """Return the result of reading the variable."""
+        """Return what reading the variable gives, a placeholder or its exact value; raise if it has neither."""
         # Shape inference runs inside a JAX trace, where zeros take no memory.
         if in_symbolic_scope():
             return jax.numpy.zeros(shape, dtype)

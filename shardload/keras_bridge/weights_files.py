@@ -104,7 +104,7 @@ def found_by_keras(path: Path, groups: _Groups, *, is_index: bool) -> _Groups:
 
 
 class _ListingStore(saving_lib.H5IOStore):  # type: ignore[misc]
-    """A store of the type that ``_save_state`` requires; its HDF5 parts are unused."""
+    """The type of store that Keras' ``_save_state`` requires, which only lists what Keras writes; no HDF5 is used."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
@@ -143,7 +143,7 @@ class _Headers(saving_lib.H5IOStore):  # type: ignore[misc]
 
 
 class _ShardHeaders(saving_lib.ShardedH5IOStore, _Headers):  # type: ignore[misc]
-    """`_Headers` of an index and its shards: Keras' class takes datasets from the next one, which is `_Headers`."""
+    """`_Headers` for an index and its shards: Keras' sharded store gets datasets by its next base, `_Headers`."""
 
 
 @replacing
@@ -164,7 +164,8 @@ def build_legacy_model(
         model = saving_utils.model_from_config(found, custom_objects=dict(custom_objects or {}))
     if not isinstance(model, keras.Model):
         raise UnsupportedError(
-            f"Cannot build a model: the configuration describes a {type(model).__name__}, expected a Keras model"
+            f"Cannot build a model: the configuration describes a {type(model).__name__}, expected a Keras model. "
+            "Build the model yourself, then call shardload.load_weights(model, source)"
         )
     return model
 

@@ -8,7 +8,7 @@ One mechanism for all sources: the layers' and converters' own loading code runs
     stored_state.py training steps: the role of each leaf
     state_tree.py   the tree that a step stores; pairs its leaves with a model's variables
     roles.py        names of variables and slots that are the same in every process
-    optimizer_pairs.py    which optimizer state continues, and what begins as new
+    optimizer_pairs.py    which optimizer state is restored, and what begins as new
     built_optimizers.py   the saved optimizer of an archive, built again to learn what its numbered variables are
     adapters.py     LoRA adapters, which files of Keras do not store
     outside.py      unused tensors that the model does not need, and why
@@ -43,7 +43,7 @@ def map_weights(
     optimizer: bool = True,
     as_keras: bool = False,
 ) -> VariableMap:
-    """Call `map_keras`, `map_by_order`, `map_hub`, `map_state` or `map_by_name`, depending on the checkpoint's format.
+    """Map tensors to variables by `map_keras`, `map_by_order`, `map_hub`, `map_state` or `map_by_name`, by the format.
 
     An explicit ``names`` map selects `map_by_name`, except that a training step uses it in `map_state`. With
     ``as_keras``, an archive's optimizer state is matched by position alone, and tensors are rounded where KerasHub's

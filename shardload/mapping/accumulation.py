@@ -36,7 +36,7 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _RecountedStep:
-    """A part of a load that also recounts: afterwards, counts of an optimizer are computed from the assigned values."""
+    """A step of a load that assigns counts of an optimizer, and then converts them to the model's accumulation."""
 
     step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]

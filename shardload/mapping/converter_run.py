@@ -52,7 +52,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One function of a converter and the object it fills."""
+    """A function of a converter, such as ``convert_weights``, with the object that it fills, and the checkpoint."""
 
     function: Callable[[Any, Any, Any], Any]
     target: Any
@@ -71,7 +71,7 @@ class Run:
 
 
 class Loader(contextlib.ExitStack):
-    """KerasHub's ``SafetensorLoader`` without files: finds names in the same way, but gets tensors from elsewhere."""
+    """KerasHub's ``SafetensorLoader`` without files: finds names in the same way; subclasses provide the tensors."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Recording:
     assigned: list[ConverterAssign] = field(default_factory=list)
     fetched: set[str] = field(default_factory=set)
     computing: set[str] = field(default_factory=set)
-    """Tensors whose real bytes ``get_tensor`` must return in the second run."""
+    """Tensors whose values ``get_tensor`` must return in the second run, as the converter computes with them."""
     rounded: dict[str, str] = field(default_factory=dict)
     """Tensor that the converter casts to a less precise dtype to compute with it → that dtype."""
     mismatched: list[Mismatch] = field(default_factory=list)
@@ -221,7 +221,7 @@ def _record(run: Run) -> Recording:
             if lenient:
                 raise UnsupportedError(
                     f"Cannot convert {run.manifest.source}: KerasHub's converter needs the tensor {error}, which the "
-                    "checkpoint lacks"
+                    "checkpoint lacks. Use a complete checkpoint, or correct its config.json"
                 ) from error
             continue
         except Exception as error:

@@ -2,7 +2,7 @@
 
 ``convert_weights(backbone, loader, config)`` requests tensors from the loader by their Hugging Face names and
 assigns the results of its hooks. The first run gets reservations and is only recorded; its views
-become bindings. A cast between floating dtypes alone (Mistral's converter rounds everything to float16) is passed over,
+become bindings. A mere cast between floating dtypes (Mistral's converter rounds everything to float16) is ignored,
 unless ``float_casts`` says otherwise. Computed values (stacks of experts, interpolated positions) are left to a second
 run of the same code, which skips views and reads only tensors used in computations, each
 when the converter requests it. That run comes after all bindings: some converters compute from variables.

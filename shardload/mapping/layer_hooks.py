@@ -103,7 +103,7 @@ class LayerStep:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the bindings it assigns."""
+        """Names of the bindings whose arrays it assigns."""
         return tuple(b.name for b in self.bindings)
 
     @property
@@ -263,7 +263,7 @@ class Visit:
 
     @property
     def computing(self) -> set[str]:
-        """Return the tensors whose bytes the hook needs, beyond viewing them."""
+        """Names of the tensors whose values the hook needs, because it does more than assign views of them."""
         # A tensor read for no variable is kept elsewhere (the idf weights of a StringLookup), so it needs real bytes.
         used = self.reservations.used | (self.read - {e.view.tensor for e in self.assigned if e.view})
         dtypes = {t.name: t.dtype for t in self.tensors.values()}
@@ -281,7 +281,7 @@ class Visit:
 
 
 class Walk:
-    """One recorded walk of Keras over ``root``; where tensors have no values, hooks see zeros."""
+    """Keras' walk over ``root``, recorded; without ``has_values``, the file has headers only, and hooks see zeros."""
 
     def __init__(
         self, root: Any, tensors: Mapping[str, Tensor], *, skip: Iterable[Any] = (), has_values: bool = True

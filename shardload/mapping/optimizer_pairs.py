@@ -4,9 +4,9 @@
               missing    only in the model: begins as in a new optimizer; moving averages begin with the weights
               left       only in the step: not used
 
-Iterations and learning rate belong to the slots. If a slot without which the count is wrong is only on one side (Adam's
-velocities, for a step of SGD), the optimizer is left as it is. Under ``strict``, any of this raises, except for the
-learning rate of an optimizer with a schedule.
+Iterations and learning rate are restored with the slots only. If step or model lacks a slot without which the count of
+iterations would be wrong (Adam's velocities, in a step of SGD), the model's optimizer stays unchanged. Under
+``strict``, any of this raises, except for the learning rate of an optimizer with a schedule.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def sort_unused(
 
 
 def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
-    """Initialise parts that the checkpoint's class lacks, instead of listing them as missing.
+    """Return a mapping in which model parts that the checkpoint's class lacks are initialised, not missing.
 
     KerasHub's BERT and ALBERT always have a pooler, its Mistral, Mixtral and GPT-OSS an output layer; `transformers`
     stores neither for tasks that use none.

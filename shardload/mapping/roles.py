@@ -36,7 +36,7 @@ from shardload.keras_bridge.saving import saved_objects, stored_by_hook, stored_
 from shardload.keras_bridge.variables import numbered
 
 _INNER = "inner_optimizers/"
-"""Begins the keys of variables in a ``MultiOptimizer``; before their names come the position and class of each."""
+"""Begins keys of a ``MultiOptimizer``: ``inner_optimizers/1/Adam/iteration``, with position and class of each one."""
 _NOT_SLOTS = frozenset({"_variables", "_trainable_variables"})
 _SHORT = {"iterations": "iteration"}
 """Attribute → key, where the key is Keras' name of the variable instead."""
@@ -195,7 +195,7 @@ def _numbered(variables: Sequence[Variable]) -> Iterator[tuple[str, Variable]]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerForm:
-    """What of an optimizer decides on the meaning of its variables' keys."""
+    """The properties of an optimizer that decide what the keys of its variables mean."""
 
     kind: str | None = None
     """Name of its class in Keras, ``""`` if the class is not Keras' own, ``None`` if it is not known."""

@@ -1,8 +1,8 @@
 """A model's training state as the tree of Keras' ``get_state_tree``, with the variable and role of each leaf.
 
-    describe(model).tree          the values to write: {"trainable_variables": {"dense": {"kernel": array}}, …}
-    describe(model).to_json()     stored with them: the role (`Role`) of each leaf
-    find_stored(model, leaves)    read back: stored leaves paired with the variables of another model, by role
+    state_tree_of(model).tree       the values to write: {"trainable_variables": {"dense": {"kernel": array}}, …}
+    state_tree_of(model).to_json()  stored with them: the role (`Role`) of each leaf
+    find_stored(model, leaves)      read back: stored leaves paired with the variables of another model, by role
 
 The tree's own names are auto-generated (``dense_7``, ``adam_1``) and never matched. Keras refuses models in which
 two variables share a path; here the later ones get ``#2``, ``#3``, so such trees have names Keras does not know.
@@ -40,7 +40,7 @@ class StateLeaf:
     """One variable of a model: its place in the tree and its role."""
 
     path: tuple[str, ...]
-    """``("trainable_variables", "dense", "kernel")``; unique."""
+    """Unique path in the tree: ``("trainable_variables", "dense", "kernel")``."""
     role: Role
     shape: tuple[int, ...]
     dtype: str
@@ -294,7 +294,7 @@ def kinds_in(structure: Any) -> dict[str, str]:
     """Return path → class of each optimizer in a step; empty for steps of older versions, which do not store it."""
     found = structure.get("optimizers", {}) if isinstance(structure, Mapping) else {}
     if not isinstance(found, Mapping) or not all(isinstance(text, str) for pair in found.items() for text in pair):
-        raise SourceError(f"structure.json has optimizers that are no object of class names: {str(found)[:80]}")
+        raise SourceError(f"structure.json has no valid classes of optimizers: {str(found)[:80]}. Restore another step")
     return dict(found)
 
 

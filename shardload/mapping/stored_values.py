@@ -87,7 +87,7 @@ def _to_entries(
 
 
 def stored_values(manifest: Manifest) -> _Values:
-    """Return the values in a step; empty for steps without any."""
+    """Return the values besides variables in a step; empty if it has none."""
     structure = manifest.metadata.get("structure")
     found = structure.get(VALUES_ENTRY, {}) if isinstance(structure, Mapping) else {}
     try:
@@ -110,7 +110,7 @@ def lacking_values(model: Any, values: _Values, *, where: str = "the step") -> t
 
 
 def unstored_hook(model: Any, layer: Any, values: _Values) -> str | None:
-    """Return a text that a step lacks values that ``layer``, or a layer in it, saves besides variables; else None."""
+    """Return a sentence if a step lacks values that ``layer``, or one in it, saves besides variables; else ``None``."""
     own = next((path for path, saveable in saved_objects(model) if saveable is layer), "")
     for path, saveable in with_own_hooks(model):
         if path not in values and f"{path}/".startswith(f"{own}/"):

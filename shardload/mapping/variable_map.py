@@ -63,7 +63,7 @@ class Mismatch:
 
     @classmethod
     def of_shapes(cls, variable: Variable, tensor: str, found: tuple[int, ...]) -> Mismatch:
-        """Describe a value of another shape than its variable; ``tensor`` is empty if the value was computed."""
+        """Return the mismatch of a variable and a value of another shape; ``tensor`` is empty for a computed value."""
         expected, source = tuple(variable.shape), f"tensor {tensor!r}" if tensor else "the computed value"
         text = f"Variable {variable.path!r} has shape {expected}, but {source} has shape {found}"
         return cls(variable.path, tensor, expected, found, text)
@@ -84,7 +84,7 @@ class Begun:
 
 
 class Runtime(Protocol):
-    """Operations a step may use while it runs."""
+    """The operations that a `Step` of a load may use while it runs."""
 
     def read(self, tensor: str) -> NDArray[Any]:
         """Read a whole tensor into a separate, writable array."""
@@ -124,7 +124,7 @@ class MappingStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VariableMap:
-    """Everything decided about the mapping before any data is read."""
+    """What a load does with each tensor and each variable, decided before any data is read."""
 
     bindings: tuple[Binding, ...]
     steps: tuple[MappingStep, ...]
