@@ -176,11 +176,11 @@ class MismatchError(ShardloadError, ValueError):
 
 
 class MeshError(ShardloadError, ValueError):
-    """The mesh cannot be made."""
+    """The mesh cannot be made: its text is not valid, or there are too few devices."""
 
 
 class LayoutError(ShardloadError, ValueError):
-    """A layout cannot be applied to a variable, or a rule matches nothing."""
+    """A layout does not fit a variable (its shape, the mesh), or a layout rule matches no variable."""
 
 
 class DoesNotFitError(LayoutError):
@@ -330,7 +330,7 @@ class ProcessLostError(SaveError):
     """Another process of this run ended or stopped responding, so collective operations are impossible."""
 
     in_order = False
-    """Whether the process exited normally: it still takes part in the shutdown of JAX."""
+    """Whether the other process exited normally, so that it still takes part in the shutdown of JAX."""
 
 
 class StepExistsError(ShardloadError, FileExistsError):

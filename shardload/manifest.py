@@ -112,7 +112,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A tensor whose rows must be decoded: chunked HDF5, quantised GGUF, computed values."""
+    """Storage of a tensor whose rows must be decoded or computed while reading: chunked HDF5, quantised GGUF."""
 
     reader: RowReader
 
@@ -147,7 +147,7 @@ class UnreadableRows(EncodedRows):
 
     @property
     def encoding(self) -> Hashable:
-        """`why`, as it names the element type."""
+        """The text of `why`, which names the element type, as the values depend on nothing else."""
         return self.why
 
     def refusal(self, tensor: str | None = None) -> UnsupportedError:
@@ -249,7 +249,7 @@ class Manifest:
     notes: tuple[str, ...] = ()
     """Sentences for reports: what the files contain that a load leaves out."""
     undescribed: ShardloadError | None = None
-    """The error for building a model from a checkpoint whose format describes models; ``None`` if one can be built."""
+    """The error that building a model would raise, although the format describes models; ``None`` if it would not."""
 
     def __repr__(self) -> str:
         return (
@@ -295,7 +295,7 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Which elements of a stored tensor make up a variable.
+    """Which elements of a stored tensor make up a variable, and in which order.
 
     Element ``(i, j, …)`` of the view is element ``offset + i * strides[0] + j * strides[1] + …`` of the
     tensor's row-major order. Strides are positive or zero; a dim of length 1 may have any stride.
@@ -304,7 +304,7 @@ class View:
     tensor: str
     """Name of the stored tensor."""
     offset: int
-    """Offset of the first element, in elements."""
+    """Position in the stored tensor of the view's first element, in elements."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """Elements to step per index, one number per dim."""

@@ -78,7 +78,7 @@ def is_function(value: Any) -> bool:
 
 
 def parse_bytes(text: str | int, *, least: int = 0) -> int:
-    """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"17179869184"`` to bytes; an int of at least ``least`` passes.
+    """Parse ``"16GiB"``, ``"1.5 GB"``, ``"512M"`` or ``"17179869184"`` to bytes; an int must be at least ``least``.
 
     Text needs a unit if the number is below 1 MiB. Raises a `ValueError` for anything else.
     """
@@ -200,7 +200,7 @@ _QUANTISED = r"(int8|int4|float8)\w*_from_\w+"
 
 
 def dtype_name(wanted: Any) -> Any:
-    """Return the canonical name of a dtype to load in, or of a policy of Keras; ``None`` and policy objects pass."""
+    """Return the canonical name of a dtype to load in, or of a policy; ``None`` and policy objects are unchanged."""
     if wanted is None or hasattr(wanted, "variable_dtype"):
         return wanted
     name = _canonical(wanted)

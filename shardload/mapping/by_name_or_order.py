@@ -60,7 +60,8 @@ def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | No
     for name, (_, variable) in chosen.items():
         if id(variable) in taken:
             raise MismatchError(
-                f"Cannot map two tensors to variable {variable.path!r}: tensor {name!r}, and {taken[id(variable)]}"
+                f"Cannot map two tensors to variable {variable.path!r}: tensor {name!r}, and {taken[id(variable)]}. "
+                "Name each variable once"
             )
         taken[id(variable)] = f"tensor {name!r}"
     return _variable_map(model, manifest, chosen, base)
