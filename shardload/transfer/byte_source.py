@@ -54,25 +54,25 @@ from shardload.transfer.scratch import BlockMemory
 from shardload.units import exact_bytes
 
 MAX_RANGE_UNITS = 4
-"""4 MiB per request: at 60 MB/s per connection it takes 70 ms, much longer than a round
-trip. Longer requests would leave fewer in flight."""
+"""Most units per remote request, 4 MiB: at 60 MB/s per connection it takes 70 ms, much longer than a round trip.
+Longer requests would leave fewer in flight."""
 _MAX_AHEAD_BYTES = 64 << 20
-"""Enough for twelve ranges with two threads."""
+"""Most bytes of remote ranges requested in advance or in use: enough for twelve ranges with two threads."""
 _MIN_REMOTE_BUDGET_BYTES = 16 << 20
-"""The smallest budget that leaves room for ranges."""
+"""Smallest host-memory budget for a remote store, with room for ranges."""
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
-"""Smallest budget with room for units; with less, bytes are read a second time to verify them."""
+"""Smallest host-memory budget with room for units; with less, bytes are read twice, the first time to verify them."""
 _IN_SCRATCH = ("staged", "packed")
-"""The blocks that units and ranges are for."""
+"""How blocks are moved that come from units and ranges: all that pass through scratch memory."""
 
 Unit = tuple[Location, int]
-"""A file, and the number of a unit in it."""
+"""A file, and the number of one of its units of `UNIT_BYTES`."""
 
 
 class Verifier(Protocol):
-    """Digests of a checkpoint's files, one for each unit of `shardload.stores.store.UNIT_BYTES`.
+    """Compares a checkpoint's files with digests, one for each unit of `shardload.stores.store.UNIT_BYTES`.
 
-    Threads may share one. `shardload.runs.digests.Checker` implements it for training steps.
+    Threads may share a verifier. `shardload.runs.digests.Checker` implements it for training steps.
     """
 
     @property
@@ -99,7 +99,7 @@ class Verifier(Protocol):
 
 
 def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
-    """Verify everything a tensor is read from; for a decoded tensor, whole files."""
+    """Verify the bytes that a tensor is stored in (of a decoded one, its whole files); raises like `Verifier.check`."""
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
             verifier.check(path, 0, path.size)
@@ -109,16 +109,16 @@ def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
 
 
 def _check(verifier: Verifier, path: Location, offset: int, n_bytes: int) -> None:
-    """Verify a range; an empty tensor is stored in the headers, somewhere in that file."""
+    """Verify a range of a file; the whole file if the range is empty, as the value is then in its headers."""
     start, stop = (offset, offset + n_bytes) if n_bytes else (0, path.size)
     verifier.check(path, start, stop)
 
 
 class ByteSource(ABC):
-    """The bytes of one transfer, and their verification; one instance serves all threads."""
+    """Delivers the bytes of one transfer's blocks and has them verified; one instance serves all threads."""
 
     shared_bytes: int = 0
-    """Memory that the threads share."""
+    """Bytes of memory that all threads use together, taken from the budget once."""
 
     def __init__(self, verifier: Verifier | None) -> None:
         self.verifier = verifier
@@ -127,7 +127,7 @@ class ByteSource(ABC):
 
     @abstractmethod
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """Copy bytes from ``offset`` on to the start of scratch; return their number, fewer only at the file's end.
+        """Copy ``n_bytes`` of a file from ``offset`` on into scratch; return their number, less only at the file's end.
 
         Raises:
             DamagedError: When they do not match their digest; names step, file and offset.
@@ -137,14 +137,14 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes read from files so far, for all these blocks."""
+        """Return how many bytes were read from files for the plan's ``blocks``, including those read to verify them."""
 
     def verifies(self, block: Block) -> bool:
         """Whether `fill` returns only verified bytes of a block."""
         return block.how in _IN_SCRATCH
 
     def check(self, block: Block, tensor: Tensor) -> None:
-        """Verify a block before it is read, unless `fill` does."""
+        """Verify the bytes of a block before it is moved, unless `fill` verifies them."""
         if self.verifier is None:
             return
         if isinstance(tensor.storage, Decoded):
@@ -154,10 +154,10 @@ class ByteSource(ABC):
             _check(self.verifier, block.path, block.offset, block.read_bytes)
 
     def release(self, block: Block) -> None:  # noqa: B027 - optional
-        """Release what is kept for a block that has been moved."""
+        """Tell the source that a block has been moved, so that it can free the memory kept for it."""
 
     def open(self, path: Location) -> File:
-        """Return a file that stays open until `close`."""
+        """Open a file, or return it if it is open already; it stays open until `close`."""
         if (found := self._files.get(path)) is not None:
             return found
         try:
@@ -179,7 +179,7 @@ class ByteSource(ABC):
 
 
 def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "units", "ranges"]:
-    """Return how the files of a plan are read."""
+    """Return which kind of source the files of a plan need; raise `BudgetError` if a remote one lacks memory."""
     stores = {path.store for path in plan.files}
     is_verifying = any(store.is_verifying for store in stores)
     if any(store.is_remote for store in stores) and (verifier is None or is_verifying):
@@ -194,7 +194,7 @@ def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "
 
 
 def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> ByteSource:
-    """Return the source of a transfer's bytes for ``threads`` threads; raises like `source_kind`."""
+    """Create the source of a plan's bytes, for ``threads`` threads; raises like `source_kind`."""
     blocks = (block for block in plan.blocks if block.how in _IN_SCRATCH)
     match source_kind(plan, verifier):
         case "files":
@@ -208,7 +208,7 @@ def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> B
 
 
 class FileReads(ByteSource):
-    """Bytes straight from files, by ``preadv`` where they are local."""
+    """Reads blocks straight from files, by ``preadv`` where they are local; verifies with separate reads only."""
 
     def __init__(self, verifier: Verifier | None = None) -> None:
         super().__init__(verifier)
@@ -227,17 +227,17 @@ class FileReads(ByteSource):
         return scatter_read(self.open(path), wanted, offset)
 
     def verifies(self, block: Block) -> bool:
-        """Never."""
+        """Return False: `fill` does not verify."""
         return False
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of the blocks, and those read to verify them."""
+        """Return the bytes of the blocks plus those that were read to verify them."""
         checked = 0 if self.verifier is None else self.verifier.bytes_checked - self._checked_before
         return sum(block.read_bytes for block in blocks) + checked
 
 
 def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
-    """Return read calls, relative to a file offset, that fill ``n_bytes`` of scratch."""
+    """Return the system calls that read ``n_bytes`` of a file into scratch; `scatter_read` adds the offset."""
     itemsize = flat.dtype.itemsize
     row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
     grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
@@ -246,16 +246,16 @@ def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
 
 
 class UnitReads(ByteSource):
-    """Bytes of local files that are verified: by a verifier, or else by their store."""
+    """Reads files in whole units, verified by the verifier or else by the store, and keeps those that blocks share."""
 
     def __init__(self, blocks: Iterable[Block], *, kept_units: int, verifier: Verifier | None) -> None:
-        """Prepare for all blocks that pass through scratch, each passed to `release` once."""
+        """Count how many of ``blocks``, which pass through scratch, need each unit; `release` each of them once."""
         super().__init__(verifier)
         self.kept_units = kept_units  # at most; a unit that does not fit is read again
         self.shared_bytes = kept_units * UNIT_BYTES
         self._left = Counter(unit for block in blocks for unit in _units_of(block))
         self.kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
-        """Units in memory for later blocks."""
+        """Units that stay in memory as later blocks need them."""
         self._spare: list[NDArray[np.uint8]] = []
         self._unit_bytes = 0
         self._lock = threading.Lock()
@@ -288,7 +288,7 @@ class UnitReads(ByteSource):
                     self._spare += [data] if data.nbytes == UNIT_BYTES else []
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of whole units, and those of blocks that are not in units."""
+        """Return the bytes of the units read plus those of the blocks that are not read in units."""
         # A verifier counts the units, too, and what it read of other blocks.
         checked = self._unit_bytes if self.verifier is None else self.verifier.bytes_checked - self._checked_before
         return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + checked
@@ -339,31 +339,31 @@ class UnitReads(ByteSource):
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """Bytes of neighbouring units of a file."""
+    """Neighbouring units of a remote file that are requested at once."""
 
     path: Location
     start: int
     stop: int
     """One past the last byte; may lie past the end of the file."""
     left_bytes: int = 0
-    """Bytes not yet used."""
+    """How many of its bytes blocks still need; at 0 its memory is freed."""
     pending: PendingBytes | None = None
     data: memoryview | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def n_bytes(self) -> int:
-        """Upper bound of its length."""
+        """Its length in bytes; the file may end earlier."""
         return self.stop - self.start
 
 
 class RangeReads(ByteSource):
-    """Bytes of remote files, requested in advance; a store that verifies returns them verified."""
+    """Requests ranges of remote files before blocks need them; a verifying store returns verified bytes."""
 
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
-        """Prepare for the blocks that pass through scratch, in submission order; ``verifier`` is for all others."""
+        """Plan the ranges for ``blocks``, which pass through scratch, in order; ``verifier`` is for all others."""
         super().__init__(verifier)
         self.shared_bytes = limit_bytes
         # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.
@@ -398,7 +398,7 @@ class RangeReads(ByteSource):
         return n_bytes
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of all ranges, and those of blocks that are not in ranges."""
+        """Return the bytes of the ranges received plus those of the blocks that are not read in ranges."""
         return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + self._range_bytes
 
     def cancel(self) -> None:
@@ -464,7 +464,7 @@ class RangeReads(ByteSource):
 
 
 class _LocalBytes:
-    """The bytes of a range that needs no request."""
+    """Stands in for a remote request where the file is local: `result` reads the range."""
 
     def __init__(self, file: File, one: _Range) -> None:
         self._file, self._start, self._stop = file, one.start, min(one.stop, file.n_bytes)
@@ -483,7 +483,7 @@ def _too_short(path: Location, stop: int) -> TransferError:
 
 
 def _units_of(block: Block) -> Iterator[Unit]:
-    """Yield the units a block overlaps; none for a decoded block."""
+    """Yield the units of its file that a block overlaps; none for a decoded block."""
     if block.how != "decoded" and block.read_bytes:
         last = (block.offset + block.read_bytes - 1) // UNIT_BYTES
         for number in range(block.offset // UNIT_BYTES, last + 1):

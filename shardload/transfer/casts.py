@@ -33,7 +33,7 @@ def _range(dtype: np.dtype[Any]) -> tuple[int, int] | None:
 
 
 def check_cast(source: np.dtype[Any], target: np.dtype[Any], *, variable: str, tensor: str) -> None:
-    """Raise for a cast that is not value-preserving up to float rounding."""
+    """Raise `MismatchError` if a cast may change values by more than float rounding, as int64 to int32 may."""
     if source == target:
         return
     # bool and complex have no range and are no floats here, so they load unchanged or not at all.
@@ -55,7 +55,7 @@ ENABLE_64_BITS = "Call jax.config.update('jax_enable_x64', True) before JAX is u
 
 
 def wide(dtype: np.dtype[Any]) -> str:
-    """Return what else a dtype needs in JAX: words to append to its name."""
+    """Return words to append to a dtype's name in advice: for 64 bits, the JAX setting that enables it; else ""."""
     return ", with jax.config.update('jax_enable_x64', True)" if dtype.itemsize == 8 and dtype.kind in "iuf" else ""
 
 
@@ -69,7 +69,7 @@ def needs_64_bits(variable: str, dtype: np.dtype[Any]) -> MismatchError:
 
 
 def overflow_notes(tensors: Sequence[str]) -> tuple[str, ...]:
-    """Say that a cast made values of these tensors infinite, if it did."""
+    """Return a note for the report that a cast made values of these tensors infinite; nothing without tensors."""
     if not tensors:
         return ()
     more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""

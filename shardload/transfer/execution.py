@@ -59,38 +59,38 @@ from shardload.units import exact_bytes
 __all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
 _QUEUED_PER_THREAD = 4
-"""Jobs submitted per thread, `BUDGET_PARTS` in all: one running, others waiting while the caller is busy."""
+"""Most jobs in flight per thread, and `BUDGET_PARTS` in all: one runs, others wait in case the caller is busy."""
 _JOB_BYTES = 4 << 20
-"""Short blocks are submitted together up to this size: 1 ms of work per 0.1 ms of Python; less in a small plan."""
+"""Most bytes of short blocks in one job: 1 ms of work per 0.1 ms of Python; a small plan has smaller jobs."""
 PREPARED = 1024
-"""Staged blocks prepared before the first read: 16 µs and 2 kB each, not the 100 µs it takes once copying has emptied
-the caches. (Direct ones take longer.)"""
+"""Number of staged blocks prepared before the first read: each takes 16 µs and 2 kB then, 100 µs once copying has
+emptied the caches. (Direct blocks are not worth it: they take longer.)"""
 _PLACED_TOGETHER = 32
-"""Variables placed per call: between reads each alone takes 0.4 ms, not 0.1. With 8, column shards took 5 % longer."""
+"""Complete variables to collect before placing them on devices: 0.1 ms each together, 0.4 ms each between reads."""
 
 TransferMode = Literal["auto", "adopt", "upload"]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Measurements of a transfer."""
+    """What a transfer read, and the time and memory it took."""
 
     read_bytes: int
     direct_bytes: int
     """Bytes read straight into shard memory."""
     peak_staging_bytes: int
-    """Peak host memory, without shards in their final memory."""
+    """Peak of staged host memory; does not count shard buffers that become the devices' memory."""
     read_s: float
-    """Reading and decoding, summed over threads."""
+    """Seconds of reading and decoding, summed over threads."""
     copy_s: float
-    """Second copies and casts, summed over threads."""
+    """Seconds of copying from scratch to shards and casting, summed over threads."""
     wall_s: float
     cpu_s: float
-    """CPU time of the whole process during the transfer."""
+    """CPU seconds of the whole process during the transfer."""
     threads: int
     placement: TransferMode
     overflowed: tuple[str, ...] = ()
-    """Tensors of which a cast made finite values infinite."""
+    """Names of tensors that have finite values that became infinite in a cast."""
 
 
 def execute(
@@ -106,20 +106,20 @@ def execute(
     check: Verifier | None = None,
     shardings: Mapping[str, Any] | None = None,
 ) -> TransferStats:
-    """Read everything in a plan and pass on each variable as a sharded array, with all calls on this thread.
+    """Read the blocks of a plan and pass each complete variable, as a sharded array, to ``on_ready`` on this thread.
 
     Args:
         plan: What to read, and where to put it.
         manifest: The manifest the plan was made from.
         devices: One per mesh position, in order.
         on_ready: Called with name and array when a variable is complete.
-        on_start: Called with a variable's name before memory is taken for it, to release the value it replaces.
+        on_start: Called with a variable's name before memory is allocated for it, to release the value it replaces.
         progress: Called with the number of bytes read since the last call.
         threads: Worker threads; see `default_threads`.
-        placement: ``adopt``: devices adopt host buffers; ``upload``: they get a copy; ``auto``: by platform.
-        check: Verifies everything that is read, if the checkpoint has digests.
-        shardings: By variable, the sharding object that its array gets, if not that of `named_sharding`; both must
-            place every shard on the same device, in its default memory.
+        placement: ``adopt``: host buffers become device memory; ``upload``: devices get a copy; ``auto``: by platform.
+        check: Verifies the bytes read against the checkpoint's digests; None if it has none.
+        shardings: Sharding objects for the arrays, by variable name; `named_sharding` makes the others. Each must place
+            the shards as the variable's layout does, in the devices' default memory.
     """
     if plan.bindings:
         check_devices(plan.bindings[0].layout.mesh, devices)
@@ -152,7 +152,7 @@ def execute(
 
 
 class Transfer:
-    """One run of one plan; only the jobs that it submits leave the calling thread."""
+    """Carries out one plan, once: everything but the jobs for `WorkerThreads` runs on the calling thread."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Transfer:
     def run(
         self, on_ready: Callable[[str, Any], None], on_start: Callable[[str], None], progress: Callable[[int], None]
     ) -> None:
-        """Submit every block and place every variable."""
+        """Read all blocks and pass on all variables; return when the last upload has finished."""
         self.on_ready, self.on_start, self.progress = on_ready, on_start, progress
         for variable in self.variables:  # without elements, so no block completes them
             if not variable.chunks_left:
@@ -218,7 +218,7 @@ class Transfer:
             self._finish_upload()
 
     def close(self) -> None:
-        """Stop the workers and release all resources, also after an error."""
+        """Stop the workers, close all files and drop references to shard memory; needed after an error too."""
         try:
             self.source.cancel()
             self.workers.close()
@@ -238,7 +238,7 @@ class Transfer:
         return VariableTransfer(binding, shards, stored if widens else binding.dtype)
 
     def _jobs(self) -> Iterator[list[range]]:
-        """Yield runs of blocks to submit together: short ones that take nothing from the budget."""
+        """Yield the runs of each job: short blocks together if they take nothing from the budget, others alone."""
         # In a small plan, jobs are small enough for every thread to get several.
         share = self.plan.read_bytes // (self.threads * _QUEUED_PER_THREAD * 2)
         most = min(_JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)
@@ -307,7 +307,7 @@ class Transfer:
         chunk.take_memory()
 
     def _must_take(self, n_bytes: int, what: str) -> None:
-        """Take from the budget, waiting for work in flight until there is room."""
+        """Take ``n_bytes`` from the budget; while there is no room, finish work in flight."""
         while not self.budget.try_take(n_bytes, what=what):
             if self.uploads:
                 self._finish_upload()

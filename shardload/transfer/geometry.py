@@ -38,35 +38,35 @@ from shardload.sharding.layout import Bounds
 from shardload.stores.location import Location
 
 SKIP_BYTES = 128 << 10
-"""Gaps from this length on are skipped, not read: 0.1 ms at 1 GB/s, the cost of one block.
+"""Unneeded bytes between two needed ranges are skipped from this length on; reading fewer costs less than a block.
 
-``benchmarks.strided_reads`` measures it: from a disk, skipping breaks even at 128 KiB in one case, above 512 KiB in
-another."""
+They take 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measures it: from a disk, skipping breaks even at 128 KiB in
+one case, above 512 KiB in another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a tensor stored in one place."""
+    """A part of a tensor that is stored contiguously: a chunk, or the whole tensor if it has no chunks."""
 
     path: Location
-    """The file (for a decoded tensor, the first one)."""
+    """The file that contains it (for a decoded tensor, the first one)."""
     offset: int
-    """Byte offset of its first element; meaningless for a decoded tensor."""
+    """Byte offset of its first element in the file; meaningless for a decoded tensor."""
     size: int
-    """Elements."""
+    """Number of its elements."""
     origin: tuple[int, ...] | None = None
     """For a chunk, the tensor index of its first element; None where the region is the whole tensor."""
     shape: tuple[int, ...] = ()
-    """The chunk's shape."""
+    """Shape of the chunk; () where the region is the whole tensor."""
     packed: Packed | None = None
-    """The encoding, if the chunk decodes as a whole."""
+    """How it is encoded, if it can only be decoded as a whole."""
 
     def stored_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Return its size in the file; for a decoded tensor the size is unknown."""
+        """Return its bytes in the file; for a decoded tensor, whose stored size is unknown, those of its elements."""
         return self.size * dtype.itemsize if self.packed is None else self.packed.n_bytes
 
     def unpacking_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Return the memory needed to decode it: the input, and the output in TensorStore and here."""
+        """Return the memory in bytes that decoding takes: encoded bytes, and the result twice (once in TensorStore)."""
         if self.packed is None:
             return 0
         return 2 * self.size * dtype.itemsize + self.packed.n_bytes + len(self.packed.kept)
@@ -74,12 +74,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class RegionView:
-    """The part of a variable in one region."""
+    """The part of a variable that is stored in one region."""
 
     view: View
-    """Elements counted from the region's first one; only those of ``box`` exist."""
+    """The variable as a view of the region, addressed from its first element; only elements in ``box`` are in it."""
     box: Bounds
-    """In the variable's index space."""
+    """Indices of the variable that the region contains."""
 
 
 def regions(tensor: Tensor) -> Iterator[Region]:
@@ -99,7 +99,7 @@ def regions(tensor: Tensor) -> Iterator[Region]:
 
 
 def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | None:
-    """Return the part of a view in a region; None if they do not overlap."""
+    """Return the part of a variable's view that a region contains; None if it contains nothing of it."""
     if 0 in view.shape:
         return None
     if region.origin is None:
@@ -128,7 +128,7 @@ def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | N
 
 
 def _dims(view: View, tensor: Tensor) -> list[int | None]:
-    """Return the tensor dim that each dim of a view follows; None for a dim of length 1."""
+    """Return, for each dim of a view, the tensor dim that it steps along; None for a dim of length 1."""
     strides = c_strides(tensor.shape)
     # Dims longer than 1 have different strides in C order, so a stride tells the dim.
     along = {t: j for j, (t, n) in enumerate(zip(strides, tensor.shape, strict=True)) if n > 1}
@@ -146,14 +146,14 @@ def _dims(view: View, tensor: Tensor) -> list[int | None]:
 
 
 def paths_of(tensor: Tensor) -> tuple[Location, ...]:
-    """Return the files a tensor is read from."""
+    """Return the files that contain a tensor, each once."""
     if isinstance(tensor.storage, Decoded):
         return tensor.storage.reader.paths
     return tuple(dict.fromkeys(region.path for region in regions(tensor)))
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
-    """Yield every region of some tensors, per file by offset; a decoded tensor follows its predecessor."""
+    """Yield the tensors' regions, ordered by offset within each file; a decoded tensor stays behind its predecessor."""
     files: dict[Location, int] = {}
     reached: dict[Location, int] = {}
     placed = []
@@ -169,21 +169,21 @@ def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """A box of a view, its dims in address order."""
+    """A box of a view with its dims sorted into address order (see the module), so that `cut` can cut it."""
 
     order: tuple[int, ...]
-    """View dims, largest stride first."""
+    """The view's dim numbers, largest stride first."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Elements to skip per index."""
+    """Elements of the tensor from one index to the next."""
     offset: int
-    """Element at which the box starts."""
+    """Number of the tensor's element at which the box starts."""
     origin: tuple[int, ...]
-    """Start of the box in the view, in the view's own dim order."""
+    """Index in the view at which the box starts, in the view's own dim order."""
 
     @classmethod
     def of(cls, view: View, box: Bounds) -> Ordered:
-        """Return ``box`` of ``view`` in address order; dims of length 1 (any stride) come first."""
+        """Sort the dims of ``box``, a box of ``view``, into address order; dims of length 1 (any stride) come first."""
         shape = box.shape
         # Dims of length 1 come first, where `_level` never chooses one: it divides by the stride, and theirs may be 0.
         order = sorted(range(len(shape)), key=lambda d: (shape[d] != 1, -view.strides[d]))
@@ -196,7 +196,7 @@ class Ordered:
         )
 
     def to_view(self, start: list[int], stop: list[int]) -> Bounds:
-        """Convert a box in address order to a box of the view."""
+        """Convert a box of this one, given in address order, to a box of the view in the view's dim order."""
         first, last = [0] * len(start), [0] * len(start)
         for d, a, b in zip(self.order, start, stop, strict=True):
             first[d], last[d] = self.origin[d] + a, self.origin[d] + b
@@ -204,17 +204,17 @@ class Ordered:
 
 
 def address(view: View, index: tuple[int, ...]) -> int:
-    """Return the tensor element at ``index`` of the view."""
+    """Return the number of the element, counted from the tensor's first one, that is at ``index`` of a view."""
     return view.offset + sum(i * t for i, t in zip(index, view.strides, strict=True))
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return the elements from the first to the last one of a non-empty box, both included."""
+    """Return how many elements of the tensor lie between the first and last one of a non-empty box, both included."""
     return sum((n - 1) * t for n, t in zip(shape, strides, strict=True)) + 1
 
 
 def is_injective(view: View) -> bool:
-    """Whether the elements of a view are distinct: no broadcast dims and no overlapping windows."""
+    """Whether each index of a view is another element of the tensor: no broadcast dims and no overlapping windows."""
     # Sufficient, not necessary: interleaved dims that never meet count as overlapping, and are then staged.
     ordered = Ordered.of(view, Bounds.whole(view.shape))
     inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]
@@ -222,7 +222,7 @@ def is_injective(view: View) -> bool:
 
 
 def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
-    """Return the elements of the longest trailing run contiguous in both stride systems, and the dims before it."""
+    """Return the elements per run, for the longest runs contiguous in both strides, and the number of dims outside."""
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
         outer -= 1
@@ -231,7 +231,10 @@ def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tupl
 
 
 def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
-    """Cut into boxes of the view that tile it, of at most ``limit`` elements, without gaps of ``skip`` or more."""
+    """Cut a box into smaller ones that cover it, each a range of at most ``limit`` elements without gaps of ``skip``.
+
+    A range counts all elements of the tensor from the first to the last one of a box. Boxes are in address order.
+    """
     if 0 in whole.shape:
         return
     level, rows = _level(whole, limit, skip)
@@ -250,7 +253,7 @@ def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
 
 
 def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
-    """Return the dim to cut and the number of its indices per box; dim -1 when nothing is cut."""
+    """Return the dim along which `cut` cuts, and the number of its indices per box; dim -1 if the box stays whole."""
     shape, strides = whole.shape, whole.strides
     dims = range(len(shape))
     inner = [span(shape[d + 1 :], strides[d + 1 :]) for d in dims]

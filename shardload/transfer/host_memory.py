@@ -25,14 +25,14 @@ from shardload.errors import BudgetError
 from shardload.units import exact_bytes
 
 ALIGNMENT_BYTES = 64
-"""Alignment PJRT requires to adopt a host buffer on CPU."""
+"""Alignment that JAX's runtime (PJRT) requires to adopt a host buffer as a CPU device's memory."""
 HUGE_PAGE_BYTES = 2 << 20
 MAPPED_BYTES = 128 << 10
 """Buffers of at least this size are mapped separately, so that freeing them returns memory to the system."""
 
 
 def memory(n_bytes: int) -> NDArray[np.uint8]:
-    """Return uninitialised, never reused memory that starts on a 64-byte boundary."""
+    """Allocate ``n_bytes`` of uninitialised memory that starts on a 64-byte boundary and that no later call reuses."""
     if n_bytes >= MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
         huge = n_bytes - n_bytes % HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
         area = mmap.mmap(-1, n_bytes + (HUGE_PAGE_BYTES if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -50,7 +50,7 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
 
 
 def stacked_arrays(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return ``count`` uninitialised C-ordered arrays of one shape as a single array, in one piece of memory."""
+    """Allocate ``count`` arrays of one shape, uninitialised and each aligned, as one array of shape (count, *shape)."""
     # Built from strides, as no reshape skips the padding between two shards.
     strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
     step = _step(math.prod(shape) * dtype.itemsize)
@@ -58,7 +58,7 @@ def stacked_arrays(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> 
 
 
 def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-    """Return one uninitialised C-ordered array per shape, all in one piece of memory."""
+    """Allocate one array per shape, uninitialised, in C order and aligned, all in one piece of memory."""
     if len(shapes) == 1:
         (shape,) = shapes
         return [np.ndarray(shape, dtype, memory(math.prod(shape) * dtype.itemsize).data)]
@@ -82,7 +82,7 @@ def _step(n_bytes: int) -> int:
 
 
 class Budget:
-    """A byte limit, the bytes taken now, and the peak.
+    """Counts the bytes of host memory that a transfer has taken, against a limit; allocates nothing itself.
 
     Used only by the thread that submits work: when a request is refused, the caller finishes work in flight to free
     memory, then asks again. Nothing waits inside a lock, and submission order rules out deadlock.
@@ -94,7 +94,7 @@ class Budget:
         self.peak_bytes = 0
 
     def try_take(self, n_bytes: int, *, what: str) -> bool:
-        """Take ``n_bytes`` if they are free now; return whether they were."""
+        """Count ``n_bytes`` as taken if the limit allows it now; return whether it did. ``what`` is for the error."""
         if n_bytes > self.limit_bytes:
             raise BudgetError(
                 f"{what} needs {exact_bytes(n_bytes)} of host memory at once, but the budget is "
@@ -107,7 +107,7 @@ class Budget:
         return True
 
     def give_back(self, n_bytes: int) -> None:
-        """Return bytes whose memory is free again (or now belongs to a device)."""
+        """Count ``n_bytes`` as free again, after their memory was freed (or now belongs to a device)."""
         self.taken_bytes -= n_bytes
         # Not clamped to 0: whoever gives back too much lets later requests exceed the limit.
         if self.taken_bytes < 0:

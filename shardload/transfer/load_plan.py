@@ -46,37 +46,37 @@ from shardload.transfer.geometry import SKIP_BYTES
 from shardload.units import exact_bytes
 
 BUDGET_PARTS = 16
-"""A staged or uploaded block takes at most this fraction of the budget, so that several are in flight."""
+"""A staged or uploaded block takes at most 1/16 of the host-memory budget, so that several can be in flight."""
 SMALL_BLOCK_BYTES = 64 << 10
-"""Longest block of a run: copying it a second time, out of scratch, still takes less than a read of its own."""
+"""Longest block that is read together with its neighbours: the extra copy takes less time than a separate read."""
 RUN_BYTES = 512 << 10
-"""Longest run: a part of a core's L2, so that the second copy does not come from memory."""
+"""Most bytes that small blocks read together may have: they stay in a core's L2 cache until they are copied."""
 
 
 # A binding has a layout from the start, never None: one that nobody chose is then an error about meshes
 # (`planning` refuses several), not a variable that is silently replicated.
 ONE_DEVICE = MeshSpec(DEFAULT_AXES, (1, 1))
-"""The mesh of an array that is whole on one device."""
+"""The mesh with a single position, for arrays that are whole on one device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A variable that is a view of one tensor, and its layout."""
+    """A variable to load: the elements of one stored tensor that it consists of, its dtype, and its layout."""
 
     name: str
-    """Unique: the variable's path, with ``#2`` where another variable has the same one."""
+    """The variable's path, made unique: ``#2`` is appended where another variable has the same path."""
     view: View
-    """The tensor elements of the variable; ``view.shape`` is its shape."""
+    """Which elements of the tensor the variable consists of; ``view.shape`` is the variable's shape."""
     dtype: np.dtype[Any]
     """The variable's dtype; the load casts if the tensor has another."""
     layout: Layout
     # Not compared: `==` on Keras variables compares their values and returns an array.
     variable: Any = field(default=None, compare=False, repr=False)
-    """The ``keras.Variable``; a transfer never touches it."""
+    """The ``keras.Variable``, for the caller; a transfer neither reads nor assigns it."""
 
     @classmethod
     def unsharded(cls, name: str, view: View, dtype: np.dtype[Any], variable: Any) -> Binding:
-        """Return a binding whose layout is still to be chosen: whole, on one device."""
+        """Return a binding with a provisional layout, whole on one device, for callers that choose the layout later."""
         return cls(name, view, dtype, Layout.replicated(ONE_DEVICE, len(view.shape)), variable)
 
 
@@ -85,35 +85,35 @@ How = Literal["direct", "staged", "packed", "decoded"]
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece:
-    """The part of one variable in one block."""
+    """The part of one variable that one block contains."""
 
     binding: int
-    """Index into the plan's bindings."""
+    """Number of the variable in the plan's ``bindings``."""
     box: Bounds
-    """In the variable's index space."""
+    """Indices of the variable that the block contains."""
     view: View
-    """The variable's elements, counted within the block's region: the binding's view, or a chunk's view of it."""
+    """Where the variable's elements are in the block's region: the binding's view, or for a chunk, one of the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One read."""
+    """A range of a file that is read at once, and the parts of variables in it."""
 
     tensor: str
     path: Location
     """The file to read (for a decoded tensor, the first one)."""
     offset: int
-    """Byte offset in the file; meaningful for extents only."""
+    """Byte offset of the block in the file; not used for a decoded tensor."""
     start: int
-    """First element of the region (the tensor, or its chunk)."""
+    """Its first element, counted from that of the region (the tensor, or one chunk of it)."""
     stop: int
-    """One past the last element."""
+    """One past its last element."""
     read_bytes: int
-    """Bytes read from disk (encoded bytes for a decoded tensor)."""
+    """Bytes read from the file (encoded bytes for packed and decoded blocks)."""
     host_bytes: int
-    """Memory needed in addition to shard buffers: none for ``direct``."""
+    """Host memory that it needs in addition to the shard buffers that it fills; 0 for ``direct``."""
     row_elements: int
-    """Elements per row of all pieces, if a staged block can be moved a few rows at a time, else 0."""
+    """Elements per row, if a staged block can go through scratch a few rows at a time; else 0."""
     step: int
     """Elements that go through scratch at a time: a multiple of ``row_elements``, else the whole block."""
     how: How
@@ -128,7 +128,7 @@ class Block:
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch memory for the thread that moves the block."""
+        """Bytes of scratch memory that the thread that moves the block needs."""
         if self.how == "direct":
             # The bytes that the read skips, in total.
             size = self.stop - self.start
@@ -139,7 +139,7 @@ class Block:
 
 @functools.lru_cache(maxsize=1024)
 def local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, ...]) -> tuple[Bounds, ...]:
-    """Return the distinct shards of a variable at the given mesh positions."""
+    """Return the boxes of a variable that the devices at these mesh positions store, each once."""
     # Equal boxes are one object (`Layout.bounds`): ids are enough, and fast on meshes of thousands of devices.
     everywhere = layout.bounds(shape)
     return tuple({id(box): box for box in map(everywhere.__getitem__, positions)}.values())
@@ -147,24 +147,24 @@ def local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Everything a transfer will do."""
+    """The decisions for one transfer: which blocks it reads, in which order, and which variables they fill."""
 
     bindings: tuple[Binding, ...]
     blocks: tuple[Block, ...]
-    """In file order: per file by offset."""
+    """All blocks to read, ordered by offset within each file."""
     positions: tuple[int, ...]
-    """Mesh positions of this process."""
+    """Mesh positions whose devices belong to this process."""
     files: tuple[Location, ...]
-    """Files to read, in order."""
+    """Files to read, in the order of their first block."""
     needed_bytes: int
-    """Distinct stored bytes that the local shards consist of."""
+    """Stored bytes that this process's shards need, each counted once; ``read_bytes`` includes gaps between them."""
     read_bytes: int
     device_bytes: tuple[int, ...]
-    """Final bytes per mesh position."""
+    """Bytes of the loaded variables on each device, by mesh position."""
     host_memory_bytes: int
-    """The budget."""
+    """The budget for staging."""
     block_bytes: int
-    """Longest direct read."""
+    """Most bytes that one block reads."""
     runs: tuple[range, ...]
     """Ranges of blocks that are read together; see `joined_runs`."""
     budget_raised: bool = False
@@ -172,7 +172,7 @@ class LoadPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of one scratch buffer: several small blocks, a fill of a staged one, or the gaps in a direct one."""
+        """Bytes of scratch per thread: enough for each run of small blocks, staged block, and gap of a direct block."""
         return max(itertools.chain(self._together(), (b.scratch_bytes for b in self.blocks)), default=0)
 
     @property
@@ -182,7 +182,7 @@ class LoadPlan:
         return sum(block.read_bytes for block in alone if block.how == "direct")
 
     def check_files(self, manifest: Manifest) -> None:
-        """Compare the sizes of the files to read with those in the manifest."""
+        """Raise `TransferError` if the size of a file to read is no longer that in the manifest."""
         for path in self.files:
             if path.store.is_verifying:  # its bytes are compared with digests as they are read
                 continue
@@ -201,16 +201,16 @@ class LoadPlan:
         return min(sum(sorted(each, reverse=True)[:BUDGET_PARTS]), self.host_memory_bytes)
 
     def _together(self) -> Iterator[int]:
-        """Yield the bytes of each run of several blocks."""
+        """Yield how many bytes each run of two or more blocks reads."""
         for run in self.runs:
             if len(run) > 1:
                 yield sum(block.read_bytes for block in self.blocks[run.start : run.stop])
 
 
 def joined_runs(blocks: Sequence[Block], *, staged: Callable[[Block], int], limit_bytes: int) -> Iterator[range]:
-    """Yield ranges of blocks to read together; of a large model, nearly all have one block.
+    """Group neighbouring small blocks into runs, each read at once; yield index ranges, nearly all of one block.
 
-    A run takes all the host memory that its shards take, as ``staged`` says, at once: ``limit_bytes`` at most.
+    ``staged`` gives the host bytes of the shards that a block fills; those of a run sum up to ``limit_bytes`` at most.
     """
     first = read_bytes = staged_bytes = 0
     before: Block | None = None

@@ -38,7 +38,7 @@ from shardload.units import exact_bytes, plural
 
 @functools.lru_cache(maxsize=64)
 def jax_mesh(spec: MeshSpec, devices: tuple[Any, ...]) -> Mesh:
-    """Return the mesh of these devices, given in mesh-position order."""
+    """Return ``spec`` as a JAX mesh of these devices, which are given in mesh-position order."""
     return Mesh(np.array(devices, dtype=object).reshape(spec.sizes), spec.axes)
 
 
@@ -49,7 +49,7 @@ def check_devices(mesh: MeshSpec, devices: Sequence[Any]) -> None:
 
 
 def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:
-    """Return the sharding of a layout over real devices, given in mesh-position order."""
+    """Convert a layout to JAX's `NamedSharding` over these devices, which are given in mesh-position order."""
     check_devices(layout.mesh, devices)
     spec = (None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in layout.spec)
     return NamedSharding(jax_mesh(layout.mesh, tuple(devices)), PartitionSpec(*spec))
@@ -89,7 +89,7 @@ def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
 
 
 def widens_on_device(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Whether to cast on the device: the cast widens, and gives the same bits as on the host.
+    """Whether to cast to a variable's dtype on the device: the cast widens, and gives the same bits as on the host.
 
     Not float16 and float8: XLA quiets signalling NaNs, and accelerators may flush denormals.
     """
@@ -103,7 +103,7 @@ def _widened(array: Any, *, dtype: Any) -> Any:
 
 
 def widen(array: Any, *, dtype: Any) -> Any:
-    """Cast an array on its own devices, shard by shard if other processes have some of the shards."""
+    """Cast an array on the devices that store it; shard by shard if other processes have some of the shards."""
     # Every process would have to start a program over all devices in the same order, and they finish variables in any.
     if array.is_fully_addressable:
         return _widened(array, dtype=dtype)
@@ -142,7 +142,7 @@ class IncrementalArray:
         }
 
     def put(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[Any]:
-        """Upload the box and content for each shard; return the pieces. When they are ready, buffers may be reused."""
+        """Upload the box and content for each shard; once the returned arrays are ready, their buffers are free."""
         uploaded = []
         for device, (bounds, shard) in self.shards.items():
             if bounds in pieces:
@@ -154,18 +154,18 @@ class IncrementalArray:
         return uploaded
 
     def finish(self) -> Any:
-        """Return the complete variable."""
+        """Return the variable as one sharded array, once all pieces are uploaded."""
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, [s for _, s in self.shards.values()])
 
 
 @dataclass(eq=False, slots=True)
 class VariableTransfer:
-    """A variable in transfer."""
+    """A variable during the transfer."""
 
     binding: Binding
     shards: tuple[Bounds, ...]
     staged: np.dtype[Any]
-    """Dtype on the host."""
+    """Dtype of its host buffers: the stored one if the device casts, else the variable's."""
     incremental: IncrementalArray | None = None
     chunks_left: int = 0
     started: bool = False
@@ -183,22 +183,22 @@ class StackedShards:
     """
 
     dim: int
-    """The split dim of the variable."""
+    """The dim of the variable that the shards split."""
     first: Bounds
-    """The box of the first shard."""
+    """The box of the variable that the first shard covers."""
     memory: NDArray[Any]
-    """Shards first, then their own dims."""
+    """The memory of all shards, with the number of the shard as first dim."""
     shards: Sequence[tuple[Bounds, NDArray[Any]]]
-    """The box of each shard, and its memory."""
+    """Each shard's box of the variable, and its memory."""
 
     def overlapping(self, box: Bounds) -> Sequence[tuple[Bounds, NDArray[Any]]]:
-        """Return the shards that overlap a box along ``dim``."""
+        """Return the shards that a box of the variable overlaps along ``dim``."""
         width, begin = self.first.shape[self.dim], self.first.start[self.dim]
         first, last = (box.start[self.dim] - begin) // width, -(-(box.stop[self.dim] - begin) // width)
         return self.shards[max(0, first) : max(0, last)]
 
     def part(self, piece: BlockPiece, *, by_rows: bool) -> CopyPart | None:
-        """Return the destination of a piece if it covers ``dim`` completely and overlaps every shard, else None."""
+        """Return one copy that moves a piece to all shards; None unless it covers ``dim`` and overlaps every shard."""
         view, box, d = piece.view, piece.box, self.dim
         width, count = self.first.shape[d], len(self.memory)
         begin = self.first.start[d]
@@ -221,7 +221,7 @@ class StackedShards:
 
 @functools.lru_cache(maxsize=1024)
 def stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
-    """Return the dim along which boxes of one shape are consecutive; ``None`` if there is none."""
+    """Return the dim along which boxes, all of one shape, follow each other; ``None`` if they do not."""
     if len(boxes) < 2 or not boxes[0].size:
         return None
     first, second = boxes[:2]
@@ -236,28 +236,28 @@ def stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """The box of a variable that is staged at once, usually all of it."""
+    """A box of a variable that has host buffers at one time, usually all of the variable."""
 
     variable: VariableTransfer
     box: Bounds
     blocks_left: int = 0
     n_bytes: int = 0
-    """Bytes taken from the budget."""
+    """Bytes that its buffers take from the budget."""
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
-    """Shard → the staged box of the variable, and its memory."""
+    """By shard: the box of the variable that its buffer is for, and the buffer."""
     stack: StackedShards | None = None
-    """View of all buffers as one array, if they are regular."""
+    """All buffers as one array, if they are equally large and follow each other along one dim."""
 
     @property
     def common(self) -> dict[Bounds, Bounds]:
-        """Shard → its overlap with this chunk."""
+        """By shard: the box of the variable that is in both the shard and this chunk."""
         if self.box.shape == self.variable.binding.view.shape:
             return dict(zip(self.variable.shards, self.variable.shards, strict=True))
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
         return {shard: box for shard, box in pairs if box is not None}
 
     def take_memory(self) -> None:
-        """Allocate memory for the overlap with every shard."""
+        """Allocate a host buffer for each shard's part of this chunk."""
         common, dtype = self.common, self.variable.staged
         boxes = tuple(common.values())
         dim = stacked_dim(boxes)
@@ -279,7 +279,7 @@ class Chunk:
         self.buffers = dict(zip(common, held, strict=True))
 
     def parts(self, piece: BlockPiece, *, by_rows: bool = True) -> list[CopyPart]:
-        """Return the destinations of a piece of the variable; ``by_rows`` if it is copied a few rows at a time."""
+        """Return which parts of a block's piece go where in the buffers; ``by_rows`` if copied a few rows at a time."""
         if self.stack is not None and (part := self.stack.part(piece, by_rows=by_rows)) is not None:
             return [part]
         found = []
@@ -292,7 +292,7 @@ class Chunk:
 
 
 def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer]) -> dict[tuple[int, int], Chunk]:
-    """Return the chunk of each (block, piece), where shard buffers need no room in the budget: one per variable."""
+    """Make one chunk per variable, as shard buffers that become device memory need no budget; by (block, piece)."""
     chunks: dict[int, Chunk] = {}
     found: dict[tuple[int, int], Chunk] = {}
     for b, block in enumerate(blocks):
@@ -309,7 +309,7 @@ def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer])
 def limited_chunks(
     blocks: Sequence[Block], variables: Sequence[VariableTransfer], *, free_bytes: int
 ) -> dict[tuple[int, int], Chunk]:
-    """Return the chunk of each (block, piece), where all chunks that are open together must fit into half a budget."""
+    """Split variables into chunks such that those open at once fit into half of ``free_bytes``; by (block, piece)."""
     pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
     sharing: dict[str, set[int]] = {}
     for b, block in enumerate(blocks):
@@ -331,7 +331,7 @@ def limited_chunks(
 def _grouped(
     variable: VariableTransfer, pieces: list[tuple[int, int, Bounds]], limit: int
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
-    """Group a variable's pieces, in file order, into boxes of at most ``limit`` bytes."""
+    """Join a variable's pieces, in file order, into chunks of at most ``limit`` bytes, with their (block, piece)."""
     whole = Bounds.whole(variable.binding.view.shape)
     itemsize = variable.staged.itemsize
     if sum(b.size for b in variable.shards) * itemsize <= limit:

@@ -53,23 +53,24 @@ __all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_b
 
 
 BLOCK_BYTES = 16 << 20
-"""Longest block; see `shardload.transfer.load_plan`."""
+"""Most bytes that one block reads; `shardload.transfer.load_plan` explains why."""
 STAGED_BYTES = 2 << 20
-"""One scratch fill, about the size of an L2. Half of it takes twice as many Python calls; with 16 MiB the second copy
-comes from memory, a quarter slower."""
+"""Most bytes of a staged block that are in scratch at a time: about the size of an L2 cache. With 1 MiB there are twice
+as many Python calls; with 16 MiB the copy out of scratch reads main memory and is a quarter slower."""
 _DECODED_BYTES = 2 << 20
-"""Longest decoded block, unless the reader's unit is longer."""
+"""Most bytes of a decoded block, unless its reader can only decode a longer unit."""
 DIRECT_RUN_BYTES = 2 << 10
-"""Shortest run worth its own entry in a scatter read (35 ns); below, two cached copies are faster."""
+"""Shortest contiguous run read straight into a shard: shorter ones go through scratch, which is faster than one entry
+(35 ns) each in a scatter read."""
 _MIN_BLOCK_BYTES = 4 << 10
-"""One page; a budget smaller than sixteen of them is refused."""
+"""Least bytes that a block may be limited to, one page; a budget smaller than sixteen such blocks is refused."""
 DEFAULT_HOST_MEMORY = 256 << 20
-"""Most bytes staged. Enough to keep every reader thread busy with several blocks, and small compared with any model;
+"""Default budget for staging. Enough to keep every reader thread busy with several blocks, small next to any model;
 more does not make loading faster (docs/performance.md)."""
 SCRATCH_BYTES = 64 << 20
-"""Most scratch per transfer, with fewer threads if necessary: 8 MiB for each of eight."""
+"""Most scratch memory of all threads of a transfer, 8 MiB for each of eight; with larger fills, fewer threads run."""
 _CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
-"""Most scratch per transfer if verified units are kept or prefetched as well."""
+"""Most memory of a transfer for scratch together with the units that it verifies or fetches in advance."""
 
 
 def plan_transfers(
@@ -82,17 +83,17 @@ def plan_transfers(
     scatter: bool = True,
     uploads: bool = False,
 ) -> LoadPlan:
-    """Decide which blocks are read and where they go.
+    """Decide which blocks of the checkpoint's files a load reads, and which parts of variables each block fills.
 
     Args:
         manifest: The tensors of the checkpoint.
         bindings: Variables to fill; several may share a tensor. All layouts share one mesh.
         host_memory_bytes: Budget for everything staged; by default `DEFAULT_HOST_MEMORY`, or what the largest chunk
             that decodes as a whole needs.
-        block_bytes: Longest single read.
+        block_bytes: Most bytes that one block reads.
         positions: Mesh positions of this process; all by default.
-        scatter: Whether bytes may go straight from files to shards, which a verifier that compares them rules out.
-        uploads: Whether shards are staged too, because devices have separate memory.
+        scatter: Whether bytes may go straight from files to shards; not if they must be verified first.
+        uploads: Whether shards are staged on the host too and count against the budget, as devices have own memory.
     """
     bindings = tuple(bindings)
     if len(meshes := {t.layout.mesh for t in bindings}) > 1:
@@ -150,7 +151,7 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool
 
 
 def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
-    """Return the smallest budget that can decode every chunk of a tensor; 0 if no chunk decodes as a whole.
+    """Return the smallest host-memory budget that can decode every chunk of a tensor; 0 if none decodes as a whole.
 
     Verified or remote reads (``through_units``) take up to half of the budget, `_CHECKING_BYTES` at most; scratch
     alone takes a quarter, `SCRATCH_BYTES` at most. Shards that are staged as well (``uploads``) take at most half of
@@ -170,7 +171,7 @@ def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A region of a tensor and the parts of the variables in it."""
+    """A region of a tensor, and the part of each variable that is stored in it."""
 
     tensor: Tensor
     region: Region
@@ -178,7 +179,7 @@ class TensorPart:
     """The view of each variable in this region, by binding index."""
 
     def key(self, bindings: Sequence[Binding]) -> Hashable:
-        """Return a key equal for parts cut the same way: layers repeat, so one of them is planned and copied."""
+        """Return a key equal for parts to cut alike: of repeated layers one is planned, and the others reuse it."""
         tensor, region = self.tensor, self.region
         views = (
             (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, bindings[i].layout, bindings[i].dtype)
@@ -188,18 +189,18 @@ class TensorPart:
 
     @property
     def row_elements(self) -> int:
-        """The largest stride of all views if they share it, else the region's size."""
+        """Elements per row: the largest stride of the views if it is the same in all, else the region's size."""
         strides = {largest_stride(seen.view) for seen in self.views.values()}
         return max(1, strides.pop() if len(strides) == 1 else self.region.size)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return the element range of each variable, half-open, sorted."""
+        """Return, per variable, the half-open range of the region's elements from its first to its last one, sorted."""
         starts = ((address(seen.view, seen.box.start), seen) for seen in self.views.values())
         return sorted((start, start + span(seen.box.shape, seen.view.strides)) for start, seen in starts)
 
 
 class Planner:
-    """State shared by all steps of planning; used for one `plan_transfers` call."""
+    """Cuts the tensors of one `plan_transfers` call into blocks, and has what all steps of that need."""
 
     def __init__(
         self,
@@ -243,7 +244,7 @@ class Planner:
         check_cast(tensor.dtype, binding.dtype, variable=binding.name, tensor=view.tensor)
 
     def blocks(self) -> tuple[Block, ...]:
-        """Return all blocks, per file by offset."""
+        """Return the blocks to read of all tensors, ordered by offset within each file."""
         wanted = {name: tensor for name, tensor in self.tensors.items() if name in self.by_tensor}
         return tuple(block for place in in_file_order(wanted) for block in self._region_blocks(*place))
 
@@ -301,7 +302,7 @@ class Planner:
             yield self._block(part, start, stop, how, pieces)
 
     def _boxes(self, index: int, seen: RegionView) -> list[Bounds]:
-        """Return the boxes of a variable's part that the local shards need."""
+        """Return the boxes of a variable that this process's shards need and that this region contains."""
         shards = self.shards[index]
         # Distinct shards never overlap, so equal sizes mean that they cover the variable: read it in one piece.
         if shards and sum(b.size for b in shards) == math.prod(seen.view.shape):
@@ -309,7 +310,7 @@ class Planner:
         return [both for b in shards if (both := b.intersect(seen.box)) is not None]
 
     def _is_direct(self, part: TensorPart, index: int) -> bool:
-        """Whether the shards of a variable consist of long, unchanged runs of the file."""
+        """Whether a variable's shards are long, unchanged runs of the file, so that reads fill them without scratch."""
         binding, seen = self.bindings[index], part.views[index]
         if binding.dtype != part.tensor.dtype or not is_injective(binding.view):
             return False
@@ -331,7 +332,7 @@ class Planner:
         return True
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
-        """Return the longest block of a region in bytes, a multiple of the element size or decoding unit."""
+        """Return the most bytes that a block of a region may have, a multiple of its element size or decoding unit."""
         tensor, sharing = part.tensor, len(part.views)
         # A block longer than scratch passes through it row by row, so at least two rows must fit.
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
@@ -378,7 +379,7 @@ class Planner:
         )
 
     def _row_elements(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
-        """Return the row length shared by all pieces if none of them crosses a row boundary, else 0."""
+        """Return the elements per row if a block can be copied by rows, as no piece crosses the end of one; else 0."""
         row_elements = part.row_elements
         if 2 * row_elements * part.tensor.dtype.itemsize > STAGED_BYTES:
             return 0
@@ -398,12 +399,12 @@ class Planner:
         return elements * max((d.itemsize for d in wanted), default=0)
 
     def staged_bytes(self, block: Block) -> int:
-        """Return the memory of all shards of a block's variables, each padded to a cache line."""
+        """Return the bytes of all local shards that a block fills, at their full size, each padded to a cache line."""
         used = ((self.shards[piece.binding], self.bindings[piece.binding].dtype) for piece in block.pieces)
         return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
 
     def needed_bytes(self) -> int:
-        """Return distinct stored bytes of the local shards; overlapping views count at most their whole tensor."""
+        """Return how many stored bytes the local shards need; views that overlap count at most their whole tensor."""
         total = 0
         for name, indices in self.by_tensor.items():
             tensor = self.tensors[name]
@@ -422,7 +423,7 @@ class Planner:
 
 
 def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:
-    """Yield the blocks of a part that is cut like another one."""
+    """Yield the blocks of ``part`` by moving those of ``like``, an equal part elsewhere, to its offset."""
     other = dict(zip(like.views, part.views.items(), strict=True))
     by = part.region.offset - like.region.offset
     for b in blocks:
@@ -435,7 +436,7 @@ def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> I
 
 
 def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tuple[int, int, tuple[BlockPiece, ...]]]:
-    """Join touching ranges while the union stays within ``limit`` elements (or equals one of the ranges)."""
+    """Join ranges that touch or overlap into blocks of at most ``limit`` elements, or more if one range has more."""
     held: list[BlockPiece] = []
     first = last = 0
     for start, stop, piece in spans:

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from shardload.stores.store import File
 
 Entries = NDArray[np.int64]
-"""Rows of (address, bytes), laid out like ``struct iovec`` on 64-bit systems."""
+"""Array of (memory address, number of bytes) rows, laid out like ``struct iovec`` on 64-bit systems."""
 
 _IOV_MAX = 1024
-"""Most entries per call on Linux and macOS."""
+"""Most entries that one ``preadv`` call accepts on Linux and macOS."""
 
 # use_errno: ctypes keeps errno per thread, so another thread's call cannot overwrite it before it is read.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,12 +40,12 @@ _libc.preadv.restype = ctypes.c_ssize_t
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """Arguments of one system call."""
+    """Arguments of one ``preadv`` call."""
 
     entries: Entries
-    """At most `_IOV_MAX`."""
+    """The memory to fill, in file order: at most `_IOV_MAX` entries."""
     n_bytes: int
-    """Bytes of all entries."""
+    """Sum of the bytes of all entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,12 @@ class Grid:
 
     @property
     def stop(self) -> int:
-        """End of the last run in the file."""
+        """Byte offset in the file at which the last run ends."""
         return self.start + sum((n - 1) * s for n, s in zip(self.shape, self.steps, strict=True)) + self.length
 
     @classmethod
     def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
-        """Split ``n_bytes`` into rows of ``row_bytes`` (the last may be shorter) at ``pitch_bytes`` in ``target``."""
+        """Map ``n_bytes`` of a file to rows in memory, of ``row_bytes`` (the last: up to that), ``pitch_bytes`` apart."""
         count, rest = divmod(n_bytes, row_bytes)
         address = target.ctypes.data
         found = [cls(start, address, row_bytes, (count,), (row_bytes,), (pitch_bytes,))] if count else []
@@ -81,9 +81,10 @@ class Grid:
 
 
 def calls(grids: Sequence[Grid], *, start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Iterator[ReadCall]:
-    """Yield calls that together read ``start`` to ``stop`` in file order; unneeded bytes go to ``gap_memory``.
+    """Yield the calls that read bytes ``start`` to ``stop`` of a file into the memory of ``grids``, in file order.
 
-    The grids do not overlap in the file, and no gap is longer than that memory. The entries of a call are valid only
+    Bytes in no grid go to ``gap_memory``, which must be as long as the longest gap. Grids must not overlap in the
+    file. The entries of a call are valid only
     until the next one is requested.
     """
     # Grids whose runs alternate form a group: one begins before the last run of another one.
@@ -116,7 +117,7 @@ def _sliced(found: Entries) -> Iterator[ReadCall]:
 
 
 def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
-    """Yield the calls of one group by shifting one small list: a list of all entries costs more than the copying."""
+    """Yield the calls of a group, each made by shifting the first one's addresses: listing all entries costs more."""
     first = group[0]
     per_row = _count(group) // first.shape[0]
     rows = _IOV_MAX // per_row
@@ -139,7 +140,7 @@ def _count(group: list[Grid]) -> int:
 
 
 def _tiles(group: list[Grid]) -> bool:
-    """Whether grids alternate, run by run, without a gap: columns of rows."""
+    """Whether the runs of the grids alternate in the file without a gap, as columns of the same rows do."""
     first = group[0]
     if any((g.shape, g.steps, g.length) != (first.shape, first.steps, first.length) for g in group):
         return False
@@ -152,7 +153,7 @@ def _tiles(group: list[Grid]) -> bool:
 
 
 def _zipped(group: list[Grid]) -> Entries:
-    """Return the entries of alternating grids."""
+    """Return the entries of grids whose runs alternate in the file, in file order."""
     first = group[0]
     found = np.empty((*first.shape, len(group), 2), np.int64)
     found[..., 1] = first.length
@@ -169,7 +170,7 @@ def _lattice(origin: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDA
 
 
 def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Entries:
-    """Return entries in the general case: sort all runs, fill the gaps."""
+    """Return the entries of any grids, also with gaps: sort all runs, and send the bytes between to ``gap_memory``."""
     count = [math.prod(g.shape) for g in grids]
     # An empty run at ``stop`` turns the bytes after the last run into a gap like the others.
     starts = np.concatenate([_lattice(g.start, g.shape, g.steps).ravel() for g in grids] + [np.array([stop])])
@@ -187,7 +188,7 @@ def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArr
 
 
 def scatter_read(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
-    """Read one range of a file into many memory locations; return the bytes received, fewer only at its end."""
+    """Read the file from ``offset`` on into the memory of these calls; return the bytes read, fewer only at its end."""
     received = 0
     if (fd := file.descriptor) is None:
         for address, n_bytes in (entry for call in wanted for entry in call.entries.tolist()):
@@ -206,7 +207,7 @@ def scatter_read(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
 
 
 def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
-    """Continue a call that was cut short until the file ends; return the additional bytes."""
+    """Read what is missing after a call that returned only ``got`` bytes; return how many bytes that added."""
     before, ends = got, np.cumsum(wanted[:, 1])
     while got < ends[-1]:
         # The entry in which the call stopped; its rest comes first.
@@ -222,7 +223,7 @@ def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
 
 
 def preadv(fd: int, wanted: Entries, offset: int) -> int:
-    """Call ``preadv`` once: ``wanted`` is an array of (address, bytes) pairs."""
+    """Call ``preadv`` once, again only if a signal interrupts it; return the number of bytes read."""
     while True:
         got = int(_libc.preadv(fd, wanted.ctypes.data, len(wanted), offset))
         if got >= 0:

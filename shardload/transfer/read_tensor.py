@@ -16,7 +16,7 @@ from shardload.stores.location import Location
 
 
 def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
-    """Read a whole tensor into a new array."""
+    """Read the whole tensor called ``name`` into a new NumPy array."""
     tensor = manifest.tensors[name]
     return read_rows(tensor, 0, tensor.rows)
 
@@ -38,7 +38,7 @@ def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
 
 
 def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive row ranges of at most ``limit_bytes``, or of one storage unit if that is more."""
+    """Split a tensor's rows into consecutive ranges of at most ``limit_bytes``, or one storage unit if that is more."""
     row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
     match tensor.storage:
         case Decoded(reader):
@@ -56,7 +56,7 @@ def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]
 
 
 def stored_of(packed: Packed) -> bytes | bytearray:
-    """Read the stored bytes of a chunk."""
+    """Read the encoded bytes of a chunk, without decoding them."""
     if not packed.n_bytes:
         return packed.kept
     found = bytearray(packed.n_bytes)
@@ -77,7 +77,7 @@ def stored_chunks(rows: EncodedRows, *, limit_bytes: int) -> Iterator[NDArray[np
 
 
 def require_decoders(tensors: Iterable[Tensor]) -> None:
-    """Raise before tensors are read, if some cannot be decoded here."""
+    """Raise if one of the tensors cannot be decoded in this environment: unknown encoding, or a package missing."""
     # One of each encoding: to find a package searches the disk.
     readers: dict[Hashable, EncodedRows] = {}
     for tensor in tensors:
@@ -101,7 +101,7 @@ def _read(value: NDArray[Any], path: Location, offset: int) -> None:
 
 
 def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:
-    """Join rows ``[start, stop)`` from the chunks that contain them; of a raw chunk, only those rows are read."""
+    """Assemble rows ``[start, stop)`` of a tensor from its chunks; of an unencoded chunk, only those rows are read."""
     value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
     shape = grid.chunk_shape
     row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize

@@ -31,9 +31,9 @@ from shardload.transfer.load_plan import Block
 from shardload.transfer.preadv import Grid
 
 PITCH_ROW_BYTES = 1 << 10
-"""Shorter rows already spread over enough cache sets."""
+"""Shortest row that is padded in scratch: shorter ones already spread over enough cache sets."""
 PAD_BYTES = 64
-"""One cache line."""
+"""Bytes of padding after each row in scratch: one cache line."""
 _UNLOCKED = 500
 """NumPy holds the GIL while it copies at most this many elements."""
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -41,43 +41,43 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
 _FLOAT32 = np.dtype(np.float32)
 _UNSEEN_OVERFLOWS = ((_BFLOAT16, _FLOAT16), (np.dtype(np.float64), _BFLOAT16))
-"""Casts of ml_dtypes, which do not set NumPy's flags. Not float32 to bfloat16, whose ranges end within 0.4 %."""
+"""Casts by ml_dtypes, whose overflow NumPy does not report. Not float32 to bfloat16, whose ranges end within 0.4 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPart:
-    """The overlap of a block and a shard buffer."""
+    """The elements of one block that go to one shard buffer."""
 
     view: View
     box: Bounds
-    """In the variable's index space."""
+    """Indices of the variable to copy."""
     target: NDArray[Any]
-    """The destination in the shard buffer, with the box's shape."""
+    """Where they go: a view of the shard buffer, with the box's shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """A block in memory: its elements, ``row`` at a time, ``pitch`` apart."""
+    """A block's elements in memory: contiguous, or in rows of ``row`` elements that start ``pitch`` elements apart."""
 
     memory: NDArray[np.uint8]
     dtype: np.dtype[Any]
     start: int
-    """The tensor element that comes first."""
+    """Number, in the tensor or chunk, of the element that is first in memory."""
     row: int = 0
-    """Elements per row; 0 where elements are contiguous."""
+    """Elements per row; 0 if all elements are contiguous."""
     pitch: int = 0
-    """Elements from one row to the next."""
+    """Elements from the start of one row to the start of the next."""
 
     def source(self, part: CopyPart) -> NDArray[Any]:
-        """Return the elements of ``part``, in the variable's dim order."""
+        """Return a NumPy view of the elements to copy for ``part``, in the variable's dim order."""
         return self.window(part.view, part.box.shape, address(part.view, part.box.start) - self.start)
 
     def window(self, view: View, shape: tuple[int, ...], at: int) -> NDArray[Any]:
-        """Return a box of ``shape`` with the strides of ``view``, ``at`` elements after the first one."""
+        """Return a NumPy view of this memory that starts at element ``at`` of the block and has the view's strides."""
         return np.ndarray(shape, self.dtype, self.memory.data, *self.place(view, at))
 
     def place(self, view: View, at: int) -> tuple[int, tuple[int, ...]]:
-        """Return where such a box starts in memory, and its strides, in bytes."""
+        """Return the byte offset of the block's element ``at`` in this memory, and the byte strides of ``view``."""
         itemsize = self.dtype.itemsize
         if self.row:
             at = at // self.row * self.pitch + at % self.row
@@ -85,7 +85,7 @@ class BlockMemory:
         return at * itemsize, tuple(t * itemsize for t in strides)
 
     def write(self, data: NDArray[Any], at: int) -> None:
-        """Copy bytes to where they belong, ``at`` bytes of the block after its first."""
+        """Copy the block's bytes from its byte ``at`` on to their place in this memory, skipping the padding."""
         itemsize = self.dtype.itemsize
         row, pitch = self.row * itemsize, self.pitch * itemsize
         if not row:
@@ -105,7 +105,7 @@ class BlockMemory:
 
 
 class RowCopy:
-    """One part of a block that passes through scratch a few rows of ``row_elements`` elements at a time.
+    """Copies one part of a block that passes through scratch a few rows of ``row_elements`` elements at a time.
 
     It is created before anything is read: the layout of scratch is known, its address is not.
     """
@@ -136,11 +136,11 @@ class RowCopy:
             self.target = self.target.view(self.dtype)
 
     def source(self, scratch: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the elements of this part in scratch."""
+        """Return a NumPy view of this part's elements in scratch, for as many rows as one fill has."""
         return np.ndarray(self.shape, self.dtype, scratch.data, self.offset, self.strides)
 
     def move(self, source: NDArray[Any], start: int, stop: int) -> None:
-        """Copy this part's share of rows ``start`` to ``stop``, which lie at the start of ``source``."""
+        """Copy this part's share of the block's rows ``start`` to ``stop``, which are the first rows of ``source``."""
         a, b = max(start, self.first), min(stop, self.last)
         if a >= b:
             return
@@ -152,9 +152,9 @@ class RowCopy:
 
 
 def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> np.dtype[np.void] | None:
-    """Return contiguous runs shared by both, or fractions of them, as a dtype; ``None`` if there are none.
+    """Return a dtype that covers a run of elements contiguous in target and source; ``None`` if there are no such runs.
 
-    Fractions, so that more than `_UNLOCKED` elements remain.
+    Runs are halved until more than `_UNLOCKED` of them remain, so that NumPy releases the GIL.
     """
     itemsize = target.itemsize
     if len(shape) < 2 or target.strides[-1] != itemsize or strides[-1] != itemsize:
@@ -166,7 +166,7 @@ def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...])
 
 
 def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
-    """Return the number of elements to read per row of scratch, 0 for all at once.
+    """Return after how many elements rows of scratch are padded, to avoid cache conflicts; 0 for no padding.
 
     Cache conflicts occur along the shards' innermost dim, so its stride is the row.
     """
@@ -189,7 +189,7 @@ def _keeps_rows(part: CopyPart, row: int, start: int) -> bool:
 
 
 def grid_of(block: Block, part: CopyPart, itemsize: int) -> Grid:
-    """Map each contiguous run of a part from the file to its shard buffer."""
+    """Describe where in the file each contiguous run of a part is, and where in its shard buffer it goes."""
     ordered = Ordered.of(part.view, part.box)
     buffer = tuple(part.target.strides[d] // itemsize for d in ordered.order)
     length, outer = contiguous_run(ordered.shape, ordered.strides, buffer)
@@ -206,7 +206,7 @@ def grid_of(block: Block, part: CopyPart, itemsize: int) -> Grid:
 def copy(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Copy like ``target[...] = source.astype(target.dtype)``, bit for bit, releasing the GIL where possible.
 
-    Where finite values become infinite, it reports an overflow as `numpy.errstate` of the caller says.
+    If finite values become infinite, an overflow is reported in the way that the caller's `numpy.errstate` sets.
     """
     if target.dtype == source.dtype:
         bits = _UNSIGNED.get(target.dtype.itemsize)

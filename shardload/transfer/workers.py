@@ -39,11 +39,11 @@ from shardload.units import exact_bytes, plural
 T = TypeVar("T")
 
 MAX_THREADS = 8
-"""Enough to saturate the page cache or a fast disk; more only take scratch memory."""
+"""Most worker threads by default: enough to saturate the page cache or a fast disk; more only take scratch memory."""
 
 
 def default_threads() -> int:
-    """Return the cores this process may use, at most `MAX_THREADS`."""
+    """Return the default number of worker threads: one per core this process may use, at most `MAX_THREADS`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_THREADS)
 
@@ -53,7 +53,7 @@ class Completed(Generic[T]):
     """A finished job."""
 
     job: Any
-    """The ``job`` it was submitted with."""
+    """The object that identifies it, as given to `WorkerThreads.submit`."""
     result: T | None
     error: BaseException | None
 
@@ -84,7 +84,7 @@ class WorkerThreads(Generic[T]):
         self._table.jobs.put((job, work))
 
     def collect(self, at_least: int = 1) -> list[Completed[T]]:
-        """Return finished jobs in completion order, after ``at_least`` of them, all that remain, or one that failed."""
+        """Wait until ``at_least`` jobs, or all that remain, have finished or one has failed; return all finished."""
         table = self._table
         # Set before looking: a worker that finishes in between sees the new number and wakes us.
         table.wanted = max(1, min(at_least, self.in_flight))
@@ -95,7 +95,7 @@ class WorkerThreads(Generic[T]):
         return found
 
     def close(self) -> None:
-        """Wait for the threads; drop jobs that have not started."""
+        """Drop jobs that have not started, and wait until the threads end."""
         # The workers still empty the queue, but run nothing more: its end (``None``) comes after the jobs.
         self._table.closed = True
         self._dismiss()
@@ -105,14 +105,14 @@ class WorkerThreads(Generic[T]):
 
 
 class _Table(Generic[T]):
-    """State shared by the threads, which do not refer to `WorkerThreads`: its garbage collection stops them."""
+    """State that the threads share. They do not refer to `WorkerThreads`, so that its garbage collection stops them."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Any, Callable[[], T]] | None] = queue.SimpleQueue()
-        """``None``: no more jobs."""
+        """Jobs that have not started; ``None`` tells a thread to end."""
         self.completed: deque[Completed[T]] = deque()
         self.wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Signals that the caller should look; sometimes once too often."""
+        """An entry wakes the caller to look at ``completed``; there may be more entries than needed."""
         self.wanted = 1
         self.failed = self.closed = False
 
@@ -142,7 +142,7 @@ _NOWHERE = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
-    """Time that blocks took, in thread-seconds."""
+    """Seconds that threads spent on blocks, summed over the threads."""
 
     read_s: float
     copy_s: float
@@ -153,23 +153,23 @@ class BlockTimes:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One block, and everything computed about it before it is read."""
+    """One block to move, and all that can be computed about it before it is read."""
 
     block: Block
     tensor: Tensor
     """The stored tensor that the block belongs to."""
     parts: list[CopyPart]
-    """Destinations in the shard buffers; all boxes lie inside the block."""
+    """What to copy to which shard buffer; all boxes lie inside the block."""
     grids: Sequence[Grid] = ()
-    """Runs of a direct block."""
+    """For a direct block: where each contiguous run of the file goes in memory."""
     row: int = 0
     """Elements per row in the scratch of a staged block; 0: a single row."""
     row_copies: Sequence[RowCopy] = ()
-    """Parts of a staged block that goes through scratch a few rows at a time."""
+    """For a staged block that goes through scratch a few rows at a time: a copier for each of ``parts``."""
 
     @classmethod
     def of(cls, block: Block, tensor: Tensor, parts: list[CopyPart]) -> Task:
-        """Prepare a task, before the first byte is read: Python is slow once copying has emptied the caches."""
+        """Compute a block's task, if possible before reads begin: Python is slow after copies empty the caches."""
         itemsize = tensor.dtype.itemsize
         if block.how == "direct":
             return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts])
@@ -182,16 +182,16 @@ class Task:
 
 
 class BlockCopier:
-    """Moves blocks; one instance serves all threads of a transfer."""
+    """Reads blocks and copies them into shard buffers; one instance serves all threads of a transfer."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
         self.overflowed: set[str] = set()
-        """Tensors of which a cast made finite values infinite, as in JAX and Keras."""
+        """Names of tensors with finite values that became infinite in a cast: no error, as in JAX and Keras."""
         self._own = threading.local()
 
     def move(self, task: Task) -> BlockTimes:
-        """Read one block into its parts."""
+        """Read one block and copy it into the shard buffers of the task."""
         overflowed = self.overflowed.add
         try:
             with np.errstate(all="ignore", over="call", call=lambda *_: overflowed(task.block.tensor)):
@@ -206,7 +206,7 @@ class BlockCopier:
             ) from error
 
     def move_together(self, tasks: Sequence[Task]) -> BlockTimes:
-        """Read blocks that follow each other in a file at once, and copy each into its parts."""
+        """Read neighbouring blocks of a file in one read, and copy each into the shard buffers of its task."""
         first, last = tasks[0].block, tasks[-1].block
         began, n_bytes = time.perf_counter(), last.offset + last.read_bytes - first.offset
         whole = BlockMemory(self._scratch(n_bytes), np.dtype(np.uint8), 0)
@@ -249,7 +249,7 @@ class BlockCopier:
         return BlockTimes(read - began, time.perf_counter() - read)
 
     def _stage(self, task: Task) -> BlockTimes:
-        """Read and distribute one scratch fill after another."""
+        """Move a staged block: read as much as fits into scratch, copy it to the shards, and repeat."""
         block = task.block
         itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
         padding = block.step // task.row * PAD_BYTES if task.row else 0
@@ -318,6 +318,6 @@ class BlockCopier:
 
 
 def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> BlockMemory:
-    """Return a staged block's layout in ``scratch``: rows of ``row`` elements, padded; 0 for a single row."""
+    """Describe how a staged block lies in ``scratch``: in padded rows of ``row`` elements; 0 for no rows."""
     pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
     return BlockMemory(scratch, tensor.dtype, block.start, row, pitch)
