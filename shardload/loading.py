@@ -224,7 +224,7 @@ def load_weights(
 
 
 def run_load_weights(request: LoadWeightsRequest) -> Loaded:
-    """Like `load_weights`, but also return the model and the manifest."""
+    """Run a request of `load_weights`; return the report with the model and the manifest."""
     with joint_load(request) as call:
         loaded = pipeline.run_load(request, call, opener=partial(pipeline.open_requested, request))
     record_text_source(loaded.model, loaded.manifest)

@@ -122,7 +122,7 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Result of a restore."""
+    """What `run_restore` returns: the report, and which step it restored."""
 
     report: LoadReport
     info: StepInfo
@@ -130,7 +130,7 @@ class Restored:
 
 
 def run_restore(request: RestoreRequest) -> Restored:
-    """Like `restore`, but also return the step; the next ``fit`` does not continue from it."""
+    """Run a request of `restore` and return the step too; unlike after `restore`, ``fit`` does not continue from it."""
     with joint_load(request) as call:
         restored = _restore_undamaged(request, call)
     record_of(request.model).restored = None
@@ -138,7 +138,7 @@ def run_restore(request: RestoreRequest) -> Restored:
 
 
 def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
-    """Restore the requested step; if it is damaged and a fallback is wanted, the one that `alternative` finds."""
+    """Restore the requested step; if it is damaged and ``fallback`` is set, the step that `alternative` finds."""
     directory, step = request.directory, request.step
     skipped: list[str] = []
     tried: set[int] = set()
@@ -169,7 +169,7 @@ def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
 
 
 def _find(call: Call, directory: PathLike, step: Which) -> StepInfo:
-    """Return the step that process 0 chooses: a later search by another process may find a newer step."""
+    """Find the step on process 0, for all: another process that searches later may find a newer one."""
     # Process 0 keeps what it found, the others look up its number: `first` passes on JSON only.
     mine: list[StepInfo] = []
 
@@ -200,13 +200,13 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
 
 def weight_values(model: Any, info: StepInfo) -> list[NDArray[Any]]:
-    """Return the values for ``model.set_weights`` from a shardload step, verified; the model's where it is partial."""
+    """Return verified values for ``model.set_weights`` from a shardload step; of weights it lacks, the model's own."""
     found = {id(variable): value for variable, value in _verified(model, info, "weights")}
     return [found[id(v)] if id(v) in found else np.asarray(value_of(v)) for v in model.weights]
 
 
 def _verified(model: Any, info: StepInfo, items: Items) -> Iterator[tuple[Any, NDArray[Any]]]:
-    """Yield variables of a model with their verified values."""
+    """Yield each variable of a model among ``items`` with its value from a shardload step, verified."""
     check = Checker.of_step(info.location)
     manifest = _opened(info)
     mapping = map_state(model, manifest, items=items)

@@ -42,9 +42,9 @@ Placed: TypeAlias = NamedSharding | SingleDeviceSharding
 
 
 def target_sharding(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed:
-    """Return the sharding that a target states; that of the first device if it states none.
+    """Convert what a target states to a sharding with devices; without any, that of the first device.
 
-    ``mesh``: that of a `PartitionSpec`, and of shardings on an abstract mesh.
+    ``mesh``: the mesh for a `PartitionSpec`, and for shardings on an abstract mesh.
     """
     if found is None:
         return SingleDeviceSharding(jax.devices()[0])
@@ -80,14 +80,14 @@ def target_sharding(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Pl
 
 @functools.lru_cache(maxsize=256)
 def mesh_devices_of(sharding: Placed) -> MeshDevices:
-    """Return the mesh of a sharding with its devices; a single device is a mesh too."""
+    """Return a sharding's mesh and devices; for a single device, a mesh with one position."""
     if isinstance(sharding, SingleDeviceSharding):
         return MeshDevices(ONE_DEVICE, tuple(sharding.device_set))
     return resolve_devices(sharding.mesh)
 
 
 def array_layout(name: str, shape: tuple[int, ...], sharding: Placed, mesh: MeshSpec) -> Layout:
-    """Return the layout of an array; raise if the sharding does not divide it, or has more dims."""
+    """Convert an array's sharding to a layout; raise if it does not divide the array or has more entries than dims."""
     rank, spec = len(shape), getattr(sharding, "spec", PartitionSpec())
     if len(spec) > rank:
         raise LayoutError(f"Cannot place {name!r} of shape {shape} by {spec}: it has more entries than dims")
@@ -110,12 +110,12 @@ def _axes(name: str, entry: Any) -> tuple[str, ...]:
 
 
 def is_in_default_memory(sharding: Placed) -> bool:
-    """Whether a sharding leaves arrays where a transfer puts them: not in ``pinned_host``, for example."""
+    """Whether a sharding is in its devices' default memory, as a transfer needs, not in ``pinned_host`` for example."""
     return sharding.memory_kind in (None, next(iter(sharding.device_set)).default_memory().kind)
 
 
 def as_asked(array: Any, sharding: Placed) -> Any:
-    """Return the array with the caller's own sharding object, without a copy if it is in the right memory."""
+    """Give a loaded array the caller's sharding object; copies it only if another kind of memory is requested."""
     if array.sharding is sharding:
         return array
     # Another kind of memory, such as ``pinned_host``: the transfer fills the device's default one.
@@ -126,22 +126,22 @@ def as_asked(array: Any, sharding: Placed) -> Any:
 
 
 KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array, jax.Device, Format, np.ndarray, np.generic)
-"""Types of targets, all of them leaves: JAX takes none for a tree."""
+"""Types of targets; JAX takes none of them for a tree, so they are leaves."""
 SCALARS = (bool, int, float)
-"""Python's numbers, which become the tensor's value (the ``step`` of a Flax ``TrainState``)."""
+"""Types of Python's numbers; such a target is replaced by the tensor's value (``step`` of a Flax ``TrainState``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What a target states; ``None`` for what it leaves open."""
+    """What a target says about its array; ``None`` for what it leaves open."""
 
     sharding: Any = None
     """A sharding or `PartitionSpec`."""
     shape: tuple[int, ...] | None = None
     dtype: np.dtype[Any] | None = None
-    """Shape and dtype are those of the stored array."""
+    """Shape and dtype to load, which the result may not have: a PRNG key is loaded as its integers."""
     finish: Callable[[Any], Any] | None = None
-    """Makes the result of the array."""
+    """Makes what the caller gets from the loaded array (a PRNG key, a number); ``None``: the array itself."""
     on_host: bool = False
     """Whether the result is an array of NumPy."""
 
@@ -156,20 +156,20 @@ class WantedArray:
     dtype: np.dtype[Any]
     sharding: Placed
     order: tuple[int, ...] | None = None
-    """The order of the tensor's dims in the array."""
+    """The tensor's dims in the order that the array has them (``transpose``); ``None`` for no change."""
     finish: Callable[[Any], Any] | None = None
-    """Makes the result of the array."""
+    """Makes what the caller gets from the loaded array (a PRNG key, a number); ``None``: the array itself."""
     on_host: bool = False
     """Whether the result is an array of NumPy; its ``sharding`` is not used."""
 
 
 def is_tree(targets: Any) -> bool:
-    """Whether JAX takes an object for a tree, though it may be callable (modules of Equinox and Flax NNX)."""
+    """Whether JAX takes ``targets`` for a tree of targets; modules of Equinox and Flax NNX are, though callable."""
     return not isinstance(targets, KINDS) and not jax.tree_util.all_leaves([targets])
 
 
 def stated(target: Any) -> Stated:
-    """Return what a target states; ``target`` itself, for its sharding, if it is of no known kind."""
+    """Return what a target says about its array; one of unknown kind is passed on as sharding, to be refused there."""
     if isinstance(target, Format):
         return Stated(target.sharding, finish=_laid_out(target))
     if isinstance(target, jax.Device):
@@ -196,7 +196,7 @@ def _laid_out(wanted: Any) -> Callable[[Any], Any] | None:
 
 
 def specs_of_boxes(targets: Any) -> list[tuple[Sequence[Any], PartitionSpec]]:
-    """Return what boxes of Linen (`nn.Partitioned`) say of the layout of their array, by the path of the box."""
+    """Return the path and `PartitionSpec` of each box of Flax Linen (`nn.Partitioned`) in a tree of targets."""
 
     def spec(found: Any) -> Any:
         return None if isinstance(found, type) else getattr(found, "get_partition_spec", None)
@@ -209,12 +209,12 @@ def specs_of_boxes(targets: Any) -> list[tuple[Sequence[Any], PartitionSpec]]:
 
 
 def narrows(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Whether the values of integers decide if they fit into another dtype."""
+    """Whether a cast between integer dtypes may lose values, so that the values must be checked (int64 to int32)."""
     return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
 
 
 def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
-    """Read a tensor whole and return its array, or Python's number; raise if a value does not fit."""
+    """Read a whole tensor to host memory and return its array, or a Python number; raise if a value does not fit."""
     tensor = opened.manifest.tensors[one.view.tensor]
     if opened.checker is not None:
         check_tensor(opened.checker, tensor)
@@ -244,25 +244,25 @@ def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
 
 
 _BOXED = "value"
-"""The attribute in which boxes of Flax have their array."""
+"""Name of the attribute in which a box of Flax (`nn.Partitioned`) has its array."""
 _SHOWN = 8
 """Names that an error lists before it counts the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """The names in a checkpoint, and the caller's map to them."""
+    """Finds a target's tensor by name: the names in a checkpoint, and the caller's argument ``names``."""
 
     manifest: Manifest
     names: Mapping[str, str] | Callable[[str], str] | None
     _boxes: dict[str, str] = field(init=False, compare=False)
-    """Tensors in boxes, by the name of the box."""
+    """Names of tensors stored as the ``value`` of a box of Flax, by the name of the box."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_boxes", _boxes(self.manifest.tensors))
 
     def of_leaf(self, path: Sequence[Any]) -> str:
-        """Return a leaf's name: its path joined by dots or, where tensors are called so, by slashes."""
+        """Return the name of a leaf in a tree: its path joined by dots or, if a tensor is called so, by slashes."""
         # Entries of a path have different fields: `DictKey.key`, `SequenceKey.idx`, `GetAttrKey.name`.
         fields = ("key", "idx", "name")
         keys = [str(next(getattr(entry, name) for name in fields if hasattr(entry, name))) for entry in path]
@@ -273,11 +273,11 @@ class TensorNames:
         return next((text for names in known for text in texts if text in names), texts[0])
 
     def of_box(self, path: Sequence[Any]) -> str:
-        """Return the name of the leaf in a box."""
+        """Return the name of the leaf that is in the box at ``path``."""
         return self.of_leaf((*path, jax.tree_util.GetAttrKey(_BOXED)))
 
     def tensor(self, target: str) -> str:
-        """Return the name of the tensor for a target, whether it exists or not."""
+        """Return the name that a target's tensor must have; the checkpoint may lack it."""
         found = self.names(target) if callable(self.names) else (self.names or {}).get(target, target)
         if not isinstance(found, str):
             raise UsageError(
@@ -286,7 +286,7 @@ class TensorNames:
         return found if found in self.manifest.tensors else self._boxes.get(found, found)
 
     def check(self, tensors: Mapping[str, str], shapes: Mapping[str, tuple[int, ...] | None]) -> None:
-        """Raise if a target has no tensor in ``tensors``, and name those that could be meant."""
+        """Raise if the checkpoint lacks a target's tensor, and suggest names; ``tensors``: tensor names by target."""
         missing = [target for target, tensor in tensors.items() if tensor not in self.manifest.tensors]
         if not missing:
             return
@@ -312,7 +312,7 @@ class TensorNames:
 
 
 def _boxes(names: Iterable[str]) -> dict[str, str]:
-    """Return the tensors called ``value`` that are alone in their place, by the name of that place."""
+    """Return the tensors called ``….value`` next to which there is no other, without that ending → name."""
     every = set(names)
     inside = {name[: -len(_BOXED) - 1]: name for name in every if name.endswith((f"/{_BOXED}", f".{_BOXED}"))}
     if not inside:
@@ -323,7 +323,7 @@ def _boxes(names: Iterable[str]) -> dict[str, str]:
 
 
 def _is_like(wanted: list[str], found: list[str]) -> bool:
-    """Whether names differ in the spelling of one part, but not in its numbers, or by parts at one end."""
+    """Whether two names, split into parts, are similar: one part is spelt otherwise, with equal numbers, or added."""
     if len(wanted) != len(found):
         short, long = sorted((wanted, found), key=len)
         return long[: len(short)] == short or long[-len(short) :] == short
@@ -334,6 +334,6 @@ def _is_like(wanted: list[str], found: list[str]) -> bool:
 
 
 def first_names(names: Iterable[str]) -> list[str]:
-    """Return the first names, and how many more there are."""
+    """Return the first names to list in an error, and as last entry how many more there are."""
     found = list(names)
     return found[:_SHOWN] + ([f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])

@@ -55,7 +55,7 @@ from shardload.units import byte_count, check_kind, check_no_iterator, is_functi
 ArrayTarget: TypeAlias = (
     "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array | jax.Device | Format | np.ndarray[Any, Any]"
 )
-"""Where an array goes; a `jax.ShapeDtypeStruct` and a `jax.Array` also state its shape and dtype."""
+"""What says where an array goes; a `jax.ShapeDtypeStruct` and a `jax.Array` also state its shape and dtype."""
 
 
 @suggests_arguments
@@ -173,7 +173,7 @@ def _is_rule(targets: Any) -> bool:
 
 
 def _leaves(targets: Any, reader: _Reader) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
-    """Return the targets by name, and a function that puts arrays by name into the same structure."""
+    """Return the targets by name, and a function that arranges the loaded arrays, by name, as ``targets`` are."""
     if _is_rule(targets):
         return _by_rule(targets, reader), dict
     paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, KINDS))
@@ -213,7 +213,7 @@ def _by_rule(targets: Any, reader: _Reader) -> dict[str, Any]:
 
 
 def _takes(function: Callable[..., Any], *given: Any) -> bool:
-    """Whether the signature of a function accepts these arguments; of a builtin without one, ``True``."""
+    """Whether a function can be called with these arguments; ``True`` for a builtin that states no signature."""
     try:
         inspect.signature(function).bind(*given)
     except TypeError:
@@ -225,7 +225,7 @@ def _takes(function: Callable[..., Any], *given: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """The caller's names, transpositions and dtype, applied to one target after another."""
+    """Turns each target into the array to load, by the ``names``, ``transpose`` and ``dtype`` of the caller."""
 
     manifest: Manifest
     mesh: jax.sharding.Mesh | None
@@ -235,7 +235,7 @@ class _Reader:
     dtype: str | None
 
     def stays(self, name: str, target: Any) -> bool:
-        """Whether a leaf of a module is none of its arrays: an activation function, or a number without a tensor."""
+        """Whether a leaf is kept as it is, as it is no array: an activation function, or a number without a tensor."""
         if isinstance(target, SCALARS):
             return self.names.tensor(name) not in self.manifest.tensors
         return callable(target) and not isinstance(target, KINDS)
@@ -251,7 +251,7 @@ class _Reader:
         return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape of the array of a tensor that is its own target."""
+        """Return the shape, transposed if requested, of the array for a tensor whose name is the target's too."""
         return self._view(tensor.name, tensor).shape
 
     def _one(self, name: str, target: Any, tensor: Tensor) -> WantedArray:

@@ -53,10 +53,10 @@ def fill_variables(
     on_failure: OnFailure,
     on_filled: Callable[[], None] = lambda: None,
 ) -> LoadReport:
-    """Read, assign, initialise the rest, and report.
+    """Read the planned tensors into the model's variables, initialise those without a tensor, and return the report.
 
-    ``files``: fingerprint of the checkpoint's files from when their headers were read. ``on_filled`` is called when all
-    values are in place here, while old values can still be restored.
+    ``files``: fingerprint of the checkpoint's files from when their headers were read. ``on_filled`` is called when
+    this process has all new values and can still restore the old ones.
     """
     files.check()
     with clock("transfer"), _rollback(prepared, files, on_failure) as assigner:
@@ -97,7 +97,7 @@ def fill_variables(
 
 @contextmanager
 def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure) -> Iterator[Assigner]:
-    """Bind the model to its new mesh and yield its assigner; on failure describe its state, or restore everything."""
+    """Bind the model to its new mesh and yield the `Assigner`; after a failure, restore the model or tell its state."""
     before = binding.BindingSnapshot.of(prepared.model)
     # Counted before: a load that fails early must be told from one that replaced values.
     had_values = sum(map(has_value, prepared.mapping.provided))
@@ -148,12 +148,12 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
 
 
 SPOTS = 256
-"""Places to read in all files: takes milliseconds, for a checkpoint of any size."""
+"""Number of places at which files without digests are compared between processes: takes milliseconds for any size."""
 _SPOT_BYTES = 256
 
 
 def topics(prepared: PreparedLoad) -> list[Topic]:
-    """Return the topics to compare, with causes of other differences first."""
+    """Return what processes must agree on before they fill a model; a difference that causes others comes first."""
     # Causes before effects: another dtype also changes every line of the model, which would be named instead.
     same = "the same on every process"
     rows = [*enumerate(prepared.layouts.variables)]
@@ -185,7 +185,7 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
 
 
 def source_facts(manifest: Manifest) -> Facts:
-    """Return the facts in the headers, without paths."""
+    """Return the facts in a checkpoint's headers that must be equal on all processes; no paths, which may differ."""
     # Files by their number, as their paths may differ between hosts.
     order = {path: i for i, path in enumerate(manifest.files)}
     found = {"Its format": manifest.format, "The number of its tensors": str(len(manifest.tensors))}
@@ -203,7 +203,7 @@ def source_facts(manifest: Manifest) -> Facts:
 
 
 def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
-    """Return facts about the data: all of it if there are digests, else at some places."""
+    """Return facts about the tensors' bytes: digests of all files if there are any, else bytes at some places."""
     if check is not None:
         units_by_file = sorted(check.units_by_file().items())
         return {f"The digests of {name}": facts_digest({"": "".join(units)}) for name, units in units_by_file}
@@ -217,7 +217,7 @@ def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
 
 
 def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
-    """Yield names, files and offsets of the places to read."""
+    """Yield the places at which `content_facts` reads: what is there, in words, the file, and the offset."""
     # Tensors begin where values surely are; evenly spaced places also cover tensors that have no extent.
     starts = [(t.name, t.storage) for t in manifest.tensors.values() if isinstance(t.storage, Extent) and t.size]
     for name, extent in _some(starts, SPOTS // 2):
@@ -231,7 +231,7 @@ def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
 
 
 def _some(found: list[Any], most: int) -> list[Any]:
-    """Return at most ``most`` entries, evenly chosen."""
+    """Return at most ``most`` of the entries, evenly spaced."""
     return found[:: max(1, math.ceil(len(found) / most))]
 
 

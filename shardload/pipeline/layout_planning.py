@@ -36,26 +36,26 @@ from shardload.units import format_bytes, format_count, plural
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The step to plan for."""
+    """The training or inference step to plan layouts for."""
 
     train: str | None = None
     """Name of an optimizer of Keras, or ``rekls``; ``None`` plans inference."""
     batch: int | None = None
     """Rows of the inputs over all devices; 8 for each position of the batch axis by default."""
     sequence: int | None = None
-    """Length of dims that the model leaves open."""
+    """Length to use for input dims other than the batch that the model leaves open."""
     compile: bool = False
-    """Whether to compile the planned step."""
+    """Whether to compile the planned step, to check the estimates of its memory and collectives."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutReport:
-    """A searched plan for a source, and the compiled step that checked it."""
+    """The layout plan that a search found for a source's model, and the compiled step, if it was checked by one."""
 
     source: str
     plan: LayoutPlan
     smallest: LayoutPlan | None
-    """The plan on the smallest mesh that fits, if a device memory was given."""
+    """The plan on the smallest mesh that fits, if the memory of a device was given."""
     compiled: CompiledStep | None
     seconds: Mapping[str, float]
     """Wall-clock seconds of ``build``, ``trace``, ``search``, ``smallest`` and ``compile``."""
@@ -86,7 +86,7 @@ class LayoutReport:
         return "\n".join([*lines, f"time: {spent}"])
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for programs."""
+        """Return the report as an object for `json.dumps`."""
         return {
             "source": self.source,
             "parameters": self.parameters,
@@ -100,7 +100,7 @@ class LayoutReport:
 
 
 def plan_layouts(request: PlanRequest, step: StepSpec) -> LayoutReport:
-    """Search layouts for the model that a source describes; of ``request``, all as for `shardload.plan`."""
+    """Search layouts for the model that a source describes; ``request`` as for `shardload.plan`."""
     request.check()
     return _Planning(request, step).run()
 
@@ -145,7 +145,7 @@ class _Planning:
         return self.clock(name)
 
     def _rows(self, model: Any) -> int:
-        """Return the requested batch; else the batch that the model fixes, or the default."""
+        """Return the rows of the step's inputs: as requested, else as the model fixes them, else the default."""
         if self.step.batch is not None:
             return self.step.batch
         # Input layers may fix the batch; the step is then planned with that.
@@ -154,7 +154,7 @@ class _Planning:
         return rows if not fixed or rows in fixed else min(fixed)
 
     def _planned(self, search: LayoutSearch, manifest: Manifest) -> tuple[LayoutPlan, CompiledStep | None]:
-        """Return the plan, and the compiled step if one was requested."""
+        """Search the plan, and compile its step if requested; an error also says on which mesh the step fits."""
         try:
             if self.step.compile:
                 checked = self._compile(search, manifest)
@@ -164,7 +164,7 @@ class _Planning:
             raise DoesNotFitError(f"{error}.{self._where(search)}", least_bytes=error.least_bytes) from error
 
     def _where(self, search: LayoutSearch) -> str:
-        """Return a sentence about the mesh that the step fits on; empty if only the compiled step did not fit."""
+        """Return advice for a step that does not fit: a larger mesh; empty if only the compiled step did not fit."""
         smallest = self._smallest(search, None)
         if smallest is None:
             return f" No mesh of up to {MAX_DEVICES} devices is large enough for this batch and sequence: reduce them"
@@ -180,7 +180,7 @@ class _Planning:
             return search.on(self.mesh, device_memory_bytes=limit)
 
     def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
-        """Return the plan on the smallest mesh, which is ``plan`` itself where its mesh has no more devices."""
+        """Return the plan on the smallest mesh that fits: ``plan`` if none is smaller; ``None`` without a limit."""
         limit = self.request.device_budget_bytes
         if limit is None:
             return None
@@ -190,7 +190,7 @@ class _Planning:
             return smallest_mesh_plan(search, limit, most) or plan
 
     def _compile(self, search: LayoutSearch, manifest: Manifest) -> CheckedPlan:
-        """Search and compile; as long as the compiled step needs more than the limit, take the next plan."""
+        """Search a plan and compile its step; while that needs too much device memory, search with a lower limit."""
         model, limit = search.model, self.request.device_budget_bytes
         halved = next((d for d in map(stored_dtype, model.variables) if d.itemsize == 2), None)
         with self.clock("build"):  # on CPU, XLA computes 16-bit floats in 32 bits: compile those, and scale

@@ -71,7 +71,7 @@ from shardload.typing import LayoutLike, MeshLike
 
 @dataclass(frozen=True, slots=True)
 class ReadShare:
-    """Measurements of one process's part of a load."""
+    """What one process of a joint load read, and the memory and time it took."""
 
     process: int
     bytes: ByteCounts
@@ -93,9 +93,9 @@ class Loaded:
 
 @contextmanager
 def joint_load(request: JointRequest) -> Iterator[Call]:
-    """Make a call together with the other processes, if there are any and their devices are involved.
+    """Yield the call to load by: joint with the other processes if their devices are involved, else of this one alone.
 
-    The request is checked after the processes compared it, so that an error on one is raised on all.
+    The request is checked after the processes have compared it, so that an error on one is raised on all.
     """
     if not processes.are_several() or _is_local(request):
         request.check()
@@ -108,7 +108,7 @@ def joint_load(request: JointRequest) -> Iterator[Call]:
 
 
 def _is_local(request: JointRequest) -> bool:
-    """Whether all named devices belong to this process; if none is named, the call involves all processes' devices."""
+    """Whether a load needs this process only: all devices that it names are its own. Naming none means all devices."""
     try:
         named = named_devices(request.mesh, request.devices)
         if request.mesh is None and request.devices is None and request.model is not None:
@@ -121,7 +121,7 @@ def _is_local(request: JointRequest) -> bool:
 
 
 def open_requested(request: LoadRequest | LoadWeightsRequest) -> OpenedSource:
-    """Open the source of a request; for a model to build, also by the folder that describes it."""
+    """Open the checkpoint that a request names; if a model is to be built, including its description."""
     return open_source(
         request.source,
         request.format,
@@ -132,7 +132,7 @@ def open_requested(request: LoadRequest | LoadWeightsRequest) -> OpenedSource:
 
 
 def open_planned(request: PlanRequest) -> OpenedSource:
-    """Open the source of a plan: a description without weights is enough, and headers need no verification."""
+    """Open what a plan request names, unverified: headers, or only a description of the model without weights."""
     return open_source(
         request.source,
         request.format,
@@ -152,10 +152,10 @@ def run_load(
     on_opened: Callable[[Manifest], None] = lambda manifest: None,
     on_built: Callable[[Any, Manifest], None] = lambda model, manifest: None,
 ) -> Loaded:
-    """Load what was requested: the order of `shardload.load`, `load_weights` and `restore`.
+    """Run a request of `shardload.load`, `load_weights` or `restore`: open, place, build, prepare, agree, fill, report.
 
-    ``opener`` opens the source; ``on_opened`` is called before the model is built, ``on_built`` before its weights are
-    read.
+    ``opener`` opens the source; ``on_opened`` is called with its manifest before the model is built, ``on_built`` with
+    the model before its weights are read.
     """
     # Open: headers only. From here on, a file that changes is an error.
     clock = Clock()
@@ -230,7 +230,7 @@ def run_load(
 
 
 def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:
-    """Wait until all processes are done; return the share of each, or nothing in a call of one."""
+    """Wait until all processes have finished; return what each of them read, or nothing if this one loads alone."""
     own: dict[str, Any] = {
         "bytes": asdict(report.bytes),
         "host_bytes": asdict(report.host_bytes),
@@ -246,7 +246,7 @@ def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:
 
 
 def _load_besides_variables(matching: Matching, model: Any, manifest: Manifest, folder: Path | None) -> Iterator[str]:
-    """Load what layers saved besides variables, after the weights, as in Keras: hooks may use their values."""
+    """Load what layers saved besides variables (files, other values) after the weights; yield notes for the report."""
     if spec_of(manifest).tensor_names == "step":
         yield from load_stored_values(model, manifest, strict=matching.strict)
     if matching.as_keras:  # Keras' `load_weights` loads no files
@@ -259,7 +259,7 @@ def _load_besides_variables(matching: Matching, model: Any, manifest: Manifest, 
 
 
 def plan_load(request: PlanRequest) -> PlanReport:
-    """Plan the load that was requested, on devices that need not exist; reads headers only."""
+    """Run a request of `shardload.plan`: prepare the load on devices that need not exist, from headers only."""
     clock = Clock()
     with clock("other"):
         source = open_planned(request)
@@ -276,7 +276,10 @@ def plan_load(request: PlanRequest) -> PlanReport:
 
 
 def devices_and_layout(placement: Placement, model: Any) -> tuple[MeshDevices, LayoutLike | None]:
-    """Return devices and layout; ``None`` keeps that of ``model``, which is ``None`` if it is still to be built."""
+    """Return the devices and the layout to load with. ``model``: ``None`` if it is not built yet.
+
+    A layout of ``None`` keeps the model's own.
+    """
     # A model that has values or shardings stays where it is, unless the caller names other devices.
     follows_model = model is not None and placement.mesh is None and placement.devices is None
     if follows_model and (own := current_devices(model)) is not None:
@@ -303,7 +306,7 @@ def _unused_distribution(placement: Placement) -> tuple[str, ...]:
 
 
 def build(manifest: Manifest, construction: Construction, *, note: Callable[[str], None] | None = None) -> Any:
-    """Build the model that a checkpoint describes, without allocating buffers; ``note`` as in `kerashub`."""
+    """Build the model that a checkpoint describes, without allocating; ``note`` gets why it could not be compiled."""
     with abstraction.abstract():
         return building.build_model(
             manifest,

@@ -40,7 +40,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class PreparedLoad:
-    """Everything decided before the model is changed."""
+    """A load with all its decisions, made before the model is changed."""
 
     source: OpenedSource
     model: Any
@@ -52,13 +52,13 @@ class PreparedLoad:
     notes: tuple[str, ...] = ()
     """Notes about the source and the model's construction, for the report."""
     left_out: tuple[Mismatch, ...] = ()
-    """Mismatches that are skipped, because ``strict`` is not set."""
+    """Variables that are not loaded, as their tensors do not match and ``strict`` is false."""
     outside: tuple[OutsideTensor, ...] = ()
-    """Tensors outside the model's architecture: reported, but no error."""
+    """Tensors that the model does not use for a known reason (a buffer, a head, a copy): reported, but no error."""
     compared_bytes: int = 0
-    """Bytes read to decide which tensors those are."""
+    """Bytes of values read to decide which tensors are ``outside``."""
     why_unused: Mapping[str, str] = field(default_factory=dict)
-    """Explanations for some of the unused tensors, by name."""
+    """Why the model does not use a tensor, by tensor name, where a reason is known."""
 
     @property
     def manifest(self) -> Manifest:
@@ -66,7 +66,7 @@ class PreparedLoad:
         return self.source.manifest
 
     def validated(self) -> PreparedLoad:
-        """Return the load if everything fits; with ``strict=False``, leave out mismatched variables instead."""
+        """Raise `MismatchError` if checkpoint and model differ; with ``strict=False``, return a load of what fits."""
         require_decoders(self.manifest.tensors[name] for name in self.mapping.read)
         if not self.matching.strict:
             return replace(self, mapping=self.mapping.without_mismatched(), left_out=self.mapping.mismatched)
@@ -91,7 +91,7 @@ class PreparedLoad:
         raise MismatchError(f"{misfit}\nThe model is unchanged.", self._fix(), other_arguments=not self.mapping.advice)
 
     def _integers_for_floats(self) -> Iterator[str]:
-        """Yield problems of integer tensors for float variables: probably quantised, and useless without their scales.
+        """Yield a problem for each integer tensor that would fill a float variable: quantised codes without scales.
 
         Custom loading hooks are exempt, because they may apply scales.
         """
@@ -134,7 +134,7 @@ def prepare_load(
     optimizer: bool = True,
     notes: Sequence[str] = (),
 ) -> PreparedLoad:
-    """Make all decisions of a load; changes nothing. ``notes`` about the model's construction are for the report."""
+    """Make all decisions of a load, without changing the model. ``notes`` on how it was built go to the report."""
     manifest, ignored = source.manifest, matching.ignore_config
     # Quantised folders are refused by their configuration; of bare files only the mapping shows it.
     quantised.check_before(manifest, ignore=ignored)

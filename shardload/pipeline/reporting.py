@@ -47,7 +47,7 @@ _IN_TRAINING = (
 
 
 class Clock:
-    """Wall-clock seconds per stage, counted from creation. Imports are a stage of their own, also inside another."""
+    """Measures wall-clock seconds per stage of a load. Imports are their own stage, also if another one causes them."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -55,7 +55,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Add the duration of the block to ``stage``."""
+        """Add the time that the ``with`` block takes to ``stage``, without its imports."""
         began, imported = time.perf_counter(), imports_s()
         try:
             yield
@@ -66,14 +66,14 @@ class Clock:
 
     @property
     def total_s(self) -> float:
-        """Seconds since creation."""
+        """Seconds since this clock was created."""
         return time.perf_counter() - self._began
 
 
 def load_report(
     prepared: PreparedLoad, clock: Clock, stats: TransferStats, *, initialised: tuple[str, ...]
 ) -> LoadReport:
-    """Report a load that ran."""
+    """Build the report of a load that ran."""
     own = {v.path for v in variables_of(prepared.model)}
     facts = _facts(prepared, clock, read_bytes=stats.read_bytes, peak_staging_bytes=stats.peak_staging_bytes)
     facts["notes"] += overflow_notes(stats.overflowed)
@@ -92,7 +92,7 @@ def load_report(
 
 
 def changed_rates(before: Mapping[str, float], now: Mapping[str, float], *, advice: str) -> tuple[str, ...]:
-    """Return a note for each learning rate that a load replaced: it undoes one that the user has just set."""
+    """Return a note for each optimizer whose learning rate a load has changed; ``advice`` says how to keep one."""
     return tuple(
         f"the state of {name} was loaded too: its learning rate was {rate:g}, and is {now[name]:g}. {advice}"
         for name, rate in before.items()
@@ -101,13 +101,13 @@ def changed_rates(before: Mapping[str, float], now: Mapping[str, float], *, advi
 
 
 def with_rates(report: LoadReport, before: Mapping[str, float], now: Mapping[str, float]) -> LoadReport:
-    """Add to a report which learning rates the load replaced."""
+    """Return the report with a note for each learning rate that the load has changed; rates by optimizer."""
     advice = "To keep the optimizer as it is, pass items='weights'; to change only its rate, set it again afterwards"
     return replace(report, notes=(*report.notes, *changed_rates(before, now, advice=advice)))
 
 
 def plan_report(prepared: PreparedLoad, clock: Clock, *, layout: Any, device_memory_bytes: int | None) -> PlanReport:
-    """Report a load that was only planned."""
+    """Build the report of a load that was only planned."""
     plan = prepared.plan
     facts = _facts(prepared, clock, read_bytes=plan.read_bytes, peak_staging_bytes=plan.peak_staging_bytes)
     if layout == "search" and device_memory_bytes is not None:
@@ -119,7 +119,7 @@ def plan_report(prepared: PreparedLoad, clock: Clock, *, layout: Any, device_mem
 
 
 def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:
-    """Return the fields that both reports have."""
+    """Return the fields that `LoadReport` and `PlanReport` share, by name."""
     # Tensors to compute from are read outside of the plan, whole (`filling`), so their bytes are added to both counts.
     mapping, tensors, spent = prepared.mapping, prepared.manifest.tensors, clock.stages.get
     computed_bytes = sum(tensors[name].stored_bytes for name in {name for c in mapping.computed for name in c.tensors})
@@ -146,7 +146,7 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
 
 
 def _weights(prepared: PreparedLoad) -> dict[str, Any]:
-    """Return what is loaded, and where it goes."""
+    """Return the report's fields on the variables that get tensors: counts, sizes, dtypes, devices and layout."""
     variables = prepared.mapping.provided
     layouts = [prepared.layouts.of(v) for v in variables]
     replicated = sum(layout.is_replicated for layout in layouts)

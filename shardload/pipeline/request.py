@@ -35,7 +35,7 @@ OnFailure = Literal["raise", "tell", "restore"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model goes."""
+    """The mesh, layout and devices that a caller requests for a model."""
 
     mesh: MeshLike | None = None
     axes: str | None = None
@@ -47,7 +47,7 @@ class Placement:
     def of(
         cls, mesh: MeshLike | None, axes: str | None, layout: LayoutLike | None, devices: Sequence[Any] | None
     ) -> Placement:
-        """Check arguments: a distribution or layout map as mesh is the layout too, a layout with a mesh is the mesh."""
+        """Check the arguments. A distribution given as mesh is the layout too, and a layout that has a mesh the mesh."""
         check_kind("axes", axes, str | None, "text such as 'data,model'")
         if layout is None and has_mesh(mesh):
             layout = cast("LayoutLike", mesh)
@@ -86,13 +86,13 @@ class Matching:
     rename: Mapping[str, str] | None = None
     items: Items = "all"
     is_restore: bool = False
-    """Whether leaves of a step are matched by their structure, even if the step has names too."""
+    """Whether to match a step's leaves by their place in the model, as `restore` does, even if they have names."""
     builds: bool = False
-    """Whether the model is built from the checkpoint's description: all other tensors are outside of it."""
+    """Whether the model is built from the checkpoint's description, so that tensors it does not use are no mistake."""
     reads_values: bool = True
-    """Whether values may be compared to explain tensors outside of the model; a plan reads headers only."""
+    """Whether values may be read to explain unused tensors (copies, zeros); a plan reads headers only."""
     as_keras: bool = False
-    """Follow Keras' rules: accept tensors that the model does not use, and build no slots that Keras would not."""
+    """Whether Keras' rules apply: unused tensors are accepted, and no slots are built that Keras would not build."""
 
     def __post_init__(self) -> None:
         _check_flag("strict", self.strict)
@@ -107,7 +107,7 @@ def _check_flag(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """Arguments of all functions; `shardload.plan` has neither devices nor progress, but a search for layouts has."""
+    """Arguments of all functions. `shardload.plan` takes neither devices nor progress, but a layout search uses them."""
 
     mesh: MeshLike | None = None
     axes: str | None = None
@@ -117,7 +117,7 @@ class _Arguments:
     progress: ProgressLike = None
 
     compared_names: ClassVar[tuple[str, ...]] = ()
-    """Arguments that must be written equally on all processes; mesh, layout and dtype are compared by effect."""
+    """Arguments that must be equal on all processes as written; of mesh, layout and dtype only the effect must be."""
 
     def __post_init__(self) -> None:
         # A generator can be read only once, and these are read by several stages.
@@ -127,7 +127,7 @@ class _Arguments:
 
     @cached_property
     def placement(self) -> Placement:
-        """Mesh, layout and devices."""
+        """The requested mesh, layout and devices, checked."""
         return Placement.of(self.mesh, self.axes, self.layout, self.devices)
 
     @cached_property
@@ -138,7 +138,7 @@ class _Arguments:
 
     @cached_property
     def reporter(self) -> Progress:
-        """Progress to report to."""
+        """The object that shows the load's progress."""
         return as_progress(self.progress)
 
 
@@ -165,7 +165,7 @@ class _Filling(_Arguments):
 
     @property
     def on_failure(self) -> OnFailure:
-        """What to do with a half-loaded model."""
+        """What happens to the model's values if the load fails half-way."""
         return "restore" if self.atomic else "tell"
 
 
@@ -176,7 +176,7 @@ class LoadRequest(_Building):
     function: ClassVar[str] = "load"
     model: ClassVar[None] = None
     on_failure: ClassVar[OnFailure] = "raise"
-    """What to do with a half-loaded model."""
+    """What happens to the model's values if the load fails half-way."""
 
     compared_names = (
         *("step", "strict", "atomic", "ignore", "ignore_config"),
@@ -197,7 +197,7 @@ class LoadRequest(_Building):
 
     @cached_property
     def construction(self) -> Construction:
-        """How to build the model."""
+        """How to build the model, from the arguments, checked."""
         return Construction(
             dtype=float_dtype(self.dtype),
             task=self.task,
@@ -209,12 +209,12 @@ class LoadRequest(_Building):
 
     @cached_property
     def matching(self) -> Matching:
-        """Which tensors go where."""
+        """How to match tensors with variables, from the arguments, checked."""
         ignore, fields = ignored_names(self.ignore), fidelity.checked_fields(self.ignore_config)
         return Matching(strict=self.strict, ignore=ignore, ignore_config=fields, builds=True)
 
     def check(self) -> None:
-        """Make all parts, and so raise for an argument that is of the wrong kind or out of range."""
+        """Raise for an argument that is of the wrong kind or out of range, by making all parts of the request."""
         _check_flag("atomic", self.atomic)
         check_backend()
         _ = self.construction, self.matching, self.budget_bytes, self.placement, self.reporter
@@ -233,16 +233,16 @@ class LoadWeightsRequest(_Filling):
     items: Literal["all", "weights"] = "all"
     step: int | str = "latest"
     as_keras: bool = False
-    """As in `Matching`; no argument of the function."""
+    """As in `Matching`; set for Keras' own `load_weights`, not an argument of `shardload.load_weights`."""
 
     @property
     def loads_optimizer(self) -> bool:
-        """As for `LoadRequest`."""
+        """Whether to load the state of the optimizer, if the checkpoint has it."""
         return self.items != "weights"
 
     @cached_property
     def matching(self) -> Matching:
-        """Which tensors go where."""
+        """How to match tensors with variables, from the arguments, checked."""
         check_choice("items", self.items, ("all", "weights"))
         fields = fidelity.checked_fields(self.ignore_config)
         return Matching(
@@ -250,7 +250,7 @@ class LoadWeightsRequest(_Filling):
         )
 
     def check(self) -> None:
-        """As for `LoadRequest`; also raise for a model that is not built, or has no weights."""
+        """Check the arguments as `LoadRequest.check` does, and that the model is built and has weights."""
         _check_flag("atomic", self.atomic)
         _ = self.matching, self.budget_bytes
         # Keras' `load_weights` (``as_keras``) fills models whose layers are only partly built.
@@ -266,24 +266,24 @@ class PlanRequest(_Building):
 
     @cached_property
     def device_budget_bytes(self) -> int | None:
-        """Bytes of one device, if given."""
+        """The memory of one device in bytes; ``None`` if the caller did not give it."""
         wanted = self.device_memory_bytes
         return None if wanted is None else byte_count("device_memory_bytes", wanted, least=UNIT_NEEDED)
 
     @cached_property
     def construction(self) -> Construction:
-        """How to build the model."""
+        """How to build the model, from the arguments, checked."""
         dtype, fields = float_dtype(self.dtype), fidelity.checked_fields(self.ignore_config)
         return Construction(dtype=dtype, task=self.task, ignore_config=fields)
 
     @cached_property
     def matching(self) -> Matching:
-        """Which tensors go where."""
+        """How to match tensors with variables, from the arguments, checked."""
         ignore, fields = ignored_names(self.ignore), fidelity.checked_fields(self.ignore_config)
         return Matching(ignore=ignore, ignore_config=fields, builds=True, reads_values=False)
 
     def check(self) -> None:
-        """As for `LoadRequest`."""
+        """Check the arguments as `LoadRequest.check` does."""
         check_backend()
         _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.placement, self.reporter
 
@@ -305,17 +305,17 @@ class RestoreRequest(_Filling):
 
     @property
     def source(self) -> PathLike:
-        """The folder of the steps."""
+        """The folder of the steps, under the name that the other requests have for it."""
         return self.directory
 
     @cached_property
     def matching(self) -> Matching:
-        """Which tensors go where."""
+        """How to match tensors with variables, from the arguments, checked."""
         check_choice("items", self.items, get_args(Items))
         return Matching(strict=self.strict, names=self.names, rename=self.rename, items=self.items, is_restore=True)
 
     def check(self) -> None:
-        """As for `LoadWeightsRequest`."""
+        """Check the arguments as `LoadWeightsRequest.check` does."""
         check_choice("fallback", self.fallback, (None, "previous"))
         _check_flag("atomic", self.atomic)
         _ = self.matching, self.budget_bytes
@@ -328,9 +328,9 @@ JointRequest: TypeAlias = LoadRequest | LoadWeightsRequest | RestoreRequest
 
 
 def check_keras_model(model: Any, *, built: bool = True) -> None:
-    """Check that ``model`` is a Keras model that can be filled.
+    """Raise unless ``model`` is a Keras model with weights that can be filled.
 
-    ``built`` requires all of it to be built, not only some layers, as in a `Sequential` without an input shape.
+    ``built``: also raise if only some of its layers are built, as in a `Sequential` without an input shape.
     """
     if isinstance(model, type) or not hasattr(model, "weights"):
         raise UsageError(f"Cannot use {model!r:.60} as model: expected a Keras model, got {type(model).__name__}")
@@ -348,13 +348,13 @@ def check_keras_model(model: Any, *, built: bool = True) -> None:
 
 
 def check_backend() -> None:
-    """Raise if Keras was imported with another backend, which cannot be changed afterwards."""
+    """Raise if Keras was imported with another backend than JAX, which cannot be changed afterwards."""
     if (found := keras.config.backend()) != "jax":
         raise BackendError(found)
 
 
 def ignored_names(ignore: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns of tensor names to ignore as a tuple; raise `UsageError` for anything but a list of them."""
+    """Return the argument ``ignore``, patterns of tensor names, as a tuple; raise `UsageError` if it is no list."""
     # A string is a sequence of strings: ignore="head" would ignore tensors called "h", "e", "a" and "d".
     is_list = isinstance(ignore, Iterable) and not isinstance(ignore, str)
     found = tuple(ignore) if is_list else ()  # first, because a generator can be read only once
