@@ -249,7 +249,7 @@ class Checkpointer:
         return next((info for info in self.steps() if info.best), None)
 
     def __enter__(self) -> Checkpointer:
-        """Return itself."""
+        """Return this checkpointer."""
         return self
 
     def __exit__(self, *_: object) -> None:

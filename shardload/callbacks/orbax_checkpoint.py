@@ -169,7 +169,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             timeout_s=async_timeout_s,
         )
         self._decisions = processes.Channel()
-        """Used by the training thread only; the writer's channel is also used by the writing thread."""
+        """Agrees with other processes on whether to save; separate from the writer's, which another thread uses too."""
         self._total = 0
         self._since_save = 0
         self._epoch = 0
@@ -241,7 +241,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._preemption.watch()
 
     def _steps(self) -> list[StepInfo]:
-        """Return the steps in the folder, after checking that all processes see the same ones."""
+        """Return the steps in the folder; raise if not all processes see the same ones."""
         steps = list_steps(self.directory)
         numbers = [info.step for info in steps]
         seen = self._saver.writer.channel.together(lambda: numbers)
@@ -309,7 +309,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def _at_end(self) -> bool:
-        """Whether the last trained batch was the last one of its epoch, as far as known."""
+        """Whether the last trained batch was the last one of its epoch; false if the epoch's length is not known."""
         steps = (self.params or {}).get("steps")
         return self._position.at_end or (steps is not None and self._in_epoch >= steps)
 
@@ -350,7 +350,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return self.save_decision is None or bool(self.save_decision(self._total, logs))
 
     def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
-        """Save now, regardless of ``save_freq``."""
+        """Save a step now: ``save_freq`` and ``save_decision`` were considered before."""
         step = self._total
         self._saver.writer.wait()
         if self.verbose:

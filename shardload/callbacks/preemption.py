@@ -21,18 +21,18 @@ from shardload import processes
 from shardload.keras_bridge.training import in_fit
 
 _asked = itertools.count()
-"""The number of the next query to JAX, which must be the same on all processes."""
+"""Numbers for queries to JAX whether the run is preempted; each query has the same number on all processes."""
 
 
 class Preemption:
-    """The signals that ask this process to end ``fit``."""
+    """Notices signals that ask this process to end ``fit``: SIGTERM, and a Ctrl-C that Python dropped."""
 
     def __init__(self) -> None:
         self._ctrl_c, self._term = _FitSignal(signal.SIGINT), _FitSignal(signal.SIGTERM)
         self._agreed = False
 
     def is_announced(self) -> bool:
-        """Whether to save and end now; all processes call this once after each batch."""
+        """Whether SIGTERM came, on any process: save and end ``fit`` now. All processes call this after each batch."""
         # JAX returns true for a single query, so the answer is kept.
         if not self._agreed and processes.is_distributed():
             try:
@@ -42,26 +42,26 @@ class Preemption:
         return self._agreed or self._term.came
 
     def raise_dropped_interrupt(self) -> None:
-        """Raise a `KeyboardInterrupt` that was dropped, once."""
+        """Raise `KeyboardInterrupt` if Ctrl-C was pressed since the last call, as Python may have dropped it."""
         came, self._ctrl_c.came = self._ctrl_c.came, False
         if came:
             raise KeyboardInterrupt
 
     def watch(self) -> None:
-        """Set the signal handlers, where possible."""
+        """Set the signal handlers, if ``fit`` runs in the main thread and no handler of the user's is in the way."""
         self._agreed = False
         self._ctrl_c.watch()
         if not processes.is_distributed():
             self._term.watch()
 
     def ignore(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the signal handlers that `watch` replaced."""
         self._ctrl_c.ignore()
         self._term.ignore()
 
 
 class _FitSignal:
-    """A handler that records a signal during ``fit`` and passes it on; outside ``fit`` the previous handler applies.
+    """Handles one signal: records it during ``fit`` and passes it on; outside ``fit``, only the previous handler acts.
 
     Keras does not notify callbacks when ``fit`` fails, so the handler may outlive it. For Ctrl-C it replaces the
     default handler only: a user's own handler has priority.
@@ -88,7 +88,7 @@ class _FitSignal:
             signal.signal(self._number, self._note)
 
     def ignore(self) -> None:
-        """Restore the previous handler."""
+        """Restore the handler that `watch` replaced."""
         self.came = False
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(self._number) == self._note:

@@ -45,47 +45,47 @@ _SAVED = {
     False: "Step {step} was saved after {place}, without a data position.",
     True: "Step {step} was saved after {place}, with a data position, but this data cannot continue there.",
 }
-"""The messages for a step without and with a saved data position."""
+"""Beginnings of the warning that data starts over: for a step without and with a saved data position."""
 
 
 @dataclass(slots=True)
 class Resumption:
-    """The differences between the first epoch of a resumed ``fit`` and other epochs."""
+    """Where a ``fit`` continues after a step, and what to restore when its first epoch begins."""
 
     info: StepInfo
     """The step to continue from."""
     epoch: int
-    """The epoch to begin with."""
+    """The epoch to begin with, from 0."""
     complete: int
     """The number of epochs completed before the step: the default for ``epoch``, unless ``initial_epoch`` is given."""
     skipped: int = 0
-    """The number of batches of that epoch that were already trained."""
+    """The number of batches of epoch ``epoch`` that were trained before the step was saved."""
     metrics: list[tuple[Any, Any]] = field(default_factory=list)
-    """Variables of metrics, with their values in the middle of that epoch."""
+    """Metric variables with the values that they had when the step was saved, in the middle of an epoch."""
     restored_before: bool = False
-    """Whether the step was restored before ``fit`` began."""
+    """Whether `shardload.restore` restored the step, before ``fit`` began; else the callback did."""
     trained: int = 0
     """The number of batches the model had trained before the step was restored."""
     undone: int = 0
-    """How many of these came after the step and are undone."""
+    """How many of the batches in ``trained`` came after the step, so that restoring it has undone them."""
     ended_by: str | None = None
-    """The callback that had ended training at this step."""
+    """The callback (such as ``EarlyStopping``) that ended training at this step; ``None`` if none did."""
     changed: tuple[str, ...] = ()
-    """What the step did to the learning rates of the model, its count of batches, and its moving averages."""
+    """Sentences for the user on what the restore changed: learning rates, count of batches, moving averages."""
 
     @property
     def is_due(self) -> bool:
-        """Whether training continues where it stopped, not with another epoch that the user gave."""
+        """Whether training continues after the last complete epoch, not with another one that the user chose."""
         return self.epoch == self.complete
 
     def end(self, model: Any, epochs: int, ended_by: str) -> None:
-        """Train nothing: ``ended_by`` had ended training at this step."""
+        """Make this ``fit`` train nothing, because the callback ``ended_by`` ended training at the step."""
         # An epoch at or after `epochs` leaves nothing to train, and `fit` ends in its usual way.
         self.ended_by, self.epoch = ended_by, max(epochs, self.epoch)
         self.set_first_epoch(model)
 
     def set_first_epoch(self, model: Any) -> None:
-        """Let the next ``fit`` begin with this epoch."""
+        """Make ``fit`` begin with epoch ``epoch``, and remember that this callback set it."""
         set_initial_epoch(model, self.epoch)
         record_of(model).first_epoch = self.epoch
 
@@ -96,13 +96,13 @@ class Resumption:
         self.metrics.clear()
 
     def give_up(self, model: Any) -> None:
-        """Leave the resumption to the next ``fit``, because this one began no epoch."""
+        """Leave the resumption to the next ``fit``: this one has ended before an epoch began."""
         forget_first_epoch(model)
         if self.restored_before:
             record_of(model).restored = self.info
 
     def notices(self, *, epochs: int | None, newest: int) -> Iterator[str]:
-        """Yield notices for the user; ``epochs`` is the argument of ``fit``, ``newest`` the folder's newest step."""
+        """Yield sentences on where training continues; ``epochs`` as in ``fit``, ``newest`` is the folder's last."""
         if self.undone:
             had = f"this model had trained {plural(self.trained, 'batch')}, so its last {self.undone} are undone"
             way_out = "To continue from the model's current state, pass resume=False"
@@ -135,7 +135,7 @@ def resume_training(
     data_iterator: Any,
     initial_epoch: int | None,
 ) -> Resumption | None:
-    """Continue after the step that was restored into a model, or restore the step that ``resume`` requests."""
+    """Return where ``fit`` continues: after a step restored before, or one that ``resume`` restores now, if any."""
     record = record_of(model)
     info, record.restored = record.restored, None
     before = info is not None and _is_in(directory, info)
@@ -196,7 +196,7 @@ def _is_in(directory: Path, info: StepInfo) -> bool:
 def _resumption(
     model: Any, info: StepInfo, position: Position, *, data_iterator: Any, initial_epoch: int | None
 ) -> Resumption:
-    """Prepare the data to continue after a step; return the epoch and batch to begin with."""
+    """Set the data to the position in a step, if possible; return the epoch and batch that training continues with."""
     epoch, batch = info.epoch or 0, info.batch or 0
     complete = epoch + 1 if info.recorded.epoch_done else epoch
     # `fit` has priority, except for 0: that is its default, so one cannot tell whether the user passed it.
@@ -244,7 +244,7 @@ def _resumption(
 
 
 def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of ``iterator.json``: the position of a resumable dataset and of the user's own source."""
+    """Return what a step stores about data: the position of a resumable dataset, and ``own``, of a user's source."""
     state = position.state
     if state is None:
         return own
@@ -254,7 +254,7 @@ def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_first_epoch(model: Any) -> None:
-    """Remove the epoch set for the next ``fit``, but not one set by another callback (Keras' BackupAndRestore)."""
+    """Undo `Resumption.set_first_epoch`, but not an epoch that another callback set (Keras' BackupAndRestore)."""
     # Keras keeps `_initial_epoch` for all later fits of the model.
     record = record_of(model)
     if record.first_epoch is not None:
@@ -267,15 +267,15 @@ _COUNTS = ("wait", "best_epoch", "stopped_epoch", "cooldown_counter")
 
 
 class OtherCallbacks:
-    """The other callbacks of one ``fit`` whose state belongs to its steps."""
+    """The ``EarlyStopping`` and ``ReduceLROnPlateau`` callbacks of one ``fit``, whose state is stored in its steps."""
 
     def __init__(self, saver: Any = None) -> None:
-        """Find them in the calling ``fit``, and let them run before ``saver``; none without one."""
+        """Find these callbacks in the running ``fit``, and move ``saver`` behind them; without it, there are none."""
         self._found = () if saver is None else tuple(run_after(saver, _KINDS))
         self._waiting: list[tuple[Any, dict[str, Any]]] = []
 
     def record(self) -> tuple[dict[str, Any], ...]:
-        """Return their state for ``step.json``."""
+        """Return the callbacks' state, to store in ``step.json``."""
         found: list[dict[str, Any]] = []
         for callback in self._found:
             name, monitor = _name_of(callback)
@@ -287,7 +287,7 @@ class OtherCallbacks:
         return tuple(found)
 
     def resume(self, info: StepInfo) -> str | None:
-        """Prepare to restore the state that a step stores; return the callback that ended the run, if one did."""
+        """Read the callbacks' state from a step, for `restore`; return the name of one that ended training there."""
         stored = list(info.recorded.callbacks)
         self._waiting = []
         for callback in self._found:
@@ -304,7 +304,7 @@ class OtherCallbacks:
         return None
 
     def restore(self, model: Any, info: StepInfo) -> Iterator[str]:
-        """Restore the state, once; yield warnings about weights that are lost."""
+        """Assign the state read by `resume` to the callbacks, once; yield warnings about best weights that are lost."""
         waiting, self._waiting = self._waiting, []
         for callback, state in waiting:
             for name, value in state.items():
@@ -321,7 +321,7 @@ class OtherCallbacks:
                 )
 
     def finish(self, model: Any, info: StepInfo) -> Iterator[str]:
-        """Restore the best weights after a ``fit`` that trains nothing, as the run did that ended; say so."""
+        """Put the best weights into the model after a ``fit`` that trains nothing, and yield notices that say so."""
         waiting = [callback for callback, _ in self._waiting]
         yield from self.restore(model, info)
         for callback in waiting:
@@ -340,7 +340,7 @@ def _call_of(callback: Any) -> str:
 
 
 def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes in a stored state; a value that no callback can have becomes the initial one."""
+    """Return the attributes to set on a callback from stored JSON; a value of a wrong type becomes the initial one."""
     found: dict[str, Any] = {name: state[name] if type(state[name]) is int else 0 for name in _COUNTS if name in state}
     best = state.get("best")
     known = best in ("nan", "inf", "-inf") or (isinstance(best, (int, float)) and not isinstance(best, bool))
@@ -348,7 +348,7 @@ def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _best_weights(model: Any, info: StepInfo, epoch: int) -> list[Any] | None:
-    """Return the weights after an epoch, in Keras' order, from the step or another one of its run; ``None`` if lost."""
+    """Return the weights after an epoch for ``set_weights``, from this step or another of its run; ``None`` if lost."""
     for found in (info, *(step for step in list_steps(info.path.parent) if step.ours and step.run == info.run)):
         if found.epoch == epoch and found.recorded.epoch_done and found.problems is None:
             try:

@@ -276,10 +276,7 @@ def plan_load(request: PlanRequest) -> PlanReport:
 
 
 def devices_and_layout(placement: Placement, model: Any) -> tuple[MeshDevices, LayoutLike | None]:
-    """Return the devices and the layout to load with. ``model``: ``None`` if it is not built yet.
-
-    A layout of ``None`` keeps the model's own.
-    """
+    """Return devices and layout to load with; a layout of ``None`` keeps that of ``model`` (``None``: not built yet)."""
     # A model that has values or shardings stays where it is, unless the caller names other devices.
     follows_model = model is not None and placement.mesh is None and placement.devices is None
     if follows_model and (own := current_devices(model)) is not None:

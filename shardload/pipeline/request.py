@@ -47,7 +47,7 @@ class Placement:
     def of(
         cls, mesh: MeshLike | None, axes: str | None, layout: LayoutLike | None, devices: Sequence[Any] | None
     ) -> Placement:
-        """Check the arguments. A distribution given as mesh is the layout too, and a layout that has a mesh the mesh."""
+        """Check the arguments. A distribution given as mesh is the layout too; one given as layout is the mesh too."""
         check_kind("axes", axes, str | None, "text such as 'data,model'")
         if layout is None and has_mesh(mesh):
             layout = cast("LayoutLike", mesh)
@@ -107,7 +107,7 @@ def _check_flag(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """Arguments of all functions. `shardload.plan` takes neither devices nor progress, but a layout search uses them."""
+    """Arguments of all functions. `shardload.plan` has no devices and progress, but a search for layouts uses them."""
 
     mesh: MeshLike | None = None
     axes: str | None = None
