@@ -31,7 +31,7 @@ from shardload.units import plural
 
 
 def check_base(manifest: Manifest, base: Any) -> None:
-    """Raise a `UsageError` unless ``base`` is given exactly for a partial step."""
+    """Raise `UsageError` if a partial step is to be converted without ``base``, or anything else with it."""
     left_out = manifest.n_left_out
     if left_out and base is None:
         raise UsageError(
@@ -44,7 +44,7 @@ def check_base(manifest: Manifest, base: Any) -> None:
 
 
 def on_base(base: Source, path: str) -> Source:
-    """Return a base with the weights of a partial step, its LoRA adapters among them."""
+    """Return ``base`` with the weights of the partial step at ``path`` (LoRA adapters too) instead of its own."""
     step = open_manifest(path)
     structure = step.metadata["structure"]
     # The base was built without LoRA: create the factors' variables before the step's tensors are mapped to them.
@@ -110,7 +110,7 @@ def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
 
 
 def merge_note(kernels: Sequence[LoraKernel]) -> str:
-    """Describe a merge for the report."""
+    """Return the report's note that LoRA factors were merged into kernels."""
     return (
         f"LoRA was merged into {plural(len(kernels), 'kernel')} ({kernels[0].kernel.path!r} …): computed in float32 "
         "and rounded once to the dtype of each kernel"

@@ -31,7 +31,7 @@ from shardload.stores.location import nowhere
 
 
 def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder) -> None:
-    """Open the result as its readers do: check that all tensors are there, and match the model that asks for them."""
+    """Raise `SourceError` unless readers of the target's format find all tensors, as the model needs them."""
     index = staging.result / staging.target.name if plan.shards else staging.result
     manifest = open_manifest(index, format=plan.format)
     spec = spec_of(manifest)
@@ -65,7 +65,7 @@ def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder
 
 
 def description_fault(name: str, described: Mapping[str, Any], tensors: list[Wanted]) -> str | None:
-    """Return what is wrong with the model that a description builds for the file next to it; ``None`` if nothing.
+    """Return why the model built from a description would not fit the weights file next to it; ``None`` if it fits.
 
     Keras describes a layer that is used in several places once for each, and does not always join them again. If the
     description has classes or functions of other packages than Keras and KerasHub, nothing is built, because that would
@@ -88,7 +88,7 @@ def description_fault(name: str, described: Mapping[str, Any], tensors: list[Wan
 
 
 def _is_of_keras(described: Any) -> bool:
-    """Whether Keras and KerasHub define all that a description names."""
+    """Whether all classes and functions that a model's description names are Keras' or KerasHub's."""
     if isinstance(described, Mapping):
         module = described.get("module", "keras") or "keras"
         known = module == "builtins" or f"{module}.".startswith(("keras.", "keras_hub."))

@@ -49,7 +49,7 @@ from shardload.text.gguf_tokenizer import CONTROL, NORMAL, files_of, tokenizer_f
 
 KERAS, TRANSFORMERS = "keras", "transformers"
 CONFIG_ENTRY = "shardload_transformers"
-"""Name of the entry with Hugging Face's configuration in the file next to Keras' weights; Keras ignores it."""
+"""Name of the entry with Hugging Face's configuration in the JSON file next to Keras' weights; Keras ignores it."""
 STATE = "state.json"
 """File in the Keras family with values of other variables (seeds), for formats that cannot store them."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -63,22 +63,22 @@ _OF_MODELS = frozenset(
         *("README.md", "LICENSE", "LICENSE.txt", "NOTICE"),
     }
 )
-"""Names that no private file has: of these, links of link farms are followed."""
+"""Usual file names of checkpoints, which no private file has: links with these names may lead out of the folder."""
 _MAX_BYTES = 1 << 30
-"""Most bytes of one file; larger files are assumed to be weights."""
+"""Most bytes of a small file to copy; larger ones are assumed to be weights in another format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """Both families of small files, by path relative to the folder of their family."""
+    """The small files of a checkpoint, KerasHub's and Hugging Face's, by path relative to the folder of each family."""
 
     keras: Mapping[str, Path] = field(default_factory=dict)
     transformers: Mapping[str, Path | bytes] = field(default_factory=dict)
-    """The files, or the content of new files."""
+    """A file to copy, or the content of a file to write."""
     notes: tuple[str, ...] = ()
 
     def config(self, family: str, name: str = "config.json") -> dict[str, Any] | None:
-        """Return the content of one of the JSON files; ``None`` if it does not exist."""
+        """Return the content of a JSON file of a family (``keras`` or ``transformers``); ``None`` if there is none."""
         path = getattr(self, family).get(name)
         if path is None:
             return None
@@ -112,7 +112,7 @@ def companions_of(manifest: Manifest) -> Companions:
 
 
 def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Return files by relative path, and notes on omitted files."""
+    """Return a folder's small files by relative path, except in folder ``skip``, and notes on files left out."""
     found: dict[str, Path] = {}
     left_out = []
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
@@ -132,7 +132,7 @@ def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]
 
 
 def _may_be_private(path: Path, folder: Path, name: str) -> bool:
-    """Whether a link could make a file public that is none of the checkpoint's, such as ``notes -> ~/.ssh/id_rsa``."""
+    """Whether a link may lead to a private file, ``notes -> ~/.ssh/id_rsa``, which a copy would make public."""
     target = path.resolve()
     if target.is_relative_to(folder.resolve()):
         return False
@@ -150,7 +150,7 @@ def is_weights(name: str) -> bool:
 
 
 def copy_files(files: Mapping[str, Path] | Mapping[str, Path | bytes], folder: Path) -> None:
-    """Copy one family into a folder."""
+    """Copy or write small files into ``folder``, by their relative paths."""
     for name, found in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ _VOCABULARIES = (*_OF_TRANSFORMERS, "tekken.json")
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """A layer of KerasHub that a preset needs to work on text."""
+    """KerasHub's preprocessor or tokenizer for a preset, which cannot work on text without."""
 
     layer: Any = None
     """A preprocessor or a tokenizer; ``None`` without either."""
@@ -177,9 +177,9 @@ class Preprocessing:
 
 
 def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> Preprocessing:
-    """Return the preprocessor of a task, of a backbone's generating task, or only a tokenizer.
+    """Return a model's preprocessor: its own, else one made from the source's tokenizer files, else only a tokenizer.
 
-    The layer may need TensorFlow to be used, which writing it does not.
+    Without TensorFlow, some can be written, but not used.
     """
     if (found := getattr(model, "preprocessor", None)) is not None:
         return Preprocessing(found)
@@ -220,7 +220,7 @@ def write_description(model: Any, found: Preprocessing, folder: Path) -> None:
 
 
 def _completed(files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
-    """Add the vocabulary files of older versions of transformers, which KerasHub reads; newer ones write one file."""
+    """Add ``vocab.json`` and ``merges.txt``, or ``vocab.txt``, which KerasHub reads, made from ``tokenizer.json``."""
     if "tokenizer.json" not in files:
         return files
     found = files["tokenizer.json"]
@@ -241,7 +241,7 @@ def _completed(files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
 
 
 def _made(model: Any, manifest: Manifest) -> Any:
-    """Return the preprocessor, else the tokenizer; raises any error if KerasHub has neither, or cannot make it."""
+    """Make KerasHub's preprocessor for a model, else its tokenizer; raises an error of any kind if both fail."""
     preprocessor, tokenizer = text_classes(model)
     if tokenizer is None:
         raise UnsupportedError(f"it has none for {type(model).__name__}")
@@ -256,7 +256,7 @@ def _made(model: Any, manifest: Manifest) -> Any:
 
 
 def _save(layer: Any, folder: Path) -> bool:
-    """Write all of a preprocessing layer's files, or none."""
+    """Write all files of a preprocessor or tokenizer, or none; return whether they were written."""
     # Apart, then copied, because an error half-way would leave some of the files.
     with tempfile.TemporaryDirectory(dir=folder) as made:
         try:
@@ -279,7 +279,7 @@ _PIECES = f"{_TOKENIZER}/vocabulary.spm"
 def hugging_face_tokenizer(
     companions: Companions, manifest: Manifest, *, backbone: str, model_type: str
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Return files by name, and notes; both empty if the source has Hugging Face's tokenizer files, or none."""
+    """Make Hugging Face's tokenizer files from KerasHub's, if only those exist; return contents by name, and notes."""
     # The source's own files are copied as they are; only what would be missing is made.
     kept, own = companions.keras, companions.transformers
     if not own.keys().isdisjoint(_OF_TRANSFORMERS) or kept.keys().isdisjoint((_PIECES, "tokenizer.json")):
@@ -316,7 +316,7 @@ def hugging_face_tokenizer(
 
 
 def _metadata(layer: Any, pattern: str) -> TokenizerMetadata:
-    """Describe a byte-pair tokenizer of KerasHub in the form of a GGUF header."""
+    """Convert a byte-pair tokenizer of KerasHub to what a GGUF header would say, from which files can be written."""
     tokens = {int(number): word for word, number in layer.vocabulary.items()}
     special = set(layer.unsplittable_tokens or ())
     # A vocabulary may have gaps, but in a header a token's position is its number.

@@ -28,13 +28,13 @@ from shardload.transfer.read_tensor import read_rows, read_tensor
 
 _Array = NDArray[Any]
 Computing = ConverterStep | LayerStep
-"""Steps of a load that compute values."""
+"""Kinds of load steps that compute values: a second run of a KerasHub converter, or a layer's loading hook."""
 Lend = Callable[[Any, _Array], None]
-"""Gives a variable a value until the step has finished."""
+"""Function that gives a variable a value for as long as a step runs."""
 
 
 def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
-    """Yield each computed variable with the last step that computes it."""
+    """Yield the last step that computes a variable, whose value counts, and the variable; for each computed one."""
     found: dict[int, tuple[Computing, Any]] = {}
     for step in mapping.steps:
         if isinstance(step, ConverterStep | LayerStep):
@@ -44,16 +44,16 @@ def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """The location of one variable's value: a view of a tensor, an array, devices, or a step that computes it."""
+    """Where one variable's value comes from: a view of a tensor, an array, a live model, or a step that computes it."""
 
     variable: Any
     dtype: np.dtype[Any]
-    """Dtype as stored; for decoded or computed values, the variable's own, as in a load."""
+    """Dtype of the stored tensor; of decoded or computed values that of the variable, as in a load."""
     tensor: Tensor | None = None
     view: View | None = None
     array: _Array | None = None
     live: Callable[[], jax.Array] | None = None
-    """Returns the value of a live model, possibly computed now."""
+    """Returns the value in a live model, which may be computed by the call (merged LoRA)."""
     step: Computing | None = None
 
 
@@ -66,7 +66,7 @@ def compute(
     write: Callable[[Any, _Array], None],
     done: Callable[[Any], None],
 ) -> None:
-    """Run one step and write what it computes.
+    """Run one step of a load and pass the values that it computes to ``write``.
 
     ``dtypes``: ``id`` of each requested variable → dtype to write it in. ``write`` writes a variable's value to the
     target, and may be called again for the same variable; ``done`` is called once it has its final value.
@@ -90,7 +90,7 @@ def compute(
 
 
 def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> bool:
-    """Run a step; if it lacks the value of a variable, lend the value and return that the step must run again."""
+    """Run a step and return whether it finished; if it lacks a variable's value, lend that, for another run."""
     # A hook may also set attributes of its layer: undo that, so that a second run finds what the first one found.
     snapshot = None if step.saveable is None else AttributeSnapshot.of(step.saveable)
     try:
@@ -118,7 +118,7 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> 
 
 @contextmanager
 def _lending() -> Iterator[Lend]:
-    """Lend values to variables, and remove them at the end."""
+    """Yield a function that gives variables values, which are taken away again at the end of the block."""
     before: dict[int, tuple[Any, Any]] = {}
 
     def lend(variable: Any, value: _Array) -> None:
@@ -135,7 +135,7 @@ def _lending() -> Iterator[Lend]:
 
 @dataclass(slots=True)
 class _Runtime:
-    """The operations of a step: like `shardload.mapping.assign.Assigner`, but for a model without values."""
+    """What a step calls to read and assign: like `shardload.mapping.assign.Assigner`, for a model without values."""
 
     manifest: Manifest
     dtypes: Mapping[int, np.dtype[Any]]
@@ -151,14 +151,14 @@ class _Runtime:
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> None:
-        """Do nothing: viewed values are copied without the step."""
+        """Do nothing: values that are views of tensors are copied elsewhere, without running a step."""
 
     def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Do nothing: viewed values are copied without the step."""
+        """Do nothing: values that are views of tensors are copied elsewhere, without running a step."""
         return value
 
     def compute(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Write a value, cast as loading casts it."""
+        """Write a value that the step has computed for a variable, cast as a load would cast it."""
         if (dtype := self.dtypes.get(id(variable))) is None:
             return value
         host = np.asarray(value)

@@ -177,7 +177,7 @@ def _write(
     block_bytes: int,
     shown: Progress,
 ) -> int:
-    """Write and publish the target; return how many tensors an earlier run had finished."""
+    """Write all of the target and publish it under its name; return how many tensors an earlier run had finished."""
     with staged(target, folder=not is_file_name(target), overwrite=overwrite) as staging:
         try:
             resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=shown)
@@ -203,7 +203,7 @@ def _write(
 
 
 def _check_digests(source: Source, progress: Progress) -> None:
-    """Verify a step that has digests before the copy, so that no flipped bit is copied."""
+    """Verify a source that is a shardload step against its digests, so that no damaged value is converted."""
     for manifest in source.manifests:
         path = Path(manifest.source)
         if spec_of(manifest).is_step and is_ours(path):
@@ -219,7 +219,7 @@ def _check_digests(source: Source, progress: Progress) -> None:
 def write_all(
     source: Source, plan: ConversionPlan, staging: ConversionFolder, *, block_bytes: int, progress: Progress
 ) -> int:
-    """Make the files and fill in the missing tensors; return how many tensors an earlier run had finished."""
+    """Make the target's files, or continue an earlier run, and write all tensors; return how many that had finished."""
     staging.begin(identity(source, plan, staging.target))
     if staging.places is None:
         check_room(staging.target, plan)
@@ -249,7 +249,7 @@ def write_all(
 
 
 def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
-    """Run the steps that compute values, and write the values."""
+    """Write the values that are computed, by running each step that computes some of them."""
     by_variable = {id(copy.value.variable): copy for copy in copies}
     # A tensor is complete, and noted, once the last of the variables that share it is.
     left = Counter(copy.wanted.name for copy in copies)
@@ -275,7 +275,7 @@ def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The target of the copies, and the block size."""
+    """Writes tensors into the target's files, in blocks of ``block_bytes``, and records them in the journal."""
 
     staging: ConversionFolder
     places: Mapping[str, TensorPlace]
@@ -283,18 +283,18 @@ class _Work:
     progress: Progress
 
     def is_done(self, copy: Copy) -> bool:
-        """Whether an earlier run copied it, and the bytes in the files still match its digest."""
+        """Whether an earlier run wrote this tensor, and its bytes in the files still have the digest noted then."""
         # Nothing is flushed before the end: after a power failure the journal may list values that never reached disk.
         known = self.staging.done.get(copy.wanted.name)
         return known is not None and self._digest(copy) == known
 
     def note(self, copy: Copy) -> None:
-        """Record it in the journal."""
+        """Record in the journal that this tensor is complete, with the digest of its bytes."""
         # Digest the file: values are written in the source's order, and a digest needs the target's.
         self.staging.note_done(copy.wanted.name, self._digest(copy))
 
     def copy(self, copy: Copy) -> None:
-        """Copy a view of a stored tensor, or an array."""
+        """Write a value that is not computed by a step: a view of a stored tensor, or an array."""
         value, dtype = copy.value, copy.wanted.dtype
         if value.tensor is None or value.view is None:
             self.put(copy, np.asarray(value.array if value.live is None else value.live()))
@@ -305,7 +305,7 @@ class _Work:
             self._move(copy, reader_of(tensor, dtype), source, target, item_bytes)
 
     def put(self, copy: Copy, value: NDArray[Any]) -> None:
-        """Write a value that is in memory."""
+        """Write a value that is in host memory."""
         dtype = copy.wanted.dtype
         source = View("", 0, value.shape, c_strides(value.shape))
         self._move(copy, reader_of_value(value, dtype), source, copy.view, dtype.itemsize)
@@ -319,7 +319,7 @@ class _Work:
 
 
 def identity(source: Source, plan: ConversionPlan, target: Path) -> str:
-    """Return a digest of everything that determines the output."""
+    """Return a digest of all that determines what a conversion writes: only a run with the same one is continued."""
     # A file replaced by one of the same size and time of change differs in its inode or ctime.
     files = [
         (str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)

@@ -44,36 +44,36 @@ _log = logging.getLogger(__name__)
 ENDING = ".weights.h5"
 INDEX_ENDING = ".weights.json"
 _SHARD_BYTES = 5 << 30
-"""Keras' default shard size."""
+"""Most bytes of a shard by default, as in Keras."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The content that Keras would write for one object."""
+    """What Keras would write into a weights file for one model."""
 
     weights: tuple[Copy, ...]
     names: Mapping[str, str]
-    """Group → name of the object saved there."""
+    """Name of the layer or other object saved in each HDF5 group, by the group's path."""
     left: tuple[Any, ...]
     """Variables that Keras does not save: the states of seed generators."""
     optimizers: tuple[Copy, ...] = ()
     """The few variables of optimizers that were not built: Keras requires them."""
     omitted: tuple[str, ...] = ()
-    """Paths of the optimizers whose state is left out."""
+    """Paths in the model of the optimizers whose state Keras would write and is left out."""
 
     @property
     def copies(self) -> tuple[Copy, ...]:
-        """Return everything that is written."""
+        """All tensors to write, with the variables that provide their values."""
         return (*self.weights, *self.optimizers)
 
     @property
     def tensors(self) -> list[Wanted]:
-        """Return the tensors, named as in the file."""
+        """All tensors to write, with their names in the file."""
         return [replace(copy.wanted, name=copy.wanted.name.removeprefix(TASK_PREFIX)) for copy in self.copies]
 
 
 def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = None, prefix: str = "") -> Saved:
-    """Return the tensors and named groups that Keras would write.
+    """Return the tensors and groups that Keras would write for ``root``; raise if its layers compute what they save.
 
     ``dtypes``: ``id`` of the variable → dtype. ``skip``: a nested model whose layers are omitted, because another file
     has them. ``prefix`` is put before the names of the tensors.
@@ -102,7 +102,7 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
 def file(
     source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None
 ) -> ConversionPlan:
-    """Plan one file, or an index with shards, as Keras writes them for the model."""
+    """Plan a ``….weights.h5`` file, or an index ``….weights.json`` with shards, as Keras writes for the model."""
     from shardload.loaders.hdf5 import writer as h5
 
     root = source.model
@@ -205,7 +205,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 
 def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:
-    """Add the variables of ``optimizers``, by path, that were not built; the state of others is left out."""
+    """Add the optimizers of a model, by path, to what is saved: variables of unbuilt ones; others as left out."""
     new = {path: list(each.variables) for path, each in optimizers.items() if not each.built}
     # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.
     unknown = [v for variables in new.values() for v in variables if id(v) not in source.values]
@@ -225,13 +225,13 @@ def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source
 
 
 def head_of(source: Source) -> list[Any]:
-    """Return the task's weights outside its backbone."""
+    """Return the weights of a task that are not its backbone's, such as a classifier's head."""
     own = {id(v) for v in source.backbone.variables}
     return [v for v in source.variables_of(source.model) if id(v) not in own and is_weight(v)]
 
 
 def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
-    """Write KerasHub's files other than weights: the original ones, or new ones from KerasHub."""
+    """Write KerasHub's configuration and tokenizer files: the source's own, or else made by KerasHub."""
     folder.mkdir(exist_ok=True)
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
@@ -252,7 +252,7 @@ def model_config(model: Any) -> dict[str, Any]:
 
 
 def state_as_json(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
-    """Return the values of small backbone variables by structural key, so that `Source` can find them again."""
+    """Return the content of ``state.json``: values of small variables, by a key that a later conversion knows."""
     from shardload.transfer.read_tensor import read_rows
 
     roles = roles_of(source.backbone)

@@ -59,10 +59,10 @@ _DESCRIPTIONS = (CONFIG, TASK, METADATA)
 
 
 def live_source(model: Any, kernels: Sequence[LoraKernel], folder: Path, *, files: bool) -> Source:
-    """Return a built model as a source. Its layers with LoRA must be hidden (`keras_bridge.lora.hidden`) meanwhile.
+    """Return a model with values as a source. Its LoRA must be hidden (`keras_bridge.lora.hidden`) while it is used.
 
-    ``kernels``: all kernels with factors of LoRA, to be merged. ``folder``: an empty folder for KerasHub's files of the
-    model, needed as long as the source; ``files``: whether the target has them.
+    ``kernels``: all kernels with LoRA factors, to be merged. ``folder``: an empty folder that gets KerasHub's
+    configuration and tokenizer files and is needed as long as the source; ``files``: whether the target needs them.
     """
     merged = {id(found.kernel): found for found in kernels}
     factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
@@ -105,7 +105,7 @@ def _value(variable: Any, kernel: LoraKernel | None) -> StoredValue:
 
 
 def _with_files(source: Source, folder: Path) -> Source:
-    """Write KerasHub's files, and find the tokenizer's."""
+    """Return the source with its small files: KerasHub's, written to ``folder``, and those of its tokenizer."""
     # `origin` is the source that the model was loaded from, if it still describes the model.
     model, loaded = source.model, record_of(source.model).text_source
     kept, notes = Companions(), list(source.notes)
@@ -140,7 +140,7 @@ def _with_files(source: Source, folder: Path) -> Source:
 
 
 def _describes(loaded: Manifest, backbone: Any) -> bool:
-    """Whether KerasHub builds this backbone from the configuration of a Hugging Face folder."""
+    """Whether the Hugging Face folder that a model was loaded from still describes its backbone."""
     # The tensors of a quantised folder are codes, and no template. A part's configuration may say so too.
     has_folder = spec_of(loaded).tokenizer == "hugging-face"  # a GGUF file has its tokenizer in the header
     if not has_folder or "quantization_config" in str(loaded.config):
@@ -155,7 +155,7 @@ def _describes(loaded: Manifest, backbone: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A part of an array on one device, and its place in the array."""
+    """The part of an array that one device stores, and its box in the array."""
 
     box: Bounds
     data: jax.Array
@@ -163,14 +163,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalBox:
-    """A box of an array, and the shards that make it up."""
+    """A box of an array, and the shards that it consists of."""
 
     box: Bounds
     shards: tuple[Shard, ...]
 
 
 def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
-    """Return the part of an array that this process writes: of each replicated shard, one process writes its first."""
+    """Return the boxes of an array that this process writes; a replicated shard is written by one process only."""
     shards = []
     for shard in array.addressable_shards:
         if not shard.replica_id:
@@ -188,7 +188,7 @@ def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
 
 
 def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
-    """Return a reader of a region's elements, cast to ``dtype``; it returns bits as unsigned integers."""
+    """Return a function that reads elements of a box from the devices, cast to ``dtype``, as unsigned integers."""
     stored = np.dtype(region.shards[0].data.dtype)
     raw = np.dtype(f"u{stored.itemsize}") if stored.itemsize in (1, 2, 4, 8) else stored
 
@@ -209,7 +209,7 @@ def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Bounds]:
-    """Yield the boxes that elements ``[start, stop)`` in row-major order consist of, in that order."""
+    """Split elements ``[start, stop)`` of an array, counted in row-major order, into boxes, in that order."""
     if start == stop:
         return
     if not shape:
@@ -240,12 +240,12 @@ def _inside(row: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[
 
 
 def is_on_host(data: jax.Array) -> bool:
-    """Whether NumPy can view an array's memory, so that no part of it must be copied off its device first."""
+    """Whether an array is in CPU memory, which NumPy can view without a copy."""
     return all(device.platform == "cpu" for device in data.devices())
 
 
 def _host_part(data: jax.Array, box: Bounds) -> NDArray[Any]:
-    """Return a box of one device's array: a view of it on a CPU, else a copy of the box alone."""
+    """Return a box of one device's array as a NumPy array: a view on a CPU, else a copy of only this box."""
     if box.shape == data.shape:
         return _uncached(data)
     if is_on_host(data):
@@ -255,7 +255,7 @@ def _host_part(data: jax.Array, box: Bounds) -> NDArray[Any]:
 
 
 def _uncached(data: jax.Array) -> NDArray[Any]:
-    """Return an array as NumPy's, without leaving a copy in it."""
+    """Return a NumPy array of a `jax.Array`, without the copy that the latter would otherwise keep."""
     alias = jax.make_array_from_single_device_arrays(
         data.shape, data.sharding, [s.data for s in data.addressable_shards]
     )

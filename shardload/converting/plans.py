@@ -23,37 +23,37 @@ class Copy:
     wanted: Wanted
     value: StoredValue
     view: View
-    """The tensor's elements that the variable fills."""
+    """Which elements of the target's tensor the variable fills."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversionPlan:
-    """Everything that a conversion writes."""
+    """Everything that a conversion will write."""
 
     format: str
     """Name of the result's format."""
     copies: tuple[Copy, ...]
     make: Callable[[Path], tuple[TensorPlace, ...]]
-    """Writes all files, without the values; takes the result's path, which must not exist yet."""
+    """Writes all files at a path that must not exist yet, with space for the values; returns where they go."""
     sidecars: Mapping[str, bytes]
-    """Name → content of small files that go next to a target that is itself a file."""
+    """Content of the small files next to a target that is itself a file, by name."""
     undescribed: str | None = None
-    """Name of a description of the model that the target has none of: one next to it would be of another model."""
+    """Name of the file that readers take for the model's description, if none is written: an old one must not stay."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     """Names of the shards, if the target is an index next to them."""
     shard_bytes: int | None = None
-    """Requested limit on a file's bytes. With another limit, the same tensors go to other files."""
+    """Requested limit on the bytes of a file; it decides which tensor goes to which file."""
     is_copy: bool = False
-    """Whether its tensors are those of the source, whatever model they belong to."""
+    """Whether it copies a Hugging Face folder tensor by tensor, without building a model."""
     is_keras_file: bool = False
-    """Whether it is weights alone, for any model with the layers of the source's."""
+    """Whether the target is Keras' weights file, or such files with an index, not a folder with a description."""
     omitted: tuple[str, ...] = ()
-    """Paths of the optimizers whose state Keras would write, and the result lacks."""
+    """Paths in the model of the optimizers whose state Keras would write and this conversion does not."""
 
     @property
     def tensors(self) -> dict[str, tuple[Copy, ...]]:
-        """Tensor name → the copies that fill it."""
+        """The copies that fill each tensor, by tensor name; several variables may share one."""
         found: dict[str, list[Copy]] = {}
         for copy in self.copies:
             found.setdefault(copy.wanted.name, []).append(copy)
@@ -61,17 +61,17 @@ class ConversionPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors to write."""
         # The parts of a fused tensor are copies with one `Wanted`: count it once.
         return sum(copies[0].wanted.nbytes for copies in self.tensors.values())
 
 
 class NoPlaceError(UnsupportedError):
-    """A format has no place for something in a model.
+    """The target's format cannot store something that the model has.
 
     Args:
-        why: The message without a way out, which depends on the call: `targets.plan_for` adds it.
-        instead: The formats that have a place, by their names in `convert`.
+        why: The message without advice, which depends on the call and which `targets.plan_for` adds.
+        instead: The formats that can store it, by their names in `convert`.
     """
 
     def __init__(self, why: str, *, instead: tuple[str, ...] = ("h5", "orbax")) -> None:
@@ -80,7 +80,7 @@ class NoPlaceError(UnsupportedError):
 
 
 def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
-    """Return the copy of a whole variable to a tensor of the same shape."""
+    """Return a `Copy` of a whole variable to a tensor of the same shape, in its dtype from ``dtypes`` (by ``id``)."""
     shape = tuple(value.variable.shape)
     return Copy(Wanted(name, shape, dtypes[id(value.variable)]), value, View(name, 0, shape, c_strides(shape)))
 

@@ -43,22 +43,22 @@ _RESULT = "result"
 
 
 class ConversionFolder:
-    """The working folder of one conversion; created by `staged`."""
+    """The working folder of one conversion, with its result and its journal; created by `staged`."""
 
     def __init__(self, home: Path, target: Path) -> None:
         self.target = target
         self.result = home / _RESULT
         self.places: tuple[TensorPlace, ...] | None = None
-        """Locations of the tensors, once the files exist."""
+        """Where in the result's files each tensor goes; ``None`` until the files exist."""
         self.is_published = False
-        """Whether the complete result has its name."""
+        """Whether the complete result has been moved to the target's name."""
         self.done: dict[str, str] = {}
-        """Name of each copied tensor → digest."""
+        """Digests of the tensors that are complete, by name."""
         self._home = home
         self._journal = home / "journal.jsonl"
 
     def begin(self, plan: str) -> None:
-        """Continue an earlier run with the same plan; otherwise start over."""
+        """Continue the run in the journal if it had the same plan (given as a digest); otherwise start over."""
         lines = list(self._lines())
         if not lines or lines[0].get("plan") != plan or not self.result.exists():
             self._start(plan)
@@ -77,21 +77,21 @@ class ConversionFolder:
         draft.replace(self._journal)
 
     def is_of(self, plan: str) -> bool:
-        """Whether the folder belongs to the run with this plan."""
+        """Whether the journal in this folder is of this plan, so that another process sees the same folder."""
         return next(self._lines(), {}).get("plan") == plan
 
     def note_places(self, places: tuple[TensorPlace, ...]) -> None:
-        """Record that the files exist; from now on, the conversion can be continued."""
+        """Record in the journal where tensors go: the files exist, so that from now on a later run can continue."""
         self.places = places
         self._append({"places": [place.to_json() for place in places]})
 
     def note_done(self, name: str, digest: str) -> None:
-        """Record that a tensor was copied."""
+        """Record in the journal that a tensor is complete."""
         self.done[name] = digest
         self._append({"done": name, "xxh3": digest})
 
     def kept(self) -> bool:
-        """Whether a later run can continue from here; otherwise remove the folder."""
+        """Return whether a later run can continue from this folder; remove it if not."""
         with contextlib.suppress(OSError):  # the caller reports disk errors
             if self.result.exists() and any("places" in line for line in self._lines()):
                 return True
@@ -99,12 +99,12 @@ class ConversionFolder:
         return False
 
     def discard(self) -> None:
-        """Remove the folder, unless it has the checkpoint being replaced."""
+        """Remove the folder, unless the checkpoint that the target is replacing was moved into it."""
         if not (self._home / "replaced").exists():
             remove_for_good(self._home)  # threads of Orbax may still write
 
     def flush(self) -> None:
-        """Flush the result to disk."""
+        """Flush the result's files to disk."""
         sync_all(self.result) if self.result.is_dir() else sync(self.result)
 
     def publish(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
@@ -172,7 +172,7 @@ class ConversionFolder:
             file.write(json.dumps(line) + "\n")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        """Yield complete lines; a process killed while writing leaves half a line."""
+        """Yield the journal's complete lines; a process killed while writing leaves half a line at the end."""
         if not self._journal.exists():
             return
         for line in self._journal.read_text(encoding="utf-8").split("\n")[:-1]:
@@ -206,7 +206,7 @@ def _link(made: Path, name: Path) -> None:
 
 
 def _listed(index: Path) -> set[str]:
-    """Return the shards that an index lists and that carry its name; empty without a readable index."""
+    """Return names of the shards that an index lists, if they begin with its name; empty if it cannot be read."""
     try:
         found = read_optional(index)["weight_map"].values()
         names = {name for listed in found for name in (listed if isinstance(listed, list) else [listed])}
@@ -219,7 +219,7 @@ def _listed(index: Path) -> set[str]:
 
 @contextlib.contextmanager
 def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[ConversionFolder]:
-    """Create and lock a target's working folder."""
+    """Create and lock the working folder of a target, and yield it; raise if another process has it or the name."""
     home = working_folder(target)
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Conversio
 
 
 def tensor_digest(root: Path, place: TensorPlace, item_bytes: int) -> str:
-    """Return the xxh3-64 of a tensor's bytes as they are in its files now."""
+    """Read a tensor's bytes from the target's files and return their xxh3-64 digest."""
     found = hasher()
     buffer = memoryview(bytearray(_READ_BYTES))
     for piece in place.pieces:
@@ -271,7 +271,7 @@ def _exists(target: Path) -> WriteError:
 
 
 def write_error(target: Path, number: int, n_bytes: int | None = None) -> WriteError:
-    """Build the error for a disk, or a limit of this process, that refuses a target with ``n_bytes`` of tensors."""
+    """Build the error for a target of ``n_bytes`` that the disk or a limit refused with the error number ``number``."""
     why = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
     size = f", for {format_bytes(n_bytes)} of tensors" if n_bytes and number in _ROOM else ""
     made = WriteError(f"Cannot write {target}: {why}{size}.{f' {WAYS_OUT[number]}.' if number in WAYS_OUT else ''}")
@@ -283,7 +283,7 @@ _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
-    """Check that a result, which is a ``folder`` or a file, may get this name."""
+    """Raise `WriteError` if the target's name is taken and may not be replaced; ``folder``: the result is a folder."""
     if not os.path.lexists(target) or (folder and is_empty(target)):
         return
     if not overwrite:
@@ -298,7 +298,7 @@ def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
 
 
 def _check_undescribed(path: Path, target: Path, *, overwrite: bool) -> None:
-    """Check that no file of this name describes another model, or that it may be removed."""
+    """Raise `WriteError` if a file at ``path`` describes another model, unless ``overwrite`` allows to remove it."""
     if _describes_model(path) and not overwrite:
         raise WriteError(
             f"Cannot write {target}: {path.name} next to it describes a model, and would be taken for the description "
@@ -333,7 +333,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None:
-    """Check the names of files that go next to the target: existing ones must be equal or replaceable."""
+    """Raise `WriteError` if a file that goes next to the target exists, differs, and may not be replaced."""
     for name, content in plan.sidecars.items():
         path = target.with_name(name)
         if not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content):
@@ -351,7 +351,7 @@ def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None
 
 
 def check_room(target: Path, plan: ConversionPlan) -> None:
-    """Refuse a plan that the disk has no room for."""
+    """Raise `WriteError` if the disk has too little room for the plan's tensors."""
     # The working folder is next to the target, on the same file system: otherwise one rename could not publish it.
     free = shutil.disk_usage(target.parent).free
     spare = spare_bytes(plan.nbytes)
@@ -363,7 +363,7 @@ def check_room(target: Path, plan: ConversionPlan) -> None:
 
 
 def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool) -> None:
-    """Flush a finished result and its sidecar files, and give them their final names."""
+    """Flush a finished result and the small files next to it to disk, and move them to their final names."""
     sidecars = {}
     for name, content in plan.sidecars.items():
         made = staging.result.with_name(f"sidecar-{name}")
@@ -377,7 +377,7 @@ def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool)
 
 
 def explained(error: BaseException, target: Path, n_bytes: int) -> BaseException:
-    """Return the error to raise for one that stopped the writing of a target with ``n_bytes`` of tensors."""
+    """Convert an error that stopped writing a target of ``n_bytes`` to the error to raise, which names the target."""
     if isinstance(error, ProcessLostError):
         return error
     number = errno_of(error) if isinstance(error, Exception) else None

@@ -163,7 +163,7 @@ def save_as(
 
 
 def _format_to_convert(target: Path, to: str | None) -> str | None:
-    """Return the format as `shardload.convert` calls it."""
+    """Convert the argument ``to`` of `save_as` to that of `shardload.convert`; raise for a format it cannot save."""
     check_kind("to", to, str | None, f"one of {', '.join(SAVE_TARGETS)}")
     if to == "orbax":
         raise UsageError(
@@ -196,7 +196,7 @@ def _write(
     overwrite: bool,
     block_bytes: int,
 ) -> None:
-    """Make the files, fill in the values, and publish the result."""
+    """Make the target's files, write this process's shards into them, and publish the target under its name."""
     staging = ConversionFolder(working_folder(target), target)
     # `_make` locks the folder on process 0 only; the stack keeps the lock until the result is published.
     with ExitStack() as stack:
@@ -232,7 +232,7 @@ def _write(
 def _make(
     source: Source, plan: ConversionPlan, staging: ConversionFolder, stack: ExitStack, *, overwrite: bool
 ) -> dict[str, Any]:
-    """Make all files of the target without their values, and check that they describe the model."""
+    """Make all files of the target, with space for the values, and check that readers find the model in them."""
     target = staging.target
     check_free(target, folder=not is_file_name(target), overwrite=overwrite)
     check_others(plan, target, overwrite=overwrite)

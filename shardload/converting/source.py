@@ -43,32 +43,32 @@ from shardload.units import plural
 
 NAMES_SHOWN = 5
 _STATE = ("optimizer_variables", "metrics_variables", "optimizer", "optimizer_weights")
-"""First parts of names that are not weights, in Orbax, Keras and Keras 2."""
+"""First parts of the names of tensors that are not weights, in files of Orbax, Keras and Keras 2."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """An opened source, its model, and the locations of all values."""
+    """What to convert: an opened checkpoint or live model, and where the value of each variable comes from."""
 
     manifest: Manifest
     model: Any
     """A task, a backbone, or any other Keras model; abstract. ``None`` for a copy, which needs none."""
     values: dict[int, StoredValue]
-    """``id`` of the variable → its value; for every weight and seed of the model."""
+    """Where the value of each weight and seed of the model comes from, by ``id`` of the variable."""
     companions: Companions
     preprocessing: Preprocessing
-    """KerasHub's preprocessor for the companions, for presets."""
+    """KerasHub's preprocessor or tokenizer, for targets that are presets."""
     notes: tuple[str, ...]
     is_live: bool = False
     """Whether the model is the user's own, with its values on devices."""
     merged: frozenset[int] = frozenset()
-    """``id`` of variables that are written as part of others: the factors of LoRA."""
+    """``id`` of the variables that are merged into others and not written themselves: the factors of LoRA."""
     origin: Manifest | None = None
     """The Hugging Face folder that a live model was loaded from, if its configuration describes the model."""
     fresh: Any = None
-    """The task as KerasHub compiles it, abstract: its optimizer is stored with the task's weights."""
+    """The task of a live model, built again without values, as KerasHub compiles it: its optimizer is stored."""
     adapters: Manifest | None = None
-    """The partial step with adapters, if ``manifest`` is the base that it belongs to."""
+    """The partial step whose weights replace some of ``manifest``'s, which is its base; ``None`` without one."""
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
@@ -77,7 +77,7 @@ class Source:
 
     @property
     def files(self) -> dict[Location, int]:
-        """Each file with values → its size in bytes when the headers were read."""
+        """Size in bytes, when the headers were read, of each file that values are read from."""
         return {path: size for manifest in self.manifests for path, size in manifest.files.items()}
 
     @property
@@ -86,7 +86,7 @@ class Source:
         return backbone_of(self.model)
 
     def variables_of(self, model: Any) -> list[Any]:
-        """Return the variables of the model, or of a part of it, that have their own place in a checkpoint."""
+        """Return the variables of the source's model, or of a part of it, that are written: all but the merged ones."""
         return [v for v in model.variables if id(v) not in self.merged]
 
     @property
@@ -153,7 +153,7 @@ def open_with_model(
 
 
 def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequence[str]) -> tuple[str, ...]:
-    """Refuse a source that cannot be converted completely; return notes on what is left out on purpose."""
+    """Raise if tensors and model differ, or a tensor would be lost; return notes on what is left out on purpose."""
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
@@ -183,14 +183,14 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
 
 
 def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
-    """Return a view's value; quantised blocks, which decode to more bits than they carry, get the dtype of loading."""
+    """Return where a bound variable's value comes from; quantised tensors get the dtype that a load gives them."""
     tensor = manifest.tensors[binding.view.tensor]
     decoded = spec_of(manifest).model_dtype is not None and is_float(tensor.dtype)
     return StoredValue(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
 
 
 def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
-    """Note tensors that the model uses only in part: RoBERTa's first two positions are Hugging Face's padding."""
+    """Return a note for each tensor that the model uses in part: RoBERTa leaves out two positions, for padding."""
     taken: Counter[str] = Counter()
     for value in values:
         if value.view is not None:
@@ -204,7 +204,7 @@ def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Contain
 
 
 def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
-    """Read values that a format cannot store from shardload's own file."""
+    """Read the values (seeds) that a format cannot store from ``state.json``, which shardload wrote for them."""
     found = companions.config(KERAS, STATE) or {}
     backbone = backbone_of(model)
     roles = roles_of(backbone)
@@ -226,7 +226,7 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
 
 
 def made_now(variables: list[Any]) -> Iterable[StoredValue]:
-    """Yield the variables' initial values."""
+    """Give variables their initial values now, as a new model would have them, and yield these."""
     abstraction.initialise(variables)
     for variable in variables:
         array = np.asarray(value_of(variable))
@@ -234,7 +234,7 @@ def made_now(variables: list[Any]) -> Iterable[StoredValue]:
 
 
 def some(names: Iterable[str]) -> str:
-    """Return the first of some names, and how many more there are; a name that repeats once, with its count."""
+    """Return the first of ``names`` in one text, and how many more there are; repeated ones once, with their count."""
     counts = Counter(names)
     listed = [repr(name) if count == 1 else f"{name!r} ({count} times)" for name, count in counts.items()]
     more = f" and {counts.total() - sum([*counts.values()][:NAMES_SHOWN])} more" if len(listed) > NAMES_SHOWN else ""
@@ -242,7 +242,7 @@ def some(names: Iterable[str]) -> str:
 
 
 _VALUES_READ_BYTES = 64 << 20
-"""Bytes read at once: rows of a transposed weight are spread over its tensor, which is read again for each range."""
+"""Bytes of a weight to read at once. Many, as each range of a transposed weight reads most of its tensor again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -251,7 +251,7 @@ class ModelValues:
 
     source: Source
     values: dict[str, StoredValue]
-    """Key of the weight, equal in all models of the same structure → the location of its value."""
+    """Where the value of each weight comes from, by a key that is equal in all models of the same structure."""
     _computed: tuple[str, NDArray[Any]] | None = field(default=None)
 
     def dtype(self, key: str) -> np.dtype[Any]:
@@ -272,7 +272,7 @@ class ModelValues:
         return str(self.values[key].variable.path)
 
     def ranges(self, key: str) -> Iterator[tuple[int, int]]:
-        """Yield ranges of rows of at most `_VALUES_READ_BYTES`, or single rows if they have more."""
+        """Split a weight's rows into ranges of at most `_VALUES_READ_BYTES`, or single rows if they have more."""
         shape = self.shape(key) or (1,)
         row_bytes = max(1, math.prod(shape[1:]) * self.dtype(key).itemsize)
         step = max(1, _VALUES_READ_BYTES // row_bytes)
@@ -280,7 +280,7 @@ class ModelValues:
             yield start, min(start + step, shape[0])
 
     def encoded(self, key: str) -> None:
-        """Return ``None``: a weight is a view of a tensor, or computed, so its stored bytes do not tell it."""
+        """Return ``None``: equal stored bytes are no proof of equal weights, which may be other views, or computed."""
 
     def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
         """Read rows of a weight; a scalar counts as one row."""
@@ -306,7 +306,7 @@ class ModelValues:
         return found
 
     def _compute(self, key: str, value: StoredValue) -> NDArray[Any]:
-        """Compute the value of a weight; the last one is kept, because callers read it range by range."""
+        """Return the computed value of a weight; the last one stays in memory, as callers read it range by range."""
         if self._computed is None or self._computed[0] != key:
             found: dict[int, NDArray[Any]] = {}
             assert value.step is not None
@@ -323,7 +323,7 @@ class ModelValues:
 
 
 def of_models(first: str, second: str) -> tuple[ModelValues, ModelValues]:
-    """Open two checkpoints that describe their models; of a task and a backbone, only the backbones."""
+    """Open two checkpoints by the weights of their models, to compare them; of a task and a backbone, the backbones."""
     one, two = open_with_model(first), open_with_model(second)
     if type(one.model) is type(two.model):
         return _values(one, one.model), _values(two, two.model)

@@ -29,14 +29,14 @@ from shardload.transfer.read_tensor import read_rows
 
 _Array = NDArray[Any]
 Read = Callable[[int, int], _Array]
-"""Reads elements ``[start, stop)`` of the source's row-major order, as a 1-d array."""
+"""Function that returns elements ``[start, stop)`` of the source, counted in row-major order, as a 1-d array."""
 Write = Callable[[int, _Array], None]
-"""Writes a 1-d array of elements at a position of the target's row-major order."""
+"""Function that writes a 1-d array of elements to the target, from an element counted in row-major order on."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyDim:
-    """One dim of the index space of a copy."""
+    """One dim of the elements to copy: its length, and its strides on both sides."""
 
     length: int
     source: int
@@ -61,7 +61,7 @@ def copy_view(read: Read, write: Write, source: View, target: View, *, block_ele
 
 
 def copy_dims(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[CopyDim]:
-    """Return the dims by source stride, slowest first; merge neighbours that are contiguous on both sides."""
+    """Return the dims of a copy, largest source stride first; dims that are contiguous on both sides become one."""
     found: list[CopyDim] = []
     for n, a, b in sorted(zip(shape, source, target, strict=True), key=lambda d: -d[1]):
         # A dim of length 1 may have any stride, which would keep its neighbours from being merged.
@@ -75,7 +75,7 @@ def copy_dims(shape: Sequence[int], source: Sequence[int], target: Sequence[int]
 
 
 def boxes(dims: Sequence[CopyDim], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield boxes whose reads span at most ``limit`` elements, cut along the slowest dims of the source."""
+    """Cut a copy into boxes whose source elements lie in a range of at most ``limit``, along the slowest dims."""
     # dims[k:] fit into one read; dims[k - 1] is cut into ranges; of the dims before it, a box has one index.
     k = len(dims)
     while k and _span(dims[k - 1 :]) <= limit:
@@ -140,7 +140,7 @@ def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tenso
 
 
 def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
-    """Return a reader of a stored tensor that casts to ``dtype``; it returns the bits as unsigned integers."""
+    """Return a function that reads elements of a stored tensor, casts them to ``dtype`` and returns them as `bits`."""
     # Encoded elements decode as a whole: once, not for every block that is read.
     if isinstance(tensor.storage, Packed):
         return reader_of_value(read_rows(tensor, 0, tensor.rows), dtype)
@@ -161,20 +161,20 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
 
 
 def reader_of_value(value: _Array, dtype: np.dtype[Any]) -> Read:
-    """Return a reader of an array in memory."""
+    """Return a function that reads elements of an array in memory, cast to ``dtype``, as `bits`."""
     flat = bits(np.ascontiguousarray(value, dtype).reshape(-1))
     return lambda start, stop: flat[start:stop]
 
 
 def bits(value: _Array) -> _Array:
-    """Return the same bytes as unsigned integers."""
+    """Return the array as unsigned integers with the same bits, which can be written to a file."""
     # Arrays of ml_dtypes (bfloat16, float8) support no memoryview, which `PieceWriter` writes from.
     size = value.dtype.itemsize
     return np.ascontiguousarray(value).view(f"u{size}") if size in (1, 2, 4, 8) else value
 
 
 class PieceWriter:
-    """Context manager that writes elements of one tensor to its pieces' files."""
+    """Context manager that writes elements of one tensor to the files that contain its pieces."""
 
     def __init__(self, root: Path, place: TensorPlace, *, written: Callable[[int], None]) -> None:
         self._pieces = place.pieces
@@ -192,7 +192,7 @@ class PieceWriter:
             os.close(fd)
 
     def write(self, at: int, values: _Array) -> None:
-        """Write a run of elements at a position of the tensor."""
+        """Write consecutive elements of the tensor, the first of which has the number ``at``."""
         # Pieces follow each other without gaps, so a run may go on in the next one.
         done = 0
         while done < len(values):

@@ -43,7 +43,7 @@ from shardload.units import byte_count, check_kind
 Target = Literal["h5", "safetensors", "orbax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 _FILES = (".json", ".zip")
-"""Further file endings: a folder of such a name would look like a file, and no reader could open it."""
+"""Endings, next to those of formats, that a target folder must not have: readers would take it for a file."""
 
 
 def target_of(path: Path, to: str | None) -> str:
@@ -83,12 +83,12 @@ def target_of(path: Path, to: str | None) -> str:
 
 
 def target_stem(path: Path) -> str:
-    """Return a file's name without the ending of any format; ``model`` where nothing is left."""
+    """Return a target's name without file ending, to suggest names with another one; ``model`` if nothing is left."""
     return path.name[: len(path.name) - len(_file_ending(path))].removesuffix(".weights") or "model"
 
 
 def without_ending(path: Path) -> str:
-    """Return how to begin the advice to state a format: the results are folders, which have no file extension."""
+    """Return the beginning of advice on a folder's format: "Pass", or first to remove the file ending of its name."""
     return f"Remove {ending} and pass" if (ending := _file_ending(path)) else "Pass"
 
 
@@ -98,17 +98,17 @@ def _file_ending(path: Path) -> str:
 
 
 def added_format(path: Path) -> FormatSpec | None:
-    """Return the format with the ending of a file, among those that another package added and that can be written."""
+    """Return the format, added by another package and able to write, that has this file's ending; ``None`` if none."""
     return next((s for s in specs() if s.write_file is not None and path.name.lower().endswith(s.endings)), None)
 
 
 def is_file_name(path: Path) -> bool:
-    """Whether the name belongs to a file or an index, not to a folder."""
+    """Whether a target of this name is a file, or an index with shards, not a folder."""
     return path.name.endswith((ENDING, INDEX_ENDING)) or added_format(path) is not None
 
 
 def shard_bytes_for(path: Path, to: str, wanted: int | str | None) -> int | None:
-    """Return the most bytes of one file, from ``wanted``; raise if the target cannot be split by them."""
+    """Parse the argument ``max_shard_bytes``; raise if the target's format cannot be split into files of a size."""
     if wanted is None:
         return None
     if added_format(path) is not None:
@@ -121,14 +121,14 @@ def shard_bytes_for(path: Path, to: str, wanted: int | str | None) -> int | None
 
 
 CONVERT_HOST_MEMORY = 512 << 20
-"""Bytes of tensors in memory at once. Most tensors of a 9B model then fit in one block; more is not faster."""
+"""Default for the bytes of tensors in host memory at once: most tensors of a 9B model are one block then."""
 _COPIES = 4
-"""Copies of a block in memory at the peak: as read, joined from chunks or cast, in the target's order."""
+"""How often a block is in memory at the peak: as read, joined from chunks, cast, and in the target's order."""
 _LEAST_HOST_MEMORY = 256 << 10
 
 
 def block_bytes_of(host_memory_bytes: int | str) -> int:
-    """Return the most bytes of one block, from the memory that a call may use."""
+    """Return how many bytes one block may have, for a host memory of ``host_memory_bytes``; raise if too few."""
     found = byte_count("host_memory_bytes", host_memory_bytes)
     if found < _LEAST_HOST_MEMORY:
         raise UsageError(
@@ -138,7 +138,7 @@ def block_bytes_of(host_memory_bytes: int | str) -> int:
 
 
 def plan_for(source: Source, target: Path, to: str, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
-    """Decide what to write; raise if the format cannot represent this model.
+    """Decide what a conversion writes; raise `UnsupportedError` if the format cannot represent this model.
 
     ``dtype`` is that of floating-point tensors; each keeps its own by default.
     """
@@ -166,7 +166,7 @@ def plan_for(source: Source, target: Path, to: str, *, dtype: str | None, shard_
 
 
 def _instead(source: Source, target: Path, formats: Sequence[str]) -> str:
-    """Return the ways out that work for this source: other names, formats, or calls."""
+    """Return advice for a model that a format cannot represent: names, formats or calls that work for this source."""
     ways = []
     if "h5" in formats and source.is_hub:
         ways.append("the format preset" if source.is_live else "the format h5")
@@ -235,7 +235,7 @@ def _safetensors(
 def _layout(
     source: Source, dtypes: Mapping[int, Any], dtype: str | None
 ) -> tuple[dict[str, Any], Manifest, tuple[Binding, ...]]:
-    """Return the configuration, the manifest with the tensors, and the elements of them that each variable fills."""
+    """Decide Hugging Face's tensors: return config.json, a manifest of them, and which elements each variable fills."""
     # A live model's folder is the template: inverting the views that loading records works for every family whose
     # converter only views. If it fails, a family in `transformers` is described from the backbone alone.
     if source.origin is not None:
@@ -257,7 +257,7 @@ def _layout(
 
 
 def _most(source: Source, dtypes: Mapping[int, Any]) -> str:
-    """Return the dtype of most floating-point elements."""
+    """Return the name of the dtype that most of the floating-point elements will have, for ``torch_dtype``."""
     sizes: Counter[str] = Counter()
     for i, value in source.values.items():
         if is_float(dtypes[i]):
@@ -270,7 +270,7 @@ def _most(source: Source, dtypes: Mapping[int, Any]) -> str:
 
 
 def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> dict[str, Any]:
-    """Return the original configuration if the source has it, else one made from the backbone."""
+    """Return the source's Hugging Face configuration if it has one, else one made from its backbone."""
     original = source.companions.config(TRANSFORMERS)
     if original is not None and original.get("model_type"):
         wanted = _most(source, dtypes) if source.is_live else dtype  # a live model may have another dtype now

@@ -31,7 +31,7 @@ from shardload.transfer.planning import Binding
 
 _Config = dict[str, Any]
 UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields that KerasHub's classes do not have: they come from the source, or are left out."""
+"""Fields of config.json that KerasHub's classes do not have: taken from the source, or left out."""
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 """Settings that a Hugging Face configuration cannot express and that do not affect weights."""
 
@@ -72,7 +72,7 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """See `shardload.families.parts.conversion.LayerSettings`."""
+    """Settings that only a backbone's layers have; see `shardload.families.parts.conversion.LayerSettings`."""
 
     backbone: Any
 
@@ -91,7 +91,7 @@ class _Layers:
 
 
 def unlike(config: Mapping[str, Any], backbone: Any) -> tuple[str, ...]:
-    """Note in which fields a backbone differs from the ``config.json`` that is written for it."""
+    """Return a note for each field in which a backbone differs from the ``config.json`` that is written for it."""
     return tuple(
         f"{d.field}: {d.configured} in config.json, but {d.actual} in this model, so results of the written one differ"
         for d in fields.differences(config, backbone)
@@ -99,7 +99,7 @@ def unlike(config: Mapping[str, Any], backbone: Any) -> tuple[str, ...]:
 
 
 def differing(backbone: Any, other: Any) -> str | None:
-    """Return a setting in which another backbone differs from this one; ``None`` if they are the same."""
+    """Return the name of a setting in which two backbones differ; ``None`` if they have the same weights."""
     # Gemma 3 has an image_size even without the vision encoder that would use it.
     unused = {"image_size"} if getattr(backbone, "vision_encoder", None) is None else set()
     wanted, found = _compared(backbone.get_config()), _compared(other.get_config())
@@ -107,7 +107,7 @@ def differing(backbone: Any, other: Any) -> str | None:
 
 
 def _compared(config: Mapping[str, Any]) -> _Config:
-    """Return the settings that affect weights, also of the layers that a model is made of."""
+    """Return the entries of a backbone's configuration that affect its weights, nested ones too."""
     return {
         key: _compared(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -116,12 +116,12 @@ def _compared(config: Mapping[str, Any]) -> _Config:
 
 
 def is_written(backbone: Any) -> bool:
-    """Whether `config_of` supports the architecture."""
+    """Whether `config_of` can make a ``config.json`` for this backbone's class."""
     return type(backbone).__name__ in exports()
 
 
 def stand_in(config: Mapping[str, Any]) -> Manifest:
-    """Return the manifest that a checkpoint of this configuration would have; no bytes exist."""
+    """Return the manifest that a checkpoint of a Hugging Face configuration would have, without files."""
     try:
         return described.hugging_face(config, nowhere(str(config["model_type"])), stored=np.float32)
     except UnsupportedError as error:
@@ -130,10 +130,10 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
 
 
 def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) -> tuple[Binding, ...]:
-    """Return the elements of Hugging Face tensors that each variable fills; in the tensors' order.
+    """Return which elements of which Hugging Face tensor each variable fills, in the tensors' order.
 
     ``manifest``: from `stand_in`, or of a checkpoint of the same model, which may have tensors outside of the model.
-    ``leave_out``: ``id`` of variables that fill none.
+    ``leave_out``: ``id`` of variables that are not written.
     """
     mapping = map_hub(model, manifest)
     missing = [v.path for v in mapping.missing_variables if id(v) not in leave_out]
@@ -158,7 +158,7 @@ def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) 
 
 
 def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]) -> dict[str, Wanted]:
-    """Return the tensors to write, in the dtypes of their variables."""
+    """Return the tensors to write, by name; their dtypes are those of the variables that fill them."""
     found: dict[str, Wanted] = {}
     for b in bindings:
         name, dtype = b.view.tensor, dtypes[id(b.variable)]
@@ -172,7 +172,7 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
 
 
 def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
-    """Whether views cover each element of their tensor exactly once."""
+    """Whether the views of ``bindings`` together cover each element of a tensor exactly once."""
     # Marking takes a byte per element. Nearly all tensors have one view, and its strides tell without marks.
     if len(bindings) == 1:
         view, expected = bindings[0].view, 1
@@ -195,7 +195,7 @@ def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
 
 
 def is_weight(variable: Any) -> bool:
-    """Whether a variable is trained, or too large to be just state (seeds, counters)."""
+    """Whether a variable is trainable, or too large to be only state, as seeds and counters are."""
     return bool(variable.trainable) or stored_dtype(variable).itemsize * int(np.prod(variable.shape)) > _MAX_STATE
 
 
