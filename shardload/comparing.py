@@ -25,9 +25,9 @@ from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 from shardload.units import plural
 
 _READ_BYTES = 8 << 20
-"""Bytes read from each side at once."""
+"""Bytes read from each of the two checkpoints at once."""
 _STATE = frozenset({"optimizer_variables", "metrics_variables", "optimizer", "metrics"})
-"""First parts of the names of such state, in training steps and in Keras' files."""
+"""First parts of the names of tensors that are not weights, in training steps and Keras' files: listed last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], s
 
 
 def _without_values(differences: Iterable[TensorDifference], matched_by: str) -> tuple[str, ...]:
-    """Return a note for each reason why values were not compared."""
+    """Return a note for each reason why some tensors' values were not compared, with the number of these."""
     reasons: dict[str, list[str]] = {}
     for found in differences:
         if found.why:
@@ -133,7 +133,7 @@ def _without_values(differences: Iterable[TensorDifference], matched_by: str) ->
 
 
 class _Values(Protocol):
-    """One side of a comparison: its values by key; both sides use the same keys."""
+    """The values of one checkpoint in a comparison, by a key that is the same in the other one."""
 
     @property
     def keys(self) -> Iterable[str]: ...
@@ -147,11 +147,11 @@ class _Values(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """The tensors of a manifest, by name."""
+    """The values of a checkpoint by tensor name; see `_Values`."""
 
     manifest: Manifest
     like: Manifest | None
-    """The other side, if this one's decoded floating-point values are rounded to its dtypes, as a load would."""
+    """The other checkpoint, if this one's values are decoded and must be rounded to its dtypes, as a load would."""
 
     @property
     def keys(self) -> Iterable[str]:
@@ -180,7 +180,7 @@ class _Tensors:
 
 
 def _compared(one: _Values, two: _Values, shown: Progress) -> tuple[int, tuple[TensorDifference, ...]]:
-    """Return how many values are equal, and the differences of the others."""
+    """Return how many tensors are equal in both checkpoints, and how the others differ."""
     first, others, equal, found = set(one.keys), set(two.keys), 0, []
     both = [key for key in one.keys if key in others and one.shape(key) == two.shape(key)]
     shown.start(sum(_size(one, key) * one.dtype(key).itemsize for key in both), "Comparing")
@@ -228,7 +228,7 @@ def _compare(one: _Values, two: _Values, key: str, shown: Progress) -> TensorDif
 
 
 def _compare_values(one: _Values, two: _Values, key: str, shown: Progress) -> tuple[int, float | None]:
-    """Return the number of elements that differ, and the largest difference."""
+    """Return how many elements of a tensor differ, and the largest absolute difference; ``None`` if all are equal."""
     for side in (one, two):
         if (rows := side.encoded(key)) is not None:
             rows.require_decoder()
@@ -268,5 +268,5 @@ def _differing(a: NDArray[Any], b: NDArray[Any]) -> int:
 
 
 def _numbers(value: NDArray[Any]) -> NDArray[np.float64]:
-    """Convert to float64: exact for every float and for integers up to 2**53."""
+    """Convert to float64, to compute differences: exact for every float and for integers up to 2**53."""
     return value.astype(np.float64)

@@ -28,13 +28,13 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells report it (128 + SIGINT)."""
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _LOOK_S = 0.5
-"""The longest time until a wait notices Ctrl-C."""
+"""Seconds after which `Worker.wait` notices a Ctrl-C at the latest."""
 _NO_PLACE = {
     "_xla_gc_callback": "JAX's garbage collection callback, in which exceptions are printed and dropped",
     "ExtensionFileLoader.create_module": "code of a compiled module, which may abort on an exception of Python",
     "ExtensionFileLoader.exec_module": "the same: JAX's make enums there, and optree takes it for a missing module",
 }
-"""Functions in which, and in whose callees, no exception may be raised, and why."""
+"""Functions that a signal must not raise an exception in, nor in what they call: why, by qualified name."""
 _RETRY_S = 0.02
 """Seconds after which a signal that arrived in one of these functions is sent again."""
 
@@ -51,17 +51,17 @@ _raised: list[KeyboardInterrupt] = []
 
 
 def raised() -> KeyboardInterrupt:
-    """Return the exception that the last signal raised, with its notes; typer itself keeps only an exit code."""
+    """Return the exception that the last signal raised, with its notes: typer turns it into a mere exit code."""
     return _raised[-1] if _raised else KeyboardInterrupt()
 
 
 def signal_of(error: BaseException) -> int:
-    """Return the number of the signal that an interruption comes from."""
+    """Return the number of the signal that raised a `KeyboardInterrupt` or `Terminated`."""
     return error.number if isinstance(error, Terminated) else signal.SIGINT
 
 
 def message_of(number: int) -> str:
-    """Return the last line that a process prints when a signal ends it."""
+    """Return the last line to print before a signal ends the process: ``"Interrupted."``."""
     return "Interrupted." if number == signal.SIGINT else f"Terminated by {signal.Signals(number).name}."
 
 
@@ -86,7 +86,7 @@ def exit_at_once(farewell: Callable[[int], None]) -> Iterator[None]:
 
 
 def ignore_at_exit() -> None:
-    """Ignore Ctrl-C, SIGTERM and SIGHUP once all functions registered with `atexit` later have run.
+    """Ignore Ctrl-C, SIGTERM and SIGHUP at exit, once all `atexit` functions registered after this call have run.
 
     While it unloads modules, Python would restore the default handlers, and a process that has done its work would be
     killed by a signal.
@@ -95,7 +95,7 @@ def ignore_at_exit() -> None:
 
 
 def drop(handler: Any = lambda number, frame: None) -> None:
-    """Make Ctrl-C, SIGTERM and SIGHUP do nothing from now on, so that they cannot interrupt what is still written."""
+    """Make Ctrl-C, SIGTERM and SIGHUP do nothing from now on, so that they cannot interrupt the last output."""
     for number in _handled(_ENDING):
         signal.signal(number, handler)
 
@@ -108,7 +108,7 @@ def end_with(code: int, farewell: Callable[[int], None]) -> None:
 
 
 def _watched(farewell: Callable[[int], None], code: int | None) -> tuple[int, int]:
-    """Start a thread that ends the process on a signal; return the pipe that signals write to, and the former one."""
+    """Start a thread that ends the process on a signal; return the descriptor signals write to, and the former one."""
     # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -185,7 +185,7 @@ class Worker:
         threading.Thread(target=self._run, name=name).start()
 
     def wait(self) -> None:
-        """Return once the thread has ended."""
+        """Wait until the thread has ended."""
         while not self._done.wait(_LOOK_S):
             pass
 
@@ -209,7 +209,7 @@ def _handled_by(
 
 
 def _handled(numbers: Sequence[int]) -> list[int]:
-    """Return the signals that this thread can handle: in the main thread, those neither ignored nor handled in C."""
+    """Return which of these signals this thread may set handlers for: in the main thread, those not ignored."""
     in_main = threading.current_thread() is threading.main_thread()
     return [n for n in numbers if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
 

@@ -37,24 +37,24 @@ INTERVAL_S = 10.0
 
 
 class Progress(Protocol):
-    """What a load calls to report its progress."""
+    """Interface by which a load, conversion or comparison reports its progress."""
 
     def start(self, total_bytes: int, description: str) -> None:
         """Begin a stage of ``total_bytes`` (0: unknown); a second call begins the next stage."""
 
     def advance(self, n_bytes: int) -> None:
-        """Add ``n_bytes`` to the bytes done."""
+        """Report that ``n_bytes`` more are done."""
 
     def stop(self) -> None:
-        """End the load, successful or not; may be called twice, or without ``start``."""
+        """Report the end of the work, also after an error; may be called twice, or without ``start``."""
 
 
 ProgressLike: TypeAlias = Progress | bool | Literal["bar", "lines", "json"] | None
-"""What callers may pass as ``progress``: ``True`` for a bar or lines as suits stderr, a name for one, or an object."""
+"""Type of the argument ``progress``: ``True`` for a bar or lines as suits stderr, one by name, or an object."""
 
 
 class Silent:
-    """Progress without output."""
+    """Progress that shows nothing."""
 
     def start(self, total_bytes: int, description: str) -> None:
         """Do nothing."""
@@ -110,14 +110,14 @@ class TerminalProgress:
 
 @dataclass(frozen=True, slots=True)
 class ProgressLine:
-    """How far a stage is."""
+    """What a line in a log says: how far a stage has come, and how fast."""
 
     stage: str
     done_bytes: int
     total_bytes: int | None
     """Bytes of the whole stage; ``None`` if unknown."""
     bytes_per_s: float
-    """Rate since the previous line."""
+    """Bytes per second since the previous line."""
     elapsed_s: float
     """Seconds since the stage began."""
 
@@ -222,7 +222,7 @@ def _can_draw(console: rich.console.Console) -> bool:
 
 
 def as_progress(wanted: ProgressLike) -> Progress:
-    """Return the object that shows progress as the caller's argument ``progress`` asks."""
+    """Convert the argument ``progress`` of a public function to the object to report to."""
     # By identity, as 0 == False and 1 == True: numbers are refused below.
     if wanted is None or wanted is False:
         return Silent()
@@ -244,7 +244,7 @@ def as_progress(wanted: ProgressLike) -> Progress:
 
 @contextmanager
 def on_stderr(*, enabled: bool = True, as_json: bool = False) -> Iterator[Progress]:
-    """Yield a progress that suits stderr, a bar on a terminal and else lines; stop it at the end of the block."""
+    """Yield an object that shows progress on stderr, as a bar on a terminal and lines elsewhere; stop it at the end."""
     # stderr is None under pythonw, or when it was closed before Python started.
     progress: Progress = Silent()
     if enabled and sys.stderr is not None:

@@ -25,9 +25,9 @@ from shardload.stores.remote import location_of
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 
 _READ_BYTES = 8 << 20
-"""Bytes read at once, then discarded."""
+"""Bytes of a tensor that are read at once and then discarded."""
 _SHOWN = 20
-"""Most problems, and notes, listed per checkpoint."""
+"""Most problems that a `Verdict` lists, and most notes, before it counts the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,9 @@ def _verdicts(source: str | os.PathLike[str], shown: Progress) -> list[Verdict]:
     located = location_of(source)
     if located is not None and located.store.is_remote:  # only steps are verified there
         if not (steps := list_steps(source)):
-            raise SourceNotFoundError(f"{source} contains no steps, and only steps can be read from remote stores")
+            raise SourceNotFoundError(
+                f"Cannot verify {source}: it contains no steps, and only steps can be verified in remote stores"
+            )
         return [_remote(info, shown) for info in steps]
     path = Path(resolve(source).path)
     if is_ours(path):
@@ -116,7 +118,7 @@ def _with_digests(place: Any, name: str, n_bytes: int, shown: Progress, *, left_
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder."""
+    """Return the size in bytes of a file, or of all files in a folder together."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(p.stat().st_size for p in files if p.is_file())
 
@@ -155,7 +157,7 @@ def _readable(path: Path, shown: Progress) -> Verdict:
 
 
 def _read(tensor: Tensor) -> Iterator[int]:
-    """Read a tensor to its end, and yield the number of bytes after each block."""
+    """Read a tensor to its end, block by block, and yield how many stored bytes each block had."""
     if isinstance(tensor.storage, Decoded) and isinstance(rows := tensor.storage.reader, EncodedRows):
         yield from (stored.nbytes for stored in stored_chunks(rows, limit_bytes=_READ_BYTES))
         return

@@ -24,7 +24,7 @@ from shardload.reports import printable
 from shardload.stores.local import local_target, working_folder
 
 _TEXT = "\n\t"
-"""Control characters that generated text may contain; others could control the terminal."""
+"""Control characters that are printed in generated text; others, which could control the terminal, are escaped."""
 _MORE = "These are the weights only. For activations too, add --layout search; for a training step, --train adamw\n"
 
 
@@ -140,7 +140,7 @@ def load(
 
 
 def _summed(loaded: Any) -> Any:
-    """Return what several processes loaded, with a report of all bytes read, and the highest staging peak."""
+    """Return the result of a load with a report on all its processes: bytes summed up, and the highest staging peak."""
     if not loaded.shares:
         return loaded
     # A budget of host memory is that of one process, so the highest peak counts.
@@ -151,7 +151,7 @@ def _summed(loaded: Any) -> Any:
 
 
 def _check_together(spec: Any, processes: Any, prompt: str | None, max_new_tokens: int | None) -> None:
-    """Check the options of `load` that exclude or require each other."""
+    """Raise for options of `load` that exclude each other, or of which one requires another."""
     if max_new_tokens is not None and prompt is None:
         raise typer.BadParameter("It requires --prompt, which is missing.", param_hint="--max-new-tokens")
     if prompt == "":
@@ -261,7 +261,7 @@ def plan(
 
 
 def _searched(layout: str | None, asked: dict[str, Any]) -> bool:
-    """Whether to search for layouts; refuse another layout together with an option of the search."""
+    """Whether `plan` is to search for layouts; raise if an option of the search is given with a fixed layout."""
     given = [f"--{name}" for name, value in asked.items() if value]
     if given and layout not in (None, "search"):
         raise typer.BadParameter(
@@ -354,7 +354,7 @@ def convert(
 
 @contextlib.contextmanager
 def _way_on(target: str) -> Iterator[None]:
-    """Say how to go on after an interruption before anything was written, during imports or checks."""
+    """Add to a Ctrl-C that comes before the conversion has begun how to continue; later, `convert` adds that itself."""
     try:
         yield
     except KeyboardInterrupt as error:

@@ -22,7 +22,7 @@ MESHES = tuple(
     (mesh, "batch={}, model={}".format(*mesh.split("x")))
     for mesh in ("1x1", "1x2", "1x4", "1x8", "1x16", "2x2", "2x4", "2x8", "4x1", "4x2", "4x4", "4x8", "8x1")
 )
-"""Common meshes, with the names of their axes."""
+"""Meshes to complete for ``--mesh``, with the names of their axes."""
 LAYOUTS = (
     ("auto", "rules for the model's own layers"),
     ("replicated", "every device holds everything"),
@@ -30,13 +30,13 @@ LAYOUTS = (
     ("search", "what makes a step fastest, by search"),
 )
 OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "rekls", "rmsprop", "sgd")
-"""Common ones; `shardload plan` accepts every optimizer of Keras, and ``rekls``."""
+"""Optimizers to complete for ``--train``; `shardload plan` accepts ``rekls`` and all of Keras'."""
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 _PROGRAM = {"prog_name": "shardload", "complete_var": "_SHARDLOAD_COMPLETE"}
 
 
 class SourceKind(StrEnum):
-    """The origin of a name."""
+    """Where the checkpoint of a name comes from: this machine, a package, random weights, or KerasHub."""
 
     LOCAL = "local"
     INSTALLED = "installed"
@@ -47,18 +47,18 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownSource:
-    """A name that SOURCE can have."""
+    """A name that the argument SOURCE of commands accepts."""
 
     name: str
     kind: SourceKind
     what: str
-    """One line for people."""
+    """Describes the source in one line."""
 
 
 def make_available(source: str, *, weights: bool = True) -> None:
-    """Make ``source`` available locally (assemble or download it), or raise if it does not exist.
+    """Assemble or download ``source`` if that is needed to open it; raise if it does not exist.
 
-    Without ``weights``, an architecture or a configuration is enough.
+    ``weights=False``: a description of its model (the name of an architecture, a configuration) is enough.
     """
     from shardload.stores.remote import location_of
 
@@ -68,7 +68,7 @@ def make_available(source: str, *, weights: bool = True) -> None:
 
 
 def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]:
-    """Return each name once; names that load immediately come first.
+    """Return the names that SOURCE can have, each once; those that load without a download come first.
 
     Args:
         presets: Also list KerasHub's.
@@ -110,7 +110,7 @@ def known_architectures() -> Iterator[KnownSource]:
 
 
 def source_names() -> list[tuple[str, str]]:
-    """Return what `shardload sources` lists, without formats of other packages, whose import takes time."""
+    """Return what to complete for SOURCE: as `shardload sources`, without formats whose packages must be imported."""
     # An error would be printed into the line that is being typed; the command itself will report it.
     try:
         return [(source.name, source.what) for source in known(announced=False)]
@@ -119,7 +119,7 @@ def source_names() -> list[tuple[str, str]]:
 
 
 def answered(arguments: Sequence[str]) -> bool:
-    """Show or install completion if the arguments name a shell: ``--show-completion zsh``; whether they did.
+    """Show or install completion if the arguments ask for it by shell, ``--show-completion zsh``; return if they do.
 
     Raises:
         UsageError: If the shell is not supported.

@@ -27,27 +27,27 @@ from shardload.reports import printable
 
 _TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
 _MAX_FOREIGN_MESSAGE = 600
-"""Characters kept of a message that is not meant for users: XLA's run to pages."""
+"""Most characters shown of an unexpected error's message: XLA's run to pages."""
 _EXTRA = re.compile(r"Got unexpected extra argument(?:\(s\))? \((.*)\)", re.S)
 _JAX_VARIABLE = re.compile(
     r"invalid (?:truth )?value ['\"](.*)['\"] for (?:JAX flag|environment) '?(\w+)'?", re.I | re.S
 )
-"""What JAX says of an environment variable when it is imported."""
+"""Matches JAX's error, on import, for an environment variable with a value that it does not accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The outcome of a failed command."""
+    """What a failed command reports: its exit code, and a message."""
 
     exit_code: int
     kind: str
     """Name of the exception's class."""
     message: str
-    """One paragraph; empty if stdout's reader is gone."""
+    """One paragraph for people; empty if nobody reads it, as the reader closed stdout."""
 
 
 def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:
-    """Report a failure on stderr, and on stdout for programs; return the exit code.
+    """Report an error on stderr, and as JSON on stdout if ``json_wanted``; return the exit code.
 
     ``stdout`` is the real one, if `streams` still redirects it.
     """
@@ -68,7 +68,7 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the exit code and the paragraph for an exception, with the notes that were added to it."""
+    """Convert an exception, with the notes added to it, to an exit code and a paragraph for people."""
     code, message = _code_and_message(error)
     notes = getattr(error, "__notes__", ())
     return Failure(code, type(error).__name__, printable(" ".join([message, *map(str, notes)]).strip(), keep="\n"))

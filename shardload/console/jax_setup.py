@@ -24,7 +24,7 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural
 
 _MAX_SIMULATED = 1024
-"""Most CPU devices that one process simulates; 1024 take a second to start, and more show nothing new."""
+"""Most CPU devices that one process simulates: they take a second to start, and more would show nothing new."""
 _TELL: GiveUp = functools.partial(failures.tell, json_wanted=False)
 
 
@@ -37,7 +37,7 @@ class Platform(StrEnum):
 
 
 def set_up_jax(*, note: Callable[[str], None]) -> None:
-    """Set the backend, TensorFlow and log levels; call before anything imports Keras or JAX."""
+    """Make Keras run on JAX, without TensorFlow and with few log lines; call before Keras or JAX is imported."""
     configured = os.environ.get("KERAS_BACKEND", "jax")
     if configured != "jax":
         note(f"KERAS_BACKEND is {configured!r}, but sharded loading needs JAX; using 'jax' for this command.")
@@ -107,7 +107,7 @@ def provide_devices(
 
 
 def _jax_platforms(platform: Platform) -> str:
-    """Return the value of ``JAX_PLATFORMS``; it adds the CPU to an accelerator, for host-side work."""
+    """Return the value of ``JAX_PLATFORMS`` for ``--platform``; it always has the CPU, which host-side work needs."""
     match platform:
         case Platform.CPU:
             return "cpu"
@@ -125,7 +125,7 @@ def _jax_platforms(platform: Platform) -> str:
 
 
 def _simulate(jax: Any, needed: int) -> bool:
-    """Request CPU devices while JAX can still create them; has no effect on accelerators."""
+    """Make JAX simulate ``needed`` CPU devices when it starts; return whether it will (not if it runs already)."""
     if needed <= max(int(jax.config.jax_num_cpu_devices), 1):
         return False
     try:

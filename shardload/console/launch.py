@@ -28,19 +28,19 @@ _BY_HAND = "pass --coordinator-address, --num-processes and --process-id"
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """A kind of launcher."""
+    """A kind of launcher (MPI, Slurm, Kubernetes), and the environment variables that it sets."""
 
     title: str
     command: str
-    """What starts the processes, as an imperative for messages."""
+    """Advice for messages on how to start the processes, as an imperative."""
     rank: str
-    """The variable with the number of the process, from 0."""
+    """Environment variable with the number of the process, from 0."""
     size: str | None = None
-    """The variable with the number of processes."""
+    """Environment variable with the number of processes."""
     needed: tuple[str, ...] = ()
-    """The other variables that JAX reads."""
+    """Other environment variables that JAX needs."""
     package: str | None = None
-    """The package that JAX needs to learn more than the variables say."""
+    """Package that JAX needs to find out what the variables do not say."""
     method: str | None = None
     """``cluster_detection_method`` of `jax.distributed.initialize`; ``None`` lets JAX search."""
 
@@ -61,7 +61,7 @@ _OPEN_MPI = Launcher(
 _OPEN_MPI_5 = Launcher(
     "Open MPI", _MPI_START, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", package="mpi4py", method="mpi4py"
 )
-"""Version 5 no longer sets the variable with the address of ``mpirun``."""
+"""Open MPI 5 does not set the variable with the address of ``mpirun``, so JAX asks MPI through mpi4py."""
 MPI = Launcher("MPI", _MPI_START, "PMI_RANK", "PMI_SIZE", package="mpi4py", method="mpi4py")
 SLURM = Launcher(
     "Slurm",
@@ -81,7 +81,7 @@ _KUBERNETES = Launcher(
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """This process as its launcher started it; ``None`` for what only JAX can tell."""
+    """What the environment says of this process: its launcher, number and count; ``None``: only JAX can tell."""
 
     by: Launcher | None = None
     num_processes: int | None = None
@@ -89,7 +89,7 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str]) -> Launched:
-    """Return what the environment says of this process; refuse variables that contradict each other."""
+    """Read from the environment which launcher started this process, and as which; raise for contradictions."""
     by = _launcher(environ)
     if by is None:
         return Launched()
@@ -107,7 +107,7 @@ def launched(environ: Mapping[str, str]) -> Launched:
 
 
 def alone_among_several(environ: Mapping[str, str]) -> str | None:
-    """Return a note for the first of several processes that one launcher started, if none was told of the others."""
+    """Return a note that several processes each load everything, if a launcher started them and this is the first."""
     try:
         found = launched(environ)
     except MeshError:
@@ -156,7 +156,7 @@ _DEAD_S = 28
 It is longer than a process that waits inside JAX for a lost one takes to end with a readable line (24 s).
 """
 GiveUp = Callable[[MeshError], int]
-"""Reports an error, in a thread of its own, and returns the exit code."""
+"""Function that reports an error, in another thread than the main one, and returns the exit code."""
 
 _EACH_BY_HAND = (
     "Start each with the same --coordinator-address and --num-processes and with its own --process-id, from 0; process "
@@ -169,9 +169,9 @@ _NO_LAUNCHER = (
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """This process among those that load together; the names are those of `jax.distributed.initialize`.
+    """This process among those that load together; field names as in `jax.distributed.initialize`.
 
-    What is ``None`` is left to JAX, which finds it when the processes meet.
+    What is ``None`` is left to JAX, which finds it out in `meet`.
     """
 
     coordinator_address: str | None
@@ -179,17 +179,17 @@ class Processes:
     num_processes: int | None
     process_id: int | None
     launcher: Launcher | None = None
-    """What started the processes, where ``--distributed`` asks for it."""
+    """What started the processes, if ``--distributed`` is given."""
     initialization_timeout: int = DEFAULT_WAIT_S
     """Seconds to wait for all processes to connect."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, which prints; each is, until the processes meet, where only JAX can tell."""
+        """Whether this is process 0, which prints; also true before `meet` if only JAX knows the number."""
         return not self.process_id
 
     def devices_of(self, mesh: MeshSpec) -> int | None:
-        """Return the number of the mesh's devices per process; ``None`` while the number of processes is not known."""
+        """Return how many of a mesh's devices each process has; ``None`` while the number of processes is not known."""
         if self.num_processes is None:
             return None
         if mesh.size % self.num_processes:
@@ -200,7 +200,7 @@ class Processes:
         return mesh.size // self.num_processes
 
     def meet(self, *, note: Callable[[str], None], give_up: GiveUp) -> Processes:
-        """Set up `jax.distributed` before any other use of JAX; return this process, with what JAX has found."""
+        """Connect the processes by `jax.distributed`, before any other use of JAX; return what it knows of this one."""
         import jax
 
         note(_waiting(self))
@@ -235,7 +235,7 @@ class Processes:
 def detected(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None, environ: Mapping[str, str]
 ) -> Processes:
-    """Return this process as its launcher started it; arguments that are given take precedence."""
+    """Return this process among others, from the environment of its launcher; arguments override it."""
     if coordinator_address is not None and num_processes is not None and process_id is not None:
         return Processes(coordinator_address, num_processes, process_id)
     found = launched(environ)

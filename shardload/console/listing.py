@@ -23,7 +23,7 @@ def _selected(manifest: Manifest, match: str | None) -> list[Tensor]:
 
 
 def as_text(manifest: Manifest, *, match: str | None = None, width: int | None = None) -> str:
-    """Return a summary, then one line per tensor; ``width`` as for `aligned`."""
+    """Return what `shardload inspect` prints: a summary, then one line per tensor; ``width`` as for `aligned`."""
     tensors = _selected(manifest, match)
     rows = [("name", "shape", "dtype", "bytes", "file", "storage"), *map(_row, tensors)]
     total = len(manifest.tensors)
@@ -37,7 +37,7 @@ def as_text(manifest: Manifest, *, match: str | None = None, width: int | None =
 
 
 def partial(left_out: int) -> str:
-    """Say how many weights of the model a step does not store."""
+    """Return words for a step that does not store all weights of its model: ``partial: without 3 weights``."""
     return f"partial: without {plural(left_out, 'weight')}"
 
 
@@ -81,7 +81,7 @@ def aligned(table: Iterable[Iterable[str]], *, width: int | None = None) -> str:
 
 
 def _stacked(row: tuple[str, ...], width: int) -> list[str]:
-    """Return a row as its first cell, and indented lines of as many of the other cells as fit."""
+    """Break a row into lines of ``width`` columns: its first cell, then the other cells, indented."""
     lines = [row[0]]
     for cell in row[1:]:
         if len(lines) > 1 and len(lines[-1]) + 2 + len(cell) <= width:
@@ -92,7 +92,7 @@ def _stacked(row: tuple[str, ...], width: int) -> list[str]:
 
 
 def of_processes(shares: Sequence[Any]) -> str:
-    """Return a line for each of several processes with the bytes that it read; empty for one process."""
+    """Return a table of the bytes that each of several processes read; empty if one process loaded alone."""
     if not shares:
         return ""
     rows = [
@@ -102,7 +102,7 @@ def of_processes(shares: Sequence[Any]) -> str:
 
 
 def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
-    """Return the facts of `as_text` as a JSON object."""
+    """Return what `as_text` lists as an object for JSON."""
     tensors = _selected(manifest, match)
     return {
         "source": manifest.source,

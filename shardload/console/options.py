@@ -39,7 +39,7 @@ class SynthFormat(StrEnum):
 
 
 def dtype(text: str) -> str:
-    """Return the canonical name of a supported dtype."""
+    """Parse ``--dtype``: return the canonical name of a floating-point dtype."""
     # dtype_name knows every dtype of a tensor, but weights are loaded in a floating-point one.
     try:
         name = str(dtype_name(text))
@@ -51,7 +51,7 @@ def dtype(text: str) -> str:
 
 
 def layout(text: str | None) -> str | None:
-    """Check the name of a layout, or of its file, which is read later."""
+    """Check ``--layout``: the name of a layout, or of an existing file, which is read later."""
     names = [name for name, _ in completion.LAYOUTS]
     if text is None or text in names or Path(text).exists():
         return text
@@ -60,7 +60,7 @@ def layout(text: str | None) -> str | None:
 
 
 def scale(factor: float) -> float:
-    """Check a factor to shrink by."""
+    """Check ``--scale``, a factor to shrink an architecture by: above 0 and at most 1."""
     # Written like this, it refuses NaN too.
     if not 0 < factor <= 1:
         raise typer.BadParameter(f"{factor:g} is not in the range from 0 (excluded) to 1")
@@ -68,7 +68,7 @@ def scale(factor: float) -> float:
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes."""
+    """Parse a number of bytes, such as ``2GiB``, for options."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -76,13 +76,13 @@ def size(text: str) -> int:
 
 
 def size_as_typed(text: str) -> str:
-    """Check a number of bytes, and keep its unit for the API, which refuses a small number without one."""
+    """Check a number of bytes for an option, but keep the text: the API refuses small numbers without a unit."""
     size(text)
     return text
 
 
 def new_file(ending: str) -> Callable[[Path | None], Path | None]:
-    """Return a check, before any work is done, that a file has the ending that readers go by, and can be written."""
+    """Return a check for an option with a file to write: it must end in ``ending``, in an existing folder."""
 
     def check(path: Path | None) -> Path | None:
         if path is not None:
@@ -97,7 +97,7 @@ def new_file(ending: str) -> Callable[[Path | None], Path | None]:
 
 
 def mesh_option(mesh: str | None, axes: str | None, layout: str | None) -> MeshSpec | None:
-    """Return the mesh from ``--mesh`` and ``--axes``, or that of the plan that ``--layout`` names."""
+    """Parse ``--mesh`` and ``--axes``; without them, return the mesh of the plan that ``--layout`` names, if any."""
     if mesh is None:
         if axes is not None:
             raise typer.BadParameter("--axes names the axes of --mesh, which is missing.", param_hint="--axes")
@@ -110,7 +110,7 @@ def mesh_option(mesh: str | None, axes: str | None, layout: str | None) -> MeshS
 
 
 def step(text: str) -> int | str:
-    """Return the number of a step, ``latest`` or ``best``."""
+    """Parse ``--step``: the number of a step, ``latest`` or ``best``."""
     if text in ("latest", "best"):
         return text
     # int() accepts more than a number of digits: "+1", " 1 ", "1_000" and digits of other scripts.
@@ -127,14 +127,14 @@ def processes(
     distributed: bool = False,
     initialization_timeout: int | None = None,
 ) -> Processes | None:
-    """Return this process among several, from options named as in `jax.distributed.initialize`.
+    """Return this process among several, from options named as in `jax.distributed.initialize`; ``None`` if alone.
 
-    With ``distributed``, the launcher of the processes tells what is not given.
+    With ``distributed``, what is not given comes from the environment of the launcher.
     """
     given = [coordinator_address, num_processes, process_id]
     if not distributed and given == [None] * 3:
         if initialization_timeout is not None:
-            raise typer.BadParameter("It is for several processes.", param_hint="--initialization-timeout")
+            raise typer.BadParameter("It is only for several processes.", param_hint="--initialization-timeout")
         return None
     if not distributed and None in given:
         raise typer.BadParameter(

@@ -26,9 +26,9 @@ from shardload.reports import printable
 from shardload.stores import local
 
 _wrote_object = [False]
-"""Whether this run has begun to write its one JSON object."""
+"""Whether this command has begun to write its one JSON object to stdout; a list, to be changed in place."""
 READER_LEFT = 141
-"""Exit code when stdout's reader closed it, as shells report it (128 + SIGPIPE)."""
+"""Exit code if the reader of stdout (``| head``) closed it, as shells report it (128 + SIGPIPE)."""
 
 
 class ReaderLeftError(Exception):
@@ -40,7 +40,7 @@ class OutputError(Exception):
 
 
 class Results:
-    """The real stdout, for results only."""
+    """Writes a command's results to the real stdout, which nothing else can write to."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -65,28 +65,28 @@ class Results:
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; ``None`` if the stream is none."""
+        """Columns of the terminal; ``None`` if stdout is no terminal."""
         return shutil.get_terminal_size().columns if self.stream.isatty() else None
 
     @property
     def unicode(self) -> bool:
-        """Whether the stream can write more than ASCII."""
+        """Whether stdout's encoding has more than ASCII characters."""
         return (self.stream.encoding or "utf-8").lower().startswith("utf")
 
     def text(self, text: str) -> None:
-        """Write text unchanged, at once."""
+        """Write text to stdout unchanged, and flush it."""
         with _write_errors(self.stream):
             self.stream.write(text)
             self.stream.flush()
 
     def json(self, value: Mapping[str, Any]) -> None:
-        """Write one JSON object, the only one of this run."""
+        """Write the one JSON object of this command to stdout."""
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)  # parsers of JSON refuse NaN
         _wrote_object[0] = True
         self.text(text + "\n")
 
     def table(self, renderable: Any) -> None:
-        """Write a rich renderable; in colour only if stdout is a terminal."""
+        """Write a table or another object that rich can render; in colour only if stdout is a terminal."""
         from rich.console import Console
 
         # In a file, 100 columns and no colour on any machine. On a terminal, None leaves NO_COLOR to rich.
@@ -102,7 +102,7 @@ class Results:
 
 
 def has_object() -> bool:
-    """Whether stdout has its JSON object, or the beginning of it."""
+    """Whether this command has begun to write its JSON object, so that no other one may follow."""
     return _wrote_object[0]
 
 
@@ -152,14 +152,14 @@ def _write_errors(stream: TextIO) -> Iterator[None]:
 
 
 def begin_command() -> None:
-    """Begin a command, which is not the first where a program calls `main`."""
+    """Reset what is known of stdout's output, as a program may call `main` twice; raise if stdout is closed."""
     _wrote_object[0] = False
     if sys.stdout is None:
         raise OutputError("Cannot write the result to stdout: it is closed.")
 
 
 def flush_stdout() -> None:
-    """Flush the output of typer (help, version)."""
+    """Flush what typer printed to stdout (help, version), and raise if it cannot be written."""
     with _write_errors(sys.stdout):
         sys.stdout.flush()
 
@@ -173,7 +173,7 @@ def abandon(stream: TextIO) -> None:
 
 
 def note(message: str) -> None:
-    """Print one paragraph for people on stderr; on a terminal, it is wrapped between words."""
+    """Print one paragraph for people on stderr, after "note:"; on a terminal, it is wrapped between words."""
     # Messages have names from checkpoints in them, which could have escape sequences.
     text = f"note: {printable(message)}"
     with contextlib.suppress(OSError, ValueError):

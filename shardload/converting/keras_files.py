@@ -261,7 +261,7 @@ def state_as_json(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
         value = source.values[id(variable)]
         if value.step is not None:
             raise NoPlaceError(
-                f"Cannot write {variable.path!r} as state: {value.step.owner} computes it", instead=("orbax",)
+                f"Cannot write {variable.path!r} to state.json: {value.step.owner} computes it", instead=("orbax",)
             )
         array = value.array
         if value.tensor is not None:  # small and never rearranged

@@ -179,7 +179,7 @@ def _leaves(targets: Any, reader: _Reader) -> tuple[dict[str, Any], Callable[[di
     paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, KINDS))
     names = [reader.names.of_leaf(path) for path, _ in paths]
     if len(set(names)) != len(names):
-        raise UsageError("Cannot name the targets by their paths: two leaves have the same. Rename a key")
+        raise UsageError("Cannot name the targets by their paths: two leaves have the same path. Rename a key")
     leaves = dict(zip(names, (target for _, target in paths), strict=True))
     kept = {} if isinstance(targets, (dict, list, tuple)) else {n: t for n, t in leaves.items() if reader.stays(n, t)}
     wanted = {name: target for name, target in leaves.items() if name not in kept}

@@ -276,7 +276,7 @@ def plan_load(request: PlanRequest) -> PlanReport:
 
 
 def devices_and_layout(placement: Placement, model: Any) -> tuple[MeshDevices, LayoutLike | None]:
-    """Return devices and layout to load with; a layout of ``None`` keeps that of ``model`` (``None``: not built yet)."""
+    """Return devices and layout to load with; a layout of ``None`` keeps that of ``model`` (``None``: to be built)."""
     # A model that has values or shardings stays where it is, unless the caller names other devices.
     follows_model = model is not None and placement.mesh is None and placement.devices is None
     if follows_model and (own := current_devices(model)) is not None:

@@ -315,8 +315,8 @@ class Transfer:
                 self._complete()
             else:
                 raise BudgetError(
-                    f"{what} needs {exact_bytes(n_bytes)} while {self.budget.taken_bytes} of "
-                    f"{self.budget.limit_bytes} are taken. Raise the host-memory budget to at least "
+                    f"{what} needs {exact_bytes(n_bytes)} of host memory, but {self.budget.taken_bytes} of the "
+                    f"{self.budget.limit_bytes} bytes of the budget are in use. Raise it to at least "
                     f"{exact_bytes(self.budget.taken_bytes + n_bytes)}"
                 )
 
