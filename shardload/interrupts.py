@@ -36,11 +36,11 @@ _NO_PLACE = {
 }
 """Functions that a signal must not raise an exception in, nor in what they call: why, by qualified name."""
 _RETRY_S = 0.02
-"""Seconds after which a signal that arrived in one of these functions is sent again."""
+"""Seconds after which a signal that arrived inside one of `_NO_PLACE` is sent again."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP arrived; it ends everything that Ctrl-C ends."""
+    """Raised for SIGTERM and SIGHUP: a `KeyboardInterrupt`, so that they end whatever Ctrl-C ends."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

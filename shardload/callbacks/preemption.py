@@ -73,7 +73,7 @@ class _FitSignal:
         self._before: Any = None
 
     def watch(self) -> None:
-        """Set the handler; only possible in the main thread."""
+        """Set the handler for this signal; in other threads than the main one, do nothing."""
         self.came = False
         # Another callback's handler may be set already: look through the chain for this one, and for the user's.
         before = handler = signal.getsignal(self._number)

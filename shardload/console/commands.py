@@ -354,7 +354,7 @@ def convert(
 
 @contextlib.contextmanager
 def _way_on(target: str) -> Iterator[None]:
-    """Add to a Ctrl-C that comes before the conversion has begun how to continue; later, `convert` adds that itself."""
+    """Add to a Ctrl-C during imports and checks how to start again; once files are written, `convert` does so."""
     try:
         yield
     except KeyboardInterrupt as error:

@@ -151,9 +151,9 @@ def _refused(by: Launcher, found: str) -> MeshError:
 DEFAULT_WAIT_S = 300
 """Seconds to wait for all processes to connect, as in JAX: pods of a job may start minutes apart."""
 _DEAD_S = 28
-"""JAX's own time limit for a process that dies before shardload's heartbeat has begun, which notices it after 15 s.
+"""Seconds after which JAX aborts this process if another one is silent, before shardload's heartbeat has begun.
 
-It is longer than a process that waits inside JAX for a lost one takes to end with a readable line (24 s).
+Longer than the 24 s in which a process that waits inside JAX for a lost one ends with a readable line.
 """
 GiveUp = Callable[[MeshError], int]
 """Function that reports an error, in another thread than the main one, and returns the exit code."""

@@ -173,7 +173,7 @@ class Preprocessing:
     layer: Any = None
     """A preprocessor or a tokenizer; ``None`` without either."""
     notes: tuple[str, ...] = ()
-    """Why a source with a tokenizer has no layer."""
+    """Sentences for the report on why there is no layer, although the source has a tokenizer."""
 
 
 def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> Preprocessing:

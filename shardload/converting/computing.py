@@ -34,7 +34,7 @@ Lend = Callable[[Any, _Array], None]
 
 
 def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
-    """Yield the last step that computes a variable, whose value counts, and the variable; for each computed one."""
+    """Yield each computed variable with the step that computes it; of several, the last one, whose value counts."""
     found: dict[int, tuple[Computing, Any]] = {}
     for step in mapping.steps:
         if isinstance(step, ConverterStep | LayerStep):

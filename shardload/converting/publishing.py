@@ -108,7 +108,7 @@ class ConversionFolder:
         sync_all(self.result) if self.result.is_dir() else sync(self.result)
 
     def publish(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
-        """Flush everything to disk and give the result its name.
+        """Flush the result to disk and move it to the target's name, in the place of what is there.
 
         ``sidecars``: small files next to the result, finished path → final path; they come first. ``removed``: a file
         next to the result that describes another model.

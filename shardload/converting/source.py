@@ -52,7 +52,7 @@ class Source:
 
     manifest: Manifest
     model: Any
-    """A task, a backbone, or any other Keras model; abstract. ``None`` for a copy, which needs none."""
+    """A task, a backbone, or any other Keras model, without values unless it is live; ``None`` for a copy."""
     values: dict[int, StoredValue]
     """Where the value of each weight and seed of the model comes from, by ``id`` of the variable."""
     companions: Companions
@@ -323,7 +323,7 @@ class ModelValues:
 
 
 def of_models(first: str, second: str) -> tuple[ModelValues, ModelValues]:
-    """Open two checkpoints by the weights of their models, to compare them; of a task and a backbone, the backbones."""
+    """Open two checkpoints as weights of their models, for comparison; of a task and a backbone, only the backbones."""
     one, two = open_with_model(first), open_with_model(second)
     if type(one.model) is type(two.model):
         return _values(one, one.model), _values(two, two.model)

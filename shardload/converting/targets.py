@@ -132,7 +132,7 @@ def block_bytes_of(host_memory_bytes: int | str) -> int:
     found = byte_count("host_memory_bytes", host_memory_bytes)
     if found < _LEAST_HOST_MEMORY:
         raise UsageError(
-            f"host_memory_bytes={host_memory_bytes} is too small, expected at least {_LEAST_HOST_MEMORY >> 10}KiB"
+            f"host_memory_bytes={host_memory_bytes} is too small: give at least {_LEAST_HOST_MEMORY >> 10}KiB"
         )
     return found // _COPIES
 
@@ -289,7 +289,7 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
 
 
 def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name the fields of a configuration made from the backbone alone that neither it nor the source has."""
+    """Return a note on fields that ``config.json`` lacks, because neither the backbone nor the source has them."""
     if source.origin is not None or source.companions.config(TRANSFORMERS) is not None:
         return ()
     longest = "n_positions" in config
@@ -304,7 +304,7 @@ def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _added(source: Source, dtypes: Mapping[int, Any], spec: FormatSpec, dtype: str | None) -> ConversionPlan:
-    """Plan a file with the tensors of Keras' own files, under the same names."""
+    """Plan a file in another package's format, with the tensors that Keras' own files have, under the same names."""
     found = keras_files.saved(source.model, source, dtypes)
     tensors = [copy.wanted for copy in found.weights]
     described = with_dtype(model_config(source.model), dtype)

@@ -45,7 +45,7 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
     """
     kind = type(backbone).__name__
     if (export := exports().get(kind)) is None:
-        raise NoPlaceError(f"Cannot write {kind} for Hugging Face, only {', '.join(exports())}")
+        raise NoPlaceError(f"Cannot write {kind} for Hugging Face, expected one of {', '.join(exports())}")
     # The longest text and token ids are never guessed: wrong ones would be silently obeyed.
     known = {name: value for name, value in (known or {}).items() if name in UNKNOWN}
     try:

@@ -312,7 +312,7 @@ class TensorNames:
 
 
 def _boxes(names: Iterable[str]) -> dict[str, str]:
-    """Return the tensors called ``….value`` next to which there is no other, without that ending → name."""
+    """Return the tensors called ``….value``, by name without that ending, if no other name begins like it."""
     every = set(names)
     inside = {name[: -len(_BOXED) - 1]: name for name in every if name.endswith((f"/{_BOXED}", f".{_BOXED}"))}
     if not inside:

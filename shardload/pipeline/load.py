@@ -88,12 +88,12 @@ class Loaded:
     report: LoadReport
     manifest: Manifest
     shares: tuple[ReadShare, ...] = ()
-    """Bytes read by each process, if several loaded together."""
+    """What each process read, if several loaded together; else empty."""
 
 
 @contextmanager
 def joint_load(request: JointRequest) -> Iterator[Call]:
-    """Yield the call to load by: joint with the other processes if their devices are involved, else of this one alone.
+    """Yield the `Call` that a load is part of: joint if other processes' devices are involved, else of this one alone.
 
     The request is checked after the processes have compared it, so that an error on one is raised on all.
     """

@@ -364,7 +364,7 @@ def ignored_names(ignore: Sequence[str]) -> tuple[str, ...]:
 
 
 def float_dtype(wanted: DTypeLike | None) -> Any:
-    """Return the name of the requested dtype; ``None`` and Keras' dtype policies pass through."""
+    """Check the argument ``dtype`` and return its canonical name; return ``None`` and Keras' policies as they are."""
     name = dtype_name(wanted)
     if name == "float64" and not jax.config.jax_enable_x64:
         raise UsageError(f"Cannot load as float64: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}, or choose float32")

@@ -346,7 +346,7 @@ class _Range:
     stop: int
     """One past the last byte; may lie past the end of the file."""
     left_bytes: int = 0
-    """How many of its bytes blocks still need; at 0 its memory is freed."""
+    """Number of its bytes that blocks still need; at 0 its memory is freed."""
     pending: PendingBytes | None = None
     data: memoryview | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)

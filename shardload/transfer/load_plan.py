@@ -123,7 +123,7 @@ class Block:
 
     @property
     def is_decoded(self) -> bool:
-        """Whether a decoder produces the elements, in separate memory."""
+        """Whether the block is encoded, so that a decoder puts its elements into memory of its own, not scratch."""
         return self.how in ("packed", "decoded")
 
     @property

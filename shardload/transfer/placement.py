@@ -160,7 +160,7 @@ class IncrementalArray:
 
 @dataclass(eq=False, slots=True)
 class VariableTransfer:
-    """A variable during the transfer."""
+    """A variable that a transfer is filling: its shards, and how much of it is still to come."""
 
     binding: Binding
     shards: tuple[Bounds, ...]

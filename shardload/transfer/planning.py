@@ -63,7 +63,7 @@ DIRECT_RUN_BYTES = 2 << 10
 """Shortest contiguous run read straight into a shard: shorter ones go through scratch, which is faster than one entry
 (35 ns) each in a scatter read."""
 _MIN_BLOCK_BYTES = 4 << 10
-"""Least bytes that a block may be limited to, one page; a budget smaller than sixteen such blocks is refused."""
+"""Smallest limit on the bytes of a block, one page; a budget smaller than sixteen such blocks is refused."""
 DEFAULT_HOST_MEMORY = 256 << 20
 """Default budget for staging. Enough to keep every reader thread busy with several blocks, small next to any model;
 more does not make loading faster (docs/performance.md)."""
@@ -200,7 +200,7 @@ class TensorPart:
 
 
 class Planner:
-    """Cuts the tensors of one `plan_transfers` call into blocks, and has what all steps of that need."""
+    """Cuts the tensors of one `plan_transfers` call into blocks; its fields are shared by all steps of that."""
 
     def __init__(
         self,
@@ -404,7 +404,7 @@ class Planner:
         return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
 
     def needed_bytes(self) -> int:
-        """Return how many stored bytes the local shards need; views that overlap count at most their whole tensor."""
+        """Return how many stored bytes this process's shards need; of overlapping views, at most their whole tensor."""
         total = 0
         for name, indices in self.by_tensor.items():
             tensor = self.tensors[name]

@@ -35,7 +35,7 @@ PITCH_ROW_BYTES = 1 << 10
 PAD_BYTES = 64
 """Bytes of padding after each row in scratch: one cache line."""
 _UNLOCKED = 500
-"""NumPy holds the GIL while it copies at most this many elements."""
+"""NumPy releases the GIL only while it copies more elements than this."""
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT16 = np.dtype(np.float16)

@@ -50,7 +50,7 @@ def default_threads() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Completed(Generic[T]):
-    """A finished job."""
+    """A finished job, with its result or the error that it raised."""
 
     job: Any
     """The object that identifies it, as given to `WorkerThreads.submit`."""
