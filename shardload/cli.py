@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tidy(_: int) -> None:
-    """Remove private copies of files, as `atexit` would, before a signal ends the process."""
+    """Remove this process's private folders, as `atexit` would, before a signal ends the process."""
     if (copies := sys.modules.get("shardload.stores.local")) is not None:
         copies.remove_all()
 

@@ -44,7 +44,7 @@ class TensorDifference:
     elements: int
     """Number of elements that differ; all of them if values were not compared, shapes differ or one side is missing."""
     largest: float | None
-    """The largest absolute difference; ``None`` if it is undefined."""
+    """The largest absolute difference between values; ``None`` if no values were compared."""
     why: str = ""
     """Why values were not compared; empty if they were."""
 
@@ -58,7 +58,7 @@ class Comparison:
     equal: int
     """Number of tensors that are equal bit for bit."""
     differences: tuple[TensorDifference, ...]
-    """Weights first, then state of optimizers and metrics."""
+    """The tensors that differ: weights first, then state of optimizers and metrics."""
     matched_by: Literal["tensor", "weight"] = "tensor"
     """``weight``: the formats name their tensors differently, so names are those of the model's weights."""
     notes: tuple[str, ...] = ()

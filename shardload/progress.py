@@ -185,7 +185,7 @@ class LineProgress:
             threading.Thread(target=self._run, args=(self._ended,), name="shardload-progress", daemon=True).start()
 
     def advance(self, n_bytes: int) -> None:
-        """Count ``n_bytes``."""
+        """Add ``n_bytes`` to the bytes done in this stage."""
         if self._stage is not None:
             self._stage.done_bytes += n_bytes
 

@@ -44,7 +44,7 @@ class Verdict:
     left_out: int = 0
     """Number of weights that a partial step does not store."""
     notes: tuple[str, ...] = ()
-    """What could not be checked."""
+    """Sentences on what could not be checked."""
 
     @property
     def is_good(self) -> bool:

@@ -68,7 +68,7 @@ def make_available(source: str, *, weights: bool = True) -> None:
 
 
 def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]:
-    """Return the names that SOURCE can have, each once; those that load without a download come first.
+    """Return the names that SOURCE can have, each once; those that can be loaded as they are come first.
 
     Args:
         presets: Also list KerasHub's.

@@ -125,7 +125,7 @@ def _jax_platforms(platform: Platform) -> str:
 
 
 def _simulate(jax: Any, needed: int) -> bool:
-    """Make JAX simulate ``needed`` CPU devices when it starts; return whether it will (not if it runs already)."""
+    """Make JAX simulate ``needed`` CPU devices when it starts, unless it has them or runs; return if it was told to."""
     if needed <= max(int(jax.config.jax_num_cpu_devices), 1):
         return False
     try:

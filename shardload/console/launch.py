@@ -81,7 +81,7 @@ _KUBERNETES = Launcher(
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What the environment says of this process: its launcher, number and count; ``None``: only JAX can tell."""
+    """This process by its environment: its launcher, its number, and how many there are; ``None`` if not told."""
 
     by: Launcher | None = None
     num_processes: int | None = None
