@@ -316,7 +316,7 @@ class Transfer:
             else:
                 raise BudgetError(
                     f"{what} needs {exact_bytes(n_bytes)} of host memory, but {self.budget.taken_bytes} of the "
-                    f"{self.budget.limit_bytes} bytes of the budget are in use. Raise it to at least "
+                    f"{exact_bytes(self.budget.limit_bytes)} in the budget are in use. Raise it to at least "
                     f"{exact_bytes(self.budget.taken_bytes + n_bytes)}"
                 )
 
