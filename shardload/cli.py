@@ -68,8 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tidy(_: int) -> None:
     """Remove this process's private folders, as `atexit` would, before a signal ends the process."""
-    if (copies := sys.modules.get("shardload.stores.local")) is not None:
-        copies.remove_all()
+    from shardload.stores.local import remove_private_folders
+
+    remove_private_folders()
 
 
 def _run(arguments: list[str]) -> int:

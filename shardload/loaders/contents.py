@@ -1,8 +1,8 @@
-"""Content of files and folders: what format detection reads of them, and files by names from an untrusted index.
+"""What format detection reads of files and folders, and how a name from an untrusted index becomes the path of a file.
 
-A name must be plain (no separator, no ``..``), or be a path of plain names where an index may list subfolders, and
-resolve to a path inside the folder. Symbolic links may leave it as people's
-folders do: in Hugging Face's cache, in link farms, and in stores that name files after their content::
+A name must be plain (no separator, no ``..``), or a path of plain names where an index may list subfolders, and must
+resolve to a path inside the folder. Symbolic links may lead out of the folder in three cases, which people use:
+Hugging Face's cache, link farms, and stores that name files after their content::
 
     models--org--name/snapshots/<revision>/tokenizer.json -> ../../blobs/<digest>     blobs of the same repository
     farm/tokenizer.json -> /shared/gemma/tokenizer.json                               a file of the same name
@@ -10,14 +10,14 @@ folders do: in Hugging Face's cache, in link farms, and in stores that name file
 
 Any other link could make a private file public: a conversion would copy ``tokenizer.json -> ~/.ssh/id_rsa``.
 
-Files are one of several by their names in every spelling: a number, ``of``, and a number that ends a word. Between them
-is anything but letters and digits, or nothing::
+A file's name may say that it is one of several parts, in many spellings: a number, ``of``, and a number that ends a
+word, with nothing but separators between them::
 
     model-00002-of-00003.safetensors            00002-of-00003.safetensors            model (2 of 3).safetensors
     model-00002-of-00003.fp16.safetensors       model-part2of3-Q4_K_M.gguf            model-00002-of-000163.safetensors
 
-The parts of one checkpoint differ in the first number only. So a set of another variant (``.fp16``) is another set.
-The claim is checked, not believed: all parts are opened, or the missing ones are named. A file that only seems to be a
+The names of one checkpoint's parts differ in the first number only; parts of a variant (``.fp16``) are another one.
+The claim is checked: all parts are opened, or an error names the missing ones. A file that only seems to be a
 part (``weights-3-of-5-epochs``) is refused too, as half a checkpoint that loads as a whole one would be worse.
 """
 
@@ -41,17 +41,17 @@ from shardload.units import plural
 _HEAD_BYTES = 64
 CONFIG = "config.json"
 _MAX_PATH = 4096
-"""Most characters of a path in an index, as in Linux."""
+"""Limit on the characters of a path that an index lists; Linux has the same limit for any path."""
 _TENSOR_FILES = (".safetensors", ".gguf", ".h5")
 _CLAIM = re.compile(r"(?<![0-9])(?P<number>[0-9]+)(?P<of>[\W_]*of[\W_]*)(?P<count>[0-9]+)(?![^\W_])", re.IGNORECASE)
 _SPARSE = re.compile(r"spars|prun", re.IGNORECASE)
-"""With this in its name, ``Sparse-Llama-3.1-8B-2of4`` has two of four weights that are not 0."""
+"""In names with such a word, ``2of4`` is not a part: two of four weights are not 0 (``Sparse-Llama-3.1-8B-2of4``)."""
 _BROWSER = re.compile(r" ?\([0-9]+\)(?=\.\w+$)")
-"""What a browser adds to the name of a file that it downloads twice."""
+"""The number in brackets that a browser adds to the name of a file that it downloads twice: ``model (1).gguf``."""
 _LABEL = re.compile(r"[\W_]*(part|shard|split|chunk|piece)?[\W_]*$", re.IGNORECASE)
-"""What may separate the name of a checkpoint from the number of a part."""
+"""Separators and words such as ``-part`` between the checkpoint's name and the number of a part."""
 _SHOWN = 8
-"""Most missing files that an error lists."""
+"""How many missing files an error names at most."""
 
 
 # No slots in these two classes: `cached_property` keeps its values in the instance's dict.
@@ -98,7 +98,7 @@ class FolderContent:
 
     path: Location
     names: list[str]
-    """Names of its entries, sorted."""
+    """Names of the files and folders in it, sorted."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class FolderContent:
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:
-    """Return the location of a file in a folder, whose name the file ``named_by`` contains; it need not exist."""
+    """Return the location of a file in a folder, after checking its name, which the file ``named_by`` contains."""
     if not isinstance(name, str) or not _is_file_name(name):
         raise SourceError(f"{named_by} should name files in its folder, but names {str(name)[:200]!r}")
     if name in {".", ".."} or "/" in name or "\\" in name:
@@ -123,14 +123,14 @@ def member(folder: Location, name: object, *, named_by: str) -> Location:
 
 
 def inner_path(name: str) -> str:
-    """Return a relative path from an index without ``.`` and doubled slashes, which some tools write."""
+    """Clean a relative path from an index: remove ``.`` and doubled slashes, which some tools write."""
     if name.startswith("/"):  # `shards_of` refuses it
         return name
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:
-    """Return the files that an index lists, by path within its folder, sorted; ``way_out`` gets the missing ones."""
+    """Return the files that an index lists, by path within its folder; ``way_out`` is an error's verb ("Download")."""
     files = {name: _listed(index, name) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.exists()]:
         raise SourceNotFoundError(
@@ -151,7 +151,7 @@ def _listed(index: Location, name: str) -> Location:
 
 
 def descendant(folder: Location, name: str, *, named_by: str) -> Location:
-    """Return a path below a folder (``ocdbt.process_0/d/1d35``); it need not exist."""
+    """Return the location of a path below a folder (``ocdbt.process_0/d/1d35``), checked part by part with `member`."""
     path = folder
     linked = False
     for part in name.split("/"):
@@ -165,7 +165,7 @@ def descendant(folder: Location, name: str, *, named_by: str) -> Location:
 
 
 def group_above(name: str, groups: Container[str]) -> str:
-    """Return the group that a dataset of Keras belongs to: a layer may have stored it in a group below its own."""
+    """Return the nearest of ``groups`` above a Keras dataset, else its own group: layers may store in subgroups."""
     above = own = name.rpartition("/")[0]
     while above and above not in groups:
         above = above.rpartition("/")[0]
@@ -198,7 +198,7 @@ def _refuse_escape(path: Location, folder: Location) -> None:
 
 
 def _hub_blobs(home: Location) -> Location | None:
-    """Return the blobs folder that belongs to a snapshot in Hugging Face's cache, or ``None``."""
+    """Return the folder of the files that a snapshot in Hugging Face's cache links to; ``None`` elsewhere."""
     # The folder may be a subfolder of a snapshot, so walk up to the snapshot.
     revision = home
     while revision != revision.parent:
@@ -219,14 +219,14 @@ def listing(folder: Location, *, limit: int = 8) -> str:
 class _PartName:
     before: str
     number: str
-    """With its zeros, like ``count``."""
+    """The part's number as written, with leading zeros; likewise ``count``."""
     of: str
     count: str
     after: str
 
     @classmethod
     def of_name(cls, name: str) -> _PartName | None:
-        """Return what a name claims; of several claims, the last is that of the part."""
+        """Parse a name with ``1-of-2`` in it, the last if there are several such pieces; ``None`` without any."""
         last = None
         for found in _CLAIM.finditer(name):
             is_sparsity = found["of"].lower() == "of" and len(found[0]) == 4 and _SPARSE.search(name)
@@ -237,30 +237,30 @@ class _PartName:
 
     @property
     def checkpoint(self) -> str:
-        """What the names of all parts of one checkpoint have in common."""
+        """The name without the part's number: equal for all parts of one checkpoint."""
         return f"{self.before}{self.of}{self.count}{_BROWSER.sub('', self.after)}"
 
     def numbered(self, number: int) -> str:
-        """Return the name of another part."""
+        """Return the name of the checkpoint's part ``number``."""
         written = (self.number, self.count)
         width = len(self.number) if any(each.startswith("0") or len(each) > 4 for each in written) else 1
         return f"{self.before}{number:0{width}d}{self.of}{self.count}{_BROWSER.sub('', self.after)}"
 
 
 def part_number(name: str) -> tuple[int, int] | None:
-    """Return 2 and 3 for ``model-00002-of-00003.safetensors``; ``None`` for a name that claims no other parts."""
+    """Return a part's number and the count (2, 3 for ``model-00002-of-00003.safetensors``); ``None`` if it is whole."""
     found = _PartName.of_name(name)
     return (int(found.number), int(found.count)) if found and int(found.count) > 1 else None
 
 
 def part_name(name: str, number: int) -> str:
-    """Return the name of another part of the checkpoint that a part belongs to; ``name`` itself if it is none."""
+    """Return the name of part ``number`` of the checkpoint of the part ``name``; ``name`` if that is not a part."""
     found = _PartName.of_name(name)
     return name if found is None else found.numbered(number)
 
 
 def set_of(name: str) -> str:
-    """Return the same text for all parts of one checkpoint: for a part, its name without its number."""
+    """Return a key that is equal for all parts of a checkpoint: a part's name without its number, else the name."""
     found = _PartName.of_name(name)
     return name if found is None else found.checkpoint
 
@@ -280,7 +280,7 @@ def pattern_of(name: str) -> str:
 
 
 def all_parts(path: Location) -> list[Location]:
-    """Return the files of all parts of the checkpoint that a file's name claims to be a part of, in order."""
+    """Return the files of all parts of the checkpoint of which a file is a part by its name; raise if one is gone."""
     number, count = part_number(path.name) or (1, 1)
     there = _numbered(path) if count > 1 else {1: path.name}
     first = 0 if 0 in there else 1  # some writers count from 0
@@ -299,7 +299,7 @@ def all_parts(path: Location) -> list[Location]:
 
 
 def refuse_part(path: Location) -> None:
-    """Refuse a file that is a part by its name, in a format whose files are not joined."""
+    """Raise if a file's name says that it is a part, for formats whose parts shardload cannot join."""
     if (claimed := part_number(path.name)) is not None:
         raise SourceError(
             f"Cannot open {path}: it is part {claimed[0]} of {claimed[1]} according to its name, expected a whole "
@@ -308,7 +308,7 @@ def refuse_part(path: Location) -> None:
 
 
 def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
-    """Refuse ``model.gguf.part1of2``: bytes of a file that was split without regard to its content."""
+    """Raise for a range of bytes cut from a file, such as ``model.gguf.part1of2``, and say how to join such files."""
     whole, found = stem_without_part(path.name), _PartName.of_name(path.name)
     if found is None or found.after or part_number(path.name) is None or not whole.lower().endswith(endings):
         return

@@ -12,13 +12,13 @@ from shardload.stores.location import Location
 from shardload.units import exact_bytes, plural
 
 _MAX_RANK = 32
-"""HDF5's limit; no real weight has as many dims."""
+"""Limit on a tensor's number of dims, as in HDF5; no real weight has as many."""
 # NumPy and JAX index with signed 64-bit integers.
 _MAX_DIM = (1 << 63) - 1
 
 
 def checked_tensors(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict[str, Tensor]:
-    """Check tensors; return them by name, in the order of files and offsets, decoded ones after extents."""
+    """Check names and extents of tensors; return them by name, by file and offset, decoded ones last in each file."""
     found: dict[str, Tensor] = {}
     for tensor in tensors:
         # JSON escapes can smuggle in lone surrogates, which can be neither printed nor written.
@@ -35,7 +35,7 @@ def checked_tensors(tensors: Iterable[Tensor], *, files: Mapping[Location, int])
 
 
 def check_shape(shape: tuple[int, ...], *, name: str, path: object) -> None:
-    """Refuse shapes that no array can have."""
+    """Raise for a shape that no array can have: too many dims, or a dim that is negative or too large."""
     if len(shape) > _MAX_RANK:
         raise SourceError(f"{path}: tensor {name!r} has {plural(len(shape), 'dim')}; at most {_MAX_RANK} are possible")
     if any(not 0 <= n <= _MAX_DIM for n in shape):
@@ -54,9 +54,9 @@ def _check(tensor: Tensor, files: Mapping[Location, int]) -> None:
 
 
 def _runs(tensor: Tensor, *, with_packed: bool) -> Iterator[tuple[Location, int, int]]:
-    """Yield path, first byte and end (exclusive) of every run of a tensor.
+    """Yield the byte ranges of a tensor's data in files: path, first byte, end (exclusive).
 
-    Two packed chunks may share bytes: equal chunks are stored once.
+    Packed (encoded) chunks are included with ``with_packed`` only: two may share bytes, as equal ones are stored once.
     """
     cells, length = [tensor.storage], tensor.nbytes
     if isinstance(tensor.storage, Chunked):

@@ -1,4 +1,4 @@
-"""Writers: one module per format, each making a checkpoint's files complete except for the values.
+"""What writers share: there is one per format, and it makes a checkpoint's files complete except for the values.
 
     Wanted(name, shape, dtype) ─► safetensors │ h5 │ orbax ─► TensorPlace(name, shape, dtype, pieces)
 
@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One tensor to be written."""
+    """Name, shape and dtype of a tensor that is to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,44 +32,44 @@ class Wanted:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of all its elements in bytes."""
         return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A run of a tensor's elements in one file."""
+    """A run of consecutive elements of a tensor, and where it belongs in a file."""
 
     path: str
     """Path relative to the checkpoint folder; empty if the checkpoint is a single file."""
     offset: int
     """Byte offset of the first element in the file."""
     start: int
-    """First element, counted in row-major order."""
+    """Index of the run's first element in the tensor, counted in row-major order."""
     count: int
     """Number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The locations in files of one tensor's elements."""
+    """Where the elements of one tensor belong in the files."""
 
     name: str
     pieces: tuple[FilePiece, ...]
-    """Pieces in ascending order, without gaps."""
+    """The runs of all its elements, from the first to the last, without gaps."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
+        """Return this place as a JSON object."""
         return {"name": self.name, "pieces": [[p.path, p.offset, p.start, p.count] for p in self.pieces]}
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> TensorPlace:
-        """Return the place that `to_json` made ``found`` from."""
+        """Rebuild a place from the JSON object that `to_json` returned."""
         return cls(str(found["name"]), tuple(FilePiece(*piece) for piece in found["pieces"]))
 
 
 WriteFile = Callable[[Path, Sequence[Wanted], dict[str, Any]], tuple[TensorPlace, ...]]
-"""A function that makes a file without the values, from its path, its tensors and Keras' description of the model."""
+"""Makes a model's file without the values, from the file's path, its tensors and Keras' description of the model."""
 
 
 def grouped(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:

@@ -4,7 +4,7 @@
     model.safetensors               or
     model.safetensors.index.json    {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors", …}}
 
-Without an index, all safetensors of a folder are one checkpoint, and so are all parts that a file's name claims.
+Without an index, all safetensors of a folder are one checkpoint; so are all parts that a file's name claims.
 
 The index is untrusted: its file names may not leave the folder, and each tensor must be in the shard that the index
 names for it.
@@ -43,7 +43,7 @@ from shardload.units import plural
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _INDEXES = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
-"""Names of indexes, also of a variant: ``diffusion_pytorch_model.safetensors.index.fp16.json``."""
+"""Matches names of indexes, also of a variant: ``diffusion_pytorch_model.safetensors.index.fp16.json``."""
 
 
 def open_folder(folder: Location) -> Manifest:
@@ -107,9 +107,9 @@ def folder_of(file: Location) -> Location | None:
 
 
 def open_variant(file: Location) -> Manifest | None:
-    """Return the manifest of one of several variants, with its folder's description; ``None`` if there is none.
+    """Return the manifest of one of several variants in a folder, with the folder's config; ``None`` for other files.
 
-    Without an index, a name alone tells which variant is meant (``model.fp16.safetensors``).
+    In a folder without an index, only the file's name says which variant is meant (``model.fp16.safetensors``).
     """
     folder = file.parent
     if not file.name.endswith(".safetensors") or not file.is_file() or not _is_described(folder):
@@ -145,7 +145,7 @@ def _is_read_with(folder: Location, file: Location) -> bool:
 
 
 def _shares_tensors(folder: Location, file: Location, names: list[str]) -> bool:
-    """Whether one of these files other than the given one has a tensor of the same name, as variants have."""
+    """Whether another of the files ``names`` has a tensor of the same name as one in ``file``, as variants have."""
     others = [name for name in names if name != file.name]
     own = {tensor.name for tensor in safetensors.read_header(file).tensors} if others else set()
     headers = (safetensors.read_header(folder / name) for name in others)
@@ -185,7 +185,7 @@ def _find(name: str, shard: str, stored: Mapping[str, Mapping[str, Tensor]], ind
 def _unlisted(
     stored: Mapping[str, Mapping[str, Tensor]], weight_map: Mapping[str, str], index: Location
 ) -> tuple[str, ...]:
-    """Describe the tensors that are not loaded: the index alone says which ones belong to the checkpoint."""
+    """Return a note on the tensors in the shards that are not loaded, because the index does not list them."""
     found = [(name, shard) for shard in stored for name in stored[shard] if weight_map.get(name) != shard]
     if not found:
         return ()
@@ -231,7 +231,7 @@ def _joined(
     headers: Mapping[Location, safetensors.SafetensorsHeader],
     tensors: Sequence[Tensor] | None = None,
 ) -> Manifest:
-    """Return the manifest of files that are one checkpoint together, of all their tensors by default."""
+    """Return one manifest of several files, with ``tensors``, by default all tensors in the files."""
     sizes = {path: header.file_bytes for path, header in headers.items()}
     if tensors is None:
         tensors = [tensor for header in headers.values() for tensor in header.tensors]
@@ -240,7 +240,7 @@ def _joined(
 
 
 def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
-    """Return the names of a folder's safetensors; of a model with a configuration, as transformers chooses them."""
+    """Return the names of the safetensors to read, as transformers does: `_SINGLE` alone, if a config describes it."""
     if _SINGLE in names and is_described:
         return [_SINGLE]
     if found := sorted(name for name in names if name.endswith(".safetensors")):

@@ -32,7 +32,7 @@ TASK_PREFIX = "task:"
 
 
 def open_folder(folder: Location) -> Manifest:
-    """Return the manifest of a preset folder."""
+    """Return the manifest of a preset folder: backbone and task together, if it has both."""
     names, described = folder.names(), describe_folder(folder)
     if WEIGHTS in names:
         parts = [keras_h5.open_file(member(folder, WEIGHTS, named_by=str(folder)))]

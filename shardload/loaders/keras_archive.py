@@ -3,7 +3,7 @@
     ┌ local header ┬ metadata.json ┬ local header ┬ config.json ┬ local header ┬ model.weights.h5 ┬ central directory ┐
                                                                               └ an HDF5 file inside the file
 
-In an archive that was unzipped and zipped again, it is compressed: then it is unpacked to a private file first.
+In an archive that was unzipped and zipped again, that member is compressed; then it is unpacked to a private file.
 
 The zip is untrusted. The central directory lists where members start; each local header must agree with it, members may
 not overlap, repeat or be encrypted, and nothing may precede the first one: such archives are built to be read in two
@@ -39,17 +39,17 @@ _CONFIG = "config.json"
 _METADATA = "metadata.json"
 ASSETS = "assets/"
 _MAX_EXPANSION = 1000
-"""Inflated bytes per stored byte, as in Keras."""
+"""Limit on inflated bytes per stored byte of a JSON member, as in Keras."""
 ASSET_EXPANSION, ASSET_FLOOR_BYTES = 100, 1 << 28
-"""Inflated bytes per stored byte of files that layers saved, for larger ones than the floor; both as in Keras."""
+"""Limit on inflated bytes per stored byte of assets, if they are larger than the floor; both are Keras' limits."""
 _WEIGHTS_EXPANSION, _WEIGHTS_FLOOR_BYTES = 100, 1 << 25
-"""Inflated bytes per stored byte of weights larger than the floor. Trained weights shrink by less than half."""
+"""Limit on inflated bytes per stored byte of weights above the floor. Trained weights shrink by less than half."""
 _MAX_DICTIONARY_BYTES = 64 << 20
-"""LZMA's dictionary, which takes that much memory; xz uses 64 MiB at its highest level."""
+"""Limit on LZMA's dictionary, which decompressing keeps in memory; xz uses 64 MiB at its highest level."""
 _MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LZMA = struct.Struct("<2xHBI")
-"""Version, length of the properties, their first byte, size of the dictionary."""
+"""The header before LZMA data: version (skipped), length of the properties, their first byte, dictionary size."""
 _ENCRYPTED = 0x1
 _BLOCK_BYTES = 1 << 18
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
@@ -79,7 +79,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
-    """Yield the asset files that layers saved: names below ``assets/``, and a function that writes each content."""
+    """Yield the asset files that layers saved: the name below ``assets/``, and a function that writes the content."""
     members = _read_members(path)
     files = [info for key, info in members.items() if key.startswith(ASSETS) and not key.endswith("/")]
     for info in files:
@@ -219,7 +219,7 @@ def _check_readable(path: Location, info: zipfile.ZipInfo) -> None:
 def member_blocks(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> Iterator[bytes]:
     """Yield a member's content, at most 256 KiB at a time, and check its size and its CRC.
 
-    Whether it may expand as much as it declares is for the caller to check.
+    The caller checks before whether the member may expand to the size that it declares.
     """
     _check_readable(path, info)
     left, crc = info.file_size, 0
@@ -268,7 +268,7 @@ class _Stored:
 
 
 class _Deflated:
-    """zlib's decompressor with the methods of bzip2's and LZMA's."""
+    """zlib's decompressor, with the methods that the decompressors of bzip2 and LZMA have."""
 
     def __init__(self) -> None:
         self._inner = zlib.decompressobj(-zlib.MAX_WBITS)
@@ -286,7 +286,7 @@ class _Deflated:
 
 
 def _decoder(info: zipfile.ZipInfo, head: bytes) -> tuple[_Decoder, int]:
-    """Return what decodes a member, and the number of bytes in front of the compressed data."""
+    """Return the decompressor for a member, and the length of the header in front of the compressed data."""
     match info.compress_type:
         case zipfile.ZIP_STORED:
             return _Stored(), 0
@@ -312,7 +312,7 @@ def _decoder(info: zipfile.ZipInfo, head: bytes) -> tuple[_Decoder, int]:
 
 @contextmanager
 def _translated(path: Location) -> Iterator[None]:
-    """Translate errors of zipfile and of decompressors, eight types that all mean a damaged archive."""
+    """Turn errors of zipfile and of decompressors, eight types that all mean a damaged zip, into a `SourceError`."""
     try:
         yield
     except ShardloadError:

@@ -1,7 +1,7 @@
 """Keras' weights, in one ``.weights.h5`` file or in shards: tensors have the paths of their datasets as names.
 
-A name like ``model_00001.weights.h5`` says that the file is a part of the checkpoint ``model.weights.json``, or it is
-the user's name for a step. Keras writes the model's own group ``vars`` to whole files, and of the parts to the first.
+A name like ``model_00001.weights.h5`` says that the file is a part of the checkpoint ``model.weights.json``, or is
+a user's name for a step. A whole file has the model's own group ``vars``; of several parts, only the first has it.
 
 Sharded weights are a ``model.weights.json`` and the HDF5 files it lists::
 
@@ -83,7 +83,7 @@ def open_index(index: Location) -> Manifest:
 
 
 def lists(index: Location, name: str) -> bool:
-    """Whether there is an index, and it lists a file."""
+    """Whether ``index`` exists and lists a file of this name."""
     if not index.is_file():
         return False
     return any(name in listed for listed in _groups(read_object(index).get("weight_map"), index).values())

@@ -32,7 +32,7 @@ LAYERS = "layers"
 TOP_LEVEL = "top_level_weights"
 """Entry of the metadata: names of the tensors that belong to the model itself; not there in older files."""
 OPTIMIZER = "optimizer_weights/"
-"""Tensors below this belong to the optimizer."""
+"""Prefix of the names of tensors that belong to the optimizer."""
 TRAINING = "training_config"
 """Entry of the metadata: the arguments of `compile`."""
 UNREADABLE = "unreadable_config"
@@ -60,7 +60,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def _described(reader: Reader, path: Location) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the model's configuration, and what the metadata says of it."""
+    """Return the model's configuration, and its entries for the metadata: `TRAINING`, or why it is `UNREADABLE`."""
     try:
         texts = ((name, reader.text(name)) for name in (_CONFIG, TRAINING))
         config, training = (

@@ -22,7 +22,7 @@ from shardload.stores.location import Location
 from shardload.units import exact_bytes, plural
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-"""Endings of weights in formats that are not supported."""
+"""Endings of PyTorch's weight files: pickles, which are not supported."""
 
 
 def open_manifest(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest:
@@ -51,27 +51,27 @@ def open_manifest(path: str | os.PathLike[str] | Location, *, format: str | None
 
 
 def recognise(path: str | os.PathLike[str] | Location) -> FormatSpec:
-    """Detect the format at a path without reading headers; files in a folder may be damaged."""
+    """Detect the format of a file or a folder without reading headers; damage in a folder's files stays unnoticed."""
     where = located(path)
     return _recognise_folder(where) if where.is_folder() else _recognise_file(where)
 
 
 def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Location | None:
-    """Return the folder that describes the model of a weights file of ``format``, or ``None``."""
+    """Return the folder whose configuration describes a file of weights that opening the folder reads, or ``None``."""
     where = located(path)
     asked = (spec.folder_of for spec in specs() if spec.folder_of is not None and format in (None, spec.name))
     return next((folder for find in asked if (folder := find(where)) is not None), None)
 
 
 def open_variant(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest | None:
-    """Return the manifest of a file without a `folder_of`, with the description in its folder, or ``None``."""
+    """Return the manifest of one of several variants in a folder, with the folder's configuration; else ``None``."""
     where = located(path)
     asked = (spec.open_variant for spec in specs() if spec.open_variant is not None and format in (None, spec.name))
     return next((found for open_one in asked if (found := open_one(where)) is not None), None)
 
 
 def describe_folder(path: str | os.PathLike[str] | Location, *, with_weights: bool = False) -> Manifest | None:
-    """Return the manifest of a model's description, without tensors.
+    """Return the manifest of the model that a folder's configuration files describe, without tensors.
 
     ``None`` if the path is not a folder, describes no model, or contains weights although ``with_weights`` is false.
     """
@@ -153,7 +153,7 @@ def _unknown(path: Location, head: bytes, size: int) -> SourceError | Unsupporte
 
 
 def _placeholder(path: Location, head: bytes) -> SourceError | None:
-    """Return the error for what a failed download left in a file's place."""
+    """Return the error for what a failed download left in a file's place: a Git LFS pointer or a web page."""
     if head.startswith(b"version https://git-lfs"):
         return SourceError(f"{path} is a Git LFS pointer, not the file itself. Fetch it with: git lfs pull")
     if head.lstrip()[:1] == b"<":
@@ -246,16 +246,16 @@ def _supported() -> str:
 @dataclass(frozen=True, slots=True)
 class _OtherFormat:
     noun: str
-    """With its article."""
+    """What the format is called in messages, with its article: ``an ONNX model``."""
     way_out: str
-    """How to convert it."""
+    """A sentence that says how to convert it to a format that shardload reads."""
     names: re.Pattern[str]
-    """Names of its files, in lower case."""
+    """Matches the names of its files, in lower case."""
     head: bytes = b""
     """The first bytes of its files, if it has a signature."""
 
     def error(self, path: object) -> UnsupportedError:
-        """Return the refusal of a file or a folder."""
+        """Return the error for a file or a folder of this format."""
         return UnsupportedError(
             f"Cannot read {path}: it is {self.noun}, expected a format that shardload reads. {self.way_out}"
         )
@@ -311,7 +311,7 @@ _FORMATS = (
 
 
 def refused_file(path: object, *, name: str, head: bytes) -> UnsupportedError | None:
-    """Return the refusal of a file of another library, or ``None``; its first bytes decide before its name."""
+    """Return the error for a file in another library's format, known by its first bytes, else its name; or ``None``."""
     by_head = (found for found in _FORMATS if found.head and head.startswith(found.head))
     by_name = (found for found in _FORMATS if found.names.fullmatch(name.lower()))
     found = next(by_head, None) or next(by_name, None)
@@ -319,7 +319,7 @@ def refused_file(path: object, *, name: str, head: bytes) -> UnsupportedError | 
 
 
 def refused_folder(path: object, *, names: Collection[str]) -> UnsupportedError | None:
-    """Return the refusal of a folder with files of another library, or ``None``."""
+    """Return the error for a folder with a file in another library's format; ``None`` without such a file."""
     # Files of PyTorch are recognised by their content: any data may be called .bin.
     asked = (*_FORMATS, _PYTORCH)
     found = next((each for each in asked if any(each.names.fullmatch(name.lower()) for name in names)), None)
@@ -327,7 +327,7 @@ def refused_folder(path: object, *, names: Collection[str]) -> UnsupportedError 
 
 
 def refused_zip(path: object, *, members: Collection[str]) -> UnsupportedError | None:
-    """Return the refusal of a zip that another library wrote, or ``None``."""
+    """Return the error for a zip in another library's format, known by its members; else ``None``."""
     if any(name.endswith("data.pkl") for name in members):
         return _PYTORCH.error(path)
     return _NPZ.error(path) if members and all(name.endswith(".npy") for name in members) else None

@@ -46,7 +46,7 @@ def _never(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatSpec:
-    """One format. Fields with a default are optional."""
+    """A format: how to recognise and open it, and what other packages ask of it. Fields with a default are optional."""
 
     name: str
     """As in ``Manifest.format``, ``format=`` and ``--format``."""
@@ -59,7 +59,7 @@ class FormatSpec:
     is_folder: Callable[[FolderContent], bool] = _never
     """Whether a folder has this format."""
     contains_some: Callable[[FolderContent], bool] = _never
-    """Whether a folder of no other format contains folders of this format."""
+    """Whether a folder that has no format itself contains folders of this format, such as the steps of a run."""
     open_file: Callable[[Location], Manifest] | None = None
     """Reads the headers of a file, or of the files that it lists."""
     open_folder: Callable[[Location], Manifest] | None = None
@@ -67,7 +67,7 @@ class FormatSpec:
     describe_folder: Callable[[Location], Manifest] | None = None
     """Reads the model's description from a folder that may lack its weights: a manifest without tensors."""
     write_file: WriteFile | None = None
-    """Makes a file of a model, complete but for the values, and returns where they belong; takes its path, its tensors,
+    """Makes a model's file, complete but for the values, and returns where they belong; takes the file's path, tensors
     named as in Keras' files (``layers/dense/vars/0``), and Keras' description of the model. With it, `convert` and
     `save_as` write files with one of `endings`. The built-in formats have plans of their own there."""
     first_part: Callable[[str], str] = str
@@ -79,7 +79,7 @@ class FormatSpec:
     folder_of: Callable[[Location], Location | None] | None = None
     """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
     open_variant: Callable[[Location], Manifest | None] | None = None
-    """Opens a weights file that the folder does not mean, alone, with the folder's description of the model."""
+    """Opens a weights file that opening its folder would not read (a variant), with the folder's configuration."""
     described_by: Literal["keras", "keras-legacy", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""
@@ -87,9 +87,9 @@ class FormatSpec:
     """Source of the tensors' names: Keras' layers, Keras 2 (only their order counts), `transformers`, a training step,
     or the user (variable paths)."""
     model_dtype: str | None = None
-    """Dtype of the model if it differs from the tensors': quantised blocks decode to more bits than they carry."""
+    """Dtype to build the model in, if not the tensors': these decode from quantised blocks, which carry fewer bits."""
     tokenizer: Literal["hugging-face", "keras-hub", "header"] | None = None
-    """Form of the tokenizer: Hugging Face's or KerasHub's files, or entries of a GGUF header."""
+    """Where the tokenizer is: in Hugging Face's or KerasHub's files, or in entries of a GGUF header."""
     keras_files: str | None = None
     """Folder of Keras' small files (configurations, tokenizers), relative to the source."""
     transformers_files: str | None = None
@@ -103,7 +103,7 @@ class FormatSpec:
 
     @property
     def joins_parts(self) -> bool:
-        """Whether a model may be split over several files, which its names tell."""
+        """Whether a model may be split over several files, which `first_part` recognises by their names."""
         return self.first_part is not str
 
     @property
@@ -142,7 +142,7 @@ def specs() -> tuple[FormatSpec, ...]:
 
 
 def built_in_specs() -> tuple[FormatSpec, ...]:
-    """Return the formats of shardload itself: no other package is imported."""
+    """Return the formats that are part of shardload; no other package is imported."""
     return tuple(map(spec_named, BUILT_IN))
 
 
@@ -158,7 +158,7 @@ def spec_named(name: str) -> FormatSpec:
 
 @cache
 def announced() -> dict[str, EntryPoint]:
-    """Return the formats that installed packages announce, by name."""
+    """Return the entry points by which installed packages announce formats, by format name."""
     # A package cannot replace a built-in format, only add one.
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 

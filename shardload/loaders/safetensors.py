@@ -33,7 +33,7 @@ from shardload.stores.store import read_bytes
 from shardload.units import exact_bytes, plural
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The reference library's limit."""
+"""Limit on the length of a header, as in the reference library."""
 _MAX_ENTRY_CHARS = 4096
 """Limit for one tensor's entry: three keys and at most 32 dims of 20 digits."""
 
@@ -69,11 +69,11 @@ _SUB_BYTE: dict[str, tuple[np.dtype[Any], int]] = {
     "F6_E2M3": (np.dtype(ml_dtypes.float6_e2m3fn), 6),
     "F6_E3M2": (np.dtype(ml_dtypes.float6_e3m2fn), 6),
 }
-"""Dtype and bits of elements that share bytes. Tensors of them are listed, but cannot be read."""
+"""For dtypes whose elements share bytes: NumPy's dtype, and bits per element. Such tensors are listed, but not read."""
 SHARD_BYTES = 5_000_000_000
-"""The long-time default of ``transformers``."""
+"""Default size limit of a shard; it was that of ``transformers`` for long."""
 PYTORCH = {"format": "pt"}
-"""Tensors have the names and shapes of PyTorch's modules; transformers 4 refuses files without a format."""
+"""Metadata: tensors have the names and shapes of PyTorch's modules. transformers 4 refuses files without a format."""
 _CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
 """Name of a dtype in NumPy → its name in safetensors."""
 
@@ -83,7 +83,7 @@ class SafetensorsHeader:
     """The parsed header of one file."""
 
     tensors: tuple[Tensor, ...]
-    """In file order."""
+    """All tensors, in the order of their bytes in the file."""
     metadata: dict[str, str]
     """The header's ``__metadata__``."""
     file_bytes: int
@@ -123,7 +123,7 @@ def read_header(path: Location) -> SafetensorsHeader:
 
 
 def begins_object(head: bytes) -> bool:
-    """Whether a JSON object begins after the length; the reference library accepts white space before it."""
+    """Whether a JSON object begins after the 8-byte length; the reference library accepts white space before it."""
     return head[8:].lstrip(b" \t\r\n").startswith(b"{")
 
 
@@ -133,7 +133,7 @@ def looks_like(head: bytes, size: int) -> bool:
 
 
 class _Parser:
-    """A parser that passes once over a header's text."""
+    """Parses the text of a header in one pass, one tensor's entry at a time."""
 
     def __init__(self, path: Location, text: str, *, data_start: int, file_bytes: int) -> None:
         self._path = path
@@ -142,7 +142,7 @@ class _Parser:
         self._data_bytes = file_bytes - data_start
         self._metadata: dict[str, str] = {}
         self._spans: dict[str, tuple[int, int]] = {}
-        """First byte and end of each tensor in the file."""
+        """Tensor → its first byte and its end (exclusive) in the file."""
 
     def parse(self) -> SafetensorsHeader:
         tensors: dict[str, Tensor] = {}
@@ -270,7 +270,7 @@ class _Parser:
 
 
 class _Members:
-    """Keys of a JSON object with the start of each value; the caller sets ``position`` to the end of the value.
+    """Iterates over a JSON object: yields each key and where its value starts; the caller moves ``position`` past it.
 
     Afterwards ``position`` is past the object and the white space that follows it.
     """
@@ -311,9 +311,9 @@ def write_skeleton(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] = PYTORCH,
 ) -> tuple[TensorPlace, ...]:
-    """Make shards of at most ``shard_bytes`` (a larger tensor gets its own) and an index for several.
+    """Make shards of at most ``shard_bytes`` (or one larger tensor) without the values, and an index for several.
 
-    Return where the values belong.
+    Return where the values of each tensor belong.
     """
     groups = grouped(tensors, shard_bytes)
     names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]

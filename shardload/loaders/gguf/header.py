@@ -29,18 +29,18 @@ from shardload.units import exact_bytes, plural
 _MAGIC = b"GGUF"
 _MAX_DIMS = 4
 _MAX_NAME_BYTES = 65535
-"""The specification's limit for keys."""
+"""Limit on the length of keys and of tensors' names; the specification has it for keys."""
 INLINE_ITEMS = 1024
-"""Arrays up to this length are parsed immediately: per-layer settings, not vocabularies."""
+"""Arrays of up to this many items (per-layer settings) are parsed with the header; longer ones (vocabularies) later."""
 _INLINE_TEXT_BYTES = 1 << 16
-"""Longer texts are skipped like long arrays; the largest seen is a complete licence."""
+"""Limit on texts parsed with the header; longer ones are skipped like long arrays. The largest seen is a licence."""
 _MAX_DEPTH, _MAX_NESTED = 8, 1 << 16
-"""Limits on arrays of arrays: levels, and inner arrays in a file; a file has at most one for `_NESTED_SHARE` bytes."""
+"""Limits on arrays of arrays: levels, and inner arrays in a file, at most one per `_NESTED_SHARE` bytes of the file."""
 _NESTED_SHARE = 32
 _INLINE_SHARE = 8
-"""Bytes of the file per parsed array item, over all arrays: a Python number takes up to 36 bytes."""
+"""At most one array item is parsed per this many bytes of the file, as a Python number takes up to 36 bytes."""
 _MAX_ELEMENTS_PER_BYTE = 64
-"""Limit for unknown element types; the densest known one has 5."""
+"""Most elements per byte that are assumed for an unknown element type; the densest known type has 5."""
 _WINDOW_BYTES = 1 << 20
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -59,7 +59,7 @@ class GgmlType:
 
     @property
     def is_known(self) -> bool:
-        """Whether its tensors have a known size, and can be decoded."""
+        """Whether the size of its blocks is known, so that its tensors can be decoded."""
         return self.block_bytes > 0
 
 
@@ -120,7 +120,7 @@ class LongArray:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor with its GGUF name and shape, outermost dim first."""
+    """A tensor as the header lists it: GGUF's name, and the shape with the outermost dim first."""
 
     path: Location
     name: str
@@ -129,11 +129,11 @@ class TensorInfo:
     offset: int
     """Byte offset in the file."""
     span: int = 0
-    """Bytes up to the next tensor or the end of the file, of a tensor of an unknown type."""
+    """For a tensor of an unknown type: bytes up to the next tensor or the end of the file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file; at most as many for an unknown type."""
+        """Bytes that it takes in the file; an upper bound for an unknown type."""
         if not self.kind.is_known:
             return self.span
         return math.prod(self.shape) // self.kind.block_elements * self.kind.block_bytes
@@ -146,7 +146,7 @@ class GgufHeader:
     values: dict[str, Any]
     """Key-values; arrays as lists, long ones as `LongArray`, arrays of arrays as lists of both."""
     tensors: tuple[TensorInfo, ...]
-    """In file order."""
+    """All tensors, in the order of their bytes in the file."""
     files: dict[Location, int]
     """Size in bytes of each file."""
 
@@ -265,7 +265,7 @@ def _array(cursor: _Cursor, key: str, depth: int = 1) -> list[Any] | LongArray:
 
 
 def _arrays(cursor: _Cursor, key: str, count: int, depth: int) -> list[Any]:
-    """Read an array of arrays; each of these may be long, or consist of arrays again."""
+    """Read an array of arrays; an inner array may be skipped as a long one, or contain arrays again."""
     if depth == _MAX_DEPTH:
         raise UnsupportedError(f"{cursor.path}: {key!r} has arrays in more than {_MAX_DEPTH} levels")
     # An inner array has at least its type and its count. Checked before any of them is read.
@@ -325,7 +325,7 @@ def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tu
 
 
 class _Cursor:
-    """A forward reader of a file through a window; raises before it passes the end."""
+    """Reads a file from front to back, with a window of it in memory; raises instead of reading past the end."""
 
     def __init__(self, file: File, path: Location) -> None:
         self._file = file
@@ -372,7 +372,7 @@ class _Cursor:
         self.position += count
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Skip strings; the loop runs once per token, so it is kept tight."""
+        """Skip ``count`` strings, in a tight loop: a vocabulary has hundreds of thousands."""
         unpack = struct.Struct("<Q").unpack_from
         while count:
             at = self._load(8, what)
@@ -385,7 +385,7 @@ class _Cursor:
             self.require(0, what)
 
     def _load(self, count: int, what: str) -> int:
-        """Return the current position's index in the window, after loading at least ``count`` bytes from there."""
+        """Load at least ``count`` bytes from the current position on; return where in the window they begin."""
         self.require(count, what)
         at = self.position - self._start
         # Skipping may have moved the position past the window; the next window starts at the position.

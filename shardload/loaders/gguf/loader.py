@@ -40,9 +40,9 @@ from shardload.stores.location import Location
 from shardload.units import plural
 
 _MAX_ROPE_BYTES = 1 << 16
-"""Limit on the factors of rotary positions: one number for each pair of a head's elements, 64 for most models."""
+"""Limit on the tensor of RoPE scaling factors: one number for each pair of a head's elements, 64 for most models."""
 _MAX_EXPERTS, _MIN_EXPERT_BYTES = 1024, 64
-"""Limits for a stack of experts: a damaged header must not describe millions of empty ones."""
+"""Limits on a tensor of stacked experts (number, bytes of each): a damaged header must not list millions of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class TokenizerMetadata:
     pre: str
     """Name of the pre-tokenizer; ``default`` if the file names none."""
     tokens: tuple[str, ...]
-    """Texts by id."""
+    """The text of each token, by id."""
     scores: NDArray[np.float32]
-    """Scores by id; empty if the file has none."""
+    """The score of each token, by id; empty if the file has none."""
     token_types: NDArray[np.int32]
-    """Types by id; empty if the file has none: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+    """Type of each token, by id, or empty: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
     merges: tuple[str, ...]
     special_ids: dict[str, int]
     """``bos``, ``eos``, ``unknown``, ``padding``, … → token id."""
@@ -121,7 +121,7 @@ def _architecture(values: GgufValues) -> GgufArchitecture:
 
 
 def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tuple[str, TensorInfo, Undo]]:
-    """Yield a tensor, or the experts in it, with Hugging Face's names and the transformations to undo."""
+    """For a tensor, or each expert stacked in it, yield Hugging Face's name, where it is stored, and what to undo."""
     name = known.hf_name(info.name, path)
     if name is None:
         return
@@ -136,7 +136,7 @@ def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tu
 
 
 def _experts(info: TensorInfo) -> Iterator[TensorInfo]:
-    """Yield each expert of a stack as a tensor of its own."""
+    """Yield each expert of a tensor of stacked experts as a tensor of its own."""
     count = info.shape[0]
     if len(info.shape) != 3 or not 0 < count <= _MAX_EXPERTS or info.nbytes < _MIN_EXPERT_BYTES * count:
         raise SourceError(
@@ -221,7 +221,7 @@ def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
 
 
 def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple[float, ...]]:
-    """Read the factors of rotary positions: configuration stored as tiny tensors, the only ones read while opening."""
+    """Read the RoPE scaling factors: configuration that GGUF stores in tiny tensors, the only ones read on opening."""
     found = {}
     for info in header.tensors:
         if info.name not in names:
@@ -236,7 +236,7 @@ def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple
 
 
 def _is_described_otherwise(content: FolderContent) -> bool:
-    """Whether a folder has a ``config.json``, but weights as GGUF only, whose header describes the model."""
+    """Whether a folder with a ``config.json`` has weights as GGUF only: then their header describes the model."""
     # A folder without config.json needs no rule: it is recognised by the endings of its files.
     endings = tuple(name.rpartition(".")[2].lower() for name in content.names)
     return CONFIG in content.names and "gguf" in endings and not {"safetensors", "h5", "bin"} & set(endings)
@@ -268,7 +268,7 @@ def read_model(path: Location) -> tuple[Location, GgufHeader]:
 
 
 def _check_places(headers: Mapping[Location, GgufHeader], count: int) -> None:
-    """Compare what each part says of itself with its name and with the first part."""
+    """Raise unless the header of each part agrees with the part's file name and with the header of the first part."""
     first, described = next(iter(headers.items()))
     total = _number(described, "split.tensors.count", first)
     for i, (part, header) in enumerate(headers.items()):

@@ -59,7 +59,7 @@ PLAIN: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufRows(EncodedRows):
-    """Rows of one tensor in Hugging Face's order, with the dtype from `decoded_dtype`."""
+    """Reads rows of one tensor in Hugging Face's order, with the dtype that `storage` returns for it."""
 
     info: TensorInfo
     undo: Undo
@@ -68,17 +68,17 @@ class GgufRows(EncodedRows):
 
     @property
     def paths(self) -> tuple[Location, ...]:
-        """The file."""
+        """The file that contains the tensor."""
         return (self.info.path,)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes that the tensor takes in the file."""
         return self.info.nbytes
 
     @property
     def row_alignment(self) -> int:
-        """A head for permuted tensors, a block for quantised vectors, all of a transposed matrix, else one row."""
+        """Rows to be read together: a head if permuted, a block of a quantised vector, all if transposed, else 1."""
         if self.undo is Undo.TRANSPOSE:
             return self.info.shape[1]
         if self.undo in (Undo.UNPERMUTE, Undo.UNFUSE):
@@ -87,12 +87,12 @@ class GgufRows(EncodedRows):
 
     @property
     def ranges(self) -> tuple[tuple[Location, int, int], ...]:
-        """The tensor's blocks."""
+        """The tensor's bytes: path, offset, length."""
         return ((self.info.path, self.info.offset, self.info.nbytes),)
 
     @property
     def encoding(self) -> Hashable:
-        """The element type, and what is undone."""
+        """What decoding depends on: the element type, the shape, and the transformation to undo."""
         return self.info.kind.name, self.info.shape, self.undo, self.heads
 
     def require_decoder(self) -> None:
@@ -131,7 +131,7 @@ class GgufRows(EncodedRows):
         return minus_one(values) if self.undo is Undo.MINUS_ONE else np.ascontiguousarray(values)
 
     def _read(self, first: int, last: int) -> NDArray[np.uint8]:
-        """Read the stored bytes of rows ``[first, last)``, one line per row (per block, for a quantised vector)."""
+        """Return the stored bytes of rows ``[first, last)``, a line for each (for each block of a quantised vector)."""
         kind, shape = self.info.kind, self.info.shape
         # A row of a matrix is whole blocks; an element of a quantised vector is a part of one.
         unit = kind.block_elements if len(shape) == 1 else 1
@@ -174,7 +174,7 @@ def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, n
 
 
 def _unreadable(*parts: TensorInfo) -> UnreadableRows:
-    """Return the rows of a tensor with parts of an unknown type."""
+    """Return a reader that only raises, for a tensor stored in ``parts`` of which at least one has an unknown type."""
     kind = next(info.kind for info in parts if not info.kind.is_known)
     return UnreadableRows(
         tuple((info.path, info.offset, info.nbytes) for info in parts),
@@ -195,7 +195,7 @@ def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:
 
 
 def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
-    """Return the GGUF row indices of rows of a Hugging Face query or key projection; ``head_rows`` is even."""
+    """Return the rows of GGUF that are these ``rows`` of Hugging Face's query or key matrix; ``head_rows`` is even."""
     head, within = np.divmod(rows, head_rows)
     half, index = np.divmod(within, head_rows // 2)
     found: NDArray[np.int64] = head * head_rows + index * 2 + half
@@ -203,7 +203,7 @@ def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
 
 
 def fused_rows(rows: NDArray[np.int64], count: int, heads: int) -> NDArray[np.int64]:
-    """Return the GGUF row indices of rows of a Hugging Face matrix of queries, keys and values with ``count`` rows."""
+    """Return the rows of GGUF that are these ``rows`` of Hugging Face's query-key-value matrix of ``count`` rows."""
     width = count // (3 * heads)
     head, within = np.divmod(rows, 3 * width)
     part, index = np.divmod(within, width)
@@ -228,33 +228,33 @@ def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Experts(EncodedRows):
-    """Experts whose outputs interleave those of several tensors; a row is an expert."""
+    """Reads the experts of a block, with the outputs of several stored tensors interleaved; a row is an expert."""
 
     parts: tuple[GgufRows, ...]
 
     @property
     def paths(self) -> tuple[Location, ...]:
-        """The files."""
+        """The files that contain the parts."""
         return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in the files."""
+        """Bytes that all parts take in their files."""
         return sum(part.stored_bytes for part in self.parts)
 
     @property
     def row_alignment(self) -> int:
-        """One expert."""
+        """Always 1: any expert can be read by itself."""
         return 1
 
     @property
     def ranges(self) -> tuple[tuple[Location, int, int], ...]:
-        """The blocks of the parts."""
+        """The bytes of all parts: path, offset, length of each."""
         return tuple(found for part in self.parts for found in part.ranges)
 
     @property
     def encoding(self) -> Hashable:
-        """The encodings of the parts."""
+        """What decoding depends on: the encodings of all parts."""
         return tuple(part.encoding for part in self.parts)
 
     def require_decoder(self) -> None:
@@ -284,7 +284,7 @@ class Experts(EncodedRows):
 
 
 def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor]:
-    """Yield the fused experts of every block under Hugging Face's names."""
+    """Yield the fused experts of every transformer block as tensors with Hugging Face's names and shapes."""
     if not architecture.fused_experts:
         return
     stored = {info.name: info for info in header.tensors}

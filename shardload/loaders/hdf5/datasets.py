@@ -51,28 +51,28 @@ from shardload.stores.store import FileStream
 from shardload.units import exact_bytes
 
 _MAX_EXPANSION = 1100
-"""Decoded bytes per stored byte. Zeros compress to 1/1029 in gzip; trained weights expand by less than 10."""
+"""Limit on decoded bytes per stored byte. Zeros compress to 1/1029 in gzip; trained weights expand by less than 10."""
 _MAX_CHUNK_EXPANSION = 100
-"""As `_MAX_EXPANSION`, of one chunk, which libhdf5 inflates as a whole."""
+"""Limit on the bytes of one decoded chunk per stored byte of its dataset: libhdf5 inflates chunks as a whole."""
 _EXPANSION_FLOOR_BYTES = 64 << 20
-"""Below this any expansion is harmless: zeros that were never written, or compress to nothing."""
+"""Tensors up to this size may expand without limit: zeros that were never written, or compress to nothing."""
 _CACHE_BYTES = 1 << 20
 """libhdf5's cache of object headers, 32 MiB by default; a small one is enough, as each header is read once here."""
 _OWN_GROUP = "vars"
 _LEGACY_ATTRIBUTES = ("layer_names", "layer_names0", "model_config")
 _MAX_COPIES = 16
-"""Bytes of all second links to datasets, in sizes of the file, above `_EXPANSION_FLOOR_BYTES`."""
+"""Limit on the bytes of all further links to datasets, as a multiple of the file's size."""
 _FREE_HEADER_BYTES = 1 << 20
-"""Longest object header that is always allowed; longer ones up to half of the file. libhdf5 allocates and reads the
+"""Limit on object headers, or half of the file if that is more. libhdf5 allocates and reads the
 length that a header declares: a damaged length makes it parse tensor data as header messages."""
 _MAX_DEPTH = 256
-"""Nesting depth of groups; Keras writes two per level of nested layers."""
+"""Limit on the nesting depth of groups; Keras writes two per level of nested layers."""
 _BYTES_PER_COPY = 512
-"""Taken by one more name of an object, besides the name."""
+"""Memory that a further name of an object takes here, besides the text of the name."""
 _FREE_COPY_BYTES = 1 << 20
-"""What names of objects that have others may always take; larger files may have as much as their size."""
+"""Memory that further names of objects may always take; in a larger file, as many bytes as the file has."""
 _SHOWN = 20
-"""Objects of a kind that are named when they are left out."""
+"""How many objects of a kind the notes on left-out objects name."""
 _KINDS = {h5py.h5l.TYPE_HARD: HARD, h5py.h5l.TYPE_SOFT: SOFT}
 _LOCK = threading.RLock()
 """libhdf5 is not re-entrant; h5py has a lock of its own, but not around several calls."""
@@ -84,23 +84,23 @@ class FileRegion:
 
     path: Location
     start: int
-    """First byte."""
+    """Offset in the file of the first byte of the HDF5 file."""
     nbytes: int
 
     @classmethod
     def whole(cls, path: Location) -> FileRegion:
-        """Return a whole file."""
+        """Return the region of a file that is an HDF5 file from its first to its last byte."""
         return cls(path, 0, path.size)
 
 
 @dataclass(frozen=True, slots=True)
 class H5Rows:
-    """Rows of one dataset, read through h5py; the file is reopened for each range."""
+    """Reads rows of one dataset through h5py; reopens the file for each range of rows."""
 
     region: FileRegion
     name: str
     address: int
-    """Address of its header: names are looked up in groups, which can be damaged."""
+    """Address of its header, by which it is opened: a look-up by name reads groups, which can be damaged."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     stored_bytes: int
@@ -108,7 +108,7 @@ class H5Rows:
 
     @property
     def paths(self) -> tuple[Location, ...]:
-        """The file."""
+        """The file that contains the dataset."""
         return (self.region.path,)
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
@@ -141,13 +141,13 @@ class Content:
     tensors: tuple[Tensor, ...]
     """Every dataset with numbers, in no particular order; names are paths without leading slash."""
     notes: tuple[str, ...]
-    """What was left out."""
+    """What the file contains that is not in ``tensors``, for reports: soft links, datasets without numbers."""
     is_whole: bool
-    """Whether it has the group that Keras 3 writes for the model itself, though not to all parts of a model."""
+    """Whether it has the model's own group ``vars``, which Keras 3 writes to whole files and the first of several."""
 
 
 def read_tensors(region: FileRegion) -> Content:
-    """Return every dataset of an HDF5 file."""
+    """Read the headers of an HDF5 file: all its datasets with numbers, and what else it contains."""
     with reading(region) as reader:
         if reader.is_legacy():
             raise UnsupportedError(
@@ -176,7 +176,7 @@ def reading(region: FileRegion) -> Iterator[Reader]:
 
 
 class Reader:
-    """Reads datasets' headers and lists of names; get one from `reading`."""
+    """An open HDF5 file: reads headers of its datasets, and Keras 2's lists of names. Get one from `reading`."""
 
     def __init__(self, file: Any, stream: FileStream, limit: HeaderLimit, region: FileRegion) -> None:
         self._file, self._stream, self._limit, self._region = file, stream, limit, region
@@ -196,7 +196,7 @@ class Reader:
         return any(map(self._file.attrs.__contains__, _LEGACY_ATTRIBUTES)) or self._walk.has_in_root("model_weights")
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every dataset with numbers; see `read_tensors`. A second link has the same `storage`."""
+        """Yield every dataset with numbers; two links to one dataset yield two tensors with the same ``storage``."""
         found: dict[int, Tensor | None] = {}
         copies = 0
         for name, address, node in self._walk.datasets():
@@ -214,7 +214,7 @@ class Reader:
                 yield tensor
 
     def notes(self) -> tuple[str, ...]:
-        """Say what `tensors` left out."""
+        """Return a note on each object that `tensors` left out, once it has been exhausted."""
         return tuple(f"left out {text}" for text in [*self._walk.left_out, *self._left_out])
 
     def _tensor(self, node: Any, name: str, address: int) -> Tensor | None:
@@ -232,7 +232,7 @@ class Reader:
             return None
 
     def has_names(self, group: str, attribute: str) -> bool:
-        """Whether a group, one of `groups` or ``""``, has a list of names."""
+        """Whether a group (of `groups`, or ``""``, the root) has the attribute, a list of names."""
         return bool(h5py.h5a.exists(self._node(group), attribute.encode()))
 
     def names(self, group: str, attribute: str) -> Iterator[str]:
@@ -247,7 +247,7 @@ class Reader:
             yield from self._texts(node, f"{attribute}{chunk}", rank=1)
 
     def text(self, attribute: str) -> str | None:
-        """Return a text that the root has as an attribute; ``None`` if it has none."""
+        """Return the text in an attribute of the root; ``None`` if there is no such attribute."""
         node = self._node("")
         return next(self._texts(node, attribute, rank=0)) if h5py.h5a.exists(node, attribute.encode()) else None
 
@@ -294,7 +294,7 @@ class Reader:
 
 
 class _NoNumbersError(Exception):
-    """A dataset that is none of weights; the message says what it is."""
+    """Raised for a dataset that cannot be weights; the message says what it contains instead."""
 
 
 def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedError:
@@ -307,7 +307,7 @@ def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedErr
 
 @contextmanager
 def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, FileStream, HeaderLimit]]:
-    """Open a region as HDF5, through a file object: libhdf5 cannot see, lock or map anything else."""
+    """Open a region as HDF5 through a Python file object, so that libhdf5 cannot open, lock or map any other file."""
     headers = HeaderLimit(region.path, n_bytes=region.nbytes)
     stream = FileStream(region.path.open(), start=region.start, n_bytes=region.nbytes, before_read=headers)
     with closing(stream):
@@ -323,7 +323,7 @@ def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, F
 
 
 def _dtype(node: Any) -> tuple[np.dtype[Any], bool]:
-    """Return the dtype that reading yields, and whether the stored bytes have that form."""
+    """Return the dtype that a dataset is read as, and whether its stored bytes already are elements of that dtype."""
     kind = node.get_type()
     if kind.get_class() in {h5py.h5t.STRING, h5py.h5t.COMPOUND, h5py.h5t.VLEN, h5py.h5t.REFERENCE, h5py.h5t.ARRAY}:
         raise _NoNumbersError(f"it does not contain numbers (HDF5 class {kind.get_class()})")
@@ -346,7 +346,7 @@ def _dtype(node: Any) -> tuple[np.dtype[Any], bool]:
 
 
 def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
-    """Return where a dataset's bytes are; ``rows`` reads them if they are not raw."""
+    """Return an `Extent` if a dataset's stored bytes are its elements as they are, else ``rows`` to decode them."""
     region, shape, dtype = rows.region, rows.shape, rows.dtype
     where = f"{region.path}: dataset {rows.name!r}"
     plist = node.get_create_plist()
@@ -407,7 +407,7 @@ class HeaderLimit:
         self._limit: int | None = None
 
     def __call__(self, at: int, n_bytes: int) -> None:
-        """Refuse a read that is too long for a header."""
+        """Raise if a read, of ``n_bytes`` at a position, is longer than the limit that `headers` sets."""
         if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
                 f"{self._path}: the header of the object at byte {at} or before it should take "
@@ -417,7 +417,7 @@ class HeaderLimit:
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Limit reads in the block. Do not use around iteration: libhdf5 must not fail there."""
+        """Limit reads inside the with block. Do not iterate over HDF5 objects in it: libhdf5 must not fail there."""
         self._limit = max(_FREE_HEADER_BYTES, self._n_bytes // 2)
         try:
             yield
@@ -434,7 +434,7 @@ class LinkWalk:
         self.groups: dict[str, int] = {}
         """Path → address of every group that was visited."""
         self.left_out: list[str] = []
-        """What is neither a group nor a dataset."""
+        """Descriptions of what is not followed: soft links, and objects that are neither a group nor a dataset."""
 
     def open(self, group: str) -> Any:
         """Open a group that was visited, or the root, ``""``."""
@@ -449,7 +449,7 @@ class LinkWalk:
         return bool(self._root.links.exists(name.encode()))
 
     def datasets(self) -> Iterator[tuple[str, int, Any]]:
-        """Yield name, address and node of every dataset, once for each of its names."""
+        """Yield path, header address and h5py object of every dataset, once for each of its names."""
         root = _address(self._root)
         seen = {root}
         # An explicit stack: recursion as deep as a hostile file nests would exhaust Python's. Only a group and its
@@ -497,7 +497,7 @@ class LinkWalk:
             )
 
     def _links(self, group: Any, address: int) -> tuple[Any, Iterator[Link]]:
-        """Return a group's links; before them, the group if libhdf5 may look them up by name, which is faster."""
+        """Return a group's links, after the group if libhdf5 may look them up by name, which is faster, or ``None``."""
         if has_dense_links(self._structures, address):
             return None, dense_links(self._structures, address)
         return group, self._plain_links(group)
@@ -520,7 +520,7 @@ def _address(node: Any) -> int:
 
 
 def decoded(raw: bytes, path: Location) -> str:
-    """Return a text of the file."""
+    """Decode a text in the file; raise a `SourceError` that names the file if it is not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -542,7 +542,7 @@ def open_at(file: Any, address: int) -> Any:
 
 @cache
 def _reference() -> tuple[Any, io.BytesIO, int]:
-    """Return a dataset of one reference, in a file in memory, the file, and where the reference is in it."""
+    """Return a dataset with one object reference, in an HDF5 file in memory; the file; the reference's offset in it."""
     buffer = io.BytesIO()
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)

@@ -35,28 +35,28 @@ _MESSAGE_2 = struct.Struct("<BHB")
 _CONTINUATION = 0x10
 _CHECKSUM_BYTES = 4
 _MAX_BLOCK_BYTES = 16 << 20
-"""Most bytes of one structure; libhdf5 writes headers and collections below 64 KiB."""
+"""Limit on the bytes of one structure; libhdf5 writes headers and collections below 64 KiB."""
 _FREE_STEPS = 1 << 20
-"""Work that files of any size may cause; larger ones may cause a step for each byte."""
+"""Steps of work that reading a file of any size may take; a larger file may take a step for each byte."""
 _BYTES_PER_STEP = 8
-"""_Read in the time of one step, such as looking at a message."""
+"""Bytes that are read in the time of one step, such as looking at a message."""
 
 _Read = Callable[[int, int], bytes]
-"""Reads bytes at an address; raises a `SourceError` outside the file."""
+"""A function that reads so many bytes at an address; it raises a `SourceError` outside the file."""
 _ATTRIBUTE = 0x0C
 _REFERENCE = struct.Struct("<IQI")
 _COLLECTION = struct.Struct("<4sB3xQ")
 _OBJECT = struct.Struct("<HH4xQ")
 _MAX_OBJECTS = 4096
-"""Most strings in one collection; libhdf5 fills 64 KiB before it begins another one."""
+"""Limit on the strings in one collection; libhdf5 fills 64 KiB before it begins another one."""
 _LINK_INFO = 2
 _UNDEFINED = (1 << 64) - 1
 _HEAP = struct.Struct("<4sBHHBI8x8x8x8x8x8x8x8x8x8x8x8xHQQHHQH")
 _TREE = struct.Struct("<4sBBIHHBBQHQ")
 _RECORD = struct.Struct("<4xB6s")
-"""A hash of the name, and a heap id: a byte of flags, then offset and length."""
+"""An entry of a B-tree of links: a hash of the name, and a heap id, which is a byte of flags, offset and length."""
 _TREE_OVERHEAD = 10
-"""Bytes of a node besides records and pointers: signature, version, type, checksum."""
+"""Bytes of a B-tree's node besides records and pointers: signature, version, type, checksum."""
 _LINKS_BY_NAME = 5
 _MAX_DEPTH = 8
 HARD: Final = 0
@@ -64,7 +64,7 @@ SOFT: Final = 1
 
 
 class Structures:
-    """The structures of one file."""
+    """Reads the structures of one file, and limits the work that they cause."""
 
     def __init__(self, read: _Read, *, n_bytes: int, path: Location) -> None:
         self._read, self._path = read, path
@@ -113,14 +113,14 @@ class Structures:
                 yield kind, body
 
     def read(self, address: int, n_bytes: int) -> bytes:
-        """_Read a structure, and count the work of it."""
+        """Return the bytes of a structure, and count the work; raise if it is too long."""
         if n_bytes > _MAX_BLOCK_BYTES:
             raise self.unsupported(f"a structure of {exact_bytes(n_bytes)} in one piece")
         self.spend(1 + n_bytes // _BYTES_PER_STEP)
         return self._read(address, n_bytes)
 
     def spend(self, steps: int) -> None:
-        """Count work, and refuse what is out of proportion to the file."""
+        """Count ``steps`` of work; raise if the file causes more work than its size allows."""
         self._steps -= steps
         if self._steps < 0:
             raise self.unsupported("structures that refer to the same bytes again and again")
@@ -138,7 +138,7 @@ class Structures:
 
 
 class Strings:
-    """Reads the strings of one file, by its structures."""
+    """Reads the strings of variable length in the attributes of one file."""
 
     def __init__(self, file: Structures) -> None:
         self._file = file
@@ -159,7 +159,7 @@ class Strings:
         raise self._file.damaged(f"an object's header lacks the attribute {name.decode()!r}")
 
     def _body(self, body: bytes, name: bytes) -> bytes | None:
-        """Return an attribute's data if it has this name."""
+        """Return the data of the attribute in a message's ``body`` if it has this name, else ``None``."""
         if len(body) < 9 or body[0] not in (1, 2, 3):
             raise self._file.unsupported("an attribute of an unknown version")
         unit = 8 if body[0] == 1 else 1
@@ -203,7 +203,7 @@ class Strings:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link of a group."""
+    """A link in a group: a name and the object that it leads to."""
 
     name: bytes
     kind: int
@@ -229,7 +229,7 @@ def has_dense_links(file: Structures, header: int) -> bool:
 
 
 def _places(file: Structures, header: int) -> tuple[int, int]:
-    """Return the addresses of a group's heap and tree."""
+    """Return the addresses of a group's heap and tree; `_UNDEFINED` if it does not store links densely."""
     info = next((body for kind, body in file.messages(header) if kind == _LINK_INFO), None)
     if info is None:
         return _UNDEFINED, _UNDEFINED
@@ -241,7 +241,7 @@ def _places(file: Structures, header: int) -> tuple[int, int]:
 
 
 def _records(file: Structures, tree: int) -> Iterator[bytes]:
-    """Yield the records of a B-tree, in order."""
+    """Yield the entries of a B-tree of links, in the order of the tree."""
     magic, version, kind, node_bytes, size, depth, _, _, root, count, _ = _TREE.unpack(file.read(tree, _TREE.size))
     if (magic, version, kind, size) != (b"BTHD", 0, _LINKS_BY_NAME, _RECORD.size) or depth > _MAX_DEPTH:
         raise file.damaged(f"there is no tree of links at byte {tree}")
@@ -253,13 +253,13 @@ def _records(file: Structures, tree: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Widths of the numbers in a B-tree's nodes, which follow from how many records they can have."""
+    """Byte widths of the numbers in a B-tree's nodes, which follow from how many records the nodes can have."""
 
     node_bytes: int
     count_bytes: int
-    """Width of a child's number of records."""
+    """Width of the number of records in a child node."""
     total_bytes: tuple[int, ...]
-    """Widths of the number of records below a child, by the depth of the child."""
+    """Widths of the number of records in a child and everything below it, by the depth of the child."""
 
     @classmethod
     def of(cls, node_bytes: int, depth: int) -> _Shape:
@@ -290,18 +290,18 @@ def _node(file: Structures, at: int, count: int, shape: _Shape, depth: int) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Heap:
-    """A fractal heap: rows of blocks, of which each row from the third has blocks twice as large."""
+    """A fractal heap: rows of blocks; from the third row on, blocks are twice as large as in the row before."""
 
     offset_bytes: int
     length_bytes: int
     columns: int
     first: int
-    """Size of the smallest blocks."""
+    """Size of the smallest blocks in bytes."""
     direct_rows: int
-    """Rows of blocks with objects; later ones have blocks of blocks."""
+    """Number of rows whose blocks contain objects; blocks in later rows contain blocks."""
     root: int
     root_rows: int
-    """Rows of the root; 0 if the root is a block with objects."""
+    """Number of rows in the root block; 0 if the root itself is a block with objects."""
 
     @classmethod
     def at(cls, file: Structures, address: int) -> _Heap:
@@ -318,7 +318,7 @@ class _Heap:
         return cls((bits + 7) // 8, length_bytes, columns, first, direct_rows, root, rows)
 
     def object(self, file: Structures, place: bytes) -> bytes:
-        """Return an object's bytes, by the rest of its id after the flags."""
+        """Return the bytes of an object; ``place`` is its heap id without the flags: offset and length."""
         offset = _int(place[: self.offset_bytes])
         length = _int(place[self.offset_bytes : self.offset_bytes + self.length_bytes])
         block, rows, at = self.root, self.root_rows, offset
@@ -340,7 +340,7 @@ class _Heap:
 
 
 def _link(file: Structures, raw: bytes) -> Link:
-    """Return the link that a link message describes."""
+    """Parse a link message; raise if it is damaged."""
     name = b""
     try:
         version, flags, at, kind = raw[0], raw[1], 2, HARD
@@ -359,7 +359,7 @@ def _link(file: Structures, raw: bytes) -> Link:
 
 
 def _width(number: int) -> int:
-    """Return the bytes that libhdf5 uses for numbers up to this one."""
+    """Return how many bytes libhdf5 takes to store numbers up to this one."""
     return (max(number, 1).bit_length() - 1) // 8 + 1
 
 

@@ -24,7 +24,7 @@ from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, groupe
 
 
 def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str]) -> tuple[TensorPlace, ...]:
-    """Make the file; return where the values belong.
+    """Make a ``.weights.h5`` file without the values; return where the values of each tensor belong.
 
     ``names``: group (``layers/dense/vars``) → name of the object saved there; also groups without tensors.
     """
@@ -37,7 +37,7 @@ def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str,
 def write_shards(
     index: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str], shard_bytes: int
 ) -> tuple[TensorPlace, ...]:
-    """Make shards of at most ``shard_bytes`` (a larger tensor gets its own shard) and the index, as Keras does."""
+    """Make shards of at most ``shard_bytes`` (or one larger tensor) without the values, and the index, like Keras."""
     places: list[TensorPlace] = []
     weight_map: dict[str, list[str]] = {}
     groups = grouped(tensors, shard_bytes)
@@ -58,7 +58,7 @@ def write_shards(
 
 
 def shard_names(index: str, tensors: Sequence[Wanted], *, shard_bytes: int) -> tuple[str, ...]:
-    """Return the names of the shards, in order; Keras opens the first one without reading the index."""
+    """Return the file names of the shards, numbered as Keras does: it opens the first one without reading the index."""
     stem = index.removesuffix(".weights.json")
     return tuple(f"{stem}_{i:05}.weights.h5" for i in range(len(grouped(tensors, shard_bytes))))
 

@@ -44,11 +44,11 @@ from shardload.units import exact_bytes, plural
 
 _MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _ITEMS = ("pytree", "default")
-"""Names of the item with the weights: Keras and Orbax v1, Orbax v0."""
+"""Names of the item with the weights: of Keras and Orbax v1, and of Orbax v0."""
 _ALONE = "state"
-"""The name in v1's ``save_pytree``, which writes nothing else; with other trees, it is one of several by a user."""
+"""Name of the only item that Orbax v1's ``save_pytree`` writes; next to other trees, it is just a name by a user."""
 OWN_FOLDER = "shardload"
-"""The folder in a step for shardload's own files."""
+"""Name of the folder in a step for shardload's own files."""
 _MODEL_CONFIG, _ASSETS = "model_config", "assets"
 # Bounded, because int() raises for thousands of digits.
 _NAME = re.compile(r"(?:[^/]*_)?([0-9]{1,19})")
@@ -58,14 +58,14 @@ _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
 _HEADERS = frozenset({zarr.ZARR2, zarr.ZARR3})
 _MAX_EXPANSION = 40_000
-"""Declared bytes per stored byte: zstd shrinks zeros, as in fresh optimizer slots, to 1/32 768."""
+"""Limit on declared bytes per stored byte: zstd shrinks zeros, as in fresh optimizer slots, to 1/32 768."""
 _EXPANSION_FLOOR_BYTES = 1 << 26
 _MAX_OVERHANG = 16
-"""Bytes of chunks per byte of their tensor: in each dim, an edge chunk overhangs by less than the chunk's length."""
+"""Limit on the bytes of a chunk per byte of its tensor: a chunk may reach beyond the tensor's edge, but not far."""
 
 
 def open_orbax(folder: Location) -> Manifest:
-    """Return the manifest of a step, of a root's newest step, or of a bare item."""
+    """Return the manifest of a step, of the newest step in a root, or of an item by itself."""
     step = _step(folder)
     item = _item(step)
     tree = read_tree(item)
@@ -109,7 +109,7 @@ def step_names(folder: Location) -> list[str]:
 
 
 def possible_steps(names: Iterable[str]) -> list[str]:
-    """Return the names that steps can have: bare numbers, else those with one prefix that all have."""
+    """Return those of ``names`` that steps can have: bare numbers or, without any, numbers after one common prefix."""
     found = [name for name in names if step_number(name) is not None]
     if bare := [name for name in found if name.isdecimal()]:
         # Zeros in front only where they make all names equally long.
@@ -155,7 +155,7 @@ def _item(step: Location) -> Location:
 
 
 def _others(step: Location, item: Location) -> tuple[str, ...]:
-    """Name the trees that are not read. A step of shardload has only those that ``checkpointables`` named."""
+    """Return a note on a step's trees that are not read; of a shardload step, none: ``checkpointables`` named them."""
     names = step.names()
     if item == step or OWN_FOLDER in names:
         return ()
@@ -191,7 +191,7 @@ def _metadata(
 
 
 def _empty(structure: Any, file: Location, *, known: Mapping[str, Any]) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield the variables without elements in a step of shardload, with their keys: Orbax stores no such arrays."""
+    """Yield the variables without elements that a step's structure.json lists, with their keys: Orbax stores none."""
     leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
     for leaf in leaves if isinstance(leaves, list) else ():
         found = leaf if isinstance(leaf, Mapping) else {}
@@ -234,7 +234,7 @@ def _config(step: Location) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SavedLeaf:
-    """A leaf of a saved tree."""
+    """A leaf of a saved tree, as ``_METADATA`` lists it."""
 
     keys: tuple[str, ...]
     """Its key path; sequence indices as text."""
@@ -243,17 +243,17 @@ class SavedLeaf:
 
     @property
     def name(self) -> str:
-        """The tensor's name."""
+        """The leaf's name as a tensor: its keys joined by ``/``."""
         return "/".join(self.keys)
 
     @property
     def stored_name(self) -> str:
-        """The array's name in the store."""
+        """The name of its array in the store: its keys joined by ``.``."""
         return ".".join(self.keys)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the leaf has no value."""
+        """Whether the leaf has no value: ``None``, or an empty container."""
         return self.kind in _EMPTY
 
     @property
@@ -264,7 +264,7 @@ class SavedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class SavedTree:
-    """The content of ``_METADATA``."""
+    """The content of ``_METADATA``: the leaves of a saved tree."""
 
     leaves: tuple[SavedLeaf, ...]
     is_complete: bool
@@ -272,7 +272,7 @@ class SavedTree:
 
 
 def read_tree(item: Location) -> SavedTree:
-    """Read the tree of an item."""
+    """Read the ``_METADATA`` of an item; raise if it is damaged."""
     path = member(item, TREE, named_by=str(item))
     document = read_object(path)
     found = document.get("tree_metadata")
@@ -291,13 +291,13 @@ def read_tree(item: Location) -> SavedTree:
 
 
 def read_strings(item: Location) -> dict[str, Any]:
-    """Read the text leaves, by the name Orbax stores them under."""
+    """Read the leaves that are text, by the names under which Orbax stores them; empty if there are none."""
     path = member(item, _STRINGS, named_by=str(item))
     return read_object(path) if path.exists() else {}
 
 
 class Arrays:
-    """The stored values of an item's folder, by array; in a complete one, Orbax wrote chunks of zeros too."""
+    """The arrays in an item's folder; if ``is_complete``, Orbax wrote every chunk, also chunks of zeros."""
 
     def __init__(self, folder: Location, *, is_complete: bool) -> None:
         self._folder = folder
@@ -327,7 +327,7 @@ class Arrays:
 
     @property
     def files(self) -> dict[Location, int]:
-        """Size of each file with data of the requested tensors."""
+        """Size of each file with data of the tensors that `tensor` has returned so far."""
         return dict(sorted(self._sizes.items()))
 
     def contains(self, name: str) -> bool:

@@ -25,14 +25,14 @@ from shardload.units import exact_bytes, plural
 BACKSLASH = "TensorStore takes the backslash in its path for a slash"
 MANIFEST = "manifest.ocdbt"
 _MAX_MANIFEST_BYTES = 1 << 20
-"""It lists at most sixteen versions; Orbax writes one."""
+"""Limit on the manifest, which lists at most sixteen versions of the store; Orbax writes one."""
 _MAX_NODE_BYTES = 1 << 27
 """Limit on a node, stored or inflated; Orbax requests at most 100 MB inflated."""
 _MAX_HEIGHT = 16
 MAX_KEYS = 1 << 20
-"""A million chunks; the largest published runs write a few hundred thousand."""
+"""Limit on the keys of a store, a million chunks; the largest published runs write a few hundred thousand."""
 _MAX_VISITS, _VISITS_FLOOR_BYTES = 4, 1 << 16
-"""Bytes of nodes read per byte of their files. A node normally has one parent, and a few where stores were merged;
+"""Limit on bytes of nodes read per byte of their files. A node has one parent, or a few where stores were merged;
 without a limit, a chain of nodes that each list the next one as a child 99 times would never end."""
 _LABELS = re.compile(
     r'^[A-Z_]+: |Error (?:reading|opening|decoding)[^:]*"[^"]*": |Error parsing object member "metadata": '
@@ -44,23 +44,23 @@ _NUMBER = re.compile(r"[0-9]{1,19}")
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK_BYTES = 1 << 17
 _NODE_HEADER_BYTES = 14
-"""Magic (4), length (8), version and compression (one each)."""
+"""Bytes of a node before its content: magic (4), length (8), version and compression (one each)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OcdbtValue:
-    """One value of a key-value store."""
+    """One value of a key-value store: where it is, or its bytes."""
 
     path: Location
     """The file that contains it."""
     offset: int
-    """First byte; 0 when inline."""
+    """Offset of its first byte in the file; 0 if it is inline."""
     length: int
     inline: bytes | None = None
     """The value itself, if it is stored inside a B-tree node of ``path``."""
 
     def read(self, limit: int, *, what: str) -> bytes:
-        """Return the value, if it has at most ``limit`` bytes."""
+        """Return the bytes of the value; raise if it has more than ``limit``."""
         if self.length > limit:
             raise UnsafeSourceError(
                 f"{self.path}: {what} should have at most {exact_bytes(limit)}, but has {self.length}"
@@ -71,7 +71,7 @@ class OcdbtValue:
 
 
 def read_values(folder: Location) -> dict[str, OcdbtValue]:
-    """Return the value of every key in the newest version of a store, in key order."""
+    """Return where the value of every key in the newest version of a store is, in key order."""
     return dict(OcdbtWalk(folder).walk())
 
 
@@ -81,16 +81,16 @@ class OcdbtWalk:
 
     folder: Location
     sizes: dict[str, tuple[Location, int]] = field(default_factory=dict)
-    """File name in the store → file and size."""
+    """File name in the store → its location and size in bytes."""
     keys: int = 0
     node_bytes: int = 0
     """Total bytes of the nodes read so far."""
     node_files: set[Location] = field(default_factory=set)
-    """Files they were read from."""
+    """Files from which nodes have been read so far."""
     node_file_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
-        """Yield each key and its value, in key order."""
+        """Yield each key and where its value is, in key order."""
         # Fetches small remote files, the manifest among them.
         self.folder.local_path()
         manifest = self.folder / MANIFEST
@@ -156,7 +156,7 @@ class OcdbtWalk:
             )
 
     def locate(self, location: str, kind: str) -> OcdbtValue:
-        """Parse ``kind:base:file:offset:length``, each name percent-encoded."""
+        """Return the value at ``location``, a text ``kind:base:file:offset:length`` whose names are percent-encoded."""
         parts = location.split(":")
         if len(parts) != 5 or parts[0] != kind or not all(map(_NUMBER.fullmatch, parts[3:])):
             raise SourceError(
@@ -196,7 +196,7 @@ class OcdbtWalk:
 
 
 def said(error: BaseException | None) -> str:
-    """Return the cause in a TensorStore error, without its status code, internal keys and specification."""
+    """Return the cause from the text of a TensorStore error, without status code, internal keys and specification."""
     text = _LABELS.sub("", _ADDED.split(str(error))[0])
     return text.strip().rstrip(".") or "it cannot be decoded"
 

@@ -56,11 +56,11 @@ from shardload.stores.local import temporary_folder
 from shardload.units import format_bytes
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
-"""The content that plain Orbax loads from ``shardload/``. Written as JSON: as a pytree, the default for strings, it
+"""The item ``shardload/``, as plain Orbax loads it. Written as JSON: as a pytree, the default for strings, it
 would get its own array store, and Orbax would warn at every save that the store is empty."""
 
 COMPRESSED_CHUNK_BYTES = 4 << 20
-"""A compressed chunk is decoded as a whole: a restore keeps it in memory, and each process that needs it decodes it."""
+"""Size of compressed chunks: small, as a restore decodes each as a whole, in every process that needs a part of it."""
 _PATTERNS = set("[]*?\\")
 _DEFAULT_TIMEOUT_S = 1200
 """Orbax's own default, 20 minutes per save."""
@@ -80,7 +80,7 @@ _ADVICE = {
 }
 _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CHUNK_BYTES = 64 << 20
-"""Small enough that restoring a slice reads little more than the slice; large enough to keep files few."""
+"""Size of uncompressed chunks: small, so that restoring a slice reads little more than it; large, to keep files few."""
 _ITEM = "pytree"
 
 
@@ -112,7 +112,7 @@ class PendingSave:
         return self._done.is_set()
 
     def result(self, timeout_s: float | None = None) -> None:
-        """Wait until the save is complete, or raise what it failed of; after a `TimeoutError`, call again."""
+        """Wait until the save is complete; raise the error if it failed. After a `TimeoutError`, call again."""
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"Step {self._step} is still being written to {self.path} after {timeout_s} s")
         if self._error is not None:
@@ -204,7 +204,7 @@ def start_save(
 
 @contextmanager
 def _named_for_orbax(target: Path) -> Iterator[Path]:
-    """Yield a path of the target that Orbax 0.12 takes literally: a link to its folder where the name has patterns.
+    """Yield a path to the target without characters that Orbax 0.12 takes for a pattern, through a link if need be.
 
     Orbax lists the files of its processes by ``glob``, so it finds none in ``run[lr=0.1]`` and leaves all arrays out.
     TensorStore takes a backslash for a slash.
@@ -249,7 +249,7 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
 
 
 def _context(*, ocdbt: bool) -> Any:
-    """Return the Orbax settings for writing, uncompressed."""
+    """Return Orbax's settings for saving without compression; ``ocdbt`` is whether to join arrays in few files."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -287,7 +287,7 @@ _installed = False
 
 
 def save_began() -> None:
-    """Record that a save begins."""
+    """Record that a save begins, so that what Orbax prints about its failure is suppressed."""
     global _saving  # noqa: PLW0603
     _install()
     with _lock:
@@ -295,7 +295,7 @@ def save_began() -> None:
 
 
 def save_ended(*, failed: bool) -> None:
-    """Record that a save ended. After a failure, the caller raises the error."""
+    """Record that a save ended. If it ``failed``, the caller raises the error."""
     global _saving, _failed_at  # noqa: PLW0603
     with _lock:
         _saving -= 1
@@ -306,12 +306,12 @@ def save_ended(*, failed: bool) -> None:
 
 
 def is_from_save() -> bool:
-    """Whether Orbax output printed now belongs to a save by shardload, which reports failures itself."""
+    """Whether what Orbax prints now may come from a save by shardload, which reports failures itself."""
     return _saving > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """Drop errors of saves by shardload, and Orbax's warning about items without arrays (``model_config``)."""
+    """Whether to log a record: not Orbax's errors about saves by shardload, nor its warning on items without arrays."""
     if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
         return False
     # By the path of the code, not by logger: absl's logger is shared by all packages that use absl.
@@ -331,7 +331,7 @@ def is_late_write(error: BaseException | None, trace: TracebackType | None) -> b
 
 
 def _install() -> None:
-    """Install the filters once per process; hooks installed later take precedence."""
+    """Install the filters of logs and printed errors, once per process; hooks installed later take precedence."""
     global _installed  # noqa: PLW0603
     with _lock:
         if _installed:
@@ -354,7 +354,7 @@ def _install() -> None:
 def save_error(
     cause: BaseException, *, step: int | str, folder: str | os.PathLike[str], needed_bytes: int | None = None
 ) -> SaveError:
-    """Build the `SaveError` that names the underlying reason for ``cause``, also where the folder is gone."""
+    """Build the `SaveError` for a failed save that names the reason behind ``cause``: a full disk, a removed folder."""
     if isinstance(cause, SaveError):
         return cause
     number = errno_of(cause)
@@ -376,7 +376,7 @@ def failed_save(
     advice: str | None = None,
     others: str = "Earlier steps are untouched",
 ) -> SaveError:
-    """Build a `SaveError` with the standard wording; by default with the advice that helps with ``number``."""
+    """Build a `SaveError` with the standard wording; by default, the advice is the one for the errno ``number``."""
     if advice is None and number is not None:
         advice = _ADVICE.get(number)
     fix = "" if advice is None else f". {advice}"
@@ -388,7 +388,7 @@ def failed_save(
 def write_skeleton(
     folder: Path, tensors: Sequence[Wanted], *, groups: Sequence[str], model_config: str, assets: Mapping[str, Any]
 ) -> tuple[TensorPlace, ...]:
-    """Make the checkpoint in a new folder; return where the values belong.
+    """Make an Orbax checkpoint without the values in a new folder; return where the values of each tensor belong.
 
     Tensors are named by their key path, joined by "/". ``groups`` are the top-level keys of the tree, written even if
     empty; ``assets`` are the files that layers saved, as Keras' callback stores them: nested arrays of uint8.

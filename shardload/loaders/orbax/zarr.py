@@ -46,32 +46,32 @@ _PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 _ML = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _NIBBLES = ("int2", "int4", "uint2", "uint4")
-"""One byte per element in memory, but not necessarily on disk."""
+"""Types that take one byte per element in memory, but not necessarily on disk."""
 _DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(name) for name in _PLAIN + _FLOATS} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in (*_ML, *_NIBBLES) if hasattr(ml_dtypes, name)
 }
 _ZARR2_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
-"""Type names passed to NumPy, which accepts many more and raises many kinds of errors."""
+"""Matches the type names to pass to NumPy, which accepts many more and raises many kinds of errors."""
 _CRC_BYTES = 4
 _MAX_DEPTH = 16
-"""Nesting depth of the JSON; codecs in nested shards reach 10."""
+"""Limit on the nesting depth of the JSON; codecs in nested shards reach 10."""
 _NOT_PASSED_ON = ("attributes", "dimension_names")
-"""Entries that TensorStore does not need to decode a chunk of zarr 3."""
+"""Entries of zarr 3 metadata that TensorStore does not need to decode a chunk."""
 _INTEGERS = range(-(1 << 63), 1 << 64)
 """Integers that TensorStore's JSON can represent."""
 Cell = tuple[int, ...]
 """Index of a chunk in the grid of its array."""
 _MAX_GROWTH, _GROWTH_FLOOR_BYTES = 32, 1 << 16
-"""Stored bytes per byte of a chunk: codecs add a little, and a shard's index adds 16 bytes per inner chunk."""
+"""Limit on stored bytes per byte of a decoded chunk: codecs add a little, a shard's index 16 bytes per inner chunk."""
 _MISSING = (1 << 64) - 1
-"""Offset and length of an inner chunk that was never written."""
+"""In a shard's index, the offset and length of an inner chunk that was never written."""
 _MEMORY = {"driver": "memory"}
 _FAILURES = (ValueError, RuntimeError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Chunks inside each stored value."""
+    """How each stored chunk, a shard, consists of inner chunks and an index of them."""
 
     inner_shape: tuple[int, ...]
     per_shard: Cell
@@ -87,7 +87,7 @@ class Sharding:
         return 16 * math.prod(self.per_shard) + _CRC_BYTES * self.has_crc
 
     def index_codec(self, where: str) -> ZarrCodec:
-        """Return the decoder of a shard's index, as an array of its own: TensorStore verifies its checksum."""
+        """Return a decoder for a shard's index, as if it were an array: TensorStore then verifies its checksum."""
         shape = (*self.per_shard, 2)
         document = {
             "zarr_format": 3,
@@ -105,7 +105,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """One array's metadata."""
+    """What an array's metadata says, and what follows for reading it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -168,7 +168,7 @@ def parse(raw: bytes, *, name: str, where: str) -> ZarrArray:
 def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes, str]:
     """Return metadata that describes one chunk of an array as an array of its own, and the key of its only chunk.
 
-    Other codecs apply to an ``inner`` chunk, which is inside a shard.
+    ``inner`` is for a chunk inside a shard, to which the codecs of inner chunks apply.
     """
     document = parse_object(raw, path="")
     if document.get("zarr_format") != 3:
@@ -291,7 +291,7 @@ def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
 
 
 def _codecs(found: object) -> list[dict[str, Any]]:
-    """Return zarr 3 codecs, checked at any depth: objects with a name and an optional configuration object."""
+    """Check and return zarr 3 codecs, nested ones too: objects with a name and an optional configuration object."""
     if not isinstance(found, list) or not found:
         raise ValueError(f"{str(found)[:200]} is not a list of codecs")
     for codec in found:
@@ -323,10 +323,8 @@ def _separator(found: object) -> str:
     return str(found)
 
 
-def array_storage(
-    array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes
-) -> Storage:
-    """Return how the tensor of ``array`` is stored; ``header`` is where its metadata is, and chunks may be missing."""
+def array_storage(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes) -> Storage:
+    """Return how an array is stored; missing chunks read as the fill value. ``header`` is where the metadata is."""
     # A chunk that was never written reads as the fill value, which only TensorStore knows how to supply.
     found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
     if found is None:
@@ -360,7 +358,7 @@ def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dic
 
 
 def _packed(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue, metadata: bytes) -> Storage:
-    """Store each chunk, or each inner chunk of a shard, as `Packed`: it decodes independently of the others."""
+    """Return the storage of chunks that TensorStore decodes: each, or each inner one, is a `Packed` by itself."""
     shape, cells = array.chunk_shape, dict[Cell, OcdbtValue | None](chunks)
     sharding = array.sharding
     # Blosc is decoded on its own even where it fills a shard, so that its header can be checked first.
@@ -379,7 +377,7 @@ def _packed(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], header: OcdbtVa
 
 
 def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Packed:
-    """Describe a chunk that decodes as a whole; refuse one stored in far more bytes than it decodes to."""
+    """Return a chunk as a `Packed`, ``None`` as the fill value; raise if it takes far more bytes than it decodes to."""
     if value is None:
         return Packed(header.path, 0, 0, codec)
     nbytes = math.prod(codec.shape) * codec.dtype.itemsize
@@ -396,7 +394,7 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
 def _inner(
     array: ZarrArray, sharding: Sharding, chunks: Mapping[Cell, OcdbtValue], *, nbytes: int | None
 ) -> Iterator[tuple[Cell, OcdbtValue | None]]:
-    """Yield the inner chunks that overlap the tensor, by their index in the inner grid; each of ``nbytes``."""
+    """Yield index and place of the inner chunks that overlap the tensor, ``None`` if unwritten; each of ``nbytes``."""
     index_bytes = sharding.index_bytes
     path = str(next(iter(chunks.values())).path) if chunks else ""
     # 16 bytes for each inner chunk; checked before any index is read.
@@ -450,7 +448,7 @@ def _part(value: OcdbtValue, start: int, length: int) -> OcdbtValue:
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """Rows assembled from raw chunks, some of them in memory: Orbax inlines values of at most 1 KiB."""
+    """Reads rows from raw chunks, some of which are in memory: Orbax stores values of at most 1 KiB inline."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -514,7 +512,7 @@ class ZarrCodec:
     """Location, for messages."""
 
     def check(self) -> None:
-        """Check that TensorStore accepts the metadata."""
+        """Raise a `SourceError` unless TensorStore accepts the metadata."""
         # Only the header of the outermost codec can be checked before decoding; blosc further inside would escape.
         *inside, last = self._codecs() or [None]
         if _is_blosc(inside) or (not _is_blosc([last]) and _holds_blosc(last)):
@@ -561,7 +559,7 @@ class ZarrCodec:
         return [c for c in (*(document.get("filters") or ()), document.get("compressor")) if c is not None]
 
     def _refuse_expansion(self, stored: bytes | bytearray) -> None:
-        """Check blosc's header: only blosc allocates what its header declares before any check."""
+        """Raise if blosc's header declares more than a chunk: only blosc allocates that before any check."""
         if stored and _is_blosc(self._codecs()[-1:]):
             declared = int.from_bytes(stored[4:8], "little")
             if declared > (most := math.prod(self.shape) * self.dtype.itemsize):
