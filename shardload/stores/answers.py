@@ -1,4 +1,4 @@
-"""What servers answer: redirects, which are followed, and failures, which are explained.
+"""What to make of servers' answers: redirects are followed, and failures become errors that explain them.
 
 TensorStore's driver refuses the redirects of HTTP servers::
 
@@ -31,9 +31,9 @@ from shardload.units import plural
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
 ASK_AGAIN_S = 5.0
-"""Limit for the answer of a server that is asked once more."""
+"""How long to wait for a server that is asked once more to explain a failure."""
 CHARACTERS_SHOWN = 300
-"""The number of characters of a store's message shown in an error."""
+"""How many characters of a store's own message an error shows."""
 COPY_FIRST = (
     "Copy it to this machine first (aws s3 cp --recursive, gcloud storage cp --recursive, wget --recursive), and "
     "read it there"
@@ -46,23 +46,23 @@ _ACCESS = {
 }
 _STATUS = re.compile(r"\[HTTP code (\d{3})\]|\[http_response_code='(\d{3})'\]")
 _BODY = re.compile(r"\[http_response_body=.*?\](?=\s*\[|$)")
-"""Text of the server, in which anything may stand."""
+"""Matches the text of the server in TensorStore's message; it may contain anything, also false status codes."""
 _SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_REDIRECTS = 5
-"""A file on the hub of Hugging Face takes one or two; browsers give up after twenty."""
+"""Limit on redirects of one file. One on the hub of Hugging Face takes one or two; browsers give up after twenty."""
 _PIECE = 1 << 16
-"""Most bytes read at once while they are counted."""
+"""How many bytes `ask_again` reads at once while it counts them."""
 _MAX_URL = 1 << 13
-"""Characters of an address; signed ones have one to two thousand."""
+"""Limit on the characters of an address; signed ones have one to two thousand."""
 
 
 class OutOfRangeError(TransferError):
-    """The requested range ends after the object."""
+    """The requested range ends after the end of the object."""
 
 
 def is_http(url: str) -> bool:
-    """Whether a folder is on a plain HTTP server."""
+    """Whether a URL is that of a plain HTTP server, not of an object store."""
     return url.startswith("http")
 
 
@@ -93,13 +93,13 @@ def failure(url: str, error: BaseException | None, name: str) -> Exception:
 
 
 def refused(url: str, name: str, status: int | str) -> TransferError:
-    """Build the error for an HTTP server that answered with an error, or could not be reached, when asked again."""
+    """Build the error for an HTTP server that, asked once more, answered with an error or could not be reached."""
     said = status if isinstance(status, str) else f"HTTP status {status}"
     return TransferError(f"{url}/{name} cannot be read: {said}. {_check(url)}")
 
 
 def stalled(url: str, name: str, timeout_s: float, answer: Answer | None = None) -> TransferError:
-    """Build the error for a store that sent no complete answer; ``answer`` is that of a server asked once more."""
+    """Build the error for a store that sent no complete answer; ``answer`` is what it sent when asked once more."""
     found = "its server sent no complete answer"
     if answer is not None and answer.expected_bytes:
         found += f" ({answer.received_bytes:,} of {plural(answer.expected_bytes, 'byte')} when asked again)"
@@ -154,10 +154,10 @@ def _settings(url: str) -> str:
 
 
 class _Unfollowed(urllib.request.HTTPErrorProcessor):
-    """Returns every answer, so that each address is checked before the next request."""
+    """Makes urllib return redirects instead of following them, so that each address is checked first."""
 
     def http_response(self, request: Any, response: Any) -> Any:
-        """Return the answer."""
+        """Return the answer unchanged."""
         return response
 
     https_response = http_response
@@ -167,7 +167,7 @@ _OPENER = urllib.request.build_opener(_Unfollowed)
 
 
 def follow_redirects(url: str, *, timeout_s: float) -> str:
-    """Return the address to which an object's address is redirected; its own without a redirect."""
+    """Follow the redirects of an address, and return the last address; without redirects, it is ``url`` itself."""
     found = url
     for _ in range(_MAX_REDIRECTS + 1):
         location = redirect_of(found, timeout_s=timeout_s)
@@ -178,7 +178,7 @@ def follow_redirects(url: str, *, timeout_s: float) -> str:
 
 
 def redirect_of(url: str, *, timeout_s: float) -> str | None:
-    """Return where an address redirects to; ``None`` if it does not."""
+    """Return the address, as the server writes it, that ``url`` redirects to; ``None`` if it does not redirect."""
     try:
         with _asked(url, timeout_s) as answer:
             # Any other status is told by the request for the bytes.
@@ -192,14 +192,14 @@ class Answer:
     """What a server sent within a time limit."""
 
     status: int | str
-    """0 if it sent none in time; text if it could not be asked."""
+    """HTTP status; 0 if no answer came in time; the reason as text if the server could not be asked."""
     received_bytes: int = 0
     expected_bytes: int = 0
-    """Bytes that it announced; 0 if it did not say."""
+    """How many bytes the server announced; 0 if it did not say."""
 
 
 def ask_again(url: str, wanted: slice | None, *, timeout_s: float) -> Answer:
-    """Request bytes of an object, all by default, and count what arrives; a redirect is not followed."""
+    """Request bytes of an object, all by default, and count what arrives in time; redirects are not followed."""
     start, stop = (wanted.start or 0, wanted.stop) if wanted is not None else (0, None)
     until_s = time.monotonic() + timeout_s
     try:
@@ -220,7 +220,7 @@ def _asked(url: str, timeout_s: float, wanted: str = "bytes=0-0") -> Any:
 
 
 def _checked(first: str, found: str, location: str) -> str:
-    """Return the address that ``found`` redirects to, if it may be followed."""
+    """Return the address that ``found`` redirects to; raise if it may not be followed (see the module)."""
     if not location:
         raise TransferError(
             f"Cannot read {first}: {found[:_MAX_URL]!r} redirects, but to no address. Check the address"

@@ -19,11 +19,11 @@ from shardload.stores.store import File, read_bytes
 from shardload.units import exact_bytes
 
 MAX_JSON_BYTES = 1 << 25
-"""32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, the largest config 5 MB."""
+"""Limit on a JSON file, 32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, a config 5 MB."""
 _MIN_BYTES_PER_CONTAINER = 16
-"""Files by Keras and Hugging Face have at least 50 bytes per bracket or brace; Python allocates 200 for each."""
+"""Least bytes of JSON per bracket or brace. Files by Keras and Hugging Face have 50; Python allocates 200 for each."""
 _FREE_CONTAINERS = 1024
-"""Brackets and braces that a document of any size may contain."""
+"""Brackets and braces that a document of any size may contain in addition."""
 _SMALL_BYTES = 4096
 """Objects up to this size are not checked for a closing brace before they are read."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
@@ -31,7 +31,7 @@ _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
-    """Read the JSON object in a file."""
+    """Read the JSON object in a file; raise a `SourceError` if there is anything else."""
     where = located(path)
     name = str(where)
     with closing(where.open()) as file:
@@ -63,7 +63,7 @@ def read_optional(path: str | os.PathLike[str] | Location) -> Any:
 def require_brace(file: File, stop: int, *, path: str, what: str) -> None:
     """Raise unless a large JSON object that should end at byte ``stop`` ends with a brace.
 
-    This finds a wrong length, which points into the tensors, before that many bytes are read.
+    A wrong length, which points into the tensors, is found so before that many bytes are read as text.
     """
     if stop <= _SMALL_BYTES:
         return
@@ -76,7 +76,7 @@ def require_brace(file: File, stop: int, *, path: str, what: str) -> None:
 
 
 def parse_object(raw: bytes, *, path: str) -> dict[str, Any]:
-    """Parse a JSON object from bytes; ``path`` is used in messages."""
+    """Parse a JSON object from bytes; messages name ``path`` as their source."""
     allowed = _FREE_CONTAINERS + len(raw) // _MIN_BYTES_PER_CONTAINER
     containers = _containers(raw)
     # Braces in strings cost nothing, and a chat template is full of them. Finding strings is slow, so it comes second.
@@ -108,7 +108,7 @@ def _containers(raw: bytes) -> int:
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` for `json.loads` that raises on duplicate keys."""
+    """As the `object_pairs_hook` of `json.loads`: raise for duplicate keys, of which `json` would keep the last."""
     found = dict(pairs)
     # Which key it is, is looked up for the message only.
     if len(found) < len(pairs):

@@ -33,7 +33,7 @@ from shardload.stores.store import FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/")
-"""The start of a URL; pathlib joins its two slashes. One letter is a drive of Windows."""
+"""Matches the start of a URL, of whose two slashes pathlib leaves one. A single letter is a drive of Windows."""
 _FILE = "file://"
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
@@ -74,9 +74,9 @@ def home() -> Path | None:
 
 @contextlib.contextmanager
 def any_home() -> Iterator[None]:
-    """Inside the block, HOME is set, for packages that cannot be imported without one (kagglehub).
+    """Set HOME inside the with block if there is none, for packages that cannot be imported without it (kagglehub).
 
-    Without a home folder, it is a path below which nothing can be read or written.
+    It is then a path below which nothing can be read or written.
     """
     if home() is not None:
         yield
@@ -109,12 +109,12 @@ def local_target(path: str | os.PathLike[str]) -> Path:
 
 
 def working_folder(target: Path) -> Path:
-    """Return the folder next to a conversion's target in which it is written."""
+    """Return the folder, next to a conversion's target, in which the target is written until it is complete."""
     return target.with_name(f".{target.name}.converting")
 
 
 def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
-    """Fill ``buffer`` with the bytes of a file that start at ``offset``."""
+    """Fill ``buffer`` with the bytes of an open file that start at ``offset``; messages name ``path``."""
     # `cast` raises for a view with a zero in its shape.
     rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
     # A system call reads at most 2 GiB, and network file systems may return less.
@@ -165,7 +165,7 @@ def _open_error(path: str | os.PathLike[str], error: OSError) -> LimitError | So
 
 
 class LocalFile:
-    """A file on this machine."""
+    """An open file on this machine."""
 
     def __init__(self, path: str | os.PathLike[str], *, shown: str | None = None) -> None:
         self._name = os.fspath(path) if shown is None else shown
@@ -225,7 +225,7 @@ class LocalStore(Store):
         return FileIdentity(found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns))
 
     def local_path(self, key: str) -> Path:
-        """Return the path itself."""
+        """Return the key, which is the path, as a `Path`."""
         return Path(key)
 
     def is_link(self, key: str) -> bool:
@@ -263,7 +263,7 @@ def remove_private_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def remove_private_folders() -> None:
-    """Remove all folders, for a process that exits immediately: neither finalizers nor atexit functions run then."""
+    """Remove all private folders, before `os._exit`, which runs neither finalizers nor atexit functions."""
     # A copy of the set, because `remove_private_folder` changes it.
     for folder in list(_private_folders):
         remove_private_folder(folder)
@@ -279,7 +279,7 @@ class _PrivateCopy(LocalStore):
         self.path = folder / "copy"
 
     def shown(self, key: str) -> str:
-        """Return the name of what was copied."""
+        """Return the name of the original, for messages."""
         del key
         return self._shown
 
@@ -289,9 +289,9 @@ class _PrivateCopy(LocalStore):
 
 
 def write_private_copy(blocks: Iterable[bytes], *, n_bytes: int, shown: str) -> Location:
-    """Write a private file; it is removed when nothing refers to the returned location, at the latest at exit.
+    """Write bytes to a private file; it is removed when nothing refers to its location any more, at the latest at exit.
 
-    What ``blocks`` raise is raised, and nothing is left.
+    An error that ``blocks`` raises passes through, and the file is removed.
     """
     try:
         copy = _PrivateCopy(shown)

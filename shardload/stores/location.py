@@ -44,7 +44,7 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part of its name."""
+        """The last part of its path or URL."""
         return (self.key or str(self)).rstrip("/").rpartition("/")[2]
 
     @property
@@ -75,11 +75,11 @@ class Location:
         return Location(self.store, self.store.resolved(self.key))
 
     def is_inside(self, folder: Location) -> bool:
-        """Whether it is ``folder`` or below it, by their names alone."""
+        """Whether it is ``folder`` or below it, by their paths alone: links are not followed."""
         return self.relative_to(folder) is not None
 
     def relative_to(self, folder: Location) -> str | None:
-        """Return its name within ``folder``, empty for the folder itself; ``None`` if it is not below it."""
+        """Return its path relative to ``folder``, empty for the folder itself; ``None`` if it is not below it."""
         if self.store is not folder.store:
             return None
         if self.key == folder.key:
@@ -89,7 +89,7 @@ class Location:
         return self.key[len(prefix) :] if self.key.startswith(prefix) else None
 
     def names(self) -> list[str]:
-        """Return the names in the folder, sorted, without litter; raises `SourceError` if it cannot be listed."""
+        """Return the names in the folder, sorted, without litter; raise a `SourceError` if it cannot be listed."""
         return [name for name in self.store.names(self.key) if not is_litter(name)]
 
     def open(self) -> File:
@@ -124,13 +124,13 @@ class Location:
 
 
 def is_litter(path: str) -> bool:
-    """Whether the last part of a path, separated by ``/``, is the name of such a file."""
+    """Whether a path, with ``/``, ends in the name of litter: a file that operating systems leave in folders."""
     name = path.rpartition("/")[2]
     return name in _LITTER or name.startswith(_LITTER_PREFIXES)
 
 
 class _Nowhere(Store):
-    """A store without files."""
+    """A store without files, for models of which only a description exists."""
 
     def shown(self, key: str) -> str:
         return key
@@ -149,7 +149,7 @@ _NOWHERE = _Nowhere()
 
 
 def nowhere(name: str) -> Location:
-    """Return the location of a model without files; it is shown by its name."""
+    """Return a location for a model that has no files; messages show it as ``name``."""
     return Location(_NOWHERE, name)
 
 
@@ -160,7 +160,7 @@ def is_nowhere(location: Location) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The identity, size and modification time of files at one moment; compared around all reads of data.
+    """Identity, size and modification time of files when headers were read, to be compared after their data was read.
 
     Sizes alone do not show that a file changed: a training job that rewrites its checkpoint in place keeps the file
     size but changes the weights, and a load would mix both.
@@ -170,11 +170,11 @@ class Fingerprint:
 
     @classmethod
     def of(cls, paths: Iterable[Location]) -> Fingerprint:
-        """Record the current state of files."""
+        """Return the fingerprint that files have now."""
         return cls({path: path.identity() for path in paths})
 
     def check(self) -> None:
-        """Compare the recorded state with the current one."""
+        """Raise a `TransferError` if a file has changed since."""
         for path, before in self.files.items():
             now = path.identity()
             if now != before:

@@ -1,4 +1,4 @@
-"""Folders at URLs (``s3://``, ``gs://``, ``http(s)://``) as stores, and the one question whether a source is a URL.
+"""Folders at URLs (``s3://``, ``gs://``, ``http(s)://``) as stores, and the one test whether a source is a URL.
 
     source ─► location_of ─► a path: None, or `Location(store, key)` ─► as any other location
 
@@ -18,7 +18,7 @@ from shardload.stores.store import UNIT_BYTES, FileIdentity, Kind, Store
 from shardload.units import exact_bytes
 
 _KEPT_UNITS = 8
-"""MiB of an open file that are kept for short reads, such as those of HDF5's and ZIP's headers."""
+"""How many MiB of an open file are kept in memory for short reads, such as those of HDF5's and ZIP's headers."""
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 
 
@@ -46,7 +46,7 @@ class RemoteStore(Store):
 
     @property
     def can_list(self) -> bool:
-        """Whether names can be listed; HTTP cannot."""
+        """Whether the store can list its names; HTTP servers cannot."""
         return self.requests.can_list
 
     @functools.cached_property
@@ -54,7 +54,7 @@ class RemoteStore(Store):
         return NameTree(self.requests.names())
 
     def shown(self, key: str) -> str:
-        """Return the URL."""
+        """Return the URL of a file or folder."""
         return f"{self.url}/{key}".rstrip("/")
 
     def kind(self, key: str) -> Kind | None:
@@ -108,7 +108,7 @@ class RemoteObject:
         return PendingObject(fetch, stop - start, shown=self._store.shown(self._key))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """See `shardload.stores.store.File`; short reads share requests for a whole MiB."""
+        """See `shardload.stores.store.File`; short reads fetch a whole MiB, which is kept for those that follow."""
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
@@ -131,7 +131,7 @@ class RemoteObject:
 
 
 class PendingObject:
-    """A request for bytes of an object."""
+    """A pending request for bytes of an object."""
 
     def __init__(self, fetch: Fetch | None, n_bytes: int, *, shown: str) -> None:
         self._fetch, self._n_bytes, self._shown = fetch, n_bytes, shown
@@ -150,7 +150,7 @@ class PendingObject:
 
 
 class NameTree:
-    """The folders of a remote store, which has only names of files, with slashes."""
+    """The folders of a remote store, derived from its file names: a store lists only those, with slashes in them."""
 
     def __init__(self, files: Collection[str]) -> None:
         self.kinds: dict[str, Kind] = {"": "folder"}
@@ -160,7 +160,7 @@ class NameTree:
         self.kinds |= dict.fromkeys(files, "file")
 
     def names(self, folder: str) -> list[str] | None:
-        """Return the names in a folder, sorted; ``None`` if there is no such folder."""
+        """Return the names of files and folders directly in a folder, sorted; ``None`` if there is no such folder."""
         if self.kinds.get(folder) != "folder":
             return None
         prefix = f"{folder}/" if folder else ""
@@ -169,7 +169,7 @@ class NameTree:
 
 
 REMOTE_SCHEMES = ("s3", "gs", "http", "https")
-"""Schemes of `RemoteStore`. Of a URL, only training steps are read, as only they have digests."""
+"""URL schemes that `RemoteStore` reads. Only training steps are read from them, as only they have digests."""
 SCHEMES: dict[str, Callable[[str], Location]] = dict.fromkeys(
     REMOTE_SCHEMES, lambda url: Location(RemoteStore(url), "")
 )
@@ -184,7 +184,7 @@ def location_of(source: object) -> Location | None:
 
 
 def remote_store(source: object) -> RemoteStore | None:
-    """Return the store at a URL, for what reads folders at `REMOTE_SCHEMES` or on this machine; ``None`` for a path."""
+    """Return the store at a URL of `REMOTE_SCHEMES`; ``None`` for a local path. Raise for any other URL."""
     found = location_of(source)
     if found is not None and isinstance(found.store, RemoteStore):
         return found.store

@@ -22,21 +22,21 @@ from shardload.stores.answers import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeErr
 from shardload.units import exact_bytes
 
 _DEFAULT_TIMEOUT_S = 120.0
-"""Time without a response: 64 MiB in flight together take that long at 0.5 MB/s. TensorStore would wait forever."""
+"""Longest time without a response: 64 MiB in flight take that long at 0.5 MB/s. TensorStore would wait forever."""
 _FIRST_ANSWER_S = 30.0
-"""Limit for a store's first response, which is short."""
+"""Longest time until a store's first response, which is short."""
 RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
-"""TensorStore's default of 32 attempts takes a quarter of an hour."""
+"""How often a failed request is repeated; TensorStore's default of 32 attempts takes a quarter of an hour."""
 WAIT_S = 0.25
 """Interval at which a waiting thread checks whether other requests made progress."""
 _PROBES = 16
-"""Bytes requested at a time to find the size of an object."""
+"""How many single bytes are requested at once to find the size of an object."""
 _MOVED_S = 60.0
-"""How long the target of a redirect is used again: signed addresses expire, mostly after minutes."""
+"""How long the target of a redirect is used without asking again: signed addresses expire, mostly after minutes."""
 
 
 class Requests:
-    """Requests for objects below an address, by their names relative to it."""
+    """Sends requests for the objects below a URL, by their names relative to it."""
 
     def __init__(self, url: str) -> None:
         scheme, _, rest = url.partition("://")
@@ -50,7 +50,7 @@ class Requests:
         return self._opened(self._spec)
 
     def is_object(self) -> bool:
-        """Whether the address is that of an object, not of a folder."""
+        """Whether the URL itself is that of an object, not of a folder."""
         above, _, name = self.url.rpartition("/")
         if above.endswith("/") or not above.partition("://")[2] or not name:
             return False
@@ -75,7 +75,7 @@ class Requests:
         return self.begin(name, start, stop).result()
 
     def begin(self, name: str, start: int = 0, stop: int | None = None) -> Fetch:
-        """Start to read an object."""
+        """Start to read bytes of an object, all by default, and return the pending request."""
         try:
             name.encode()
         except UnicodeEncodeError as error:
@@ -92,7 +92,7 @@ class Requests:
         return self._kv.read(name, byte_range=asked)
 
     def follow(self, error: BaseException, name: str) -> bool:
-        """Follow the redirect that made a request fail; return whether to request the object again."""
+        """Follow the redirect if it is why a request failed; return whether to send the request again."""
         status = answers.status_in(error)
         if self.can_list or status not in answers.REDIRECTS:
             return False
@@ -101,7 +101,7 @@ class Requests:
         return True
 
     def _redirected(self, name: str) -> Any:
-        """Return the store of one object to which a name is redirected."""
+        """Follow the redirects of an object's address; return TensorStore's store for where they lead."""
         first = f"{self.url}/{quote(name)}"
         target = answers.follow_redirects(first, timeout_s=timeout_s(first=not self._progress.answered))
         kv = self._opened({"driver": "http", "base_url": target})
@@ -109,7 +109,7 @@ class Requests:
         return kv
 
     def check_redirects(self, name: str, asked: slice | None, limit_s: float) -> None:
-        """Ask an HTTP server once more that gave no answer in time; return if it redirects.
+        """Ask an HTTP server that gave no answer in time once more: return if it redirects, else raise the reason.
 
         TensorStore tells the status of an answer only after its last retry, and retries status 308 too.
         """
@@ -195,14 +195,14 @@ class Requests:
 
 
 class _Progress:
-    """The time of the last response from a store, shared by all threads that wait for it."""
+    """When a store last responded, and what is known about it; shared by all threads that wait for it."""
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()
         self.answered = False
         self.asked_again = False
         self.redirects = False
-        """Whether names are looked up before they are read, as TensorStore takes seconds to refuse status 308."""
+        """Whether to ask for redirects before each read, as TensorStore takes seconds to refuse status 308."""
         self._waiting = 0
         self._lock = threading.Lock()
 
@@ -215,12 +215,12 @@ class _Progress:
             self._waiting += 1
 
     def restart(self) -> None:
-        """Start the clock again, for a request that was sent again."""
+        """Start the clock again, because a request was sent again."""
         with self._lock:
             self.at_s = time.monotonic()
 
     def end(self, *, answered: bool) -> None:
-        """Record a response, or a wait that was given up, which gives the other threads no more time."""
+        """Record that a thread stops waiting; only if it was ``answered`` do the other threads get more time."""
         with self._lock:
             self._waiting -= 1
             if answered:
@@ -229,7 +229,7 @@ class _Progress:
 
 
 class Fetch:
-    """A pending request."""
+    """A pending request to a store: for bytes of an object, or for a list of names."""
 
     def __init__(
         self, requests: Requests, name: str, asked: slice | None, request: Callable[[], Any], progress: _Progress

@@ -80,25 +80,25 @@ class RemoteFile(File, Protocol):
     """A file of a remote store that has no local copy: its bytes can be requested before they are needed."""
 
     def begin(self, start: int, stop: int) -> PendingBytes:
-        """Start to fetch bytes ``[start, stop)``; of a verifying store, whole units. ``stop`` may be past the end."""
+        """Start to fetch bytes ``[start, stop)``, whole units if the store verifies. ``stop`` may be past the end."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What shows that a file was changed or replaced."""
+    """Size and version of a file, which show whether it was changed or replaced."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     version: tuple[int, ...] = ()
     """Device, inode and modification time of a local file; any numbers that differ between versions elsewhere."""
 
 
 class Store(ABC):
-    """A place with files. Instances are shared by threads, and compared by identity."""
+    """Something that contains files: this machine, or a URL. Shared by threads, and compared by identity."""
 
     is_remote: bool = False
-    """Whether each read is a request that takes a round trip: better a few large ones, ahead of their use."""
+    """Whether each read is a request over a network: make few large ones, before the bytes are needed."""
     is_verifying: bool = False
     """Whether all bytes are compared with digests before a file returns them, so that callers need not."""
 
@@ -108,15 +108,15 @@ class Store(ABC):
 
     @abstractmethod
     def kind(self, key: str) -> Kind | None:
-        """Return what a key names; ``None`` if nothing has that name.
+        """Return whether a key names a file, a folder or something else; ``None`` if nothing has that name.
 
         Raises:
-            SourceError: If the store does not tell.
+            SourceError: If the store does not say, for lack of permissions for instance.
         """
 
     @abstractmethod
     def names(self, key: str) -> list[str]:
-        """Return the names in a folder, sorted.
+        """Return the names of the files and folders directly in a folder, sorted.
 
         Raises:
             SourceError: If the folder cannot be listed.
@@ -160,7 +160,7 @@ class Store(ABC):
 
 
 def read_bytes(file: File, count: int, *, offset: int, path: str, what: str) -> bytes:
-    """Read ``count`` bytes of a header; ``path`` and ``what`` (``the JSON header``) name them in messages.
+    """Read ``count`` bytes of a header; messages name the file ``path``, and what is read: ``what="the JSON header"``.
 
     It never takes more memory than the file has bytes, whatever the header declares.
     """
