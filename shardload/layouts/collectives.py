@@ -289,7 +289,9 @@ def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh
 def _split(spec: PartitionSpec, rank: int) -> Spec:
     found = spec_from_axes(spec)
     if len(found) > rank:
-        raise UsageError(f"Cannot split an array of {plural(rank, 'dim')} by {spec}: it has {plural(len(found), 'entry')}")
+        raise UsageError(
+            f"Cannot split an array of {plural(rank, 'dim')} by {spec}: it has {plural(len(found), 'entry')}"
+        )
     return (*found, *((),) * (rank - len(found)))
 
 

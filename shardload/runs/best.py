@@ -35,11 +35,11 @@ from shardload.runs.step import StepInfo, ranked
 from shardload.units import check_choice, is_integer, is_real
 
 _READ_BYTES = 4 << 30
-"""Steps up to this size are read completely before they count, which takes seconds; of larger ones, names and sizes."""
+"""Steps up to this size are verified completely before they count as best, which takes seconds; larger ones are not."""
 
 
 class Best:
-    """The best value so far, and the steps it is compared with; ``rule`` is the argument that requires it, if any."""
+    """Tracks the best value of a metric during a run; ``rule`` names the argument that needs it, or is ``None``."""
 
     def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
         self.monitor, self.of, self.rule = monitor, of, rule
@@ -78,7 +78,7 @@ class Best:
         return list(_notices(found, by, rule=self.rule, folder=folder, family=family, resumed=resumed))
 
     def record(self) -> dict[str, Any]:
-        """Return the fields that each step stores about the best value."""
+        """Return the fields about the best value that each step stores in its record."""
         mode = self.comparison.mode or "auto"
         return {
             "monitor": self.monitor.name,
@@ -102,7 +102,7 @@ class Found:
 
 
 def _find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Found:
-    """Return the best undamaged step, and the damaged steps ranked above it. Reads steps up to ``read_bytes`` only."""
+    """Return the best undamaged step and damaged ones that rank above it; verifies steps up to ``read_bytes`` only."""
     unknown = (info for info in steps if info.hides_rank)
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
     for info in by.best(info for info in steps if info.ours):
@@ -137,7 +137,7 @@ Mode = Literal["min", "max"]
 
 
 class Monitor:
-    """One metric from the logs of ``fit``; ``mode="auto"`` uses the direction of the model's metric of that name."""
+    """One metric in the logs of ``fit``; with ``mode="auto"``, the model's metric of that name says which is better."""
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         check_choice("mode", mode, ("auto", "min", "max"))
@@ -190,7 +190,7 @@ class Monitor:
 
 
 def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the scalars among the logs as Python floats."""
+    """Return the logs that are single numbers, as Python floats."""
     found = {}
     for name, value in (logs or {}).items():
         try:
@@ -201,14 +201,14 @@ def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _similar(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the known metric with the most similar name, if there is one."""
+    """Return a hint for a message: the known metric whose name is most similar; empty if none is."""
     close = difflib.get_close_matches(name, set(known) - {name}, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 @dataclass(frozen=True, slots=True)
 class BestRule:
-    """The definition of "best" that a callback uses."""
+    """What "best" means for a callback: by which metric, in which direction, among which steps."""
 
     monitor: str
     mode: Literal["min", "max"] | None
@@ -216,21 +216,21 @@ class BestRule:
     runs: Collection[str | None] | None = None
     """The runs whose steps are compared; ``None`` compares all."""
     damaged: Collection[int] = ()
-    """Steps that look intact but are damaged."""
+    """Numbers of steps that look intact but are damaged."""
 
     def covers(self, info: StepInfo) -> bool:
-        """Whether a step was saved under the same definition, so that this callback ranks it."""
+        """Whether a step was saved with the same metric, direction and runs, so that this callback ranks it."""
         ours = self.runs is None or info.run in self.runs
         return ours and (info.recorded.monitor, info.recorded.mode) == (self.monitor, self.mode)
 
     def best(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
-        """Return the steps that can be compared, best first."""
+        """Return the steps that have the metric and belong to the runs, best first."""
         return ranked(steps, monitor=self.monitor, mode=self.mode or "min", runs=self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A retention policy: the union of up to four rules."""
+    """Which steps to keep: a step stays if at least one of up to four rules keeps it."""
 
     latest: int | None
     """How many of the newest steps stay; ``None`` keeps all."""
@@ -254,7 +254,7 @@ class Retention:
             raise UsageError(f"Cannot use keep_every_hours={self.every_hours!r:.60}: expected more than 0, or None")
 
     def removable(self, steps: Sequence[StepInfo], *, newest: int, by: BestRule) -> list[int]:
-        """Return the ``steps`` that no rule keeps, oldest first; never the ``newest``, which was just saved."""
+        """Return the numbers of the ``steps`` that no rule keeps, oldest first; never the ``newest``, just saved."""
         if self.latest is None:
             return []
         damaged = {*by.damaged, *_recorded_damage(steps)}
@@ -278,7 +278,7 @@ class Retention:
 
 
 def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int, Path], None]:
-    """Return a function to call after each save, which removes the steps that no rule keeps."""
+    """Return a function to call after each save, which removes the steps in ``root`` that no rule keeps."""
 
     def remove(step: int, path: Path) -> None:
         # Nothing to remove: do not even list the steps, so that an unreadable one does not fail the save.
@@ -294,12 +294,12 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
 
 
 def _recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
-    """Return the steps recorded as damaged in other steps, since a run that reads no data would not notice."""
+    """Return the numbers of the steps that other steps record as damaged: a run that reads no data would not notice."""
     return {step for info in steps for step in info.recorded.damaged}
 
 
 def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
-    """Yield the best steps by each metric that some callback keeps the best of; the newest such step says how many."""
+    """Yield the steps that callbacks promised to keep as best: by each metric, as many as its newest step records."""
     groups: dict[tuple[str, str], list[StepInfo]] = {}
     for info in steps:
         if info.recorded.monitor is not None and info.recorded.keep_best is not None:

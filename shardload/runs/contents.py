@@ -41,12 +41,12 @@ from shardload.units import check_kind, is_function, plural
 _PACKAGES = ("shardload", "keras", "jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
 _TAKEN = frozenset({"pytree", "model_config", "assets", "shardload"})
 Variables = Sequence[str] | Callable[[Any], bool] | None
-"""Patterns of variable paths (``"*lora*"``), or a function of a ``keras.Variable``."""
+"""Patterns of variable paths (``"*lora*"``), or a function that says of a ``keras.Variable`` whether to store it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The weights that the steps of one callback store: all, or those of one argument."""
+    """The weights that the steps of one callback store: all, or those that one of these two arguments selects."""
 
     trainable_only: bool = False
     variables: Variables = None
@@ -72,11 +72,11 @@ class Selection:
 
     @property
     def patterns(self) -> tuple[str, ...] | None:
-        """The patterns, for ``step.json``."""
+        """The patterns in ``variables``, for ``step.json``; ``None`` if it is a function, or not given."""
         return None if self.variables is None or callable(self.variables) else tuple(self.variables)
 
     def of(self, state: StateTree, model: Any) -> StateTree:
-        """Return the part of a model's state that a step stores; raise if it has no weights."""
+        """Return the part of a model's state that a step stores; raise if no weight is selected."""
         if not self.is_partial:
             return state
         # By identity: == of Keras variables compares their values.
@@ -109,10 +109,10 @@ ALL = Selection()
 
 
 class Contents:
-    """The content of the steps saved by one callback.
+    """Collects the content of each step that one callback saves.
 
-    ``warn`` gets a message about a part that cannot be saved. A partial step omits the assets, which come with the
-    other weights.
+    ``warn`` is called with a message about each part that cannot be saved. A step with selected weights only leaves out
+    the files that layers save (assets): they belong to the weights that are left out.
     """
 
     def __init__(self, *, weights_only: bool, warn: Callable[[str], None], selection: Selection = ALL) -> None:
@@ -128,7 +128,7 @@ class Contents:
         self._whole = None
 
     def described_state(self, model: Any) -> StateTree:
-        """Return the model's state; it is described again only if the variables changed."""
+        """Return the part of the model's state that a step stores, determined again only if the variables changed."""
         if self._whole is None or not self._whole.still_describes(model):
             # In this order: which items describe the model depends on the weights that the selection leaves out.
             self._whole = state_tree_of(model)
@@ -146,8 +146,8 @@ class Contents:
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         **how: Any,
     ) -> SaveJob:
-        """Return everything needed to write one step; what it contains and where it was saved goes into ``record``."""
-        state = self.described_state(model)
+        """Return all that is needed to write one step; ``record``, completed, is the content of its ``step.json``."""
+        state = self.state_of(model)
         shardings = (getattr(current_value(leaf.variable), "sharding", None) for leaf in state.leaves)
         meshes = (one.mesh.shape for one in shardings if isinstance(one, jax.sharding.NamedSharding))
         mesh = next(({"axes": list(shape), "sizes": list(shape.values())} for shape in meshes), None)
@@ -173,7 +173,7 @@ class Contents:
         return SaveJob(step=record.step, items=items, records=records, **how)
 
     def _values(self) -> dict[str, Any]:
-        """Return what layers save besides variables, as it is now; warn once of what cannot be stored."""
+        """Return the current values that layers save besides variables; warn once about what cannot be stored."""
         found, lost = values_to_json(self._hooked)
         for sentence in lost:
             if sentence not in self._told:
@@ -231,7 +231,7 @@ def _for_all_processes(tree: Any) -> Any:
 
 
 def checked_metadata(found: Any) -> Any:
-    """Return a user's metadata after a round trip through JSON."""
+    """Return a user's metadata as it reads back from JSON; raise if it cannot be stored as JSON."""
     try:
         return json.loads(json.dumps(found, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -239,7 +239,7 @@ def checked_metadata(found: Any) -> Any:
 
 
 def checked_items(checkpointables: Any) -> dict[str, Any]:
-    """Return the user's further items by name; a callable is called to get them."""
+    """Check the user's ``checkpointables`` and return them by name; a function is called to get them."""
     found = checkpointables() if is_function(checkpointables) else checkpointables
     if not isinstance(found, Mapping):
         raise UsageError(
@@ -302,12 +302,12 @@ def _shortened(value: Any) -> str:
 
 
 def joined_positions(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the records of all processes; equal records are stored once."""
+    """Combine the iterator positions of all processes into one record for the step; if all are equal, one is stored."""
     return records[0] if all(record == records[0] for record in records) else {"processes": records}
 
 
 def stored_positions(info: StepInfo) -> list[dict[str, Any]]:
-    """Return the records of positions in a step: one per process, one for all if they are equal, or none."""
+    """Return the iterator positions in a step: one per process, one for all if they are equal, or none."""
     path = Path(info.path) / OWN_FOLDER / "iterator.json"
     try:
         found = read_object(path)
@@ -331,14 +331,14 @@ def stored_positions(info: StepInfo) -> list[dict[str, Any]]:
 
 
 def position_of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the record of this process; ``None`` if each process had its own and their number has changed."""
+    """Return this process's position of ``records``; ``None`` if each process had one and their number has changed."""
     if len(records) == 1:
         return records[0]
     return records[processes.index()] if len(records) == processes.count() else None
 
 
 def set_position(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bool:
-    """Set the position of a user's own source; return whether the step stores one."""
+    """Set a user's data iterator to its stored position; return whether the step stores one for this process."""
     record = position_of_this_process(records)
     if record is None and any("state" in one for one in records):
         warn_caller(
@@ -363,7 +363,7 @@ def restore_iterator(source: Any, info: StepInfo) -> None:
 
 
 def check_settable(source: Any, argument: str) -> None:
-    """Raise unless the position of a data source can be set."""
+    """Raise a `UsageError` unless a data source has ``set_state``, which sets its position."""
     if not hasattr(source, "set_state"):
         raise UsageError(
             f"Cannot restore the position of {argument}: {type(source).__name__} has no set_state(state). Pass an "

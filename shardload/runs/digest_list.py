@@ -63,9 +63,9 @@ class Damage:
     path: str
     """The file, relative to the step's folder."""
     what: str
-    """A phrase that continues the sentence after the file's name."""
+    """What is wrong with the file, as a phrase that follows its name: ``is missing``."""
     offset: int | None = None
-    """The position in the file in bytes; ``None`` if the damage concerns the whole file."""
+    """The offset in bytes at which the damage begins; ``None`` if it concerns the whole file."""
     step: str = ""
     """The name of the step's folder."""
 
@@ -76,7 +76,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class DigestTask:
-    """A run of units of one file that one thread digests."""
+    """Consecutive units of one file that one thread digests: ``count`` units from unit ``first`` on."""
 
     path: str
     first: int
@@ -88,7 +88,7 @@ class Digests:
     """The digests of all files of a step except ``shardload/digests.json`` itself."""
 
     files: Mapping[str, FileDigest]
-    """By path relative to the step's folder, with ``/``."""
+    """Each file's digests, by its path relative to the step's folder, with ``/``."""
 
     @classmethod
     def compute(cls, folder: str | os.PathLike[str], *, of: Callable[[str], bool] | None = None) -> Digests:
@@ -120,7 +120,7 @@ class Digests:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str] | Location) -> Digests:
-        """Read the digests of a step and check them; `SourceNotFoundError` if it has none: not a shardload step."""
+        """Read and check the digests of a step; raise a `SourceNotFoundError` if shardload did not save it."""
         path = located(folder) / DIGESTS_FILE
         # The check of all names reports links as well, but only after this file was read through one.
         if path.is_link() or path.parent.is_link():
@@ -145,12 +145,12 @@ class Digests:
         return cls({name: _parse_file(name, entry, folder) for name, entry in files.items()})
 
     def check_names(self, folder: str | os.PathLike[str]) -> list[Damage]:
-        """Return missing files, unexpected files and files of the wrong size, without reading any data."""
+        """Compare the files in ``folder`` with the digests by name and size only; return what is wrong."""
         return name_damage(self, scan(folder), step_name(folder))
 
 
 def is_saved(name: str) -> bool:
-    """Whether digests cover a file in a step's folder."""
+    """Whether the digests of a step cover a file in it: not ``digests.json`` itself, nor litter."""
     return name != DIGESTS_FILE and not is_litter(name)
 
 
@@ -202,7 +202,7 @@ def digest_piece(folder: Location, piece: DigestTask, size: int) -> list[str]:
 
 
 def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
-    """Return missing files, unexpected files and files whose size differs from the saved one."""
+    """Return the damage that names and sizes show: files that are missing, unexpected, or of another size."""
     damage = [
         Damage(name, f"is unexpected: {what} is not allowed in a step", None, step)
         for name, what in tree.others.items()
@@ -221,7 +221,7 @@ def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
 
 
 def size_damage(name: str, found: int, expected: int, step: str) -> Damage:
-    """Describe a file whose size differs from what was saved."""
+    """Return the damage of a file that has ``found`` bytes instead of the ``expected`` ones that were saved."""
     verb = "was truncated" if found < expected else "has grown"
     return Damage(
         name, f"{verb}: it has {exact_bytes(found)}, but was saved with {expected}", min(found, expected), step
@@ -229,7 +229,7 @@ def size_damage(name: str, found: int, expected: int, step: str) -> Damage:
 
 
 def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
-    """Describe a digest mismatch in bytes ``first`` to ``last`` of a file."""
+    """Return the damage of a file whose bytes from ``first`` to ``last`` do not match their digests."""
     return Damage(name, f"is damaged: the digest does not match the next {exact_bytes(last - first)}", first, step)
 
 
@@ -256,7 +256,7 @@ def _parse_file(name: str, entry: Any, folder: str | os.PathLike[str] | Location
 
 @dataclass(frozen=True, slots=True)
 class FileTree:
-    """The content of a folder; names are relative to the folder, separated by ``/``."""
+    """Everything in a folder and its subfolders; names are relative to the folder, separated by ``/``."""
 
     files: dict[str, int]
     """Regular files and their sizes in bytes."""
@@ -303,7 +303,7 @@ def is_empty(path: Path) -> bool:
 def sync(path: str | os.PathLike[str]) -> None:
     """Flush a file's data, or a folder's directory entries, so that they survive a power loss.
 
-    If the disk rejects the data, it is not safe, even if a later call succeeds.
+    If this raises an error, the data is not safe on disk, even if a later call succeeds.
     """
     # A folder can only be opened for reading, and fsync accepts such a descriptor for files, too.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

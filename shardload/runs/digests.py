@@ -53,7 +53,7 @@ from shardload.units import exact_bytes
 __all__ = ["DIGESTS_FILE", "Checker", "Damage", "Digests", "SavedUnits", "find_damage"]
 
 _PIECE_BYTES = 128 << 10
-"""Bytes per read in `Checker.check`: fits into the L2 cache and is small compared with any budget."""
+"""How much `Checker.check` reads at once: fits into the L2 cache, and is small compared with any budget."""
 
 
 def _close_all(files: dict[str, File]) -> None:
@@ -63,10 +63,10 @@ def _close_all(files: dict[str, File]) -> None:
 
 
 class SavedUnits:
-    """The digests that a step was saved with, and the comparison of its bytes with them. Thread-safe.
+    """Compares the bytes of a step with the digests that it was saved with. Thread-safe.
 
-    ``shown`` is the step's path or URL, for messages. ``explain`` returns the error for a file whose bytes are not
-    damaged but something else; ``None`` if they are damaged.
+    ``shown`` is the step's path or URL, for messages. ``explain`` takes the name of a file whose bytes are wrong, and
+    returns the error if they are not damaged but something else, such as a web page; else ``None``.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class SavedUnits:
         self._lock = threading.Lock()
 
     def of_file(self, name: str) -> FileDigest:
-        """Return the digest of a file, named relative to the step's folder, that was saved with the step."""
+        """Return the saved digests of a file, named relative to the step's folder; raise if it was not saved."""
         if (found := self.digests.files.get(name)) is None:
             raise self.damaged(Damage(name, "was not saved with the step"))
         return found
 
     def span(self, name: str, unit: int) -> tuple[int, int]:
-        """Return the first byte of a unit, and one past its last."""
+        """Return the offsets in the file at which a unit begins and ends (exclusive)."""
         first = unit * UNIT_BYTES
         return first, min(first + UNIT_BYTES, self.of_file(name).n_bytes)
 
     def compare(self, name: str, unit: int, found: str) -> None:
-        """Raise a `DamagedError` unless a digest of a unit is the saved one."""
+        """Raise a `DamagedError` unless ``found``, the digest of a unit that was read, is the saved one."""
         first, last = self.span(name, unit)
         with self._lock:
             self.bytes_checked += last - first
@@ -102,14 +102,14 @@ class SavedUnits:
             raise self.damaged(flip_damage(name, first, last, ""))
 
     def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError | TransferError:
-        """Return the error for a file that is shorter than it was saved."""
+        """Return the error for a file that is shorter than when it was saved: ``found`` bytes, if that is known."""
         expected = self.of_file(name).n_bytes
         if found is not None:
             return self.damaged(size_damage(name, found, expected, ""))
         return self.damaged(Damage(name, f"was truncated: it was saved with {exact_bytes(expected)}, and has fewer"))
 
     def damaged(self, found: Damage) -> DamagedError | TransferError:
-        """Return the error for a defect."""
+        """Return the error to raise for a defect: a `DamagedError`, unless ``explain`` knows another reason."""
         if (explained := self._explain(found.path)) is not None:
             return explained
         where = "" if found.offset is None else f" from byte {found.offset}"
@@ -126,12 +126,12 @@ class _VerifyingStore(Protocol):
     saved: SavedUnits
 
     def name_damage(self) -> list[Damage]:
-        """Return the missing and the unexpected files."""
+        """Return the damage that the names of the files show: missing and unexpected ones."""
         ...
 
 
 class Checker:
-    """A checker for the parts of a step that are read; it checks each MiB at most once. Thread-safe."""
+    """Verifies the parts of a step that are read, each MiB at most once. Thread-safe."""
 
     def __init__(self, folder: str | os.PathLike[str] | Location) -> None:
         """Read the digests of a step's folder; `SourceNotFoundError` if it has none."""
@@ -157,7 +157,7 @@ class Checker:
     def of_step(cls, folder: str | os.PathLike[str] | Location) -> Checker:
         """Open a step; check its names, sizes and files up to 1 MiB. Larger files are checked as they are read.
 
-        Damage is also that the digests are missing, or that the folder is named after another step.
+        Missing digests, and a folder whose name is the number of another step, count as damage, too.
         """
         where = located(folder)
         if where.store.is_verifying:  # small files were checked when they were fetched
@@ -179,8 +179,8 @@ class Checker:
     def check(self, path: str | os.PathLike[str] | Location, start: int, stop: int) -> None:
         """Return once every MiB that overlaps bytes ``[start, stop)`` of a file is verified.
 
-        The path is relative to the step's folder, or absolute within it. A `DamagedError` names step, file and offset;
-        later calls repeat it, but not a `TransferError` for a file that cannot be read.
+        The path is relative to the step's folder, or absolute in it. A `DamagedError` names step, file and offset; a later
+        call raises it again. A file that cannot be read raises a `TransferError`, and a later call reads it again.
         """
         name = self._relative(path)
         size = self.saved.of_file(name).n_bytes
@@ -206,7 +206,7 @@ class Checker:
             done.result()
 
     def read_unit(self, path: str | os.PathLike[str] | Location, unit: int, into: memoryview) -> int:
-        """Read one unit of a file into a buffer of 1 MiB, and check the bytes, like `check`; return its size."""
+        """Read one unit of a file into a buffer of 1 MiB and verify it, like `check`; return how many bytes it has."""
         name = self._relative(path)
         first, last = self.saved.span(name, unit)
         if first >= last:
@@ -222,7 +222,7 @@ class Checker:
         return {name: digest.units for name, digest in self.saved.digests.files.items()}
 
     def check_whole(self, path: str | os.PathLike[str] | Location) -> None:
-        """`check` a whole file; an empty file must still be empty."""
+        """Verify a whole file, like `check`; raise also if a file that was saved empty has bytes now."""
         name = self._relative(path)
         self._open(name)
         self.check(name, 0, self.saved.of_file(name).n_bytes)

@@ -141,7 +141,7 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 
 def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
-    """Return ``path`` if it is a shardload step, else the latest step in it if shardload saved that one."""
+    """Return ``path`` if it is a shardload step, else the latest step in it; ``None`` if shardload did not save it."""
     if is_ours(path):
         return Path(path)
     steps = list_steps(path) if Path(path).is_dir() else []
@@ -149,7 +149,7 @@ def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _look(path: Path) -> StepInfo | None:
-    """Return the step in a folder named by digits; ``None`` if the folder is not a step."""
+    """Describe the step in a folder named by digits; ``None`` if the folder is not a step."""
     try:
         ours = (path / OWN_FOLDER).is_dir()
         if not path.is_dir() or not (ours or (path / _ORBAX_FILE).is_file()):
@@ -200,7 +200,7 @@ def _existing(steps: Sequence[StepInfo]) -> str:
 
 
 def _remote_steps(store: RemoteStore, wanted: str | int | None = None) -> list[StepInfo]:
-    """Return the steps at a URL in ascending order; only ``wanted``, if it is found without reading the others."""
+    """Return the steps at a URL in ascending order; only ``wanted``, where it is found without reading the others."""
     # A number needs no listing: one request is enough, and HTTP servers cannot list.
     if isinstance(wanted, int) and (stored := open_step(store, str(wanted))) is not None:
         return [_remote_info(stored)]
@@ -282,13 +282,13 @@ def _remote_info(stored: RemoteStep) -> StepInfo:
 
 
 def _refuse_foreign(store: RemoteStore, folder: str = "") -> None:
-    """Raise for a checkpoint that shardload did not save."""
+    """Raise an `UnsupportedError` if this URL is that of an Orbax step that shardload did not save."""
     if store.requests.read_small(f"{folder}/{_ORBAX_FILE}" if folder else _ORBAX_FILE, limit=1 << 20) is not None:
         raise foreign(store.shown(folder))
 
 
 def _refuse_file(store: RemoteStore) -> None:
-    """Raise for the address of a file, such as the weights of a model."""
+    """Raise an `UnsupportedError` if the URL is that of a file, such as a model's weights, not of a folder."""
     if store.requests.is_object():
         raise UnsupportedError(
             f"Cannot read {store.url}: it is a file, and {_ONLY_STEPS[0].lower()}{_ONLY_STEPS[1:]}. Copy it to this "
@@ -316,7 +316,7 @@ def prepared(info: StepInfo) -> StepInfo:
 
 
 def why_no_steps(root: str | os.PathLike[str]) -> str:
-    """Return a sentence for the case that ``root`` is a URL, a step, or another checkpoint of Orbax; else nothing."""
+    """Return the end of a message about no steps: ``root`` is a URL, a step, or another checkpoint; else empty."""
     if remote_store(root) is not None:
         return ". Only training steps are read from remote stores: copy other checkpoints to this machine first"
     path = expanded(without_file_scheme(root)).absolute()
@@ -335,17 +335,17 @@ class Alternative:
     """The step to use instead of a damaged one. Serializable as JSON, so that process 0 can send it to the others."""
 
     step: int | None
-    """The step that ``fallback="previous"`` restores, if any."""
+    """The number of the step that ``fallback="previous"`` restores, if there is one."""
     advice: str
-    """A sentence for the error message."""
+    """A sentence for the error about the damaged step, which says what to use instead."""
 
 
 def alternative(
     directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]
 ) -> Alternative:
-    """Find a step to use instead of ``bad``, which is damaged; ``None`` if damage hides which step is the best.
+    """Find a step to use instead of the damaged ``bad``; that is ``None`` if damage hides which step is the best.
 
-    ``which`` step was requested, as for `find_step`, and all steps in ``tried`` have been found to be damaged.
+    ``which`` is the step that the user requested, as in `find_step`; all steps in ``tried`` were found to be damaged.
     """
     # HTTP cannot list, and the URL of a single step says nothing about the steps next to it.
     store = remote_store(directory)

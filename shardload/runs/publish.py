@@ -36,15 +36,15 @@ _STEP_FOLDER = "step"
 
 _REMOVALS = 10
 _REMOVAL_PAUSE_S = 0.05
-"""Adds up to half a second: cheap compared with a failed save."""
+"""Pause after each attempt to remove a folder, half a second in total: little compared with a failed save."""
 
 _published: dict[Path, float] = {}
-"""Steps that this process saved → when the folder was opened for it."""
+"""Path of a step that this process saved → when the `Root` was opened to which it was saved."""
 _MOVED = "Earlier steps may have moved with the folder"
 
 
 class Root:
-    """The folder of the steps, identified by its inode, not only by its path.
+    """The folder in which steps are saved, identified by its inode, not only by its path.
 
     The folder stays open until garbage collection, so its inode number cannot be reused: a root that was removed or
     replaced is noticed before anything is written to it.
@@ -80,7 +80,7 @@ class Root:
             raise made from error
 
     def check(self, step: int | str = "?") -> None:
-        """Raise unless the path still leads to the folder that was opened."""
+        """Raise a `SaveError` unless the path still leads to the folder that was opened; messages name ``step``."""
         try:
             found = self.path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -107,7 +107,7 @@ class Staging:
 
     @classmethod
     def begin(cls, root: Root | str | os.PathLike[str], step: int) -> Staging:
-        """Start a step, which must not exist yet, in a new folder that no other process writes to."""
+        """Create the staging folder of a step, which no other process writes to; raise if the step exists already."""
         if isinstance(step, bool) or not isinstance(step, int) or not NAME.fullmatch(str(step)):
             raise UsageError(f"Cannot save step {step!r}: expected a non-negative integer of at most 18 digits")
         root = root if isinstance(root, Root) else Root(root)
@@ -132,7 +132,7 @@ class Staging:
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
     def check(self) -> None:
-        """Raise if the folder or the root was removed or replaced; a writer may have recreated it without noticing."""
+        """Raise if the staging folder or the root was removed or replaced: a writer may recreate it unnoticed."""
         self.root.check(self.step)
         if self._lock is not None and not self._lock.is_in_place:
             why = f"the folder {self.home} was removed"
@@ -141,7 +141,7 @@ class Staging:
     def publish(self) -> Path:
         """Flush all files to disk, rename the folder to its step number and return the new path.
 
-        If a step of this number was published in the meantime, the folder stays, to be discarded.
+        If a step of this number was published in the meantime, raise; the staging folder stays until `discard`.
         """
         target = self.root.path / str(self.step)
         if self._lock is None:
@@ -169,7 +169,7 @@ class Staging:
         return target
 
     def discard(self) -> None:
-        """Remove the folder and its files, and ``.staging`` if it has no other.
+        """Remove the staging folder with its files, and then ``.staging`` itself if it is empty.
 
         Does nothing after `publish` or an earlier `discard`.
         """
@@ -212,13 +212,13 @@ def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_staging(root: str | os.PathLike[str]) -> None:
-    """Remove the staging folder, if no step is being written or was left there."""
+    """Remove the folder ``.staging`` unless it has something in it: a step being written, or remains of one."""
     with suppress(OSError):
         (Path(root) / _STAGING).rmdir()
 
 
 def remove_step(root: str | os.PathLike[str], step: int) -> None:
-    """Remove a step: from the list first, then from disk; killed in between, `remove_stale` completes the removal."""
+    """Remove a step: hide it by a rename, then delete its files; after a kill in between, `remove_stale` does that."""
     base = Path(root).absolute()
     source = base / str(step)
     if not os.path.lexists(source):
@@ -281,7 +281,7 @@ def _locked_folder(staging: Path, step: int) -> FolderLock:
 
 
 def _stale_lock(folder: Path) -> FolderLock | None:
-    """Return the lock of an abandoned staging folder, else ``None``."""
+    """Lock a staging folder whose writer has died, and return the lock; ``None`` for any other folder."""
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9]+-[0-9a-f]+", folder.name):
         return None  # not a staging folder of shardload
     try:
@@ -295,7 +295,7 @@ def _stale_lock(folder: Path) -> FolderLock | None:
 
 
 def remove_for_good(folder: Path) -> None:
-    """Remove a folder as far as permitted, while other threads may still write to it.
+    """Try several times to remove a folder that other threads may still write to; give up silently.
 
     After a failure, threads of Orbax run on for a moment: new files keep a folder from being removed, and the threads
     recreate missing parents. Files they create after the last attempt become stale.
@@ -309,14 +309,14 @@ def remove_for_good(folder: Path) -> None:
 
 
 def refuse_existing(root: Root, step: int) -> None:
-    """Raise if something other than an empty folder has the step's name."""
+    """Raise if the root contains a file or folder with the step's name, other than an empty folder."""
     target = root.path / str(step)
     if os.path.lexists(target) and not is_empty(target):
         raise _exists(root, step)
 
 
 def _exists(root: Root, step: int) -> StepExistsError:
-    """Build the error; who saved the step decides what to do."""
+    """Build the error for a step that exists already; who saved it, and when, decides on the advice."""
     target = root.path / str(step)
     # lstat: the name may be a link that leads nowhere.
     saved_s = os.lstat(target).st_mtime if os.path.lexists(target) else root.opened_s

@@ -37,17 +37,17 @@ from shardload.stores.store import UNIT_BYTES, File, FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural
 
 _MAX_FILE_BYTES = 64 << 20
-"""The largest file fetched as a whole: JSON is read up to 32 MiB, B-tree nodes take a few MiB, tokenizers 40."""
+"""Limit on a file fetched as a whole: JSON is read up to 32 MiB, B-tree nodes take a few MiB, tokenizers 40."""
 _MAX_COPIED_BYTES = 512 << 20
-"""The limit for all fetched files together, on this machine's disk."""
+"""Limit on all fetched files together, as they are kept on this machine's disk."""
 _MAX_FILES = 1 << 14
-"""The limit for their number; each process that saved wrote two or three."""
+"""Limit on the number of fetched files; each process that saved wrote two or three."""
 _IN_FLIGHT = 16
-"""Small files fetched concurrently: their cost is one round trip each."""
+"""How many small files are fetched at once, as each costs a round trip."""
 _ITEMS = frozenset({OWN_FOLDER, "pytree", "model_config", "assets"})
-"""Folders of a step that loading reads; other checkpointables may be of any size."""
+"""Folders of a step whose small files are fetched, as loading reads them; other checkpointables may be of any size."""
 _DATA = re.compile(r"(?:^|/)d/[^/]+$")
-"""OCDBT data files. They contain B-tree nodes, too; such files are fetched on demand."""
+"""Matches OCDBT data files, which are not fetched in advance. Those that contain B-tree nodes are fetched on demand."""
 
 
 class RemoteStep(Store):
@@ -92,7 +92,7 @@ class RemoteStep(Store):
         return sum(f.n_bytes for f in files) + (self._folder / DIGESTS_FILE).stat().st_size
 
     def shown(self, key: str) -> str:
-        """Return the URL."""
+        """Return the URL of a file or folder of the step."""
         return self._remote.shown(_joined(self._key, key))
 
     def kind(self, key: str) -> Kind | None:
@@ -106,7 +106,7 @@ class RemoteStep(Store):
         return found
 
     def open(self, key: str) -> File:
-        """Open a fetched file, or one that is read from the store in parts."""
+        """Open a file: its private copy if it was fetched, else one that is read from the store in parts."""
         if key in self._here:
             return LocalFile(self._folder / key, shown=self.shown(key))
         if key in self.saved.digests.files:
@@ -116,7 +116,7 @@ class RemoteStep(Store):
         raise SourceNotFoundError(f"There is no file {self.shown(key)}: it was not saved with the step")
 
     def identity(self, key: str) -> FileIdentity:
-        """Return the size; nothing else is needed, as changed bytes never match their digests."""
+        """Return a file's size alone: a version is not needed, as changed bytes never match their digests."""
         return FileIdentity(self.saved.of_file(key).n_bytes)
 
     def local_path(self, key: str) -> Path:
@@ -131,7 +131,7 @@ class RemoteStep(Store):
         return self._folder / key
 
     def name_damage(self) -> list[Damage]:
-        """Return missing and unexpected files, as far as the store can list them; reads no data."""
+        """Return missing and unexpected files, as far as the store can list them, without reading data."""
         listed, step = {*self.saved.digests.files, DIGESTS_FILE}, self.root.name
         if self._remote.can_list:
             there = set(self._remote.requests.names(self._key))
@@ -186,7 +186,7 @@ class RemoteStep(Store):
 
 
 class _RemoteFile:
-    """A file of a remote step, read in whole MiB; each MiB is compared with its digest before it is returned."""
+    """A file of a remote step that is not fetched: whole MiB are requested and compared with their digests."""
 
     descriptor = None
 
@@ -224,11 +224,11 @@ class _RemoteFile:
 
 
 _READ_UNITS = 8
-"""MiB per request."""
+"""Most MiB that one request of `_RemoteFile.read_into` asks for."""
 
 
 class _Units:
-    """A request for some MiB of a file."""
+    """A pending request for some MiB of a file, which `result` compares with their digests."""
 
     def __init__(self, saved: SavedUnits, name: str, unit: int, n_bytes: int, fetch: Fetch | None) -> None:
         self._saved, self._name, self._unit, self._n_bytes, self._fetch = saved, name, unit, n_bytes, fetch

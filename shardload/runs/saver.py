@@ -32,8 +32,8 @@ Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str,
 class StepSaver:
     """Saves the steps of one run to a folder; `shardload.callbacks.OrbaxCheckpoint` describes the arguments.
 
-    ``rule`` is the name of the argument that needs the best step; ``warn`` gets a message about a part that cannot be
-    saved.
+    ``rule`` is the name of the argument that needs the best step. ``warn`` is called with a message about each part
+    that cannot be saved.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StepSaver:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise a `UsageError` for what is neither true nor false: the text ``"no"`` would count as true."""
+    """Raise a `UsageError` for an argument that is neither true nor false: the text ``"no"`` would count as true."""
     for name, given in flags.items():
         if not isinstance(given, bool | np.bool_ | int) or given not in (True, False):
             raise UsageError(f"Cannot use {name}={given!r:.60}: expected True or False")

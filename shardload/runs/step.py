@@ -75,7 +75,7 @@ class StepRecord:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> StepRecord:
-        """Build a record from the valid fields of a JSON object."""
+        """Build a record from a JSON object; fields that are missing or of the wrong type get their defaults."""
         damaged, callbacks, variables = found.get("damaged"), found.get("callbacks"), found.get("variables")
         logs, mesh, versions = found.get("logs"), found.get("mesh"), found.get("versions")
         numbers = {name: _number(value) for name, value in logs.items()} if isinstance(logs, dict) else {}
@@ -134,7 +134,7 @@ def _number(found: Any) -> float | None:
 
 
 NAME = re.compile(r"0|[1-9][0-9]{0,17}")
-"""At most 18 digits, so that every number fits into 64 bits."""
+"""Matches the name of a step's folder: a number of at most 18 digits, so that it fits into 64 bits."""
 
 
 def _other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] | None:
@@ -149,7 +149,7 @@ def _other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] 
 
 
 def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
-    """Return the mismatch between folder name and stored number, if any: at most one item."""
+    """Return as damage that a step's folder has another number as name than ``step.json``; empty if they agree."""
     if (numbers := _other_number(folder)) is None:
         return []
     return [Damage(STEP_FILE, f"{mismatch(numbers[1])}. {_advice(numbers[1])}", step=str(numbers[0]))]
@@ -166,7 +166,7 @@ def check_folder_number(folder: str | os.PathLike[str] | Location) -> None:
 
 
 def mismatch(stated: int) -> str:
-    """Return a short description of the mismatch."""
+    """Describe a folder that contains step ``stated`` under another number, as a phrase that follows its name."""
     return f"contains step {stated}: copied or renamed"
 
 
@@ -176,7 +176,7 @@ def _advice(stated: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """A step as described by its file names and ``step.json``."""
+    """What is known about a step from its file names and ``step.json``, without reading its data."""
 
     step: int
     path: Path
@@ -185,9 +185,9 @@ class StepInfo:
     best_by: str | None = None
     """For the best of the existing steps, the metric and its value: ``val_loss=0.25 (lower is better)``."""
     n_bytes: int = 0
-    """The total size of its files."""
+    """The total size of the step's files in bytes."""
     saved_s: float = 0.0
-    """The time of the save in seconds since 1970."""
+    """When it was saved, in seconds since 1970."""
     problems: str | None = None
     """Problems found without reading the data; `shardload.runs.digests.find_damage` reads all of it."""
     record: StepRecord | None = None
@@ -209,7 +209,7 @@ class StepInfo:
         changed_s: float = 0.0,
         problems: str | None = None,
     ) -> StepInfo:
-        """Describe a step by the content of its ``step.json``."""
+        """Build it from a step's record in ``step.json``, if it has one, and from what its files show."""
         # The digests protect the number in step.json; anyone can rename the folder.
         if problems is None and record is not None and record.step not in (None, step):
             problems = mismatch(record.step)
@@ -233,17 +233,17 @@ class StepInfo:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch, counted from 0."""
+        """The epoch in which it was saved, counted from 0."""
         return self.recorded.epoch
 
     @property
     def batch(self) -> int | None:
-        """The number of completed batches in the epoch."""
+        """How many batches of that epoch were complete."""
         return self.recorded.batch
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The logs at this step."""
+        """The metrics in the logs of ``fit`` when the step was saved."""
         return self.recorded.logs
 
     @property
@@ -258,7 +258,7 @@ class StepInfo:
 
     @property
     def hides_rank(self) -> bool:
-        """Whether damage hides the metrics of this step."""
+        """Whether the step may be the best one but damage hides its metrics."""
         return self.ours and self.record is None and self.problems is not None
 
     @property
@@ -268,7 +268,7 @@ class StepInfo:
 
 
 def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the same steps, with the best one marked if there is one."""
+    """Return the same steps, with ``best_by`` set for the best one, if any has the metric."""
     last, best = ranking_record(found), next(iter(best_first(found)), None)
     if last is None or best is None:
         return list(found)
@@ -307,9 +307,9 @@ def _is_higher_better(mode: str, monitor: str) -> bool:
 
 
 def ranking_record(steps: Sequence[StepInfo]) -> StepRecord | None:
-    """Return the record that defines "best": of the newest step with ``keep_best``, else with a metric.
+    """Return the record of the step that defines "best": the newest one with ``keep_best``, else with a metric.
 
-    A callback without ``keep_best`` has a default metric, too; that must not override another callback's rule.
+    A callback without ``keep_best`` has a default metric, too; it must not override the rule of another callback.
     """
     monitored = [info.recorded for info in steps if info.recorded.monitor is not None]
     promised = [record for record in monitored if record.keep_best]

@@ -75,7 +75,7 @@ class SaveJob:
     items: Mapping[str, Any]
     """The items that Orbax writes, by name."""
     records: Mapping[str, Mapping[str, Any]]
-    """The files of shardload itself: name in ``shardload/`` to JSON."""
+    """shardload's own files: name in the folder ``shardload/`` → content, to be written as JSON."""
     compression: Literal["none", "zstd"] = "none"
     timeout_s: float | None = None
     after: tuple[Callable[[int, Path], None], ...] = ()
@@ -83,7 +83,7 @@ class SaveJob:
 
 
 class Writer:
-    """The writer of the steps of one root, one at a time."""
+    """Writes the steps of one root, one at a time."""
 
     def __init__(self, root: Root) -> None:
         self.root = root
@@ -130,7 +130,7 @@ class Writer:
                 raise failure from failure.__cause__
 
     def _staging(self, step: int) -> Staging:
-        """Return the staging folder that process 0 began, after all processes have opened it."""
+        """Let process 0 create the staging folder of a step, and all others open it; return it."""
         # Process 0 has the lock of the folder that it began; the others only open it.
         mine: list[Staging] = []
 
@@ -159,9 +159,9 @@ class Writer:
         self.raise_failure()
 
     def later(self, call: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
-        """Wrap ``call`` so that it runs after a step in a thread that the next save does not wait for, one at a time.
+        """Wrap ``call`` to run after a step, one call at a time, in a thread that the next save does not wait for.
 
-        With several processes only one would see its failure, so there ``call`` runs as part of the save.
+        With several processes, only one would see the failure of ``call``, so it stays a part of the save there.
         """
         if processes.count() > 1:
             return call
@@ -192,16 +192,16 @@ class Writer:
             remove_staging(self.root.path)
 
     def raise_failure(self) -> None:
-        """Raise the failure of the last save, once."""
+        """Raise the error of the last save if it failed and was not raised yet."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def raise_failure_together(self) -> None:
-        """Raise the failure of the last save, if all processes can do so at this point.
+        """Raise the error of the last save: of one process always, of several only if one of them was lost.
 
-        One process could notice it a batch before the others, which would then wait for it in the next batch.
-        So all raise it with the next save, where they wait for each other, unless a process is lost anyway.
+        One process may notice it a batch before the others, which would then wait for it in the next batch.
+        So all raise it with the next save, where they wait for each other, but a lost process stops the others anyway.
         """
         if processes.count() == 1 or isinstance(self._failure, ProcessLostError):
             self.raise_failure()
@@ -251,7 +251,7 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
 
 
 def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingSave]:
-    """Start a save or snapshot its arrays; return a function that returns the save. The arrays may then change."""
+    """Start a save, or snapshot its arrays to start it later; return a function that returns the started save."""
 
     def begin(items: Mapping[str, Any]) -> orbax_writer.PendingSave:
         options: Any = {"compression": job.compression, "step": job.step, "timeout_s": job.timeout_s}
@@ -301,7 +301,7 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
 
 
 def _not_as_listed(found: Manifest, job: SaveJob) -> str | None:
-    """Return the first leaf of the step that is missing, or has another shape or dtype."""
+    """Return the first leaf in structure.json that is missing in ``found``, or has another shape or dtype there."""
     for leaf in job.records.get("structure.json", {}).get("leaves", ()):
         if not math.prod(leaf["shape"]):  # Orbax stores no arrays without elements
             continue
@@ -312,7 +312,7 @@ def _not_as_listed(found: Manifest, job: SaveJob) -> str | None:
 
 
 def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
-    """Wait until Orbax has written everything, or another process is lost."""
+    """Wait until Orbax has written everything; raise if that takes too long, or another process is lost."""
     until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     while True:
         try:
@@ -328,7 +328,7 @@ def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
 
 
 def _digest(job: SaveJob, staging: Staging) -> None:
-    """Write shardload's own files, on process 0, and the digests of the files that this process wrote."""
+    """On process 0, write shardload's own files; on each process, the digests of the files that it wrote."""
     if processes.is_first():
         own = staging.path / OWN_FOLDER
         own.mkdir(exist_ok=True)
@@ -336,7 +336,7 @@ def _digest(job: SaveJob, staging: Staging) -> None:
             (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
 
     def is_ours(name: str) -> bool:
-        """Whether this process wrote a file; process 0 also digests files without an owner."""
+        """Whether this process digests a file: it wrote it, or is process 0 and nothing says who wrote it."""
         found = _OF_PROCESS.match(name)
         writer = int(found.group(1)) if found else 0
         return (writer if writer < processes.count() else 0) == processes.index()
@@ -351,7 +351,7 @@ def _digest(job: SaveJob, staging: Staging) -> None:
 
 
 def _part(staging: Staging, process: int) -> Path:
-    """Return the folder of a process' part of the digests, next to the step."""
+    """Return the folder, next to the staged step, in which a process puts the digests of its files."""
     return staging.home / f"digests-{process}"
 
 
@@ -389,14 +389,14 @@ def _finite(content: Any) -> Any:
 
 
 _WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
-"""JAX has these types with ``jax_enable_x64`` only, which can be set per thread; other threads narrow them."""
+"""Dtypes that JAX has with ``jax_enable_x64`` only, which can be set for one thread; others would narrow the values."""
 
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
-"""Types of immutable leaves."""
+"""Types of leaves that cannot change, so that keeping a reference is enough."""
 
 
 class _KeptArray:
-    """Views of the shards of one array."""
+    """NumPy views of the shards of one JAX array, from which it can be made again without a copy."""
 
     def __init__(self, array: jax.Array) -> None:
         self.shape, self.sharding = array.shape, array.sharding
@@ -411,7 +411,7 @@ class _KeptArray:
 
 
 class ArraySnapshot:
-    """The values of pytrees of arrays at one moment; `take` returns them once, from any thread."""
+    """Keeps the values that pytrees of arrays have at one moment; `take` returns them, once, in any thread."""
 
     def __init__(self, items: Mapping[str, Any]) -> None:
         # NumPy arrays can change in place, so they are copied; a copy of an immutable leaf costs nothing.
@@ -434,7 +434,7 @@ def snapshot(items: Mapping[str, Any]) -> ArraySnapshot | None:
 
 
 def _is_plain_tree(item: Any) -> bool:
-    """Accept Python's own containers only: JAX treats others as leaves, and a copy of a leaf shares its content."""
+    """Whether arrays are in Python's own containers only: JAX takes others for leaves, whose copies share content."""
     if type(item) is dict:
         return all(map(_is_plain_tree, item.values()))
     if type(item) in {list, tuple}:

@@ -323,7 +323,9 @@ def _separator(found: object) -> str:
     return str(found)
 
 
-def array_storage(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes) -> Storage:
+def array_storage(
+    array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes
+) -> Storage:
     """Return how an array is stored; missing chunks read as the fill value. ``header`` is where the metadata is."""
     # A chunk that was never written reads as the fill value, which only TensorStore knows how to supply.
     found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
