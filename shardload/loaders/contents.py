@@ -79,7 +79,7 @@ class FileContent:
 
     @cached_property
     def first_shard(self) -> str | None:
-        """The first file named in the ``weight_map`` of a JSON file, or ``None``."""
+        """The first file named in the ``weight_map`` of a JSON file; ``None`` for any other file."""
         try:
             found = read_object(self.path).get("weight_map") if self.head.lstrip().startswith(b"{") else None
         except SourceError:
@@ -280,7 +280,7 @@ def pattern_of(name: str) -> str:
 
 
 def all_parts(path: Location) -> list[Location]:
-    """Return the files of all parts of the checkpoint of which a file is a part by its name; raise if one is gone."""
+    """Return the files of all parts of the checkpoint that a file belongs to by its name; raise if one is missing."""
     number, count = part_number(path.name) or (1, 1)
     there = _numbered(path) if count > 1 else {1: path.name}
     first = 0 if 0 in there else 1  # some writers count from 0

@@ -18,7 +18,7 @@ _MAX_DIM = (1 << 63) - 1
 
 
 def checked_tensors(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict[str, Tensor]:
-    """Check names and extents of tensors; return them by name, by file and offset, decoded ones last in each file."""
+    """Check names and extents of tensors; return them by name, sorted by file and offset, decoded ones at the end."""
     found: dict[str, Tensor] = {}
     for tensor in tensors:
         # JSON escapes can smuggle in lone surrogates, which can be neither printed nor written.

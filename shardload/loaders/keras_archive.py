@@ -86,8 +86,8 @@ def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
         if info.file_size > ASSET_FLOOR_BYTES and info.file_size > ASSET_EXPANSION * info.compress_size:
             raise UnsafeSourceError(
                 f"{path}: {info.filename} declares {exact_bytes(info.file_size)}, but stores only "
-                f"{info.compress_size}; assets may expand at most {ASSET_EXPANSION} times. Save the model again with "
-                "Keras"
+                f"{exact_bytes(info.compress_size)}; assets may expand at most {ASSET_EXPANSION} times. "
+                "Save the model again with Keras"
             )
     with closing(path.open()) as file:
         starts = _data_starts(path, file, members)
@@ -118,14 +118,15 @@ def _weights(path: Location, members: Mapping[str, zipfile.ZipInfo]) -> zipfile.
     is_large = info.file_size > _WEIGHTS_FLOOR_BYTES
     if not is_stored and is_large and info.file_size > _WEIGHTS_EXPANSION * info.compress_size:
         raise UnsafeSourceError(
-            f"{path}: {_WEIGHTS} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; "
-            f"compressed weights may expand at most {_WEIGHTS_EXPANSION} times. If you trust it, unzip it and open "
-            f"{_WEIGHTS}"
+            f"{path}: {_WEIGHTS} declares {exact_bytes(info.file_size)}, but stores only "
+            f"{exact_bytes(info.compress_size)}; compressed weights may expand at most {_WEIGHTS_EXPANSION} times. "
+            f"If you trust it, unzip it and open {_WEIGHTS}"
         )
     # The region must end where the member does, or libhdf5 would read its neighbour.
     if is_stored and info.compress_size != info.file_size:
         raise SourceError(
-            f"{path}: {_WEIGHTS} is stored, but has {exact_bytes(info.compress_size)} for {info.file_size}"
+            f"{path}: {_WEIGHTS} is not compressed, but takes {exact_bytes(info.compress_size)} for a file of "
+            f"{exact_bytes(info.file_size)}. Download or save it again"
         )
     return info
 
@@ -140,15 +141,16 @@ def _json(
     # Up to 1 KiB stored counts as 1 KiB: small configurations that compress well are harmless.
     if info.file_size > MAX_JSON_BYTES or info.file_size > _MAX_EXPANSION * max(info.compress_size, 1024):
         raise UnsafeSourceError(
-            f"{path}: {name} declares {exact_bytes(info.file_size)}, but stores only {info.compress_size}; it may "
-            f"expand at most {_MAX_EXPANSION} times, to {MAX_JSON_BYTES} bytes. Save the model again with Keras"
+            f"{path}: {name} declares {exact_bytes(info.file_size)}, but stores only "
+            f"{exact_bytes(info.compress_size)}; it may expand at most {_MAX_EXPANSION} times, to "
+            f"{exact_bytes(MAX_JSON_BYTES)}. Save the model again with Keras"
         )
     content = b"".join(member_blocks(path, file, info, start=starts[name]))
     return parse_object(content, path=f"{path}:{name}")
 
 
 def _read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of a zip by name."""
+    """Return the members of a zip by name, after checking that all programs find the same members in it."""
     with _translated(path), path.stream() as raw, zipfile.ZipFile(raw) as archive:
         infos = archive.infolist()
     members = {info.filename: info for info in infos}
@@ -164,7 +166,7 @@ def _read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
     for info in infos:
         if info.header_offset + info.compress_size > size:
             raise TruncatedSourceError(
-                f"{path} is truncated: member {info.filename!r} ends past its {exact_bytes(size)}"
+                f"{path} is truncated: member {info.filename!r} ends past its {exact_bytes(size)}. Download it again"
             )
     return members
 
@@ -177,13 +179,15 @@ def _data_starts(path: Location, file: File, members: dict[str, zipfile.ZipInfo]
     for info in sorted(members.values(), key=lambda info: info.header_offset):
         if info.header_offset < end:
             raise UnsafeSourceError(
-                f"{path}: members {before!r} and {info.filename!r} overlap, so it could expand to any size"
+                f"{path}: members {before!r} and {info.filename!r} overlap, so they could expand to any size. "
+                "Save it again with Keras"
             )
         starts[info.filename] = _data_start(path, file, info)
         end, before = starts[info.filename] + info.compress_size, info.filename
     if end > file.n_bytes:
         raise TruncatedSourceError(
-            f"{path} is truncated: member {before!r} ends at byte {end}, the file at {file.n_bytes}"
+            f"{path} is truncated: member {before!r} ends at byte {end}, but the file has {exact_bytes(file.n_bytes)}. "
+            "Download it again"
         )
     return starts
 
@@ -302,7 +306,7 @@ def _decoder(info: zipfile.ZipInfo, head: bytes) -> tuple[_Decoder, int]:
     if dictionary > _MAX_DICTIONARY_BYTES:
         raise UnsupportedError(
             f"Cannot unpack {info.filename}: its LZMA dictionary has {exact_bytes(declared)}, expected at most "
-            f"{_MAX_DICTIONARY_BYTES}. Unzip the archive, and zip it again with a smaller one"
+            f"{exact_bytes(_MAX_DICTIONARY_BYTES)}. Unzip the archive, and zip it again with a smaller one"
         )
     rest, lc = divmod(properties, 9)
     pb, lp = divmod(rest, 5)

@@ -49,7 +49,7 @@ class FormatSpec:
     """A format: how to recognise and open it, and what other packages ask of it. Fields with a default are optional."""
 
     name: str
-    """As in ``Manifest.format``, ``format=`` and ``--format``."""
+    """The format's name in ``Manifest.format``, ``format=`` and ``--format``."""
     description: str
     """A noun with its article, for messages: ``a .gguf file``."""
     endings: tuple[str, ...] = ()
@@ -71,11 +71,11 @@ class FormatSpec:
     named as in Keras' files (``layers/dense/vars/0``), and Keras' description of the model. With it, `convert` and
     `save_as` write files with one of `endings`. The built-in formats have plans of their own there."""
     first_part: Callable[[str], str] = str
-    """From the name of any file of a model that is split over several: the name of the first."""
+    """Returns, for the name of any file of a model that is split over several, the name of the first."""
     variant_of: str | None = None
-    """The format whose `endings` its files have, where only the content tells the two apart."""
+    """Name of the format whose `endings` its files have, too: only the content tells the two apart."""
     part_format: str | None = None
-    """Format of the files that an index of this format lists."""
+    """Name of the format of the files that an index of this format lists."""
     folder_of: Callable[[Location], Location | None] | None = None
     """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
     open_variant: Callable[[Location], Manifest | None] | None = None
@@ -84,7 +84,7 @@ class FormatSpec:
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""
     tensor_names: Literal["keras", "order", "hugging-face", "step", "own"] = "own"
-    """Source of the tensors' names: Keras' layers, Keras 2 (only their order counts), `transformers`, a training step,
+    """What names its tensors: Keras' layers, Keras 2 (only their order counts), `transformers`, a training step,
     or the user (variable paths)."""
     model_dtype: str | None = None
     """Dtype to build the model in, if not the tensors': these decode from quantised blocks, which carry fewer bits."""

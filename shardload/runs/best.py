@@ -35,7 +35,7 @@ from shardload.runs.step import StepInfo, ranked
 from shardload.units import check_choice, is_integer, is_real
 
 _READ_BYTES = 4 << 30
-"""Steps up to this size are verified completely before they count as best, which takes seconds; larger ones are not."""
+"""Steps up to this size are read completely to verify them before they count as best; larger ones are not."""
 
 
 class Best:
@@ -145,7 +145,7 @@ class Monitor:
         self.best = self.threshold = threshold
 
     def direction(self, model: Any) -> Mode | None:
-        """Return which direction is better; ``None`` if neither ``mode`` nor the model defines it."""
+        """Return whether lower ("min") or higher ("max") is better; ``None`` if neither ``mode`` nor the model says."""
         if self.mode in ("min", "max"):
             return "min" if self.mode == "min" else "max"
         metric = self.name.removeprefix("val_")
@@ -212,7 +212,7 @@ class BestRule:
 
     monitor: str
     mode: Literal["min", "max"] | None
-    """Which direction is better; ``None`` if unknown."""
+    """Whether lower or higher values of the metric are better; ``None`` if unknown."""
     runs: Collection[str | None] | None = None
     """The runs whose steps are compared; ``None`` compares all."""
     damaged: Collection[int] = ()

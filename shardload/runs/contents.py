@@ -67,7 +67,7 @@ class Selection:
 
     @property
     def is_partial(self) -> bool:
-        """Whether weights may be left out."""
+        """Whether steps may lack some of the model's weights."""
         return self.trainable_only or self.variables is not None
 
     @property
@@ -124,7 +124,7 @@ class Contents:
         self._told: set[str] = set()
 
     def forget(self) -> None:
-        """Discard the description of the model, so that the next step describes it again."""
+        """Forget what is known about the model's state and configuration, so that the next step determines it again."""
         self._whole = None
 
     def described_state(self, model: Any) -> StateTree:
@@ -147,7 +147,7 @@ class Contents:
         **how: Any,
     ) -> SaveJob:
         """Return all that is needed to write one step; ``record``, completed, is the content of its ``step.json``."""
-        state = self.state_of(model)
+        state = self.described_state(model)
         shardings = (getattr(current_value(leaf.variable), "sharding", None) for leaf in state.leaves)
         meshes = (one.mesh.shape for one in shardings if isinstance(one, jax.sharding.NamedSharding))
         mesh = next(({"axes": list(shape), "sizes": list(shape.values())} for shape in meshes), None)

@@ -39,10 +39,10 @@ READ_UNITS = 8
 TASK_UNITS = 64
 """Units per task: a large file is split over the threads, a small file is one task."""
 THREADS = 4
-"""xxh3 hashes tens of GiB/s on one core; more threads hide the latency of reads."""
+"""Threads that read and hash. xxh3 hashes tens of GiB/s on one core; more threads hide the latency of reads."""
 
 _SYNC_THREADS = 8
-"""`fsync` waits for the disk, not for the CPU; concurrent calls let the disk reorder the writes."""
+"""Threads that call `fsync`, which waits for the disk, not for the CPU; the disk can then reorder the writes."""
 _FORMAT: dict[str, Any] = {"version": 1, "algorithm": "xxh3_64", "unit_bytes": UNIT_BYTES}
 _HEX = re.compile(r"[0-9a-f]{16}")
 
@@ -167,7 +167,7 @@ def hasher() -> Any:
 
 
 def hash_of(data: bytes | memoryview) -> str:
-    """Return the digest of some bytes, as text."""
+    """Return the xxh3-64 digest of some bytes, in hexadecimal."""
     import xxhash
 
     return str(xxhash.xxh3_64_hexdigest(data))
@@ -187,7 +187,7 @@ def pieces_of(name: str, size: int) -> Iterator[DigestTask]:
 
 
 def digest_piece(folder: Location, piece: DigestTask, size: int) -> list[str]:
-    """Return the digest of each unit of a piece; `READ_UNITS` are read at a time."""
+    """Read the units of a task, `READ_UNITS` at a time, and return the digest of each."""
     found: list[str] = []
     stop = min((piece.first + piece.count) * UNIT_BYTES, size)
     # One buffer per task: all threads together need 32 MiB, however large the files are.
@@ -223,9 +223,8 @@ def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
 def size_damage(name: str, found: int, expected: int, step: str) -> Damage:
     """Return the damage of a file that has ``found`` bytes instead of the ``expected`` ones that were saved."""
     verb = "was truncated" if found < expected else "has grown"
-    return Damage(
-        name, f"{verb}: it has {exact_bytes(found)}, but was saved with {expected}", min(found, expected), step
-    )
+    what = f"{verb}: it has {exact_bytes(found)}, but was saved with {exact_bytes(expected)}"
+    return Damage(name, what, min(found, expected), step)
 
 
 def flip_damage(name: str, first: int, last: int, step: str) -> Damage:

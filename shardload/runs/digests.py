@@ -179,14 +179,14 @@ class Checker:
     def check(self, path: str | os.PathLike[str] | Location, start: int, stop: int) -> None:
         """Return once every MiB that overlaps bytes ``[start, stop)`` of a file is verified.
 
-        The path is relative to the step's folder, or absolute in it. A `DamagedError` names step, file and offset; a later
-        call raises it again. A file that cannot be read raises a `TransferError`, and a later call reads it again.
+        The path is relative to the step's folder, or absolute in it. A `DamagedError` names step, file and offset; each
+        later call raises it again. A file that cannot be read raises a `TransferError`; a later call reads it again.
         """
         name = self._relative(path)
         size = self.saved.of_file(name).n_bytes
         if not 0 <= start <= stop <= size:
             raise self.saved.damaged(
-                Damage(name, f"should have at least {exact_bytes(stop)}, but was saved with {size}")
+                Damage(name, f"should have at least {exact_bytes(stop)}, but was saved with {exact_bytes(size)}")
             )
         if start == stop or self.folder.store.is_verifying:  # remote bytes are checked when they arrive
             return

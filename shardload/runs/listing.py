@@ -57,7 +57,7 @@ from shardload.units import is_integer, plural
 _ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
 _THREADS = 8
-"""Remote steps queried concurrently: each costs a few round trips."""
+"""How many remote steps are queried at once: each costs a few round trips."""
 _ONLY_STEPS = "Only training steps can be read remotely"
 
 
@@ -90,7 +90,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
 
 
 def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | int) -> StepInfo:
-    """Return the step for "latest", "best" or a number; the error lists the existing steps."""
+    """Return the step for "latest", "best" or a number; if there is none, the error lists the existing steps."""
     # `is_integer` refuses bool: True == 1, so step=True would find step 1.
     if not (step in ("latest", "best") if isinstance(step, str) else is_integer(step)):
         raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')

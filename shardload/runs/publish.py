@@ -265,7 +265,7 @@ def _remove_moved(home: Path, step: int, base: Path) -> None:
 
 
 def _locked_folder(staging: Path, step: int) -> FolderLock:
-    """Create a folder in ``staging`` and lock it; create another one if it was removed before the lock."""
+    """Create a folder in ``staging`` and lock it; if another process removes it before that, create another one."""
     while True:
         # Without parents=True: a root that was removed must not reappear as an empty folder.
         with suppress(FileExistsError):

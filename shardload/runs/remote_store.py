@@ -96,11 +96,11 @@ class RemoteStep(Store):
         return self._remote.shown(_joined(self._key, key))
 
     def kind(self, key: str) -> Kind | None:
-        """Return what the step's digests say, without a request."""
+        """See `Store.kind`; answered from the step's list of digests, without a request."""
         return self._tree.kinds.get(key)
 
     def names(self, key: str) -> list[str]:
-        """Return what the step's digests say, without a request."""
+        """See `Store.names`; answered from the step's list of digests, without a request."""
         if (found := self._tree.names(key)) is None:
             raise SourceError(f"Cannot list the folder {self.shown(key)}: it was not saved with the step")
         return found
@@ -120,7 +120,7 @@ class RemoteStep(Store):
         return FileIdentity(self.saved.of_file(key).n_bytes)
 
     def local_path(self, key: str) -> Path:
-        """Return the path of a private copy: of one file, or of all small files in a folder."""
+        """Fetch a file, or all small files of the step, and return the private path of the file or folder."""
         with self._lock:
             if self.kind(key) == "file":
                 self._fetch([key])
@@ -165,12 +165,12 @@ class RemoteStep(Store):
             if sizes[name] > _MAX_FILE_BYTES:
                 raise UnsupportedError(
                     f"{self.shown(name)} has {exact_bytes(sizes[name])} and would have to be fetched whole; the limit "
-                    f"is {_MAX_FILE_BYTES}. {COPY_FIRST}"
+                    f"is {exact_bytes(_MAX_FILE_BYTES)}. {COPY_FIRST}"
                 )
         if sum(sizes.values()) > _MAX_COPIED_BYTES or len(sizes) > _MAX_FILES:
             raise UnsafeSourceError(
                 f"{self.root} lists {plural(len(sizes), 'small file')} ({exact_bytes(sum(sizes.values()))} in "
-                f"total); at most {_MAX_FILES} files and {_MAX_COPIED_BYTES} bytes are fetched. {COPY_FIRST}"
+                f"total); at most {_MAX_FILES} files and {exact_bytes(_MAX_COPIED_BYTES)} are fetched. {COPY_FIRST}"
             )
 
     def _write(self, name: str, data: bytes | memoryview) -> None:
@@ -203,7 +203,7 @@ class _RemoteFile:
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
-                f"{self._requests.url}/{self._key} has {exact_bytes(self.n_bytes)}, not {offset + len(rest)}"
+                f"{self._requests.url}/{self._key} has {exact_bytes(self.n_bytes)}, expected at least {offset + len(rest)}"
             )
         while rest:
             unit, skip = divmod(offset, UNIT_BYTES)

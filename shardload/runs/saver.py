@@ -66,7 +66,7 @@ class StepSaver:
         self.writer = Writer(root)
 
     def begin(self) -> None:
-        """Prepare the folder for the steps of one run: wait for other savers, and remove remains of dead ones."""
+        """Prepare the folder for one run's steps: wait for this process's other savers, remove what dead ones left."""
         self.writer.begin()
         prepare_serialising()
 

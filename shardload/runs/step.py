@@ -209,7 +209,7 @@ class StepInfo:
         changed_s: float = 0.0,
         problems: str | None = None,
     ) -> StepInfo:
-        """Build it from a step's record in ``step.json``, if it has one, and from what its files show."""
+        """Describe a step by its record in ``step.json``, if there is one, and by what its files show."""
         # The digests protect the number in step.json; anyone can rename the folder.
         if problems is None and record is not None and record.step not in (None, step):
             problems = mismatch(record.step)

@@ -95,7 +95,7 @@ class Writer:
         _WRITERS.add(self)
 
     def begin(self) -> None:
-        """Prepare the root for the steps of one run: wait for other savers, and remove remains of dead ones."""
+        """Prepare the root for one run's steps: wait for this process's other savers, remove what dead ones left."""
         # A save of an interrupted `fit` may still publish a step: wait, so that the list of steps is final. Failures
         # of other callbacks are not raised here.
         for writer in list(_WRITERS):
@@ -152,7 +152,7 @@ class Writer:
         return mine[0]
 
     def wait(self) -> None:
-        """Wait for the current save; raise its failure."""
+        """Wait until the current save is complete; raise its error if it failed."""
         if self._worker is not None:
             self._worker.wait()
             self._worker = None

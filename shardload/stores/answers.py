@@ -130,7 +130,7 @@ def web_page(url: str, name: str) -> TransferError | None:
 
 
 def status_in(error: BaseException | None) -> int | None:
-    """Return the HTTP status in an error of TensorStore, which has it in its text only."""
+    """Return the HTTP status that the text of a TensorStore error contains; ``None`` without one."""
     found = _STATUS.search(_BODY.sub("", " ".join(str(error).split())))
     return None if found is None else int(found[1] or found[2])
 

@@ -23,11 +23,11 @@ MAX_JSON_BYTES = 1 << 25
 _MIN_BYTES_PER_CONTAINER = 16
 """Least bytes of JSON per bracket or brace. Files by Keras and Hugging Face have 50; Python allocates 200 for each."""
 _FREE_CONTAINERS = 1024
-"""Brackets and braces that a document of any size may contain in addition."""
+"""How many brackets and braces a document of any size may contain."""
 _SMALL_BYTES = 4096
 """Objects up to this size are not checked for a closing brace before they are read."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-"""A JSON string with its quotes."""
+"""Matches a JSON string with its quotes."""
 
 
 def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
         size = file.n_bytes
         if size > MAX_JSON_BYTES:
             raise UnsafeSourceError(
-                f"{name} has {exact_bytes(size)}, but a JSON description has at most {MAX_JSON_BYTES}. "
+                f"{name} has {exact_bytes(size)}, but a JSON description has at most {exact_bytes(MAX_JSON_BYTES)}. "
                 "It is probably another kind of file; download it again"
             )
         require_brace(file, size, path=name, what="the JSON text")

@@ -89,7 +89,7 @@ def any_home() -> Iterator[None]:
 
 
 def local_target(path: str | os.PathLike[str]) -> Path:
-    """Return a path to write to, with ``~`` expanded; every path that shardload writes to for a user passes here."""
+    """Check a path to write to and expand ``~``; raise for a URL. Every path that a user wants written passes here."""
     text = os.fspath(path)
     if (scheme := _SCHEME.match(text)) is None:
         found = expanded(path)
@@ -297,7 +297,9 @@ def write_private_copy(blocks: Iterable[bytes], *, n_bytes: int, shown: str) -> 
         copy = _PrivateCopy(shown)
         free = shutil.disk_usage(copy.path.parent).free
         if n_bytes > free:
-            raise _no_room(shown, f"{copy.path.parent.parent} has {exact_bytes(free)} free, expected {n_bytes}")
+            raise _no_room(
+                shown, f"{copy.path.parent.parent} has {exact_bytes(free)} free, expected {exact_bytes(n_bytes)}"
+            )
         with copy.path.open("xb") as file:
             file.writelines(blocks)
     except ShardloadError:

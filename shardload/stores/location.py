@@ -97,7 +97,7 @@ class Location:
         return self.store.open(self.key)
 
     def stream(self) -> io.BufferedReader:
-        """Open the file as a Python file object, which closes the file; raises like `open`."""
+        """Open the file as a Python file object, whose ``close`` closes the file; raises like `open`."""
         return io.BufferedReader(FileStream(self.open()))
 
     @property
@@ -112,7 +112,7 @@ class Location:
             return read_bytes(file, count, offset=offset, path=str(self), what=what)
 
     def identity(self) -> FileIdentity:
-        """Return the current size and version of a file that was read before."""
+        """Return the current size and version of a file that was read before; raise a `TransferError` if it is gone."""
         try:
             return self.store.identity(self.key)
         except (SourceError, SourceNotFoundError, OSError) as error:
@@ -186,7 +186,7 @@ class Fingerprint:
 
 def _difference(before: FileIdentity, now: FileIdentity) -> str:
     if now.size != before.size:
-        return f"expected {exact_bytes(before.size)}, found {now.size}"
+        return f"expected {exact_bytes(before.size)}, found {exact_bytes(now.size)}"
     # Device and inode: writers often write a new file and rename it over the old one.
     if now.version[:2] != before.version[:2]:
         return f"another file of {exact_bytes(now.size)} took its place"

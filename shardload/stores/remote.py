@@ -112,7 +112,7 @@ class RemoteObject:
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
-                f"{self._store.shown(self._key)} has {exact_bytes(self.n_bytes)}, expected {offset + len(rest)}"
+                f"{self._store.shown(self._key)} has {exact_bytes(self.n_bytes)}, expected at least {offset + len(rest)}"
             )
         if len(rest) >= UNIT_BYTES:
             rest[:] = self.begin(offset, offset + len(rest)).result()

@@ -173,7 +173,7 @@ def read_gguf_header(path: Location) -> GgufHeader:
     for info in raw:
         if info.offset % alignment:
             raise SourceError(
-                f"{path}: tensor {info.name!r} starts at {info.offset}, expected a multiple of {alignment}"
+                f"{path}: tensor {info.name!r} starts at byte {info.offset}, expected a multiple of {alignment}"
             )
     infos = [replace(info, offset=start + info.offset) for info in raw]
     return GgufHeader(values, _in_file_order(infos, path, size), {path: size})

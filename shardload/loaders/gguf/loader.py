@@ -108,7 +108,7 @@ def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], lis
 
 
 def _architecture(values: GgufValues) -> GgufArchitecture:
-    """Return the architecture that a header names."""
+    """Return the supported architecture that a header names; raise if there is none."""
     name, known = values.entries.get("general.architecture"), gguf_architectures()
     kinds = known.get(name, ()) if isinstance(name, str) else ()
     if (found := next((kind for kind in kinds if kind.applies(values)), None)) is not None:

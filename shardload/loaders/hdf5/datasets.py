@@ -72,7 +72,7 @@ _BYTES_PER_COPY = 512
 _FREE_COPY_BYTES = 1 << 20
 """Memory that further names of objects may always take; in a larger file, as many bytes as the file has."""
 _SHOWN = 20
-"""How many objects of a kind the notes on left-out objects name."""
+"""How many left-out objects of each kind the notes name at most."""
 _KINDS = {h5py.h5l.TYPE_HARD: HARD, h5py.h5l.TYPE_SOFT: SOFT}
 _LOCK = threading.RLock()
 """libhdf5 is not re-entrant; h5py has a lock of its own, but not around several calls."""
@@ -89,7 +89,7 @@ class FileRegion:
 
     @classmethod
     def whole(cls, path: Location) -> FileRegion:
-        """Return the region of a file that is an HDF5 file from its first to its last byte."""
+        """Return the region of a file that is an HDF5 file as a whole."""
         return cls(path, 0, path.size)
 
 
@@ -159,7 +159,7 @@ def read_tensors(region: FileRegion) -> Content:
 
 @contextmanager
 def reading(region: FileRegion) -> Iterator[Reader]:
-    """Open an HDF5 file; errors of libhdf5 in the block become a `SourceError`."""
+    """Open an HDF5 file for a with block, in which errors of libhdf5 become a `SourceError`."""
     try:
         with _LOCK, _opened(region, limit=True) as (file, stream, limit):
             yield Reader(file, stream, limit, region)
@@ -361,7 +361,8 @@ def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
     if layout == h5py.h5d.CONTIGUOUS and stored:
         if stored != declared:
             raise SourceError(
-                f"{where} declares {exact_bytes(declared)}, shape {shape} of {dtype}, but stores {stored}"
+                f"{where} declares {exact_bytes(declared)}, shape {shape} of {dtype}, but stores "
+                f"{exact_bytes(stored)}. Download or save it again"
             )
         offset = node.get_offset()
         if offset is None or not 0 <= offset <= region.nbytes - stored:
@@ -391,11 +392,11 @@ def _refuse_expansion(where: str, *, declared: int, stored: int, file_bytes: int
             f"{where} declares {exact_bytes(declared)}, but stores none of them. Save the file again"
         )
     if stored > file_bytes:
-        raise TruncatedSourceError(f"{where} says it stores {exact_bytes(stored)}, but the file has {file_bytes}")
+        raise TruncatedSourceError(f"{where} takes {exact_bytes(stored)}, but the file has {exact_bytes(file_bytes)}")
     if declared > _EXPANSION_FLOOR_BYTES and declared > most * stored:
         raise UnsafeSourceError(
-            f"{where} declares {exact_bytes(declared)}, but stores only {stored}; data may expand at most "
-            f"{most} times. The file is damaged or hostile; if you trust it, save it uncompressed"
+            f"{where} declares {exact_bytes(declared)}, but stores only {exact_bytes(stored)}; data may expand "
+            f"at most {most} times. The file is damaged or hostile; if you trust it, save it uncompressed"
         )
 
 
@@ -411,7 +412,7 @@ class HeaderLimit:
         if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
                 f"{self._path}: the header of the object at byte {at} or before it should take "
-                f"{exact_bytes(n_bytes)}, more than half of the {self._n_bytes} there are. The file is damaged, so "
+                f"{exact_bytes(n_bytes)}, more than half of the file's {exact_bytes(self._n_bytes)}. It is damaged, so "
                 "download or save it again; if it is not, store fewer attributes on that object"
             )
 
@@ -497,7 +498,7 @@ class LinkWalk:
             )
 
     def _links(self, group: Any, address: int) -> tuple[Any, Iterator[Link]]:
-        """Return a group's links, after the group if libhdf5 may look them up by name, which is faster, or ``None``."""
+        """Return a group, for faster look-ups by name, or ``None`` where libhdf5 must not do them; and its links."""
         if has_dense_links(self._structures, address):
             return None, dense_links(self._structures, address)
         return group, self._plain_links(group)

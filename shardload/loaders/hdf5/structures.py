@@ -42,7 +42,7 @@ _BYTES_PER_STEP = 8
 """Bytes that are read in the time of one step, such as looking at a message."""
 
 _Read = Callable[[int, int], bytes]
-"""A function that reads so many bytes at an address; it raises a `SourceError` outside the file."""
+"""Takes an address and a number of bytes, and returns these bytes; raises a `SourceError` outside the file."""
 _ATTRIBUTE = 0x0C
 _REFERENCE = struct.Struct("<IQI")
 _COLLECTION = struct.Struct("<4sB3xQ")

@@ -109,7 +109,7 @@ def step_names(folder: Location) -> list[str]:
 
 
 def possible_steps(names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that steps can have: bare numbers or, without any, numbers after one common prefix."""
+    """Return the names that steps can have: bare numbers or, if there are none, numbers after one common prefix."""
     found = [name for name in names if step_number(name) is not None]
     if bare := [name for name in found if name.isdecimal()]:
         # Zeros in front only where they make all names equally long.
@@ -155,7 +155,7 @@ def _item(step: Location) -> Location:
 
 
 def _others(step: Location, item: Location) -> tuple[str, ...]:
-    """Return a note on a step's trees that are not read; of a shardload step, none: ``checkpointables`` named them."""
+    """Return a note on a step's trees that are not read; none for shardload's steps, where the user named them."""
     names = step.names()
     if item == step or OWN_FOLDER in names:
         return ()
@@ -286,7 +286,7 @@ def read_tree(item: Location) -> SavedTree:
         except (KeyError, TypeError) as error:
             raise SourceError(f"{path} describes a leaf by {str(entry)[:200]}, which has no keys and type") from error
     if len({leaf.keys for leaf in leaves}) < len(leaves):
-        raise SourceError(f"{path} lists a leaf twice")
+        raise SourceError(f"{path} lists the same leaf twice. Copy the step again, or use another one")
     return SavedTree(tuple(leaves), document.get("store_array_data_equal_to_fill_value") is True)
 
 
@@ -384,14 +384,16 @@ class Arrays:
     def _refuse_expansion(self, array: zarr.ZarrArray, where: str) -> None:
         size, chunk = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, array.chunk_shape))
         if chunk > max(_EXPANSION_FLOOR_BYTES, _MAX_OVERHANG * size):
-            raise UnsafeSourceError(f"{where} declares chunks of {exact_bytes(chunk)} for a tensor of {size}")
+            raise UnsafeSourceError(
+                f"{where} declares chunks of {exact_bytes(chunk)} for a tensor of {exact_bytes(size)}"
+            )
         most = max(_EXPANSION_FLOOR_BYTES, _MAX_EXPANSION * self._total)
         for what, declared in (("tensor", size), ("chunk", chunk)):
             if declared > most:
                 raise UnsafeSourceError(
                     f"{where} declares a {what} of {exact_bytes(declared)}, but all arrays together store "
-                    f"{self._total}; at most {_MAX_EXPANSION} times as many are possible. Copy the step again, or use "
-                    "another one"
+                    f"{exact_bytes(self._total)}; at most {_MAX_EXPANSION} times as many are possible. Copy the step "
+                    "again, or use another one"
                 )
 
 

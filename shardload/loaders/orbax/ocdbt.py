@@ -40,7 +40,7 @@ _LABELS = re.compile(
 _ADDED = re.compile(r" \[[a-z_ ]+=|; at (?:uncompressed )?byte ")
 """Prefixes and suffixes of TensorStore's errors that only its developers need."""
 _NUMBER = re.compile(r"[0-9]{1,19}")
-"""Bounded, because int() raises for thousands of digits."""
+"""Matches an offset or a length; bounded, because int() raises for thousands of digits."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK_BYTES = 1 << 17
 _NODE_HEADER_BYTES = 14
@@ -63,7 +63,7 @@ class OcdbtValue:
         """Return the bytes of the value; raise if it has more than ``limit``."""
         if self.length > limit:
             raise UnsafeSourceError(
-                f"{self.path}: {what} should have at most {exact_bytes(limit)}, but has {self.length}"
+                f"{self.path}: {what} should have at most {exact_bytes(limit)}, but has {exact_bytes(self.length)}"
             )
         if self.inline is not None:
             return self.inline
@@ -151,8 +151,8 @@ class OcdbtWalk:
         if self.node_bytes > _VISITS_FLOOR_BYTES + _MAX_VISITS * self.node_file_bytes:
             raise UnsafeSourceError(
                 f"{node.path}: the nodes of the B-tree refer to the same nodes again and again: "
-                f"{exact_bytes(self.node_bytes)} of them were read from files of {self.node_file_bytes}. Save the "
-                "checkpoint again"
+                f"{exact_bytes(self.node_bytes)} of them were read from files of {exact_bytes(self.node_file_bytes)}. "
+                "Save the checkpoint again"
             )
 
     def locate(self, location: str, kind: str) -> OcdbtValue:

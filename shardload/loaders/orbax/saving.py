@@ -67,7 +67,7 @@ _DEFAULT_TIMEOUT_S = 1200
 STRAGGLERS_S = 30.0
 """How long threads of Orbax and writes of TensorStore may continue after Orbax gave up."""
 _LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
-"""Coroutines that were not started when Orbax closed the event loop of a failed save."""
+"""Matches Python's warnings on coroutines that were not started when Orbax closed the event loop of a failed save."""
 _ADVICE = {
     **WAYS_OUT,
     errno.ENOSPC: "Free some room, or keep fewer steps (max_to_keep)",

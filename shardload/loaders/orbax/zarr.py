@@ -41,7 +41,7 @@ from shardload.units import exact_bytes
 ZARR3 = "zarr.json"
 ZARR2 = ".zarray"
 MAX_METADATA_BYTES = 1 << 16
-"""Limit for one array; real metadata has about 500 bytes."""
+"""Limit on the metadata of one array, which is about 500 bytes long in reality."""
 _PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 _ML = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz")
@@ -118,7 +118,7 @@ class ZarrArray:
     """Whether chunks are little-endian row-major bytes."""
     sharding: Sharding | None
     driver: str
-    """TensorStore's name of the format."""
+    """Name of TensorStore's driver that reads the format: ``zarr3`` or ``zarr``."""
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ def parse(raw: bytes, *, name: str, where: str) -> ZarrArray:
 
 
 def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes, str]:
-    """Return metadata that describes one chunk of an array as an array of its own, and the key of its only chunk.
+    """Return metadata of an array that consists of one chunk of an array, and the key of its only chunk.
 
     ``inner`` is for a chunk inside a shard, to which the codecs of inner chunks apply.
     """
@@ -219,7 +219,7 @@ def _parse3(document: Mapping[str, Any]) -> ZarrArray:
 
 
 def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
-    """Return the sharding (``None`` if its index is not plain) and the codecs of the inner chunks."""
+    """Return the sharding (``None`` if its index is encoded in another way) and the codecs of the inner chunks."""
     inner = _ints(configuration["chunk_shape"])
     if len(inner) != len(shard) or min(inner, default=1) < 1 or any(n % i for n, i in zip(shard, inner, strict=True)):
         raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
@@ -385,8 +385,8 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
     nbytes = math.prod(codec.shape) * codec.dtype.itemsize
     if value.length > _GROWTH_FLOOR_BYTES + _MAX_GROWTH * nbytes:
         raise UnsafeSourceError(
-            f"{value.path}: a chunk of {exact_bytes(nbytes)} is stored in {value.length} at byte {value.offset}; no "
-            "codec needs that many. Copy it again, or use another step"
+            f"{value.path}: a chunk of {exact_bytes(nbytes)} is stored in {exact_bytes(value.length)} at byte "
+            f"{value.offset}; no codec needs that many. Copy it again, or use another step"
         )
     if value.inline is not None:
         return Packed(value.path, 0, 0, codec, value.inline)
@@ -396,7 +396,7 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
 def _inner(
     array: ZarrArray, sharding: Sharding, chunks: Mapping[Cell, OcdbtValue], *, nbytes: int | None
 ) -> Iterator[tuple[Cell, OcdbtValue | None]]:
-    """Yield index and place of the inner chunks that overlap the tensor, ``None`` if unwritten; each of ``nbytes``."""
+    """Yield index and place (``None`` if unwritten) of inner chunks that overlap the tensor, of ``nbytes`` each."""
     index_bytes = sharding.index_bytes
     path = str(next(iter(chunks.values())).path) if chunks else ""
     # 16 bytes for each inner chunk; checked before any index is read.
@@ -426,7 +426,7 @@ def _inner(
             if (length != nbytes and nbytes is not None) or not length or offset + length > value.length:
                 wanted = "some" if nbytes is None else nbytes
                 raise SourceError(
-                    f"{value.path}: the shard at byte {value.offset} puts inner chunk {cell} at {offset}, "
+                    f"{value.path}: the shard at byte {value.offset} puts inner chunk {cell} at byte {offset}, "
                     f"{exact_bytes(length)}; it should have {wanted} within {value.length}. Copy it again, or use "
                     "another step"
                 )
@@ -437,7 +437,7 @@ def _exact(value: OcdbtValue, nbytes: int) -> OcdbtValue:
     if value.length != nbytes:
         raise SourceError(
             f"{value.path}: the chunk at byte {value.offset} should have {exact_bytes(nbytes)}, but has "
-            f"{value.length}. Copy it again, or use another step"
+            f"{exact_bytes(value.length)}. Copy it again, or use another step"
         )
     return value
 
@@ -503,7 +503,7 @@ class ZarrCodec:
     """Decoder for chunks that only TensorStore can read: compressed, big-endian or never written."""
 
     driver: str
-    """TensorStore's name of the format."""
+    """Name of TensorStore's driver that reads the format: ``zarr3`` or ``zarr``."""
     metadata: bytes
     """Metadata of an array that consists of one such chunk."""
     key: str
@@ -565,7 +565,7 @@ class ZarrCodec:
         if stored and _is_blosc(self._codecs()[-1:]):
             declared = int.from_bytes(stored[4:8], "little")
             if declared > (most := math.prod(self.shape) * self.dtype.itemsize):
-                raise ValueError(f"its header declares {exact_bytes(declared)}, but it should have {most}")
+                raise ValueError(f"its header declares {exact_bytes(declared)}, but it should have {exact_bytes(most)}")
 
 
 def _is_blosc(codecs: Iterable[Any]) -> bool:
