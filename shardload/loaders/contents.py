@@ -287,7 +287,7 @@ def all_parts(path: Location) -> list[Location]:
     # The name may be hostile: no list of a million names is made.
     numbers = range(first, first + count)
     if number not in numbers:
-        raise SourceError(f"{path} is part {number} of {count} according to its name. Rename it")
+        raise SourceError(f"{path} is part {number} of {count} according to its name, which is impossible. Rename it")
     if (lacking := count - sum(i in numbers for i in there)) > 0:
         shown = islice((part_name(path.name, i) for i in numbers if i not in there), _SHOWN)
         raise SourceNotFoundError(

@@ -91,7 +91,7 @@ def _refuse_overlap(tensors: Iterable[Tensor], order: Mapping[Location, int]) ->
         if path == other and start < end:
             raise SourceError(
                 f"{path}: tensors {previous!r} and {name!r} overlap: "
-                f"the first ends at byte {end}, the second starts at byte {start}"
+                f"the first ends at byte {end}, the second starts at byte {start}. Download or save it again"
             )
 
 

@@ -105,7 +105,7 @@ def read_header(path: Location) -> SafetensorsHeader:
         length = int.from_bytes(read_bytes(file, 8, offset=0, path=name, what="the header's length"), "little")
         if length > _MAX_HEADER_BYTES:
             raise UnsafeSourceError(
-                f"{path} declares a header of {exact_bytes(length)}, expected at most {exact_bytes(_MAX_HEADER_BYTES)}. "
+                f"{path} has a header of {exact_bytes(length)}, expected at most {exact_bytes(_MAX_HEADER_BYTES)}. "
                 "It is damaged or not a safetensors file; download it again"
             )
         what = "the safetensors header"

@@ -203,7 +203,7 @@ class _RemoteFile:
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
-                f"{self._requests.url}/{self._key} has {exact_bytes(self.n_bytes)}, expected at least {offset + len(rest)}"
+                f"{self._requests.url}/{self._key} has {exact_bytes(self.n_bytes)}, not {offset + len(rest)} or more"
             )
         while rest:
             unit, skip = divmod(offset, UNIT_BYTES)

@@ -230,7 +230,7 @@ def _checked(first: str, found: str, location: str) -> str:
         parts, scheme = urlsplit(target), urlsplit(found).scheme
         rules = (
             (len(location) > _MAX_URL, f"has more than {_MAX_URL} characters"),
-            (not location.isprintable() or " " in location, "has characters that no address has"),
+            (not location.isprintable() or " " in location, "has spaces or characters that cannot be printed"),
             (parts.scheme not in ("http", "https") or not parts.hostname, "is not an address of HTTP"),
             (scheme == "https" and parts.scheme == "http", "is not encrypted, although the first address is"),
             (parts.username is not None or parts.password is not None, "has a user or a password"),

@@ -123,7 +123,7 @@ def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
             count = os.preadv(fd, [rest], offset)
         except OSError as error:
             raise TransferError(
-                f"Reading {exact_bytes(len(rest))} at offset {offset} of {path} failed: {error}"
+                f"Cannot read {exact_bytes(len(rest))} at offset {offset} of {path}: {error}"
             ) from error
         if count == 0:
             raise TransferError(

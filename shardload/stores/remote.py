@@ -112,7 +112,7 @@ class RemoteObject:
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
-                f"{self._store.shown(self._key)} has {exact_bytes(self.n_bytes)}, expected at least {offset + len(rest)}"
+                f"{self._store.shown(self._key)} has {exact_bytes(self.n_bytes)}, expected {offset + len(rest)} or more"
             )
         if len(rest) >= UNIT_BYTES:
             rest[:] = self.begin(offset, offset + len(rest)).result()
@@ -140,7 +140,9 @@ class PendingObject:
         """See `shardload.stores.store.PendingBytes`."""
         found = b"" if self._fetch is None else self._fetch.result()
         if found is None or len(found) < self._n_bytes:
-            raise TransferError(f"{self._shown} changed while it was read: expected {exact_bytes(self._n_bytes)} more")
+            raise TransferError(
+                f"{self._shown} changed while it was read: it lacks some of {exact_bytes(self._n_bytes)}"
+            )
         return memoryview(found)
 
     def cancel(self) -> None:

@@ -167,7 +167,7 @@ class Requests:
     def names(self, folder: str = "") -> list[str]:
         """Return the names of all objects in a folder and below, relative to it."""
         if not self.can_list:
-            raise UnsupportedError(f"{self.url}: HTTP servers do not list their files")
+            raise UnsupportedError(f"Cannot list {self.url}: HTTP servers do not list their files")
         import tensorstore as ts
 
         prefix = f"{folder}/" if folder else ""
@@ -317,7 +317,7 @@ def _spec(url: str) -> dict[str, Any]:
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     if not bucket:
-        raise SourceError(f"{url} names no {'server' if scheme.startswith('http') else 'bucket'}")
+        raise SourceError(f"{url} names no {'server' if scheme.startswith('http') else 'bucket'}. Check the address")
     # HTTP clients and servers may resolve such parts, and so leave the folder.
     if any(part in (".", "..") for part in path.split("/")) or "\0" in url:
         raise UnsupportedError(f"{url} has '.' or '..' between slashes, which is not a name in a store")

@@ -220,7 +220,7 @@ class FileStream(io.RawIOBase):
         """Move to a position, which may be past the end."""
         at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._n_bytes}[whence]
         if at < 0:
-            raise ValueError(f"cannot seek to position {at}")
+            raise ValueError(f"Cannot seek to position {at}: it is before the start of the file")
         self._at = at
         return at
 

@@ -160,7 +160,7 @@ def read_gguf_header(path: Location) -> GgufHeader:
         for _ in range(pair_count):
             key = cursor.string("a key", limit=_MAX_NAME_BYTES)
             if key in values:
-                raise SourceError(f"{path} contains the key {key!r} twice")
+                raise SourceError(f"{path} contains the key {key!r} twice. Convert the model again")
             (kind,) = cursor.unpack("<I", f"the type of {key!r}")
             values[key] = _value(cursor, kind, key)
         alignment = values.get("general.alignment", 32)
@@ -226,7 +226,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
     if kind == _ARRAY:
         return _array(cursor, key)
     if kind not in _SCALARS:
-        raise SourceError(f"{cursor.path}: {key!r} has the value type {kind}, which does not exist")
+        raise SourceError(f"{cursor.path}: {key!r} has the value type {kind}, which does not exist. Download it again")
     return cursor.unpack("<" + _SCALARS[kind], f"the value of {key!r}")[0]
 
 
@@ -293,7 +293,7 @@ def _tensor_info(cursor: _Cursor) -> TensorInfo:
     if any(n >= 1 << 63 for n in shape) or shape[-1] % kind.block_elements:
         raise SourceError(
             f"{cursor.path}: tensor {name!r} has the shape {shape}, but {kind.name} rows are whole blocks "
-            f"of {plural(kind.block_elements, 'element')}"
+            f"of {plural(kind.block_elements, 'element')}. Convert the model again"
         )
     return TensorInfo(cursor.path, name, shape, kind, offset)
 
@@ -310,7 +310,7 @@ def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tu
     if len({info.name for info in ordered}) < len(ordered):
         names = sorted(info.name for info in ordered)
         twice = next(a for a, b in itertools.pairwise(names) if a == b)
-        raise SourceError(f"{path} contains the tensor {twice!r} twice")
+        raise SourceError(f"{path} contains the tensor {twice!r} twice. Convert the model again")
     end, before = 0, ""
     for info in ordered:
         if info.offset + info.nbytes > size:

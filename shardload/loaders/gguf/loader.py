@@ -184,7 +184,7 @@ def _strings(values: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
     # Anything but a list becomes a list that fails the next check.
     items = read_array(found) if isinstance(found, list | LongArray) else [None]
     if not all(isinstance(item, str) for item in items):
-        raise SourceError(f"{path}: 'tokenizer.{key}' should be a list of strings")
+        raise SourceError(f"{path}: 'tokenizer.{key}' should be a list of strings. Convert the model again")
     return tuple(items)
 
 
@@ -203,7 +203,7 @@ def _numbers(values: dict[str, Any], key: str, dtype: type, path: str) -> NDArra
     try:
         return np.asarray(items).astype(dtype) if len(items) else np.empty(0, dtype)
     except (TypeError, ValueError) as error:  # texts, or arrays of arrays
-        raise SourceError(f"{path}: 'tokenizer.{key}' should be a list of numbers") from error
+        raise SourceError(f"{path}: 'tokenizer.{key}' should be a list of numbers. Convert the model again") from error
 
 
 def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:

@@ -466,7 +466,7 @@ class LinkWalk:
                 name = f"{parent}/{name}"
             if link.kind != HARD:
                 if link.kind != SOFT:
-                    raise UnsafeSourceError(f"{self._path}: {name!r} is an external link; weights may not be linked in")
+                    raise UnsafeSourceError(f"{self._path}: {name!r} is an external link, expected data in this file")
                 if len(self.left_out) < _SHOWN:
                     self.left_out.append(f"{name!r}: it is a soft link, which Keras does not follow")
                 continue
@@ -525,7 +525,7 @@ def decoded(raw: bytes, path: Location) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path}: the object name {raw[:100]!r} is not UTF-8") from error
+        raise SourceError(f"{path}: the object name {raw[:100]!r} is not UTF-8. Save it again") from error
 
 
 def open_at(file: Any, address: int) -> Any:

@@ -179,7 +179,7 @@ class Strings:
             self._collection = (address, *self._objects(address))
         _, places, raw = self._collection
         if (place := places.get(index)) is None or _OBJECT.unpack_from(raw, place)[2] < length:
-            raise self._file.damaged(f"a name in the collection at byte {address} does not exist")
+            raise self._file.damaged(f"a name refers to nothing in the collection of strings at byte {address}")
         return raw[place + _OBJECT.size : place + _OBJECT.size + length]
 
     def _objects(self, address: int) -> tuple[dict[int, int], bytes]:
@@ -246,7 +246,7 @@ def _records(file: Structures, tree: int) -> Iterator[bytes]:
     if (magic, version, kind, size) != (b"BTHD", 0, _LINKS_BY_NAME, _RECORD.size) or depth > _MAX_DEPTH:
         raise file.damaged(f"there is no tree of links at byte {tree}")
     if node_bytes <= _TREE_OVERHEAD + size:
-        raise file.damaged(f"the tree of links at byte {tree} has no room for any")
+        raise file.damaged(f"the tree of links at byte {tree} has nodes that are too small for a link")
     if count:
         yield from _node(file, root, count, _Shape.of(node_bytes, depth), depth)
 
@@ -329,7 +329,7 @@ class _Heap:
             row_start = self.columns * size if row else 0
             column = (at - row_start) // size
             if row >= rows:
-                raise file.damaged(f"a link at byte {offset} of its heap is outside of it")
+                raise file.damaged(f"a link at byte {offset} of its group's heap is past the end of that heap")
             number = row * self.columns + column
             entry = block + 5 + 8 + self.offset_bytes + 8 * number
             block, at = _int(file.read(entry, 8)), at - row_start - column * size
@@ -354,7 +354,7 @@ def _link(file: Structures, raw: bytes) -> Link:
     except (IndexError, struct.error):
         version = -1
     if version != 1 or not name or b"\0" in name or b"/" in name:
-        raise file.damaged("a link in a group's heap is none")
+        raise file.damaged("a group's heap contains something other than a link")
     return Link(name, kind, address)
 
 
