@@ -7,7 +7,7 @@
 
 Keras loads them by order: the n-th layer with weights gets those of the n-th group that has any. Names say nothing, as
 Keras makes them up. So the manifest has the order in its metadata, for `shardload.mapping`. A whole model also has its
-configuration, and that of `compile` as `training_config`; a file whose configurations are damaged is one of weights.
+configuration, and that of `compile` as `training_config`; if they are damaged, the file is read as one of weights.
 """
 
 from __future__ import annotations

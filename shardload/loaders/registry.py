@@ -53,7 +53,7 @@ class FormatSpec:
     description: str
     """A noun with its article, for messages: ``a .gguf file``."""
     endings: tuple[str, ...] = ()
-    """Endings of its files, in lower case. A name in the checkpoint root may omit the first one."""
+    """Endings of its files, in lower case. The first one may be omitted where a checkpoint is named, not its path."""
     is_file: Callable[[FileContent], bool] = _never
     """Whether a file has this format; formats listed later are checked first, as special cases of earlier ones."""
     is_folder: Callable[[FolderContent], bool] = _never
@@ -84,8 +84,8 @@ class FormatSpec:
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""
     tensor_names: Literal["keras", "order", "hugging-face", "step", "own"] = "own"
-    """What names its tensors: Keras' layers, Keras 2 (only their order counts), `transformers`, a training step,
-    or the user (variable paths)."""
+    """Whose names its tensors have: those of Keras' layers, of Keras 2 (only their order counts), of `transformers`, of a
+    training step, or the user's own (variable paths)."""
     model_dtype: str | None = None
     """Dtype to build the model in, if not the tensors': these decode from quantised blocks, which carry fewer bits."""
     tokenizer: Literal["hugging-face", "keras-hub", "header"] | None = None

@@ -271,7 +271,7 @@ class Checker:
             return file
 
     def _settle(self, done: Future[None], name: str, unit: int, *, file: File) -> None:
-        """Check one unit and pass the result to all threads that wait for it."""
+        """Verify one unit, and pass the result to all threads that wait for ``done``."""
         try:
             first, last = self.saved.span(name, unit)
             running, piece = hasher(), memoryview(bytearray(min(_PIECE_BYTES, last - first)))

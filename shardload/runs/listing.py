@@ -223,7 +223,7 @@ def _remote_steps(store: RemoteStore, wanted: str | int | None = None) -> list[S
 
 
 def _remote_numbers(store: RemoteStore) -> dict[int, bool]:
-    """Return the numbers of the steps at a URL, each with whether shardload saved that step."""
+    """Return the number of each step at a URL, mapped to whether shardload saved that step."""
     url = store.url
     if not store.can_list:
         _refuse_foreign(store)

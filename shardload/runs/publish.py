@@ -4,8 +4,8 @@
     root/.staging/7-ab12cd34/step/    the step being written
                                └────► root/7        fsync of all files and folders, rename, fsync of root
 
-If the process is killed before the rename, there is no step; after it, the step is complete. A staging folder without
-a lock has no writer: `remove_stale` removes such folders only. If it removes a folder between its creation
+If the process is killed before the rename, there is no step; after it, the step is complete. A staging folder whose
+lock is free has no writer: `remove_stale` removes only such folders. If it removes a folder between its creation
 and its locking, the writer creates another one.
 """
 

@@ -6,8 +6,8 @@
 Arrays of CPU devices are not copied: `snapshot` keeps a NumPy view of every shard, and the worker makes arrays of them.
 `fit` donates its state to the next batch: XLA deletes the arrays and reuses their memory, unless something outside JAX
 still refers to it; then XLA allocates new memory. Orbax keeps arrays of CPU devices in the same way, but runs its own
-slow Python code first. Other items go to Orbax in the training thread, and all if several processes save together:
-arrays of accelerators, which must be copied off before the next batch, and objects that only their handlers understand.
+slow Python code first. Arrays of accelerators, which must be copied off before the next batch, and objects that only
+their handlers understand go to Orbax in the training thread; if several processes save together, all items do.
 
 Several processes do each of these stages together: process 0 begins, publishes and removes, each process writes its own
 shards and computes the digests of its files, and a failure on one process fails on all.

@@ -7,11 +7,11 @@ TensorStore's driver refuses the redirects of HTTP servers::
 The answer of the last address is read like any other: the same limits, and each byte compared with its digest. A
 redirect is refused if it leaves HTTP, goes from https to http, or has a user or password. No credentials are sent.
 
-TensorStore tells status, code and cause of a failure in its text only, next to text of the server, and nothing of an
-answer that is not complete. An HTTP server is asked once more where that explains the failure::
+TensorStore gives status, code and cause of a failure in its text only, mixed with text of the server, and says nothing
+about an incomplete answer. An HTTP server is asked once more where that explains the failure::
 
     no answer in time   ─► the same range again, for a moment: a redirect, an error, or how many bytes arrive
-    other bytes         ─► what it says of the object's type: a web page, such as one to log in
+    wrong bytes         ─► which type it gives the object: a web page, for instance, on which to log in
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def read_optional(path: str | os.PathLike[str] | Location) -> Any:
 def require_brace(file: File, stop: int, *, path: str, what: str) -> None:
     """Raise unless a large JSON object that should end at byte ``stop`` ends with a brace.
 
-    A wrong length, which points into the tensors, is found so before that many bytes are read as text.
+    This way, a wrong length in a header is found before tensors are read as if they were text.
     """
     if stop <= _SMALL_BYTES:
         return

@@ -124,7 +124,7 @@ class Location:
 
 
 def is_litter(path: str) -> bool:
-    """Whether a path, with ``/``, ends in the name of litter: a file that operating systems leave in folders."""
+    """Whether the last part of a path is the name of litter: a file that operating systems leave in folders."""
     name = path.rpartition("/")[2]
     return name in _LITTER or name.startswith(_LITTER_PREFIXES)
 

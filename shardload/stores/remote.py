@@ -23,7 +23,7 @@ _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 
 
 class RemoteStore(Store):
-    """The objects at a URL; keys are names below it.
+    """The objects below a URL, as files; a key is the rest of an object's URL.
 
     Objects do not change while they are read: their names are listed and their sizes determined once.
     """
@@ -126,7 +126,7 @@ class RemoteObject:
     read_unchecked = read_into
 
     def close(self) -> None:
-        """Release the bytes that are kept."""
+        """Forget the bytes that are kept for short reads."""
         self._unit.cache_clear()
 
 

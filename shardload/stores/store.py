@@ -6,8 +6,8 @@ A key names a file or a folder inside a store; parts are joined by ``/``. Implem
 (this machine), `shardload.runs.remote_store` (a training step in an object store). A new store subclasses `Store` and
 inherits the tests of ``tests/support/store_contract.py``.
 
-Besides `File.read_into`, an open file is read as the header of an untrusted file (`read_bytes`), and as a Python file
-object (`FileStream`).
+There are two more ways to read an open file: as the header of an untrusted file (`read_bytes`), and through a Python
+file object (`FileStream`).
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def start_save(
     With `jax.distributed`, every process must call this with the same path and items. The path is absolute, does not
     exist, and is in an existing folder. Items are pytrees of arrays, dicts of strings, or objects with their own
     handler, by name; ``shardload`` is reserved, as its folder is created for shardload's own files. ``timeout_s`` is
-    Orbax's own.
+    the time limit that Orbax applies itself.
     """
     target = Path(path)
     step = "?" if step is None else step
