@@ -240,7 +240,7 @@ def _joined(
 
 
 def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
-    """Return the names of the safetensors to read, as transformers does: `_SINGLE` alone, if a config describes it."""
+    """Return the names of the safetensors to read: all, or `_SINGLE` alone if a config is there, as in transformers."""
     if _SINGLE in names and is_described:
         return [_SINGLE]
     if found := sorted(name for name in names if name.endswith(".safetensors")):

@@ -84,7 +84,7 @@ class FormatSpec:
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""
     tensor_names: Literal["keras", "order", "hugging-face", "step", "own"] = "own"
-    """Whose names its tensors have: those of Keras' layers, of Keras 2 (only their order counts), of `transformers`, of a
+    """Whose names its tensors have: those of Keras' layers, of Keras 2 (only their order counts), of `transformers`, a
     training step, or the user's own (variable paths)."""
     model_dtype: str | None = None
     """Dtype to build the model in, if not the tensors': these decode from quantised blocks, which carry fewer bits."""
