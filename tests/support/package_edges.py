@@ -157,6 +157,6 @@ EDGES = {
         "units",
         "verifying",
     },
-    "cli": {"console", "interrupts"},
+    "cli": {"console", "interrupts", "stores"},
     "__main__": {"cli"},
 }
