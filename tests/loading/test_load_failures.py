@@ -487,7 +487,7 @@ def test_files_without_permission_are_refused_also_when_it_is_taken_away_later()
             """
             import shardload
             from shardload.pipeline import filling
-            folder, fill = sys.argv[1], filling.fill
+            folder, fill = sys.argv[1], filling.fill_variables
             shardload.load(folder + "/good.keras")  # imports what it needs while it may
             if os.getuid() == 0:  # to whom everything is permitted
                 os.setuid(65534)
@@ -495,7 +495,7 @@ def test_files_without_permission_are_refused_also_when_it_is_taken_away_later()
                 os.chmod(folder + "/later.keras", 0)
                 return fill(*args, **options)
             for source in ("secret.keras", "closed/inside.keras", "later.keras"):
-                filling.fill = taken_away
+                filling.fill_variables = taken_away
                 try:
                     shardload.load(os.path.join(folder, source))
                 except shardload.ShardloadError as error:

@@ -12,7 +12,7 @@ from shardload.families.registry import BUILT_IN, families
 PACKAGE = Path(__file__).parents[2] / "shardload"
 ALLOWED = {
     ("console/app.py", "gemma"): "an example in the command's help",
-    ("console/commands.py", "gemma"): "an example in the help of an option",
+    ("console/checkpoint_commands.py", "gemma"): "an example in the help of an option",
     ("hub/fidelity.py", "llama"): "`llama3` is a value of rope_type that several families have",
     ("hub/built.py", "llama"): "a rotary layer of KerasHub that several families use, computed without compiling it",
     ("loaders/gguf/loader.py", "llama"): "a program of llama.cpp",
