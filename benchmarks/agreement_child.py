@@ -68,9 +68,9 @@ def margins(model: Any, prompts: list[list[int]], added: list[list[int]]) -> np.
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Everything measured about one model on one mesh; arrays go to the file ``out``."""
     import shardload
-    from shardload import generate
+    from shardload.text import generation
 
-    generate.LENGTH_STEP = 1  # each position beyond those asked for would cost a step over all weights
+    generation.LENGTH_STEP = 1  # each position beyond those asked for would cost a step over all weights
     began = time.perf_counter()
     model = shardload.load(job["source"], mesh=job["mesh"], dtype=job["dtype"])
     loaded = memory_status()
@@ -81,7 +81,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         arrays[f"logits_{name}"] = forward(model, prompts)
         seconds[f"forward_{name}"] = time.perf_counter() - began
         if job["new_tokens"]:
-            added = generate.generate_ids(model, prompts, max_new_tokens=job["new_tokens"])
+            added = generation.generate_ids(model, prompts, max_new_tokens=job["new_tokens"])
             arrays[f"tokens_{name}"] = np.array(added)
             if job["mesh"] == "1x1":
                 arrays[f"margins_{name}"] = margins(model, prompts, added)

@@ -74,7 +74,7 @@ def open_safetensors(path: Path) -> Any:
         name: Tensor(name, tuple(h["shape"]), BFLOAT16, Extent(located(path), 8 + length + h["data_offsets"][0]))
         for name, h in header.items()
     }
-    return Manifest(located(path), "safetensors", tensors, {str(path): path.stat().st_size})
+    return Manifest(located(path), "safetensors", tensors, {located(path): path.stat().st_size})
 
 
 def split_dim(name: str, layout: str) -> int:

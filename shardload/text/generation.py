@@ -30,7 +30,7 @@ from shardload.text.tokenizer import Tokenizer, from_keras_hub
 from shardload.typing import PathLike
 from shardload.units import is_integer, plural
 
-_LENGTH_STEP = 32
+LENGTH_STEP = 32
 """Sequences are padded to a multiple of this, so that prompts of similar length share one compiled loop."""
 
 _DEFAULT_CONTEXT = 8192
@@ -173,7 +173,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
             f"model has {plural(limit, 'position')}. {_SHORTER}"
         )
     # Rounded up, as -(-a // b) is.
-    length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+    length = -(-longest // LENGTH_STEP) * LENGTH_STEP
     length = min(length, limit) if limit is not None else length
     binding = binding_of(model)
     parts = 1 if binding is None else binding.mesh.axis_size(binding.mesh.batch_axis)
