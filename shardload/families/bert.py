@@ -53,7 +53,7 @@ _GGUF_BLOCK = {
 
 
 def _gguf_entries(values: GgufValues, model_type: str, class_name: str, *, padding: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a ``bert`` file; ``padding`` is how many rows of the positions GGUF leaves out."""
+    """Return the ``config.json`` of a GGUF ``bert`` file, which omits the first ``padding`` rows of the positions."""
     positions = values.rows("position_embd.weight") or values.count("context_length")
     return model_entries(values, model_type, class_name) | {
         "hidden_size": values.count("embedding_length"),
@@ -68,7 +68,7 @@ def _gguf_entries(values: GgufValues, model_type: str, class_name: str, *, paddi
 
 
 def _has_word_pieces(values: GgufValues) -> bool:
-    """Whether a file of the architecture ``bert`` has BERT's tokenizer, not that of RoBERTa or XLM-RoBERTa."""
+    """Whether a GGUF file of architecture ``bert``, which RoBERTa's files have too, contains BERT's own tokenizer."""
     return values.entries.get("tokenizer.ggml.model") not in ("t5", "gpt2")
 
 
@@ -281,7 +281,7 @@ _BART_PARTS = ("encoder", "decoder")
 
 
 def _lacking_two_sizes(config: Config, name: str) -> str | None:
-    """Return why KerasHub cannot build an encoder and a decoder of different sizes; ``None`` if they are equal."""
+    """Return why KerasHub cannot build a BART whose encoder and decoder differ in size; ``None`` if they do not."""
     for size in ("layers", "attention_heads", "ffn_dim"):
         pair = [f"{part}_{size}" for part in _BART_PARTS]
         if all(key in config for key in pair) and config[pair[0]] != config[pair[1]]:

@@ -14,7 +14,7 @@ from shardload.units import plural
 
 
 def _adapt(config: dict[str, Any]) -> None:
-    """Remove a ``vision_config`` or ``audio_config`` of null, which KerasHub would build; set ``global_head_dim``."""
+    """Set ``global_head_dim``, and remove a null ``vision_config`` or ``audio_config``, which KerasHub would build."""
     for part in ("vision_config", "audio_config"):
         if part in config and config[part] is None:
             del config[part]
@@ -51,7 +51,7 @@ _BARE = frozenset(
 
 
 def _gguf(values: GgufValues) -> dict[str, Any]:
-    """Build the text model's configuration; layers with sliding and full attention differ in heads and rotation."""
+    """Return the text model's ``config.json``; it has separate heads and rotations for sliding and full attention."""
     layers = values.count("block_count")
     # Settings of each layer: Hugging Face's fields are read off the first layer of either kind.
     slides = values.each("attention.sliding_window_pattern", layers)
@@ -96,7 +96,7 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 
 
 def _rotated_part(values: GgufValues, width: int) -> float:
-    """Return the fraction of a head that rotates; the factor of a pair of elements is 1 if it does, else 1e30."""
+    """Return the fraction of a head's elements that rotate: GGUF stores 1 for a pair that does, 1e30 for any other."""
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
         return 1.0

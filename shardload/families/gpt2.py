@@ -47,7 +47,7 @@ _GPT_2_BLOCK = {
     "ffn_down": "mlp.c_proj",
 }
 _CONV1D = dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Undo.TRANSPOSE)
-"""``Conv1D`` stores (in, out); llama.cpp transposes it to (out, in), as in all other models."""
+"""Layers that Hugging Face's ``Conv1D`` stores as (in, out) and llama.cpp as (out, in), as in all other models."""
 
 
 def _gguf_gpt_2(values: GgufValues) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _port_bloom_block(block: Any, loader: Any, at: str) -> None:
 
 
 def _port_third(layer: Any, loader: Any, name: str, which: int) -> None:
-    """Assign query, key or value (``which``: 0, 1, 2) of all heads to a layer, kernel (hidden, heads, head_dim)."""
+    """Assign the query, key or value part (``which``: 0, 1, 2) of BLOOM's joint tensor ``name`` to a KerasHub layer."""
 
     # Only reshape, index and transpose: the result is a view, from which `mapping` learns this third's bytes.
     def kernel(value: Any, shape: Any) -> Any:

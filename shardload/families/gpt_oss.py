@@ -1,4 +1,4 @@
-"""GPT-OSS. KerasHub's converter reads MXFP4 codes only; for plain experts, as training saves them, one is here.
+"""GPT-OSS, with a converter for experts in plain weights, as training saves them: KerasHub's reads MXFP4 codes only.
 
 experts.gate_up_proj   (experts, in, 2 * out), gate and up columns alternate, as in KerasHub's class
 experts.down_proj      (experts, in, out)

@@ -35,7 +35,7 @@ _MIXTRAL_BLOCK = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }
-"""GGUF's name of a layer of experts → Hugging Face's; ``{}`` is the number of the expert."""
+"""GGUF's name of a layer in a mixture of experts → Mixtral's name of it; ``{}`` is the number of an expert."""
 
 
 def _experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
@@ -102,7 +102,7 @@ def _published_llama(dims: Dims, *, tied: bool = False, factor: float | None = N
 
 
 def _for_converter(config: Config) -> Config:
-    """Remove rotary scaling other than llama3, for which KerasHub's converter raises; its class gets linear scaling."""
+    """Remove rotary scaling of any kind but ``llama3``, for which KerasHub's converter raises."""
     scaling = config.get("rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") if isinstance(scaling, Mapping) else None
     if kind in (None, "llama3"):
@@ -111,7 +111,7 @@ def _for_converter(config: Config) -> Config:
 
 
 def _gguf_llama(values: GgufValues) -> dict[str, Any]:
-    """Build the configuration of Llama, Mistral or Mixtral; GGUF tells them apart only by keys that one of them has."""
+    """Return the ``config.json`` of a GGUF ``llama`` file: of Llama, Mistral or Mixtral, which differ in a few keys."""
     base = with_llama3_scaling(values, decoder_entries(values, "llama", "LlamaForCausalLM"))
     window = values.number("attention.sliding_window", None)
     if values.number("expert_count", 0):
@@ -201,7 +201,7 @@ def _slides_in_smollm_3(config: Config, i: int) -> bool:
 
 
 def _complete_smollm_3(config: dict[str, Any]) -> None:
-    """Fill in ``no_rope_layers`` and ``layer_types``: every few layers have no rotary positions, maybe a window."""
+    """Fill in ``no_rope_layers`` and ``layer_types``, which list the layers with rotary positions and with windows."""
     if config.get("no_rope_layers") is None:
         every = int(config["no_rope_layer_interval"])
         config["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(int(config["num_hidden_layers"]))]
@@ -212,7 +212,7 @@ def _complete_smollm_3(config: dict[str, Any]) -> None:
 
 
 def _gguf_smollm_3(values: GgufValues) -> dict[str, Any]:
-    """Build the configuration; GGUF omits that every fourth layer has no rotary positions, so it is filled in here."""
+    """Return the ``config.json`` of a GGUF file, and add what it omits: each fourth layer has no rotary positions."""
     base = with_llama3_scaling(values, decoder_entries(values, "smollm3", "SmolLM3ForCausalLM"))
     return base | {"no_rope_layer_interval": 4, "use_sliding_window": False}
 

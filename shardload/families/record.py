@@ -25,12 +25,12 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KerasTokenizer:
-    """Files of a KerasHub tokenizer that become Hugging Face's by a new name, with unchanged content."""
+    """Files of a KerasHub tokenizer that Hugging Face reads, with the same content, under other names."""
 
     files: Mapping[str, str]
     """KerasHub's name of a file → the name of the same file in a Hugging Face folder."""
     lower_case_class: str | None = None
-    """Class to name in ``tokenizer_config.json`` next to ``do_lower_case``; ``None``: do not write that file."""
+    """Tokenizer class to write to ``tokenizer_config.json`` with ``do_lower_case``; ``None``: do not write the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +43,16 @@ class ModelType:
     defaults: Config = field(default_factory=dict)
     """Field → transformers' default, for fields that a configuration may omit."""
     complete: Callable[[dict[str, Any]], None] = _nothing
-    """Adds defaults that depend on other fields to a configuration, in place; called after `defaults` are filled in."""
+    """Adds, in place, the defaults of a configuration that depend on other fields; called once `defaults` are set."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Field that KerasHub's converter reads → the same field's name in other versions of transformers."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Field with the nested configuration of a part (``vision_config``) → ``model_type`` of a part that states none."""
+    """Field with a nested configuration (``vision_config``) → the ``model_type`` to assume if it states none."""
     adapt: Callable[[dict[str, Any]], None] = _nothing
-    """Changes entries of a configuration, in place, that KerasHub's converter reads otherwise than transformers."""
+    """Changes, in place, entries that KerasHub's converter reads in another way than transformers does."""
     for_converter: Callable[[Config], Config] = lambda config: config
-    """Returns the configuration to give to KerasHub, which picks a converter by ``model_type`` and calls it: without
-    entries that this converter refuses, or with the ``model_type`` of a converter that fits."""
+    """Returns the configuration to give to KerasHub, which picks a converter by ``model_type``. It may lack entries
+    that the converter refuses, or have another ``model_type``, whose converter fits."""
     lacking: Callable[[Config, str], str | None] = lambda config, name: None
     """Returns why KerasHub cannot build a model with this configuration, a clause that begins "config.json sets", or
     ``None`` if it can. Takes the completed configuration, and the name of KerasHub's class for the clause."""
@@ -63,11 +63,11 @@ class ModelType:
     checks: Checks | None = None
     """Fields to compare with the built model; ``None``: just ``is_causal``, and those of `only` and `differences`."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Field → the values that KerasHub supports, its own first. A missing field is supported, ``null`` if listed."""
+    """Field → supported values (``None`` for null); KerasHub uses the first. A missing field is always supported."""
     differences: Callable[[Config], Iterator[FieldDifference]] = lambda config: iter(())
-    """Yields the fields that KerasHub's class never follows, as far as the configuration alone shows them."""
+    """Yields configured fields that KerasHub's class never follows; needs the configuration only, no built model."""
     pools_if: str | None = None
-    """Field that, if true, makes the model an embedder: sentence-transformers stores its last layers apart."""
+    """Field that is true for embedding models, whose last layers sentence-transformers stores in other folders."""
     is_image_model: bool = False
     attends_both_ways: bool = False
     """Whether ``is_causal`` is not checked: the model has no causal mask anyway, or transformers ignores the field."""
@@ -85,7 +85,7 @@ class ModelType:
     tensors: Callable[[Config], Iterator[TensorSpec]] | None = None
     """Yields name and shape of each tensor of a checkpoint, in the file's order, from a completed configuration."""
     tensor_fields: tuple[str, ...] = ()
-    """Fields that `tensors` reads; they are checked to be positive whole numbers before it is called."""
+    """Fields that `tensors` reads. They are checked to be positive whole numbers before `tensors` is called."""
     norms_minus_one: bool = False
     """Whether norms store their scale minus one, as Gemma's do: a stored 0 scales by 1."""
     converter: Converter | None = None
@@ -119,13 +119,13 @@ class Family:
     alias_notes: Mapping[str, str] = field(default_factory=dict)
     """Alias → why no size has this name, as a clause for notes: ``Gemma 2 was never released at 7B``."""
     windows_without_self: tuple[str, ...] = ()
-    """Classes of KerasHub's layers whose window size leaves out the attending token, so they see one token more."""
+    """Classes of KerasHub's layers that do not count the attending token in the window, so they see one token more."""
     ties_unsaid: tuple[str, ...] = ()
-    """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``; the stored tensors show it instead."""
+    """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``, so only stored tensors show it."""
     gguf: tuple[GgufArchitecture, ...] = ()
     pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)
     """GGUF's name (``tokenizer.ggml.pre``) → how text is split before byte pairs are merged."""
     exports: Mapping[str, Export] = field(default_factory=dict)
     """Class name of a KerasHub backbone → how to write its ``config.json`` for Hugging Face."""
     gguf_refused: Mapping[str, str] = field(default_factory=dict)
-    """GGUF architecture → why it is not supported, although KerasHub seems to have the model; a clause."""
+    """GGUF architecture that KerasHub seems to have → why shardload does not support it, as a clause for a message."""

@@ -96,7 +96,7 @@ def families() -> tuple[Family, ...]:
 
 
 def model_type_of(config: Config) -> ModelType:
-    """Return what is known about a configuration's ``model_type``: for an unknown one, a record with a name only."""
+    """Return the record of a configuration's ``model_type``; for an unknown one, a record with only its name."""
     return _found(config)[1]
 
 
@@ -120,7 +120,7 @@ def gguf_architectures() -> dict[str, list[GgufArchitecture]]:
 
 
 def why_refused(gguf_architecture: str) -> str | None:
-    """Return why a GGUF architecture is not supported although KerasHub seems to have it; ``None`` if none says so."""
+    """Return why a GGUF architecture that KerasHub seems to have is not supported; ``None`` if no family says so."""
     return next((f.gguf_refused[gguf_architecture] for f in families() if gguf_architecture in f.gguf_refused), None)
 
 

@@ -31,14 +31,14 @@ def _oblong(config: Config) -> str | None:
 
 
 def _part_of_a_patch(config: Config, name: str) -> str | None:
-    """Return why a class that needs whole patches cannot take images of this size; ``None`` if patches are whole."""
+    """Return why ``image_size`` does not suit a class that needs a multiple of ``patch_size``; ``None`` if it does."""
     if (sizes := _patch_sizes(config)) is None or sizes[0] % sizes[1] == 0:
         return None
     return f"config.json sets image_size={sizes[0]}, but {name} needs a multiple of patch_size={sizes[1]}"
 
 
 def _patch_sizes(config: Config) -> tuple[int, int] | None:
-    """Return the sides of an image and of a patch; ``None`` if they are not numbers."""
+    """Return the sides of an image and of a patch in pixels; ``None`` if either is not a number."""
     image, patch = config.get("image_size"), config.get("patch_size")
     return (image, patch) if isinstance(image, int) and isinstance(patch, int) and patch > 0 else None
 
@@ -63,7 +63,7 @@ VIT_FAMILY = Family(name="vit", title="ViT", model_types=(VIT, DEIT))
 
 
 def _padded_windows(config: Config, name: str) -> str | None:
-    """Return which stage of Swin would need padding, which KerasHub's masks and patch counts ignore; ``None``: none."""
+    """Return which stage of Swin needs padding, which KerasHub's class does not support; ``None`` if no stage does."""
     squares, window, depths = _patch_sizes(config), config.get("window_size"), config.get("depths")
     if squares is None or not isinstance(window, int) or window < 1 or not isinstance(depths, list):
         return None

@@ -189,7 +189,7 @@ def _deserialize(
     dtype: Any = None,
     compiling: Callable[[str], None] | None = None,
 ) -> Any:
-    """Build a Keras configuration's model; if ``compiling`` is given, compile it, or call that with why it failed."""
+    """Build the model of a Keras configuration. With ``compiling``, compile it, or call ``compiling`` with why not."""
     if "keras_hub" in json.dumps(config):
         kerashub.keras_hub()  # registers its classes
     settings = (manifest.metadata.get("structure") or {}).get("form")
@@ -249,12 +249,12 @@ _LAYER_KEYS = (
 )
 _PARTS = ("config", "text_config", "vision_config", "audio_config", "encoder", "decoder")
 _SHOWN = 1000
-"""Most characters of another error that a message quotes: an error may contain the whole value that caused it."""
+"""Most characters that a message quotes of another error, which may contain the whole value that caused it."""
 
 _CODE = "Requested the deserialization of a"
-"""Start of Keras' refusal of Python code (a lambda); a configuration cannot insert text here."""
+"""Start of Keras' error for Python code (a lambda). A configuration cannot make another error start like this."""
 _INNER = "Exception encountered: "
-"""Text before the cause, at the end of Keras' message that something "could not be deserialized properly"."""
+"""Text in Keras' message that something "could not be deserialized properly", right before the cause."""
 
 
 def _check_layer_count(manifest: Manifest) -> None:
@@ -278,7 +278,7 @@ def _check_layer_count(manifest: Manifest) -> None:
 
 
 def _number(value: Any) -> float:
-    """Return a configured number of layers; 0 if it is not a number, for which the build fails at once anyway."""
+    """Return a configured number of layers; 0 if it is not a number, because the build then fails at once anyway."""
     try:
         return value if isinstance(value, (int, float)) else int(value)
     except (TypeError, ValueError):
@@ -327,7 +327,7 @@ def _refuse_code(error: Exception, manifest: Manifest) -> None:
 
 
 def _not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool) -> str:
-    """Explain why a model is not compiled as saved; ``has_defaults``: its class compiled it with default settings."""
+    """Explain why a model is not compiled as saved; ``has_defaults`` says that its class compiled it with defaults."""
     stored = ("optimizer/", "optimizer_variables/")
     state = "compiled with the defaults of its class" if has_defaults else "not compiled"
     reason = why if isinstance(why, str) else _first(why)
@@ -341,7 +341,7 @@ def _not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: boo
 
 
 def _first(error: Exception) -> str:
-    """Return the first paragraph of an error's message; the innermost if Keras wrapped several errors."""
+    """Return the first paragraph of an error's message; if Keras wrapped errors, that of the innermost one."""
     message = str(error).strip().rpartition(_INNER)[2]
     first, *rest = message.split("\n\n")
     if rest and first.endswith(":"):  # Keras announces the cause, which is the next paragraph

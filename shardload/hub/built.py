@@ -23,17 +23,17 @@ from shardload.keras_bridge.model_state import own_layers
 _ROTARY = ("rotary_embedding_layer", "rope_layer", "rotary_embedding")
 _ACTIVATIONS = ("activation", "act_layer")
 _POINTS = np.array([-4.0, -2.0, -1.0, -0.5, 0.25, 0.5, 1.0, 3.0], np.float32)
-"""Inputs at which activations are compared."""
+"""Inputs at which two activation functions are compared."""
 
 
 def transformer_layers_of(backbone: Any) -> list[Any]:
-    """Return a backbone's transformer layers, first to last; empty if its class names their list differently."""
+    """Return a backbone's transformer layers, first to last; empty if its class has no ``transformer_layers``."""
     found = getattr(backbone, "transformer_layers", ())
     return [block for one in found for block in (one if isinstance(one, list | tuple) else (one,))]
 
 
 def layers(backbone: Any) -> list[Any]:
-    """Return all layers of a backbone, at any depth, but those of its encoders of images and sound."""
+    """Return all layers of a backbone, at any depth, except those in its encoders of images and sound."""
     # The configuration's fields describe the text model; encoders of images and sound have their own.
     others = [getattr(backbone, name, None) for name in ("vision_encoder", "audio_encoder")]
     apart = {id(layer) for other in others if other is not None for layer in own_layers(other)}
@@ -41,12 +41,12 @@ def layers(backbone: Any) -> list[Any]:
 
 
 def attention_of(block: Any, attribute: str) -> Any:
-    """Return the first layer in a block, or the block itself, that has this attribute; ``None`` if none has."""
+    """Return the first layer in a block that has ``attribute``, else the block if it has it, else ``None``."""
     return next((layer for layer in _inner_first(block) if hasattr(layer, attribute)), None)
 
 
 def _inner_first(block: Any) -> list[Any]:
-    """Return a block's layers, then the block: the order to look settings up in, as layers may ignore the block's."""
+    """Return the layers in a block, then the block: a setting of a layer counts before the same one of the block."""
     return [*(layer for layer in own_layers(block) if layer is not block), block]
 
 
@@ -83,7 +83,7 @@ def set_window(block: Any, window: int | None) -> None:
 
 
 def _beyond(layer: Any) -> int:
-    """Return how many tokens more than its window size a layer attends to: 1 if that leaves out the token itself."""
+    """Return how many tokens a layer sees beyond its window size: 1 if the size does not count the token itself."""
     return int(any(type(layer).__name__ in family.windows_without_self for family in families()))
 
 
@@ -137,7 +137,7 @@ def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
-    """Compute the angles of KerasHub's common rotary layers without a call; ``None`` for other layers or settings.
+    """Compute the angles of KerasHub's common rotary layers without calling them; ``None`` for any other layer.
 
     A contract test compares them with what the layers compute.
     """
@@ -186,5 +186,5 @@ def at_points(function: Any) -> NDArray[np.float64]:
 
 
 def _compiled(function: Any, *arrays: Any) -> Any:
-    """Run ``function`` under jit, to avoid one compilation per operation."""
+    """Run ``function`` under ``jax.jit``, which compiles it once instead of operation by operation."""
     return jax.jit(function)(*arrays)

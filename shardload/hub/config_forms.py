@@ -65,7 +65,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the keys that converters read, for those that other versions of transformers renamed.
+    """Return a configuration in which keys of other transformers versions also have the names that converters read.
 
     Call it before defaults are filled in: they would add a key whose value is there under the other name.
     """
@@ -101,7 +101,7 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
 
 
 def tie_as_described(described: Any, manifest: Manifest) -> None:
-    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if its Hugging Face folder has tied ones."""
+    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if its Hugging Face source ties embeddings."""
     if ties_embeddings(manifest):
         _tie(described)
 
@@ -120,7 +120,7 @@ def _tie(described: Any) -> None:
 
 
 def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
-    """Whether a few rows of an output layer differ from the embedding; if none does, loading compares all rows."""
+    """Whether one of a few rows differs between output layer and embedding; if none does, the load compares all."""
     embedding = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?embed_tokens\.weight", n)), head)
     # Not comparable row by row: build the model tied, and the complete comparison of the load will refuse the tensor.
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):

@@ -1,4 +1,4 @@
-"""List the tensors of a checkpoint without its weights, from its configuration alone.
+"""List the tensors that a checkpoint would have, from its configuration alone, without weight files.
 
     Hugging Face   config.json              ─► the tensors that transformers saves for its model_type, if they are known
                      otherwise ─► model ─┐
@@ -42,7 +42,7 @@ _MAX_BYTES = 16 << 40
 
 
 def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> Manifest:
-    """Return the manifest of a Hugging Face folder, which need not exist, with this configuration and dtype."""
+    """Return the manifest that a Hugging Face folder with this configuration and dtype would have, if it existed."""
     # A name is enough, also bfloat16: ml_dtypes, which JAX imports, registers its types with NumPy.
     dtype = np.dtype(stored)
     specs = [(spec.name, spec.shape, dtype) for spec in transformers_tensors(config)]
@@ -50,7 +50,7 @@ def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> 
 
 
 def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> Manifest:
-    """Return ``described``, from ``FormatSpec.describe_folder``, with the tensors that its checkpoint would have."""
+    """Return the manifest ``described``, which lists no tensors, with those that its checkpoint would have."""
     with describe_failure(described):
         if spec_of(described).is_hugging_face and model_type_of(described.config).tensors is not None:
             found = _of_hugging_face(described)
@@ -78,7 +78,7 @@ def _of_hugging_face(described: Manifest) -> Manifest:
 
 
 def _as_preset(described: Manifest, ignore_config: Sequence[str]) -> Manifest:
-    """Return the manifest of the preset that KerasHub would save of the model of a Hugging Face configuration."""
+    """Return the manifest of the preset that KerasHub would save for the model of a Hugging Face configuration."""
     with abstract(), tempfile.TemporaryDirectory() as folder:
         save_description(building.build_model(described, ignore_config=ignore_config), Path(folder), extra={})
         found = describe_folder(located(folder))

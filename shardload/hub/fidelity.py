@@ -101,7 +101,7 @@ def _kept_by_ours(usual: Any) -> str:
 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
-    """Describe what `reconcile` changed on a model or ignored; for a model it did not check, say how that differs."""
+    """Return notes on what `reconcile` changed or ignored; for a model that it did not check, on what differs."""
     backbone = backbone_of(model)
     record = record_of(backbone)
     if record.built_from == manifest.source:
@@ -120,7 +120,7 @@ def _saved_attributes(manifest: Manifest) -> Any:
 
 
 def _described_part(model: Any, manifest: Manifest) -> Any:
-    """Return the part of a model that the source's configuration describes, which is the backbone in a preset."""
+    """Return the part of a model that its source's configuration describes: for a preset the backbone, else all."""
     return backbone_of(model) if spec_of(manifest).described_by == "keras-hub" else model
 
 
@@ -194,7 +194,7 @@ def _rotary_arguments(rotation: rope.Rotation, *, stretched: str) -> dict[str, A
 
 
 def _window_arguments(config: Config, checks: Checks) -> dict[str, Any]:
-    """Return constructor arguments for the window of all layers that have one; `fields` checks later which have it."""
+    """Return constructor arguments for the size of sliding windows; `fields` checks later which layers have one."""
     assert checks.windows is not None
     windows = checks.windows(config, int(config["num_hidden_layers"]))
     sizes = {size for size in windows if size}
@@ -224,7 +224,7 @@ _WITHOUT_POOLING = {"is_embedding_model": False, "pooling_intermediate_dim": Non
 
 
 def _pooling_arguments(manifest: Manifest) -> dict[str, Any]:
-    """Return the arguments of KerasHub's class for a folder's pooling; empty for a model without pooling."""
+    """Return constructor arguments for the pooling that a folder describes; empty for a model that has none."""
     if not _is_embedder(manifest):
         return {}
     if _other_form(manifest.location) is not None:
@@ -240,7 +240,7 @@ def _is_embedder(manifest: Manifest) -> bool:
 
 
 def _other_form(folder: Location) -> str | None:
-    """Return what about the folder's pooling KerasHub's class does not support; ``None`` if it supports everything."""
+    """Return which setting of a folder's pooling KerasHub's class does not support; ``None`` if it supports all."""
     listed = read_optional(folder / "modules.json")
     listed = listed if isinstance(listed, list) else []
     if not listed and not any((folder / part).is_folder() for part in _DENSE):

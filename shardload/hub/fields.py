@@ -24,7 +24,7 @@ from shardload.keras_bridge.layer_settings import gelu_tanh, set_attribute
 from shardload.units import plural
 
 _SMALL_EPSILON = 1e-4
-"""Largest epsilon that may be set on layers if the constructor has no parameter for it, as such a change is small."""
+"""Largest epsilon that may be set on built layers: files that Keras writes lose it, which matters if it is larger."""
 _GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu")
 
 
@@ -40,7 +40,7 @@ def known_fields() -> set[str]:
 
 
 def text_of(config: Config) -> Config:
-    """Return the text model's configuration with its defaults; the whole configuration if the model has no parts."""
+    """Return the text model's configuration, with defaults filled in; the whole one if the model has no parts."""
     nested = config.get("text_config")
     # Gemma 3's text part may omit its model_type.
     text = {"model_type": f"{config.get('model_type')}_text", **nested} if isinstance(nested, Mapping) else config
@@ -75,13 +75,13 @@ def epsilon_of(backbone: Any) -> float:
 
 
 def activation_of(backbone: Any) -> str | None:
-    """Return the name, in transformers, of a backbone's first activation; ``None`` if transformers has none for it."""
+    """Return transformers' name of a backbone's first activation; ``None`` if transformers has no name for it."""
     function = next(function for _, _, function in built.activations(backbone))
     return next((name for name in _NAMED if _alike(_function(name), function)), None)
 
 
 def limits(config: Config) -> Iterator[str]:
-    """Yield a note for each configured feature that the model lacks, but transformers ignores or uses in long texts."""
+    """Yield a note for each feature that the model lacks and that transformers ignores, or uses in long texts only."""
     family, checks, text = family_of(config), model_type_of(config).checks, text_of(config)
     if family is None or checks is None or checks.rotary is None:
         return
@@ -106,7 +106,7 @@ def limits(config: Config) -> Iterator[str]:
 
 
 def untied(config: Config, backbone: Any) -> Iterator[str]:
-    """Yield a note if embeddings are tied, but a different output layer is stored, which only transformers 5 uses."""
+    """Yield a note if embeddings are configured as tied, but the output layer differs; transformers 4 ignores it."""
     if config.get("tie_word_embeddings") is True and getattr(backbone, "tie_word_embeddings", None) is False:
         yield (
             "tie_word_embeddings: true in the configuration, but the stored output layer differs from the embedding "
@@ -115,7 +115,7 @@ def untied(config: Config, backbone: Any) -> Iterator[str]:
 
 
 def _directions(config: Config, text: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Yield differences in whether tokens attend to later ones; only transformers 5 respects ``is_causal``, not 4."""
+    """Yield differences in whether a token attends to later tokens (``is_causal``, which transformers 4 ignores)."""
     decoder = config.get("decoder")
     causal = (decoder if isinstance(decoder, Mapping) else text).get("is_causal")
     known = model_type_of(config)
@@ -181,9 +181,9 @@ def _activation(config: Config, checks: Checks, backbone: Any) -> Iterator[Field
 
 
 _CLOSE = 1e-3
-"""Largest difference of activations of which one may replace the other: the two forms of GELU differ by 4.7e-4."""
+"""Activations that differ by less than this may replace each other: the two forms of GELU differ by 4.7e-4."""
 _NAMED = ("gelu", "gelu_new", "silu", "relu", "tanh", "sigmoid")
-"""One of transformers' names for each function that `_function` returns."""
+"""Names of activations in transformers: one for each function that `_function` can return."""
 
 
 @functools.cache
@@ -265,7 +265,7 @@ def _windows(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDif
 
 
 def _obeyed(window: int | None, config: Config) -> int | None:
-    """Return a window that has an effect; ``None`` for no window, or one into which the longest text fits."""
+    """Return ``window`` if it has an effect; ``None`` if it is no window, or if the longest text fits into it."""
     if not window:
         return None
     # A bidirectional window extends by half its size to each side.
@@ -291,7 +291,7 @@ def _caps(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDiffer
 
 
 def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Yield a difference in ``query_pre_attn_scalar``, whose root divides scores; KerasHub supports two values."""
+    """Yield a difference in ``query_pre_attn_scalar`` (its root divides attention scores); KerasHub has two values."""
     field = "query_pre_attn_scalar"
     head_dim, per_head = head_dim_of(backbone), int(backbone.hidden_dim) // _heads_of(backbone)
     wanted = config.get(field, 256)

@@ -29,7 +29,7 @@ from shardload.stores.local import any_home
 
 
 def keras_hub(needed_for: str = "Building this model") -> Any:
-    """Import and return KerasHub; ``needed_for`` is what fails without it, as the subject of the error."""
+    """Import and return KerasHub; ``needed_for`` is the subject of the error that says it is not installed."""
     with _hub_extra(needed_for), any_home(), timed():
         import keras_hub as package
     return package
@@ -63,7 +63,7 @@ def preset_parameters(preset: str) -> int:
 
 
 def preset_saver(folder: Path) -> Any:
-    """Return the object by which KerasHub writes configuration files to a folder."""
+    """Return KerasHub's object that writes configuration files to ``folder``."""
     keras_hub()
     from keras_hub.src.utils.preset_utils import KerasPresetSaver
 
@@ -71,7 +71,7 @@ def preset_saver(folder: Path) -> Any:
 
 
 def preset_tokenizer(manifest: Manifest, cls: Any = None) -> Any:
-    """Load the tokenizer layer of a KerasHub preset, or that of a Hugging Face folder as an instance of ``cls``."""
+    """Load the tokenizer layer of a KerasHub preset or a Hugging Face folder; ``cls`` is its class, if known."""
     from shardload.keras_bridge.model_state import without_walking_vocabularies
 
     with without_walking_vocabularies():
@@ -91,7 +91,7 @@ def _preset_loader(manifest: Manifest) -> Any:
 
 
 def transformers_loader(manifest: Manifest) -> Any:
-    """Return KerasHub's loader for a Hugging Face or GGUF checkpoint, with the converter of its family, if any."""
+    """Return KerasHub's loader for a Hugging Face or GGUF checkpoint; it uses a converter that the family declares."""
     manifest.require_description()
     keras_hub()
     with _hub_extra():
@@ -108,7 +108,7 @@ def transformers_loader(manifest: Manifest) -> Any:
         )
 
         class OwnLoader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types
-            """KerasHub's loader with a family's converter, which the original constructor would not find."""
+            """KerasHub's loader with a converter that a family declares, which KerasHub's constructor would not find."""
 
             def __init__(self) -> None:
                 super(TransformersPresetLoader, self).__init__(preset_path(manifest), config)
@@ -130,7 +130,7 @@ def transformers_loader(manifest: Manifest) -> Any:
 
 
 def converter(manifest: Manifest) -> Any:
-    """Return KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint, or the converter of its family."""
+    """Return KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint, or what its family declares."""
     return transformers_loader(manifest).converter
 
 
@@ -146,7 +146,7 @@ def preset_path(manifest: Manifest) -> str:
 
 
 def task_class(manifest: Manifest) -> Any:
-    """Return KerasHub's task class for a checkpoint of KerasHub or Hugging Face; ``None`` for others and backbones."""
+    """Return KerasHub's task class for a KerasHub or Hugging Face checkpoint; ``None`` for a backbone or any other."""
     match spec_of(manifest).described_by:
         case "keras-hub":
             keras_hub()
@@ -185,14 +185,14 @@ def parameters(cls: Any) -> Mapping[str, Any]:
 
 
 def classes_for(backbone_cls: type, base: Any) -> list[Any]:
-    """Return KerasHub's subclasses of ``base`` (a task, a tokenizer) for a backbone's class."""
+    """Return the subclasses of ``base`` (KerasHub's task or tokenizer) that belong to a backbone class."""
     from keras_hub.src.utils.preset_utils import list_subclasses
 
     return [cls for cls in list_subclasses(base) if cls.backbone_cls is backbone_cls]
 
 
 def text_classes(model: Any) -> tuple[Any, Any]:
-    """Return KerasHub's classes of preprocessor and tokenizer for a task, or for the generating task of a backbone.
+    """Return KerasHub's preprocessor and tokenizer classes for a task; for a bare backbone, those of its ``CausalLM``.
 
     Either is ``None`` if KerasHub has none.
     """
@@ -211,7 +211,7 @@ def _shortest(classes: list[Any]) -> Any:
 
 
 def reads_tokenizer(cls: Any, *, sentencepiece: bool) -> bool:
-    """Whether a preprocessor's tokenizer is of this kind: SentencePiece, or byte pairs."""
+    """Whether a preprocessor class takes a SentencePiece tokenizer, or, with ``sentencepiece=False``, byte pairs."""
     kinds = keras_hub().tokenizers
     kind = kinds.SentencePieceTokenizer if sentencepiece else kinds.BytePairTokenizer
     return issubclass(cls.tokenizer_cls, kind)
@@ -226,7 +226,7 @@ def greedy_sampler() -> Any:
 
 
 def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> Any:
-    """Make the preprocessor ``cls`` of a checkpoint; raises any error if files are damaged, or it cannot run here.
+    """Make a preprocessor of class ``cls`` for a checkpoint; may raise any error, for damaged files and others.
 
     Some of KerasHub's preprocessors need TensorFlow; each is tried on one word, so that a model never fails later
     because of it. ``usable=False`` makes one that is only written to files, which needs no TensorFlow.
@@ -246,7 +246,7 @@ def lacks_tensorflow(cls: type) -> bool:
 
 
 def as_with_tensorflow(cls: type) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which Gemma 3's preprocessor can be constructed without TensorFlow, which only calls need."""
+    """Return a context that lets Gemma 3's preprocessor be made without TensorFlow, which it needs only when called."""
     # The class' module imported the check by name, so it is replaced there.
     module, name = sys.modules[cls.__module__], "assert_tf_installed"
     return Patches(lambda: [(module, name, lambda _: lambda symbol: None)] if hasattr(module, name) else []).applied()

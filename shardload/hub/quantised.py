@@ -43,7 +43,7 @@ _SIGNS = (
 )
 """Tensor names that no unquantised model has → the method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
-"""Ending of a name in `_SIGNS` → ending of the tensor next to it, without which the name is no sign."""
+"""Ending in `_SIGNS` → ending of a second tensor, without which the first one does not show quantisation."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER = r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\."
 _OPTION = f"ignore_config=({FIELD!r},) (--ignore-config {FIELD})"
@@ -76,7 +76,7 @@ def check(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 
 
 def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
-    """Like `check`, before a load into an existing model; files without a folder are left to `check_mapped`."""
+    """Run `check` on a folder before a load into an existing model; bare files are checked later by `check_mapped`."""
     if _is_folder(manifest):
         check(manifest, ignore=ignore)
 

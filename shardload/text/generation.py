@@ -163,7 +163,7 @@ def _require_causal_lm(model: Any) -> None:
 
 
 def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> dict[str, NDArray[Any]]:
-    """Return token ids and padding mask, (rows, length); the last prompt repeats until the batch axis divides rows."""
+    """Return token ids and padding mask of shape (rows, length). The last prompt is repeated to fill the batch axis."""
     # Backbones with learned positions, such as GPT-2's, have a fixed number of them.
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     limit = getattr(backbone_of(model), "max_sequence_length", None)
@@ -189,7 +189,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
 
 @contextlib.contextmanager
 def _on_mesh(model: Any) -> Iterator[Any]:
-    """Enter the model's own mesh and yield a function that puts an array there; without a mesh, on Keras' default."""
+    """Enter the model's mesh and yield a function that puts an array on it, or without one on Keras' default device."""
     binding = binding_of(model)
     if binding is None:
         yield keras.ops.convert_to_tensor
@@ -205,7 +205,7 @@ def _on_mesh(model: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A model's compiled loop with greedy sampling, cached on the model: compiling takes longer than running it."""
+    """A compiled generation loop with greedy sampling, kept on its model because compiling takes long."""
 
     binding: Any
     sampler: Any

@@ -40,7 +40,7 @@ def rebuild(path: Location) -> Tokenizer:
 
 
 def of_metadata(metadata: TokenizerMetadata, path: str) -> Tokenizer:
-    """Rebuild a tokenizer from GGUF metadata; ``path`` is its origin, for messages."""
+    """Rebuild a tokenizer from the metadata of a GGUF file, which messages call ``path``."""
     check_supported(metadata.model, metadata.pre, path)
     match metadata.model:
         case GgufTokenizer.SENTENCEPIECE:
@@ -105,7 +105,7 @@ def _sentencepiece_proto(metadata: TokenizerMetadata) -> bytes:
 
 
 def _byte_level(metadata: TokenizerMetadata) -> HuggingFace:
-    """Rebuild a byte-level BPE tokenizer, whose way to split text is in `pre_tokenizers`."""
+    """Rebuild a byte-level BPE tokenizer; `pre_tokenizers` says how it splits text into words."""
     import tokenizers
     from tokenizers import decoders, models
     from tokenizers import pre_tokenizers as splitters
@@ -150,13 +150,13 @@ def _vocabulary(metadata: TokenizerMetadata) -> dict[str, Any]:
 
 
 def _prefix(metadata: TokenizerMetadata, *, default: bool = True) -> tuple[int, ...]:
-    """Return the ids to put before a prompt: the start token, if the header, or else ``default``, asks for it."""
+    """Return the ids to put before a prompt: the start token or none, as the header says, else as ``default`` says."""
     bos = metadata.special_ids.get("bos")
     return (bos,) if bos is not None and metadata.flags.get("add_bos_token", default) else ()
 
 
 def _add_tokens(inner: Any, metadata: TokenizerMetadata) -> None:
-    """Add tokens that texts are first searched for: control tokens, which decode to nothing, and user-defined ones."""
+    """Add the tokens to find first in a text: control tokens, which decode to nothing, and user-defined tokens."""
     from tokenizers import AddedToken
 
     # Not strict: a header may have no types.
@@ -179,7 +179,7 @@ _START = "\u2581"
 
 
 def _encoder_tokenizer(metadata: TokenizerMetadata) -> Any:
-    """Return a ``tokenizers.Tokenizer`` for metadata of the model ``bert`` or ``t5``."""
+    """Return a ``tokenizers.Tokenizer`` for an encoder, whose tokenizer type in GGUF is ``bert`` or ``t5``."""
     inner = _word_pieces(metadata) if metadata.model == GgufTokenizer.WORD_PIECES else _unigrams(metadata)
     _surround(inner, metadata)
     return inner
@@ -238,7 +238,7 @@ def _unigrams(metadata: TokenizerMetadata) -> Any:
 
 
 def _surround(inner: Any, metadata: TokenizerMetadata) -> None:
-    """Let ``inner`` add a token before and after each text, as encoders expect, and mark its control tokens."""
+    """Make the tokenizer ``inner`` add a token before and after each text, as encoders expect; add control tokens."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 

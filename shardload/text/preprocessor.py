@@ -42,11 +42,11 @@ _INSTEAD = "Use shardload.generate(model, prompts)"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Any of these files means that a folder has a tokenizer."""
 _PROBE = "It's 2 o'clock:\n\n  x = [12345, 0.5]\ttabs, naïve 日本語 \U0001f600"
-"""A text to compare tokenizers by, with what they split differently: contractions, spaces, digits, other scripts."""
+"""A text to compare two tokenizers on. It has what they may split differently: contractions, spaces, digits, emoji."""
 
 
 class TextInput:
-    """Gives a task its preprocessor: that of a folder is made during the load, that of a GGUF file on first use."""
+    """Gives a task its preprocessor, which is made during the load for a folder, and on first use for a GGUF file."""
 
     def __init__(self, *, task: bool = True) -> None:
         """Prepare for one load of a model; with ``task=False``, the model is a backbone and gets no preprocessor."""
@@ -71,7 +71,7 @@ class TextInput:
             self._make(task.preprocessor_cls, manifest)
 
     def prepare(self, model: Any, manifest: Manifest) -> None:
-        """Begin to make the preprocessor of a model that has just been built, unless `begin` chose the same class."""
+        """Begin to make the preprocessor of a model that was just built, unless `begin` already makes that class."""
         # `begin` guessed the class from the configuration: another one replaces it.
         if (cls := _wanted(model)) is not self._cls and cls is not None and _is_folder(manifest):
             self._make(cls, manifest)
@@ -83,7 +83,7 @@ class TextInput:
         self._making = InThread(lambda: kerashub.make_preprocessor(cls, manifest), name="shardload-text")
 
     def attach(self, model: Any, manifest: Manifest) -> str | None:
-        """Set the preprocessor of a loaded model; return why that is not possible, for the report, or else ``None``."""
+        """Set the preprocessor of a loaded model; return a note for the report if that is impossible, else ``None``."""
         cls = _wanted(model)
         if cls is None:
             return None
@@ -98,7 +98,7 @@ class TextInput:
         return None
 
     def _set(self, model: Any, cls: Any, manifest: Manifest) -> str | None:
-        """Set the preprocessor that the thread made; if it failed although the source has a tokenizer, return why."""
+        """Set the preprocessor that the thread made. If that failed although the source has a tokenizer, return why."""
         # A source that has none, such as a folder with weights only, needs no line in the report.
         has_vocabulary = any((Path(manifest.source) / name).is_file() for name in _VOCABULARIES)
         was_saved = (manifest.config.get("config") or {}).get("preprocessor") is not None
@@ -115,7 +115,7 @@ class TextInput:
 
 
 def _wanted(model: Any) -> Any:
-    """Return the class of preprocessor that a model still needs; ``None`` if it has one or its class takes none."""
+    """Return the preprocessor class that a model still needs; ``None`` if it has a preprocessor or takes none."""
     cls = getattr(type(model), "preprocessor_cls", None)
     return cls if cls is not None and model.preprocessor is None else None
 
@@ -193,7 +193,7 @@ _ATTRIBUTE = "_preprocessor"
 
 
 def _defer_preprocessor(task: Any, make: Callable[[], Any]) -> None:
-    """Call ``make`` for a task's preprocessor only when it is first used; setting another one discards ``make``."""
+    """Call ``make`` when a task's preprocessor is first used; if another one is set before, ``make`` is dropped."""
     cls = kerashub.keras_hub().models.Task
     if vars(cls).get(_ATTRIBUTE) is None:
         setattr(cls, _ATTRIBUTE, _Deferred())
@@ -203,7 +203,7 @@ def _defer_preprocessor(task: Any, make: Callable[[], Any]) -> None:
 
 
 class _Deferred:
-    """Descriptor on KerasHub's ``Task`` that makes the preprocessor of a task that has none, when it is looked up."""
+    """Descriptor on KerasHub's ``Task``: if a task has no preprocessor, the first look-up of the attribute makes it."""
 
     def __init__(self) -> None:
         # Reentrant: what makes a preprocessor may ask the task for it, and must not wait for itself.

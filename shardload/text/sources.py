@@ -39,7 +39,7 @@ def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
 
 
 def record_text_source(model: Any, manifest: Manifest) -> None:
-    """Record on a model the source that it was loaded from, for `tokenizer_for`, if that may have a tokenizer."""
+    """Record on a model which source it was loaded from, if that may have a tokenizer; `tokenizer_for` uses it."""
     form, record = spec_of(manifest).tokenizer, record_of(model)
     if form is not None:
         record.text_source, record.tokenizer = manifest, None
@@ -47,7 +47,7 @@ def record_text_source(model: Any, manifest: Manifest) -> None:
 
 
 def tokenizer_for(model: Any) -> Tokenizer:
-    """Return the tokenizer of the source that shardload loaded a model from, else that of the model's preprocessor."""
+    """Return the tokenizer of the source that a model was loaded from, else the one in the model's preprocessor."""
     record = record_of(model)
     # A preprocessor without a source: KerasHub loaded the model.
     if record.text_source is None or record.text_header is None:
@@ -124,7 +124,7 @@ def _with_stops(inner: Any, stops: set[int]) -> HuggingFace:
 
 
 def _declared_stops(folder: Path, manifest: Manifest) -> set[int]:
-    """Return all stop ids that a folder's configurations declare as ``eos_token_id``, each a number or a list."""
+    """Return the stop ids that a folder's configuration files declare as ``eos_token_id`` (a number or a list)."""
     # All of them: which one names the end of a turn differs from model to model.
     text = manifest.config.get("text_config") or {}
     found: set[int] = set()

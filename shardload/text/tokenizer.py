@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SentencePiece:
-    """The `Tokenizer` of a SentencePiece model."""
+    """A `Tokenizer` that wraps a SentencePiece model."""
 
     processor: Any = field(repr=False)
     stop_ids: tuple[int, ...]
@@ -59,7 +59,7 @@ class SentencePiece:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFace:
-    """The `Tokenizer` of a ``tokenizers.Tokenizer``, the format of ``tokenizer.json``."""
+    """A `Tokenizer` that wraps a ``tokenizers.Tokenizer``, whose file format is ``tokenizer.json``."""
 
     inner: Any = field(repr=False)
     stop_ids: tuple[int, ...]
@@ -77,7 +77,7 @@ class HuggingFace:
 
 @dataclass(frozen=True, slots=True)
 class KerasHub:
-    """The `Tokenizer` of a KerasHub tokenizer layer."""
+    """A `Tokenizer` that wraps a KerasHub tokenizer layer."""
 
     layer: Any = field(repr=False)
     stop_ids: tuple[int, ...]
@@ -97,7 +97,7 @@ class KerasHub:
 
 @dataclass(frozen=True, slots=True)
 class ByteIds:
-    """The `Tokenizer` of synthetic checkpoints, which have no vocabulary: encodes bytes, and decodes ids to numbers."""
+    """The `Tokenizer` of synthetic checkpoints, which have no vocabulary: text becomes bytes, ids become numbers."""
 
     vocabulary_size: int
     stop_ids: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ class ByteIds:
 
 
 def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> SentencePiece:
-    """Wrap a loaded SentencePiece model; its stop ids are its own end tokens and ``stops``."""
+    """Wrap a loaded SentencePiece model; generation stops at the model's own end tokens and at ``stops``."""
     # piece_to_id returns the unknown id for a missing piece; bos_id and eos_id are -1 if there is none.
     ends = (processor.piece_to_id(token) for token in TURN_ENDS)
     found = {*stops, processor.eos_id(), *(i for i in ends if i != processor.unk_id())}

@@ -32,9 +32,9 @@ class FieldDifference:
     actual: str
     """The value in the model, for messages."""
     names: tuple[str, ...]
-    """Fields of which one in ``ignore_config`` is enough to accept this difference."""
+    """Names of fields. If ``ignore_config`` contains any of them, this difference is accepted."""
     fix: Callable[[], None] | None = None
-    """Sets the configured value on the model's layers; ``None`` if they cannot have it, or the change is too large."""
+    """Sets the configured value on the built layers; ``None`` if layers cannot take it or would change too much."""
 
     def __str__(self) -> str:
         return f"{self.configured} in the configuration, but {self.actual} in the model"
@@ -54,12 +54,12 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class SameAttribute:
-    """The attribute of KerasHub's backbone that must equal a field, the key of this record in `Checks.attributes`."""
+    """An attribute of KerasHub's backbone that must equal a configuration field: its key in `Checks.attributes`."""
 
     attribute: str
     default: Any
     names: tuple[str, ...]
-    """Fields of which one in ``ignore_config`` is enough to accept a difference."""
+    """Names of fields. If ``ignore_config`` contains any of them, a difference is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class Checks:
     epsilon: tuple[str, float] | None = None
     activation: tuple[str, str] | None = None
     rotary: Rotary | None = None
-    """``None`` for models without rotary positions."""
+    """How to read the rotary positions; ``None`` for models without them."""
     windows: _Windows | None = None
-    """``None`` if no layer has a sliding window."""
+    """Function that returns the sliding window of each layer; ``None`` if no layer has one."""
     has_activation: str | None = None
     """Name of the activation that KerasHub's class always computes, if its layers have no attribute to read it from."""
     activation_names: Mapping[str, str] = field(default_factory=dict)
@@ -85,24 +85,24 @@ class Checks:
     """Boolean fields to compare with the attribute of the same name on each attention layer."""
     attributes: Mapping[str, SameAttribute] = field(default_factory=dict)
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Field → argument of KerasHub's constructor to pass its value as, because KerasHub's converter does not."""
+    """Field → constructor argument of KerasHub's class for its value, which KerasHub's converter does not pass on."""
 
 
 # ---- sliding windows -----------------------------------------------------------------------------
 
 
 def every_layer(config: Config, layers: int) -> list[int | None]:
-    """Return each layer's window: ``sliding_window`` for all of them."""
+    """Return the field ``sliding_window`` as the window of every layer."""
     return [config.get("sliding_window")] * layers
 
 
 def if_used(config: Config, layers: int) -> list[int | None]:
-    """Return each layer's window: ``sliding_window`` for all of them if ``use_sliding_window`` is set, else none."""
+    """Return the field ``sliding_window`` as every layer's window if ``use_sliding_window`` is set, else no windows."""
     return every_layer(config, layers) if config.get("use_sliding_window") else [None] * layers
 
 
 def by_layer_type(default: Callable[[Config, int], bool], *, always: bool = True) -> _Windows:
-    """Return a function that gives windows to the layers that ``layer_types`` lists, or ``default`` if it is missing.
+    """Return a function for each layer's window: ``layer_types``, or ``default`` without it, says which layers slide.
 
     With ``always=False``, layers have windows only if ``use_sliding_window`` is set.
     """
@@ -126,5 +126,5 @@ def first_slides(config: Config, i: int) -> bool:
 
 
 def after_first_layers(config: Config, i: int) -> bool:
-    """Whether layer ``i`` has a sliding window: all have but the first ``max_window_layers``."""
+    """Whether layer ``i`` has a sliding window: all layers have one, except the first ``max_window_layers``."""
     return i >= int(config.get("max_window_layers", 28))

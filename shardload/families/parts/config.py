@@ -31,7 +31,7 @@ SQUARES = {"image_size": 224, "patch_size": 16}
 
 
 def decoder_defaults(*sizes: int, kv: int | None, longest: int) -> dict[str, Any]:
-    """Return default entries of a decoder: values for `SIZES`, ``kv`` key-value heads, and ``longest`` positions."""
+    """Return default ``config.json`` entries of a decoder: `SIZES`, number of key-value heads, and longest text."""
     return dict(zip(SIZES, sizes, strict=True)) | {"num_key_value_heads": kv, "max_position_embeddings": longest}
 
 

@@ -18,7 +18,7 @@ from shardload.families.parts.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Converter:
-    """A converter from Hugging Face to a KerasHub class; its functions do what those in KerasHub's converters do."""
+    """A converter from Hugging Face to a KerasHub class, with the same functions as KerasHub's own converters."""
 
     backbone: str
     """Name of KerasHub's backbone class."""
@@ -29,7 +29,7 @@ class Converter:
     tokenizer: Callable[..., Any]
     """Makes KerasHub's tokenizer from files; takes its class, the folder of the files, and further arguments."""
     applies: Callable[[Collection[str]], bool] = lambda names: True
-    """Whether to convert a checkpoint with tensors of these names by this converter, or else by KerasHub's own."""
+    """Takes the tensor names of a checkpoint; returns whether to use this converter instead of KerasHub's own."""
 
 
 def decoder_arguments(config: Config) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def port_ends(backbone: Any, loader: Any) -> None:
 
 
 def byte_pair_tokenizer(cls: Any, folder: str, *, with_added: bool = False, **kwargs: Any) -> Any:
-    """Make KerasHub's tokenizer from a ``tokenizer.json``; ``with_added`` adds the tokens that it lists separately."""
+    """Make KerasHub's tokenizer from a ``tokenizer.json``; ``with_added`` includes the file's ``added_tokens``."""
     described = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
     model = described["model"]
     added = described.get("added_tokens", ()) if with_added else ()
@@ -68,11 +68,11 @@ class LayerSettings(Protocol):
 
     @property
     def epsilon(self) -> float:
-        """The epsilon of most normalisation layers."""
+        """The epsilon that most normalisation layers of the backbone use."""
 
     @property
     def activation(self) -> str:
-        """Transformers' name of the activation; raises an ``UnsupportedError`` if transformers has none for it."""
+        """Name of the backbone's activation in transformers; raises an ``UnsupportedError`` if it has no name there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,12 @@ class Export:
     """How to write backbones of one KerasHub class for Hugging Face."""
 
     config: Callable[[Any, LayerSettings], dict[str, Any]]
-    """Returns a backbone's ``config.json`` without the longest text, token ids and the dtype, which the caller adds.
+    """Returns a backbone's ``config.json`` without context length, token ids and dtype, which the caller adds.
 
     Raises an ``UnsupportedError`` if the backbone has a feature that Hugging Face's configuration cannot express."""
     pre_tokenizer: str | None = None
-    """Key in `Family.pre_tokenizers`: how text is split for the vocabulary of these models. A preset does not say,
-    because KerasHub splits all texts as Llama 3 does. ``None``: no ``tokenizer.json`` is made from byte pairs."""
+    """Key in `Family.pre_tokenizers` of the way in which these models split text. A preset does not store it, because
+    KerasHub splits all texts as Llama 3 does. ``None``: no ``tokenizer.json`` is made from byte pairs."""
 
 
 def exported_decoder(backbone: Any, model_type: str, architecture: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ SANDWICH = BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""As `BLOCK`, for models with norms both before and after attention and feed-forward part: Gemma 2 and later."""
+"""GGUF's layer → Hugging Face's, as `BLOCK`, for blocks with norms before and after each part: Gemma 2 and later."""
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -50,7 +50,7 @@ ROPE_FREQS = frozenset({"rope_freqs.weight"})
 
 
 class Undo(Enum):
-    """The transformation that the converter to GGUF applied to a tensor; `shardload.loaders.gguf.rows` undoes it."""
+    """How the program that wrote a GGUF file changed a tensor; `shardload.loaders.gguf.rows` reverses the change."""
 
     NOTHING = "nothing"
     MINUS_ONE = "minus one"
@@ -69,27 +69,27 @@ class GgufArchitecture:
 
     name: str
     config: Callable[[GgufValues], dict[str, Any]]
-    """Returns a ``config.json`` that KerasHub's converter accepts."""
+    """Takes the values of a header; returns a ``config.json`` that KerasHub's converter accepts."""
     applies: Callable[[GgufValues], bool] = lambda values: True
-    """Whether a file with this ``name`` is of this kind of model; of kinds that share a name, at most one applies."""
+    """Whether a file of architecture ``name`` has this kind of model. At most one kind of the same name says so."""
     block_names: Mapping[str, str]
     """GGUF's name of a layer within a block (``attn_q``) → Hugging Face's (``self_attn.q_proj``)."""
     top_names: Mapping[str, str] = field(default_factory=lambda: TOP)
     """GGUF's name of a layer outside of blocks (``token_embd``) → Hugging Face's (``model.embed_tokens``)."""
     block: str = "model.layers"
-    """What Hugging Face's names of layers within blocks begin with, before the number of the block."""
+    """Start of Hugging Face's names of layers in blocks: all that comes before the number of the block."""
     bare: frozenset[str] = frozenset()
-    """Those of Hugging Face's names that no ``.weight`` or ``.bias`` follows, as they name a parameter, not a layer."""
+    """Hugging Face's names of parameters, not layers: no ``.weight`` or ``.bias`` is appended to these names."""
     undone: Mapping[str, Undo] = field(default_factory=dict)
     """GGUF's name of a layer → how the converter to GGUF transformed its tensors."""
     norms_plus_one: bool = False
     rope_factors: frozenset[str] = frozenset()
     """Names of tensors with factors for rotary positions: settings that `config` reads, not weights of the model."""
     fused_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Hugging Face's tensor of a block's experts → the GGUF layers whose output columns alternate in it."""
+    """Hugging Face's tensor with all experts of a block → the GGUF layers whose output columns alternate in it."""
 
     def hf_name(self, name: str, path: str) -> str | None:
-        """Return Hugging Face's name of a GGUF tensor; ``None`` for those of `rope_factors` and `fused_experts`."""
+        """Return Hugging Face's name of a GGUF tensor; ``None`` if `rope_factors` or `fused_experts` contains it."""
         if name in self.rope_factors:
             return None
         stem, _, suffix = name.rpartition(".")
@@ -112,7 +112,7 @@ class GgufArchitecture:
         return f"{self.block}.{int(block[1])}.{part}{ending}" if block else f"{part}{ending}"
 
     def undo(self, name: str) -> Undo:
-        """Return the transformation to undo for the GGUF tensor ``name``."""
+        """Return which change to undo when the GGUF tensor ``name`` is read."""
         stem, _, suffix = name.rpartition(".")
         if self.norms_plus_one and stem.endswith("norm"):
             return Undo.MINUS_ONE
@@ -131,7 +131,7 @@ class GgufArchitecture:
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # Expressions differ mostly in how they split numbers: up to three digits at a time, one by one, or not at all.
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Regular expression for words of a text; ``%s`` is the quantifier for the digits that form one word (``{1,3}``)."""
+"""Regular expression for words, to follow `CONTRACTIONS`; ``%s`` says how many digits form one word (``{1,3}``)."""
 
 
 class GgufTokenizer(StrEnum):
@@ -140,7 +140,7 @@ class GgufTokenizer(StrEnum):
     SENTENCEPIECE = "llama"
     BYTE_PAIRS = "gpt2"
     SPACED_PAIRS = "gemma4"
-    """Merges of pairs, as in BYTE_PAIRS, over text with ``▁`` for spaces, as in SentencePiece."""
+    """Byte-pair merging, as in ``BYTE_PAIRS``, of text in which ``▁`` stands for a space, as in SentencePiece."""
     WORD_PIECES = "bert"
     UNIGRAMS = "t5"
 
@@ -150,10 +150,10 @@ class PreTokenizer:
     """How text is split into words before byte pairs are merged: a value of ``tokenizer.ggml.pre``."""
 
     words: str | None
-    """Regular expression that finds words; ``None``: GPT-2's, which the package tokenizers contains."""
+    """Regular expression that finds words; ``None``: GPT-2's expression, which the package ``tokenizers`` contains."""
     takes_whole_words: bool = False
     """Whether a word that is in the vocabulary is one token, even if no merges lead to it."""
     starts_texts: bool = False
-    """Whether a text begins with the start token, if the header does not say."""
+    """Whether a text begins with the start token, for files whose header does not say."""
     surrounds_texts: bool = False
     """Whether each text gets a token before and after it, as encoders expect, instead of just a start token."""

@@ -21,16 +21,16 @@ class GgufValues:
     """Typed access to the key-values of one GGUF header."""
 
     entries: Mapping[str, Any]
-    """Key → value, under their full names."""
+    """Full name of a key (``llama.block_count``) → its value."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Tensor → its shape, outermost dim first."""
+    """Name of a tensor → its shape, outermost dim first."""
     path: str
     rope_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Name of a tensor (``rope_freqs``) → the factors that rotary frequencies are divided by, one for each pair."""
+    """Name of a tensor (``rope_freqs``) → divisors of the rotary frequencies, one for each pair of features."""
 
     @property
     def architecture(self) -> str:
-        """``general.architecture``; empty if the file has none."""
+        """Name of the architecture (``general.architecture``); empty if the file has none."""
         found = self.entries.get("general.architecture")
         return found if isinstance(found, str) else ""
 
@@ -39,7 +39,7 @@ class GgufValues:
         return f"{self.architecture}.{key}" in self.entries
 
     def number(self, key: str, default: Any = ...) -> Any:
-        """Return the number at ``ARCHITECTURE.key``; a list with one number for each layer must have equal numbers."""
+        """Return the number at ``ARCHITECTURE.key``. A list is accepted if it has the same number for every layer."""
         full = f"{self.architecture}.{key}"
         found = self.entries.get(full, default)
         # Compared as text: 1 and True differ, and NaN equals itself.
@@ -64,7 +64,7 @@ class GgufValues:
         return found
 
     def each(self, key: str, layers: int) -> list[int]:
-        """Return the integers of all layers at ``ARCHITECTURE.key``, where the header has a list or one for all."""
+        """Return one integer per layer from ``ARCHITECTURE.key``, which is a list or one integer for all layers."""
         found = self.entries.get(f"{self.architecture}.{key}")
         if not isinstance(found, list):
             return [self.count(key)] * layers
@@ -182,7 +182,7 @@ def with_llama3_scaling(values: GgufValues, base: _Config) -> _Config:
 
 
 def expert_entries(values: GgufValues) -> _Config:
-    """Return the ``config.json`` entries of a mixture of experts, but ``norm_topk_prob``, which GGUF does not store."""
+    """Return the ``config.json`` entries of a mixture of experts, except ``norm_topk_prob``, which GGUF omits."""
     stacked = values.shape("blk.0.ffn_up_exps.weight") or (0, 0)
     return {
         "num_experts": values.count("expert_count"),

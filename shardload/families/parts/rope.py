@@ -31,15 +31,15 @@ _CORRECT = "Correct it in the model's configuration"
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How to read the rotary positions of a ``model_type``: defaults for omitted fields, and exceptions."""
+    """How to read the rotary positions of one ``model_type``: defaults of omitted fields, and special rules."""
 
     theta: float
     """Default of ``rope_theta``, the base of the frequencies."""
     sliding_theta: float | None = None
-    """Default base in sliding layers; ``None`` if all layers of a model share one base."""
+    """Default of the base in layers with a sliding window; ``None`` if all layers of a model share one base."""
     is_partial: bool = False
-    """Whether ``partial_rotary_factor`` applies to unscaled positions; for other models, transformers 5 ignores values
-    other than 1, and 4 fails."""
+    """Whether ``partial_rotary_factor`` also applies to positions without scaling. If not, transformers 5 ignores the
+    field there, and transformers 4 fails unless it is 1."""
     stretched: str = "linear"
     """Kind of scaling (``linear``, ``yarn``) that KerasHub's class applies if its constructor is given a factor."""
 
@@ -49,7 +49,7 @@ class Rotation:
     """The rotary embedding that one layer applies to queries and keys."""
 
     kind: str
-    """``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3``, or an unknown kind as configured."""
+    """Kind of scaling: ``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3``, or as configured."""
     theta: float
     parameters: Config
     """Settings of this kind of scaling, by their names in the configuration: ``factor``, ``beta_fast``, …"""
@@ -65,7 +65,7 @@ class Rotation:
 
 
 def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int | None) -> Rotation:
-    """Return the rotation in one kind of layer, `FULL` or `SLIDING`; with ``head_dim=None``, without the angles."""
+    """Return how layers of one kind (`FULL` or `SLIDING`) rotate; with ``head_dim=None``, the angles are left out."""
     has_kinds = rotary.sliding_theta is not None
     default_theta = rotary.sliding_theta if has_kinds and layer_type == SLIDING else rotary.theta
     parameters = dict(parameters_of(config, layer_type, has_kinds=has_kinds))
@@ -93,7 +93,7 @@ def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int |
 
 
 def parameters_of(config: Config, layer_type: str, *, has_kinds: bool) -> Config:
-    """Return a configuration's rotary parameters for one kind of layer, in whichever form it states them."""
+    """Return a configuration's rotary parameters for one kind of layer; reads the forms of transformers 4 and 5."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if isinstance(new, Mapping) and any(isinstance(new.get(key), Mapping) for key in (FULL, SLIDING)):
         # transformers 5, for models whose kinds of layers differ: an entry for each kind.
@@ -107,7 +107,7 @@ def parameters_of(config: Config, layer_type: str, *, has_kinds: bool) -> Config
 
 
 def field_of(config: Config) -> str:
-    """Return the name of the entry in this ``config.json`` that scales positions."""
+    """Return which entry of a ``config.json`` scales positions: ``rope_scaling`` or ``rope_parameters``."""
     return "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
 
 

@@ -21,7 +21,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     near_one: bool = False
-    """Whether its values are around one (the scale of a norm), not around zero."""
+    """Whether the tensor's values are around one, as the scales of a norm are, instead of around zero."""
 
 
 def affine(at: str, shape: tuple[int, int], *, out: int) -> Iterator[TensorSpec]:
@@ -44,7 +44,7 @@ def gated_mlp(
     size: str = "intermediate_size",
     biased: bool = False,
 ) -> Iterator[TensorSpec]:
-    """Yield the three matrices of a gated feed-forward layer; ``size`` is the field that states its width."""
+    """Yield the three matrices of a gated feed-forward layer; ``size`` names the field with the layer's width."""
     hidden, width = config["hidden_size"], config[size]
     for name, shape in zip(names, ((width, hidden), (width, hidden), (hidden, width)), strict=True):
         yield TensorSpec(f"{at}.{name}.weight", shape)
@@ -69,7 +69,7 @@ class DecoderTensors:
     feed_forward: Callable[[Config, int, str], Iterator[TensorSpec]] = lambda config, layer, at: gated_mlp(
         config, f"{at}.mlp"
     )
-    """Yields tensors of a layer's feed-forward part; takes the configuration, the layer's index and its prefix."""
+    """Yields the tensors of a layer's feed-forward part; takes the configuration, the layer's index and name prefix."""
 
     def __call__(self, config: Config) -> Iterator[TensorSpec]:
         """Yield the tensors of a checkpoint with this configuration, in the order of the file."""
@@ -113,11 +113,11 @@ class OptionalPart:
 
     title: str
     names: str
-    """Regular expression for the names of its tensors."""
+    """Regular expression that matches the names of the part's tensors."""
     without: tuple[str, ...]
-    """Suffixes of names of the classes in `transformers` that need no such part, so their checkpoints may lack it."""
+    """Endings of class names in `transformers` (``ForMaskedLM``) whose checkpoints may lack the part."""
     output: str
-    """The result that must not be used until the part is trained, for a note: ``the pooled output``."""
+    """Name, for a note, of the result that is meaningless until the part is trained: ``the pooled output``."""
 
 
 POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
