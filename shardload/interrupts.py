@@ -34,7 +34,7 @@ _NO_PLACE = {
     "ExtensionFileLoader.create_module": "code of a compiled module, which may abort on an exception of Python",
     "ExtensionFileLoader.exec_module": "the same: JAX's make enums there, and optree takes it for a missing module",
 }
-"""Functions that a signal must not raise an exception in, nor in what they call: why, by qualified name."""
+"""Qualified name of a function in which, or in whose callees, a signal must not raise an exception → why not."""
 _RETRY_S = 0.02
 """Seconds after which a signal that arrived inside one of `_NO_PLACE` is sent again."""
 
@@ -51,7 +51,7 @@ _raised: list[KeyboardInterrupt] = []
 
 
 def raised() -> KeyboardInterrupt:
-    """Return the exception that the last signal raised, with its notes: typer turns it into a mere exit code."""
+    """Return the exception that the last signal raised, with its notes, which typer reduces to an exit code."""
     return _raised[-1] if _raised else KeyboardInterrupt()
 
 
@@ -67,7 +67,7 @@ def message_of(number: int) -> str:
 
 @contextlib.contextmanager
 def exit_at_once(farewell: Callable[[int], None]) -> Iterator[None]:
-    """Make Ctrl-C, SIGTERM and SIGHUP exit the process at once, even inside C++ code, with 128 + the signal.
+    """Make Ctrl-C, SIGTERM and SIGHUP end the process at once, even inside C++ code, with code 128 + signal number.
 
     ``farewell`` is called first with the signal, in another thread, and must not block. Functions registered with
     `atexit` do not run.
@@ -108,7 +108,7 @@ def end_with(code: int, farewell: Callable[[int], None]) -> None:
 
 
 def _watched(farewell: Callable[[int], None], code: int | None) -> tuple[int, int]:
-    """Start a thread that ends the process on a signal; return the descriptor signals write to, and the former one."""
+    """Start a thread that ends the process on a signal; return the pipe that signals write to, and the former one."""
     # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -209,7 +209,7 @@ def _handled_by(
 
 
 def _handled(numbers: Sequence[int]) -> list[int]:
-    """Return which of these signals this thread may set handlers for: in the main thread, those not ignored."""
+    """Return which of ``numbers``, signals, this thread may handle: in the main thread, all that are not ignored."""
     in_main = threading.current_thread() is threading.main_thread()
     return [n for n in numbers if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
 

@@ -50,7 +50,7 @@ class Progress(Protocol):
 
 
 ProgressLike: TypeAlias = Progress | bool | Literal["bar", "lines", "json"] | None
-"""Type of the argument ``progress``: ``True`` for a bar or lines as suits stderr, one by name, or an object."""
+"""Type of ``progress``: ``True`` for a bar or lines, whichever suits stderr; the name of one; or an object."""
 
 
 class Silent:
@@ -123,7 +123,7 @@ class ProgressLine:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left at this rate; ``None`` if they cannot be estimated."""
+        """Seconds left at the present rate; ``None`` if they cannot be estimated."""
         if self.total_bytes is None or not self.bytes_per_s:
             return None
         return max(0, self.total_bytes - self.done_bytes) / self.bytes_per_s

@@ -71,7 +71,7 @@ class Filled:
 
 
 def local_path(path: Any) -> Path:
-    """Return an existing local path as an absolute one; for anything else, leave the call to Keras."""
+    """Return an existing local path as an absolute one; raise `NotSupported` for anything else."""
     if not isinstance(path, str | os.PathLike):
         raise NotSupported(f"its source is a {type(path).__name__}, expected a path")
     text = os.fspath(path)
@@ -94,7 +94,7 @@ def fill_model(model: Any, path: Path) -> Loaded:
 
 
 def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed: bool = False) -> None:
-    """Give all remaining variables their initial values, and take those without a layout off the mesh.
+    """Give variables that were not loaded their initial values; take variables without a layout off the mesh.
 
     JAX refuses to combine ``committed`` values, as those that Orbax reads, with arrays on other devices.
     """
@@ -111,7 +111,7 @@ def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed
 
 
 def model_call(call: EntryCall) -> Filled:
-    """Build a model from its configuration without values, load them, and what its layers saved in files."""
+    """Build a saved model without values, then load its weights and the files that its layers saved."""
     path = local_path(call.arguments["filepath"])
     # An archive and a folder have a config.json; an Orbax checkpoint has the configuration inside.
     checker, config = None, saved_config(path)
@@ -157,16 +157,16 @@ HEAD, BACKBONE = "head", "backbone"
 
 @dataclass(slots=True)
 class _Collected:
-    """The calls that load weights, collected from KerasHub while it builds a model, to be made at once afterwards."""
+    """Collects KerasHub's calls that load weights while it builds a model; one load replaces them afterwards."""
 
     loader: Any
     parts: dict[str, tuple[Any, Path]] = field(default_factory=dict)
-    """Part, ``head`` or ``backbone`` → the object to fill, and the folder of its weights."""
+    """Name of a part (``head`` or ``backbone``) → the object to fill, and the folder with the part's weights."""
     n_weights: int = 0
     """Number of weights that the backbone had when KerasHub would have loaded them."""
 
     def call(self, call: EntryCall) -> Any:
-        """Collect a call that loads weights; let Keras make all others."""
+        """Collect a call that loads weights; let Keras make all other calls."""
         if call.kind != "weights":
             return call.original()
         found = call.arguments
@@ -175,7 +175,7 @@ class _Collected:
         return None
 
     def convert(self, part: str, target: Any) -> None:
-        """Collect a conversion of Hugging Face weights."""
+        """Collect KerasHub's request to convert Hugging Face weights into ``target``."""
         # KerasHub fetches a file from the Hugging Face Hub when a tensor in it is read; here all files are needed.
         preset = str(self.loader.preset)
         self._add(part, target, hubs.fetch(preset) if preset.startswith("hf://") else local_path(preset))
@@ -188,7 +188,7 @@ class _Collected:
             self.n_weights = len(target.weights)
 
     def target(self, made: Any) -> tuple[Any, Path]:
-        """Return which object to fill from which folder, for all collected calls together."""
+        """Return the one object to fill and the one folder to read that replace all collected calls."""
         if BACKBONE not in self.parts:
             raise NotSupported("it loads no weights of a backbone")
         backbone, folder = self.parts[BACKBONE]
@@ -205,7 +205,7 @@ class _Collected:
 
 
 def preset_call(call: EntryCall) -> Filled:
-    """Build a backbone or task of KerasHub as KerasHub does, and load the weights that it would load."""
+    """Let KerasHub build a backbone or task without weights, then load the weights that KerasHub would load."""
     if not call.arguments["load_weights"]:
         raise NotSupported("load_weights=False: there is nothing to load")
     loader = call.arguments["loader"]
@@ -228,7 +228,7 @@ _NO_WEIGHTS = {
     "legacy": "it is an HDF5 file of Keras 2 (.h5)",
 }
 _SHOWN = 300
-"""Characters of an error that the report keeps."""
+"""Most characters of an error's message that the report keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class Accelerated:
     report: FastReport
 
     def __call__(self, call: EntryCall) -> Any:
-        """Make a call; return and raise what Keras would."""
+        """Make one call of the block; return or raise what Keras would."""
         # Before `plain_keras`, inside of which no block is open. Blocks nest, and each reports the call.
         reports = [handler.report for handler in handlers() if isinstance(handler, Accelerated)]
         began = time.perf_counter()

@@ -91,14 +91,14 @@ def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
 
 
 class Unseen:
-    """Stands for the dataset of a call outside ``fit``, which is not known yet: it is checked when it is opened."""
+    """Stands for the dataset of a call outside ``fit``, when no dataset is known yet; it is checked when opened."""
 
     def check(self, origin: Origin) -> None:
         """Do nothing: the data is not known yet."""
 
 
 def resumable_of_fit() -> Any:
-    """Return the resumable dataset of the calling ``fit``; ``None`` if it has none, `Unseen` outside ``fit``."""
+    """Return the resumable dataset of the running ``fit``; ``None`` if its data is not resumable, `Unseen` outside."""
     epochs = epoch_iterator_of_fit()
     if epochs is None:
         return Unseen()
@@ -143,7 +143,7 @@ def _grain() -> Any:
 
 
 def _rows(batch: Any) -> int:
-    """Return the number of examples in a batch; 0 if no leaf has a first dimension."""
+    """Return the number of examples in a batch; 0 if none of its arrays has a first dimension."""
     import jax
 
     return next((int(leaf.shape[0]) for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), 0)
@@ -197,7 +197,7 @@ def _resumable_class() -> Any:
             self._reading = reading
 
         def check(self, origin: Origin) -> None:
-            """Raise a `UsageError` if a position that was saved in the run ``origin`` means other batches here."""
+            """Raise a `UsageError` if the position that ``origin`` saved means other batches in this dataset."""
             origin.check(self._reading)
             if origin.reading.rows is not None:
                 # A Grain dataset does not know how many rows its batches have: read one.
@@ -220,7 +220,7 @@ class BatchPart:
 
 
 def part_of_this_process() -> BatchPart:
-    """Return the part of a batch that belongs to this process' devices; all of it without a Keras distribution."""
+    """Return the part of a batch that this process' devices need; the whole batch without a Keras distribution."""
     import jax
     import keras
     import numpy as np
@@ -236,7 +236,7 @@ def part_of_this_process() -> BatchPart:
 
 
 def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
-    """Return the part of a batch that a process reads; ``owners`` has the processes of each row of the mesh."""
+    """Return the part of a batch that a process reads; ``owners`` lists the processes in each row of the mesh."""
     shares = {one: tuple(i for i, who in enumerate(owners) if one in who) for who in owners for one in who}
     parts = sorted(set(shares.values()))
     # JAX concatenates the parts in the order of the mesh, so they must be adjacent, disjoint and of equal size.

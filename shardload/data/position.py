@@ -27,13 +27,13 @@ from shardload.units import plural
 _KEPT = 8
 """How many of the last states of the data are kept; Keras reads at most two batches ahead of training."""
 _ENDLESS = 1 << 48
-"""Length from which a dataset counts as endless: that of an endless one is the largest index by the batch size."""
+"""Length from which a dataset counts as endless: for an endless one, Grain states a huge number, not infinity."""
 
 _LENGTHS = {"examples": "examples", "batches": "batches", "repeated": "elements before repeat()"}
 
 _active = threading.local()
 _positions: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
-"""Model → position of its running ``fit``, through which the dataset and the callback exchange it. Weak, because a
+"""Model → data position of its running ``fit``, which the dataset and the callback share. Weak, because a
 ``fit`` may end without notice. Not in `ModelRecord`, as `shardload.data` is above Keras' private parts."""
 
 
@@ -70,7 +70,7 @@ class Origin:
     processes_now: int
 
     def check(self, now: Reading) -> None:
-        """Raise unless the same number of batches means the same examples in the saving run and ``now``."""
+        """Raise unless a count of batches stands for the same examples in the run that saved it and in ``now``."""
         then = self.reading
         if (then.global_batch_size is None) != (now.global_batch_size is None):
             saved, given = ("with", "without") if then.global_batch_size else ("without", "with")
@@ -91,7 +91,7 @@ class Origin:
             )
 
     def check_rows(self, now: int, *, at_end: bool) -> None:
-        """Raise unless a batch has as many rows as in the run that saved the position; the last one may have fewer."""
+        """Raise unless a batch has as many rows as in the run that saved the position; a last batch may have fewer."""
         then = self.reading.rows
         if then is not None and now != then and not (at_end and now < then):
             raise self._cannot(f"its batches had {plural(then, 'row')} in this process, and now have {now}")
@@ -104,7 +104,7 @@ class Origin:
 
 
 def length(dataset: Any) -> int:
-    """Return the length of a `grain.MapDataset`; 0 if it is endless: its length is then the largest index."""
+    """Return the length of a `grain.MapDataset`; 0 if it is endless, for which Grain states a huge number."""
     found = len(dataset)
     return found if found < _ENDLESS else 0
 
@@ -125,7 +125,7 @@ class Position:
     """The position in the data of one ``fit``. Several callbacks may report the same events to it."""
 
     def __init__(self, fit: Any = None) -> None:
-        """Begin the position of a ``fit``, which any object that only this ``fit`` has stands for."""
+        """Begin the position of one ``fit``; the argument is any object that only this call of ``fit`` has."""
         self.fit = fit
         self._wanted: dict[str, Any] | None = None
         self._origin: Origin | None = None
@@ -160,7 +160,7 @@ class Position:
         self._trained = self._before_epoch + batches
 
     def epoch_ends(self) -> None:
-        """Record that an epoch ends; after one resumed in the middle, make Keras forget its shorter length."""
+        """Record that an epoch ends. If it was resumed in the middle, make Keras forget its shorter length."""
         if self._skipped and self._epochs is not None:
             forget_epoch_length(self._epochs)
         self._skipped = 0
@@ -172,7 +172,7 @@ class Position:
 
     @property
     def reading(self) -> dict[str, int]:
-        """The way the data is cut into batches, as a record; see `Reading`."""
+        """The way the data is cut into batches: the known fields of `Reading`, as JSON to store in a step."""
         found = asdict(self._reading)
         if self._reading.global_batch_size is None and self._rows:
             found["rows"] = self._rows
@@ -192,7 +192,7 @@ class Position:
         return self._epochs is not None and bool(self._epochs.steps_per_epoch)
 
     def opened(self, iterator: Any, reading: Reading) -> bool:
-        """Register an iterator that was opened; return whether training reads it, not an inspection or validation."""
+        """Register an iterator that was opened; return whether it is for training, not for inspection or validation."""
         # Keras also opens iterators to inspect a batch, and for validation: those are not training.
         if not self._expecting:
             return False
@@ -215,7 +215,7 @@ class Position:
         return True
 
     def may_continue(self) -> bool:
-        """Whether the epoch has another batch for training's iterator; one resumed in the middle has fewer."""
+        """Whether training may read another batch in this epoch; an epoch resumed in the middle has fewer batches."""
         if self._left is None or self._given < self._left:
             return True
         # The next epoch opens another iterator, which must go on with the batch after this one.
@@ -224,7 +224,7 @@ class Position:
         return False
 
     def ended(self) -> None:
-        """Record that training's iterator has no more data; raise if a resumed one had none from the start."""
+        """Record that training's iterator has no more data; raise if it was resumed and never returned a batch."""
         if self._origin is not None and not self._given:
             raise UsageError(
                 f"Step {self._origin.step} was saved at the end of the dataset, but fit() requests more batches. "

@@ -108,7 +108,7 @@ def transformers_loader(manifest: Manifest) -> Any:
         )
 
         class OwnLoader(TransformersPresetLoader):  # type: ignore[misc]  # KerasHub has no types
-            """KerasHub's loader with a converter that a family declares, which KerasHub's constructor would not find."""
+            """KerasHub's loader with a converter that a family declares: KerasHub's constructor would not find it."""
 
             def __init__(self) -> None:
                 super(TransformersPresetLoader, self).__init__(preset_path(manifest), config)
@@ -226,7 +226,7 @@ def greedy_sampler() -> Any:
 
 
 def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> Any:
-    """Make a preprocessor of class ``cls`` for a checkpoint; may raise any error, for damaged files and others.
+    """Make a preprocessor of class ``cls`` for a checkpoint; raises errors of any type if files are damaged.
 
     Some of KerasHub's preprocessors need TensorFlow; each is tried on one word, so that a model never fails later
     because of it. ``usable=False`` makes one that is only written to files, which needs no TensorFlow.

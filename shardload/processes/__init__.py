@@ -35,7 +35,7 @@ from shardload.processes.heartbeats import RETURN_S, Heartbeat, first_line
 _T = TypeVar("_T")
 
 _WAIT_MS = 1000
-"""Milliseconds that a request waits for an answer, before the wait looks for lost processes and goes on."""
+"""Milliseconds that one request waits for an answer; between requests, a wait looks for lost processes."""
 _JOIN_S = 18.0
 """How long a process waits for the messages of the others once one has failed: longer than the heartbeat takes to
 detect a lost process."""
@@ -112,7 +112,7 @@ _starting: list[threading.Timer] = []
 
 @contextmanager
 def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[None]:
-    """Start JAX in another thread if the block takes longer than ``after_s``; errors are left to the next caller."""
+    """Start JAX in another thread if the block takes longer than ``after_s``; the next start raises its errors."""
 
     def run() -> None:
         with suppress(Exception):
@@ -132,7 +132,7 @@ def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[Non
 # Runs after the heartbeat has stopped, which is registered later, and before JAX's own shutdown.
 @atexit.register
 def _end_starts() -> None:
-    """Shut JAX down so that threads still waiting in it return now: after the interpreter's exit, that would abort."""
+    """Shut JAX down at exit so that threads still starting it return: after the exit, they would abort the process."""
     if any(one.is_alive() for one in _starting):
         with suppress(Exception):
             jax.distributed.shutdown()
@@ -154,7 +154,7 @@ call = _Call()
 
 
 class Channel:
-    """A sequence of exchanges of messages between processes, which all make them in the same order.
+    """A sequence of message exchanges between processes; all processes make the exchanges in the same order.
 
     ``members`` are the indices of the processes, by default all. The name is the same on all of them; by default it is
     a number, which matches if they open channels in the same order.
@@ -187,7 +187,7 @@ class Channel:
         return [heard["value"] for heard in said.values()]
 
     def first(self, do: Callable[[], _T]) -> _T:
-        """Run ``do`` on process 0 only; every process gets its JSON result, or its failure."""
+        """Run ``do`` on process 0 only; every process gets the result (JSON), or raises the failure."""
         return self.together(do if is_first() else lambda: None)[0]  # type: ignore[return-value]
 
     def exchange(
@@ -197,7 +197,7 @@ class Channel:
         hurried: Callable[[], bool] = lambda: False,
         check: Callable[[], None] = lambda: None,
     ) -> dict[int, Word]:
-        """Send a message and return those of all members; a process that was lost or sent none has a message saying so.
+        """Send a message; return the messages of all members, and for a lost or silent member one that says so.
 
         Each second, ``hurried`` says whether a process failed, which limits the wait to `_JOIN_S`, and ``check`` may
         raise.
@@ -229,7 +229,7 @@ class Channel:
 
 
 class _Wait:
-    """The waiting of one exchange for messages, with its time limit and its checks."""
+    """Waits for the messages of one exchange, with a time limit and checks for failed processes."""
 
     def __init__(self, beat: Heartbeat, hurried: Callable[[], bool], check: Callable[[], None]) -> None:
         self._beat, self._hurried, self._check = beat, hurried, check
@@ -264,7 +264,7 @@ class _Wait:
 def run_watched(
     do: Callable[[], Any], *, name: str, every_s: float, look: Callable[[bool], None]
 ) -> BaseException | None:
-    """Run ``do`` in another thread and return its error; meanwhile call ``look`` with whether it still runs.
+    """Run ``do`` in another thread and return its error; call ``look`` at intervals with whether ``do`` still runs.
 
     The wait ends if ``look`` raises. A daemon thread, because what waits for other processes cannot be cancelled, and
     must not keep the program from ending.
@@ -286,7 +286,7 @@ def run_watched(
 
 
 def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
-    """Make a request to process 0, and raise if it does not answer because it is lost; a stopped one never answers."""
+    """Make a request to process 0; raise if process 0 is lost, as a stopped process would never answer."""
 
     def look(is_waiting: bool) -> None:
         if is_waiting:
@@ -297,7 +297,7 @@ def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
 
 
 def post(key: str, word: Word) -> None:
-    """Set a key for processes that read it with `Heartbeat.ask`."""
+    """Set a key of the run's store to a message, for processes that read the key with `Heartbeat.ask`."""
     patiently(lambda: run_client().key_value_set(key, json.dumps(word), allow_overwrite=True), heartbeat())
 
 

@@ -22,18 +22,18 @@ from shardload.errors import DisagreementError, UninitialisedError
 _T = TypeVar("_T")
 
 Facts = dict[str, str]
-"""Name of a fact → the fact as text, which is equal on every process if they agree."""
+"""Name of a fact → the fact as text, which is equal on every process if the processes agree."""
 
 
 class Meetings(Protocol):
     """The methods of a `JointCall` by which processes exchange results."""
 
     def together(self, do: Callable[[], _T], what: str) -> list[_T]:
-        """As in `JointCall`."""
+        """See the same method of `JointCall`."""
         ...
 
     def first(self, do: Callable[[], _T], what: str) -> _T:
-        """As in `JointCall`."""
+        """See the same method of `JointCall`."""
         ...
 
 
@@ -47,7 +47,7 @@ class Topic:
     fix: str
     """What to do about a difference, as the last sentence of the message."""
     titles: Callable[[], Facts] = dict
-    """Returns titles for facts whose names alone are unclear; messages use those of process 0."""
+    """Returns readable titles for facts with unclear names; messages show the titles of process 0."""
 
 
 def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
@@ -59,7 +59,7 @@ def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
 
 
 def require(joint: Meetings, found: Sequence[Topic]) -> None:
-    """Check that these topics are the same on all processes; all raise the first difference, with each side's value."""
+    """Check that the facts of these topics are the same on all processes; if not, all raise the first difference."""
     facts = [topic.facts() for topic in found]
     # One meeting for all topics, with digests: the facts, a line per tensor, follow only where digests differ.
     of_each = joint.together(lambda: [facts_digest(one) for one in facts], f"the comparison of {found[0].what}")
@@ -98,7 +98,7 @@ def _written(arguments: Mapping[str, Any]) -> Facts:
 
 
 def _as_text(value: Any) -> str:
-    """Format an argument's value as text that is equal on every process; objects by their type."""
+    """Format an argument's value as text that is equal on every process; an object becomes the name of its type."""
     match value:
         case None | str():
             return repr(value)
@@ -139,5 +139,5 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
 
 @functools.cache
 def _channel(members: tuple[int, ...], call: str) -> processes.Channel:
-    """Return the channel of one joint call only, because a failed call may leave an exchange incomplete."""
+    """Return a channel that only one joint call uses, because a failed call may leave an exchange incomplete."""
     return processes.Channel("-".join(("initial", *map(str, members), call)), members=members)

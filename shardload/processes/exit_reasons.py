@@ -77,7 +77,7 @@ class ExitRecorder:
         self._finalize()
 
     def write(self, cause: str) -> None:
-        """Record a cause of failure, flushed to disk."""
+        """Write the cause of a failure to the folder of the steps, flushed to disk."""
         if processes.count() > 1 and self.folder is not None:
             watchdog.write_down(str(self.folder), {"process": processes.index(), "cause": cause})
 

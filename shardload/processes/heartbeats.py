@@ -28,15 +28,15 @@ _BEAT_S = 1.0
 _SILENT_S = 15.0
 """A process without a heartbeat for this long counts as lost; heartbeats go on while XLA compiles."""
 _LEAVE_S = 10.0
-"""Time limit for the heartbeat thread at interpreter exit; its request returns within milliseconds, or never."""
+"""Time limit for the heartbeat thread to end at exit; a request of the thread takes milliseconds, or never returns."""
 FIRST_S = 5.0
 """How long `Heartbeat.start` waits for the first beat of this process."""
 LINGER_S = 6.0
-"""How long process 0 waits for the others at exit: JAX aborts processes that lose its service."""
+"""How long process 0 waits at exit for the other processes, which JAX aborts when they lose process 0's service."""
 SETTLE_S = 3.0
-"""Time from a process' last message to its exit: Python still unloads modules."""
+"""Time that a process may take from its last message to its exit, while Python unloads modules."""
 RETURN_S = 1.0
-"""Time limit for the heartbeat thread at exit if a process was lost: its request may then never return."""
+"""Time limit for the heartbeat thread to end at exit if a process was lost: a request may then never return."""
 
 _ALIVE = "shardload/alive/"
 _LOST = "shardload/lost"
@@ -98,7 +98,7 @@ class Heartbeat:
         atexit.register(self._leave)
 
     def expect(self, processes: Iterable[int]) -> None:
-        """Count these processes as lost also if they never send a heartbeat, which all of them are about to do."""
+        """Count these processes as lost even if they never send a heartbeat: all of them should begin now."""
         now = time.monotonic()
         for process in processes:
             if process != self._index and not (self._index and process):  # those that this one watches
@@ -126,7 +126,7 @@ class Heartbeat:
         self._found[prefix] = {}
 
     def values_below(self, prefix: str) -> dict[str, str]:
-        """Return the last values read for `ask`, by key without ``prefix``."""
+        """Return the values that the last beat read below ``prefix`` (see `ask`), by key without ``prefix``."""
         return self._found.get(prefix, {})
 
     def forget(self, prefix: str) -> None:
@@ -134,7 +134,7 @@ class Heartbeat:
         self._found.pop(prefix, None)
 
     def abandon(self) -> None:
-        """Record that other processes may not exit with this one, so that JAX does not wait for them at its exit."""
+        """Record that other processes may not exit with this one, so that JAX does not wait for them at exit."""
         self._abandoned = True
 
     # ---- the thread that makes requests ----------------------------------------------------------
@@ -225,7 +225,7 @@ class Heartbeat:
     # ---- exit ------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Stop the heartbeat at exit: a thread that is then still inside the service would abort the process.
+        """Stop the heartbeat at exit: a thread that still makes a request to the service would abort the process.
 
         Python ends a daemon thread when it next takes the GIL; in C++ code that must not throw, that aborts. A thread
         whose request a lost process 0 never answers does not return before the exit, so waiting for it is useless.
@@ -243,7 +243,7 @@ class Heartbeat:
             self._let_go()
 
     def see_off(self) -> None:
-        """On process 0, wait for the live processes to exit first: JAX aborts those that lose its service."""
+        """On process 0, wait for live processes to exit first: JAX aborts processes that lose process 0's service."""
         # A process without a recent beat is dead or stopped: do not wait for it.
         expected = {process for process, (_, since) in self._heard.items() if time.monotonic() - since < LINGER_S}
         until = time.monotonic() + LINGER_S

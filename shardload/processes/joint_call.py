@@ -38,7 +38,7 @@ _LOOK_S = 0.2
 
 
 class JointCall:
-    """A call that all processes make together, as seen by one of them; the n-th calls of all belong together.
+    """One process' side of a call that all processes make together; the n-th calls of all processes are one.
 
     ``on_end`` is called before this process is terminated.
     """
@@ -118,7 +118,7 @@ class JointCall:
         return [heard["value"] for heard in said.values()]
 
     def first(self, do: Callable[[], _T], what: str) -> _T:
-        """Run ``do`` on process 0 only; every process gets its JSON result, or its failure."""
+        """Run ``do`` on process 0 only; every process gets the result (JSON), or raises the failure."""
         return self.together(do if processes.is_first() else lambda: None, what)[0]  # type: ignore[return-value]
 
     def meet(self, what: str) -> None:
@@ -151,7 +151,7 @@ class JointCall:
         return self.first(draw, "the seed")
 
     def failure(self, error: BaseException) -> BaseException:
-        """Report a failure of this process to the others; return what to raise: ``error``, or what caused it."""
+        """Report a failure of this process to the others; return the exception to raise: ``error``, or its cause."""
         if error is self._heard:
             return error
         root = error
@@ -218,7 +218,7 @@ class JointCall:
         return {process: word for process, word in sorted(found.items()) if process != processes.index()}
 
     def _cause(self, said: dict[int, Word]) -> BaseException:
-        """Build the exception that all processes raise: the failure that caused the others."""
+        """Return the exception that all processes raise: the failure that caused the other failures."""
         known = said if _primary(said) is not None else self._failed()
         process = _primary(known)
         if process is not None:
@@ -270,7 +270,7 @@ class JointCall:
 
 
 class Watched:
-    """Forwards to another progress, and raises in between if another process of the joint call failed."""
+    """A progress that forwards to another one, and raises between two blocks if another process failed."""
 
     def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
         self._progress, self._check = progress, check
@@ -290,7 +290,7 @@ class Watched:
 
 
 def _primary(said: dict[int, Word]) -> int | None:
-    """Return the process whose failure most likely caused the others: damage, lost processes and XLA's rank last."""
+    """Return the process whose failure likely caused the others; damage, lost processes and XLA errors come last."""
     failed = [process for process, heard in said.items() if "error" in heard]
     return min(failed, key=lambda process: (_rank(said[process]), process), default=None)
 
@@ -300,15 +300,15 @@ def _rank(word: Word) -> int:
 
 
 def _with_note(error: Any, own: BaseException) -> Any:
-    """Return the cause with a note about this process' own error."""
+    """Return ``error``, the cause, with a note about ``own``, the error that this process raised."""
     if str(own) not in str(error):
         error.add_note(f"On this process: {type(own).__name__}: {own}")
     return error
 
 
 _OUTSIDE_S = 3.0
-"""If others have not joined the call after this time, JAX is started meanwhile: one of them may be starting it outside
-of a joint call, which waits until this process starts it, too."""
+"""Seconds to wait for the others before this process starts JAX: one of them may be starting it outside of a joint
+call, and that waits until this process starts it, too."""
 
 
 @contextmanager
@@ -379,4 +379,4 @@ class Alone:
 
 
 Call: TypeAlias = JointCall | Alone
-"""A call of all processes, or of this one."""
+"""A call that all processes make together, or that this process makes alone."""

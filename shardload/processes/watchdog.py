@@ -27,13 +27,13 @@ _TAIL_BYTES = 64 << 10
 _ANSWER_S = 3.0
 """Time limit for connecting to the coordination service."""
 _DRAIN_S = 2.0
-"""Time limit for reading what the process wrote last: the pipe stays open if a program that it started has it, too."""
+"""Time limit for reading the last output of the process: a program that the process started may keep the pipe open."""
 _FATAL = re.compile(rb"F\d{4} ")
 """Beginning of the line with which Abseil logs a fatal error; the stack trace follows it."""
 _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
 """Beginning of the line that is logged before the fatal one when JAX aborts the process."""
 _RECENT_S = 120.0
-"""An exit this soon after another failure is its consequence: JAX aborts processes that wait for a dead one."""
+"""An exit this soon after another process' failure counts as its consequence: JAX aborts the processes that wait."""
 _SETTLE_S = 2.0
 """How long to wait until the helper of another process has recorded the failure that also ended this process."""
 

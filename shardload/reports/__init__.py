@@ -56,9 +56,9 @@ from shardload.units import format_bytes, format_count, format_rate, format_seco
 _TEXT_WIDTH = 100
 """Columns of ``str(report)``, which does not know the width of the reader's window."""
 _MAX_DEVICE_LINES = 16
-"""Of more devices than this, only those with the least, median and most bytes are shown: 256 bars are unreadable."""
+"""Most devices shown one by one; of more, only those with the least, median and most bytes are shown."""
 _MAX_NAME_LINES = 12
-"""Folded names shown per list; ``to_json`` has them all."""
+"""Most folded names (``layer_*``) shown per list; ``to_json`` has all names."""
 _BAR_WIDTH = 24
 _LEAST_SHOWN = 0.01
 """Imports and other times are shown only if they are at least this fraction of the total time."""
@@ -75,7 +75,7 @@ class Report:
     mesh: str
     """The mesh as text: ``batch=1,model=8``."""
     devices: tuple[DeviceUse, ...]
-    """The devices of the mesh, in its order, with the bytes on each."""
+    """The devices in the order of the mesh, with the bytes on each."""
     variables: int
     """Number of variables filled from the checkpoint."""
     parameters: int
@@ -92,7 +92,7 @@ class Report:
     """Tensors the model has no variable for."""
     cast: tuple[Cast, ...] = ()
     mismatched: tuple[Mismatched, ...] = ()
-    """Variables stored in another shape; in a plan, a strict load will refuse them."""
+    """Variables whose tensor has another shape. If a plan lists any, a strict load will refuse the checkpoint."""
     computed: tuple[str, ...] = ()
     """Variables whose value a layer or converter computed from stored tensors instead of copying it."""
     initialised: tuple[str, ...] = ()
@@ -106,13 +106,13 @@ class Report:
 
     @property
     def throughput_gb_s(self) -> float | None:
-        """Needed bytes per second of transfer, in 1e9 bytes; over-read bytes do not count. ``None`` if not measured."""
+        """Gigabytes (1e9 bytes) that the model needed, per second of transfer; ``None`` if not measured."""
         if not self.seconds.transfer or not math.isfinite(self.seconds.transfer):
             return None
         return self.bytes.needed / self.seconds.transfer / 1e9
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for `json.dumps`, in the key order of the module docstring."""
+        """Return an object for `json.dumps`, with keys in the order of the module docstring."""
         # A property is no field, so the throughput is put where a reader looks for it: after the seconds.
         facts: dict[str, Any] = {}
         for key, value in asdict(self).items():

@@ -49,10 +49,10 @@ class Stages:
     transfer: float | None
     """Reading tensor data and placing it on devices; ``None`` in a plan."""
     total: float
-    """The whole load: these stages and `other`."""
+    """Seconds of the whole load: all stages, and `other`."""
     imports: float | None = None
-    """Importing KerasHub, which also imports TensorFlow where that is installed, and starting JAX's devices; the first
-    load of a process only. Keras and JAX are imported before a load, with shardload's own modules."""
+    """Importing KerasHub (and TensorFlow with it, if installed), and starting JAX's devices; only in the first load of
+    a process. Keras and JAX do not count: they are imported before a load, with shardload's own modules."""
 
     @property
     def other(self) -> float:
@@ -81,9 +81,9 @@ class LayoutSummary:
     """How variables are spread over the mesh."""
 
     sharded: int
-    """Variables split over at least one axis."""
+    """Number of variables split over at least one axis of the mesh."""
     replicated: int
-    """Variables that are complete on every device."""
+    """Number of variables that every device has completely."""
     fallbacks: tuple[Fallback, ...] = ()
     """Variables that did not get the layout requested by their rule."""
 
@@ -105,7 +105,7 @@ class Outside:
 
     tensor: str
     reason: str
-    """Why the model computes the same without it."""
+    """Why the model computes the same without the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,12 @@ class Mismatched:
     expected: tuple[int, ...] | None
     """The variable's shape; ``None`` if a layer raised for another reason."""
     found: tuple[int, ...] | None
-    """The shape in the checkpoint."""
+    """The tensor's shape in the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a plan fits devices of a given size."""
+    """Whether the weights of a plan fit devices with a given memory."""
 
     device_memory: int
     """Memory of one device in bytes."""
@@ -142,9 +142,9 @@ class NoteKind(Enum):
     BATCHES_RECOUNTED = auto()
     """The count of batches was converted for another ``gradient_accumulation_steps``."""
     AVERAGES = auto()
-    """Says whether the loaded weights are moving averages (``use_ema``) or the weights being trained."""
+    """Tells whether the loaded weights are moving averages (``use_ema``) or the weights being trained."""
     ASSETS = auto()
-    """Says what was done with files that layers save (vocabularies), if anything else than loading them."""
+    """What happened to the files that layers save (vocabularies), if they were not simply loaded."""
     TENSOR_NOT_STORED = auto()
     """A converter asked for a tensor that the checkpoint does not have."""
 

@@ -80,7 +80,7 @@ def root() -> Path:
 
 
 def root_if_any() -> Path | None:
-    """Return `root`, or ``None`` if there is no home folder: enough to look names up, but not to write there."""
+    """Return `root`, or ``None`` if there is no home folder; for callers that look names up and write nothing."""
     return root() if os.environ.get("SHARDLOAD_HOME") or os.environ.get("XDG_CACHE_HOME") or home() else None
 
 
@@ -120,13 +120,13 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
 
 
 def endings() -> tuple[str, ...]:
-    """Return the file endings that a name may omit, those of formats that describe their model first."""
+    """Return the file endings that a name may omit; endings of formats that describe their model come first."""
     every = sorted(specs(), key=lambda spec: spec.described_by is None)
     return tuple(spec.endings[0] for spec in every if spec.endings)
 
 
 def stem_of(name: str, *, announced: bool = True) -> str:
-    """Return a file's name without its ending, if that is one of `endings`; for one part of a model, the first part's.
+    """Return a file's name without a known ending (`endings`); of a model in several files, the first file's name.
 
     ``announced`` also removes endings of formats that installed packages announce, which imports those packages.
     """
@@ -159,7 +159,7 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
 
 def _spelling(name: str) -> str:
-    """Return a name as the root or architectures spell it: ignores case; for architectures, reads ``-`` as ``_``."""
+    """Return a name as a checkpoint or architecture spells it: case is ignored, ``-`` is ``_`` for architectures."""
     if _in_root(name):
         return name
     lower = name.lower()
@@ -311,7 +311,7 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
 
 
 def _architecture(name: str, *, preset: str | None) -> Resolved | None:
-    """Return the architecture of this name, or ``None``; a note says if KerasHub's ``preset`` is a different model."""
+    """Return the architecture called ``name``, or ``None``; a note says if KerasHub's ``preset`` is another model."""
     try:
         found, config = lookup(name)
     except SourceNotFoundError:

@@ -27,22 +27,22 @@ _KAGGLE_URL = "https://api.kaggle.com"
 _CONFIG = "config.json"
 _OPTIONAL_FILES = ("task.json", "metadata.json")
 _ABSENT = ("404 Client Error", "is not present in the model files")
-"""Words in errors by which kagglehub says that a model has no such file; KerasHub looks for the same words."""
+"""Words in kagglehub's errors for a file that a model does not have; KerasHub looks for the same words."""
 _WEIGHT_FILES = ("model.weights.h5", "model.weights.json", "model.safetensors", "model.safetensors.index.json")
 _HF_SMALL = ["*.json", "*.model", "*.txt", "*.spm", "*.jinja"]
 _HF_PATTERNS = [*_HF_SMALL, "*.safetensors", "*.weights.h5"]
-"""Patterns of the files to download: no copies of the weights in PyTorch's, TensorFlow's and GGUF's formats."""
+"""Patterns of files to download; they leave out copies of the weights for PyTorch, TensorFlow and llama.cpp."""
 _HF_CONFIGURATION = [_CONFIG, *_OPTIONAL_FILES]
 
 
 def fetch(handle: str, *, weights: bool = True) -> Path:
-    """Return the local folder of a handle, downloading it, or only its configuration, if the hub's cache lacks it."""
+    """Return the local folder of a handle; if the hub's cache lacks it, download it, or only its configuration."""
     scheme, name = handle.split("://", 1)
     return _from_kaggle(name, weights=weights) if scheme == "kaggle" else _from_hugging_face(name, weights=weights)
 
 
 def cached(handle: str) -> Path | None:
-    """Return the folder of a Kaggle handle in kagglehub's cache, if its weights are there."""
+    """Return the folder of a Kaggle handle in kagglehub's cache; ``None`` if the cache lacks the weights."""
     folder = _kaggle_folder(handle.removeprefix("kaggle://"))
     return folder if _is_complete(folder) else None
 
@@ -86,7 +86,7 @@ def _from_kaggle(name: str, *, weights: bool) -> Path:
 
 
 def _kaggle_configuration(name: str) -> Path:
-    """Download the files that describe a model, ``config.json`` last: if the cache has it, it has the others too."""
+    """Download the files that describe a model; ``config.json`` comes last, so a cache that has it has all of them."""
     import kagglehub
 
     for optional in _OPTIONAL_FILES:
@@ -157,7 +157,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _require_cache(handle: str, *variables: str) -> None:
-    """Raise if there is no folder for a hub's downloads: its library would use one named "~", or fail to write."""
+    """Raise if no folder for a hub's downloads is known: the hub's library would make one named "~", or fail."""
     if home() is None and not any(os.environ.get(name) for name in variables):
         raise SourceNotFoundError(
             f"Cannot download {handle}: there is no folder for downloads, because HOME is not set and this user has no "
@@ -186,7 +186,7 @@ _HANDLE = re.compile(
     r"(?:models/)?(?P<repository>(?!models/)[\w.\-]+/[\w.\-]+)"
     r"(?:@(?P<revision>refs/convert/[\w.\-]+(?=/|$)|refs/pr/\d+(?=/|$)|[^/]+))?(?:/(?P<path>.*))?"
 )
-"""Matches a handle without its scheme as huggingface_hub does: in a revision, other slashes are written ``%2F``."""
+"""Matches a handle without ``hf://``, by huggingface_hub's rules: a slash in a branch's name is written ``%2F``."""
 _SHOWN_SNAPSHOTS = 6
 
 
@@ -202,7 +202,7 @@ class HubName:
 
     @classmethod
     def parse(cls, name: str) -> HubName:
-        """Parse a handle without its scheme, such as ``ORG/MODEL@REVISION``."""
+        """Parse a handle without ``hf://``, such as ``ORG/MODEL@REVISION``."""
         found = _HANDLE.fullmatch(name)
         path = (found["path"] or "").removesuffix("/") if found else ""
         # The name becomes a path in the cache, which it must not leave.
@@ -222,7 +222,7 @@ def _is_inside(path: str) -> bool:
 
 
 def snapshot_of(path: Path) -> tuple[Path, str | None]:
-    """Return the snapshot to open, and a note, if ``path`` is a repository in Hugging Face's cache, else ``path``.
+    """Return the snapshot to open, and a note, for a repository in Hugging Face's cache; for others, ``path``.
 
     models--org--name/refs/main            the commit of a branch or tag
     models--org--name/snapshots/<commit>/  its files, as links to ../../blobs: the folder to open

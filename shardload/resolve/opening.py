@@ -1,4 +1,4 @@
-"""Open a source: find it, read its headers, and return a manifest, a checker of the bytes read later, and notes."""
+"""Open a source: find it, read its headers, and return a manifest, notes, and a checker for the bytes read later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardload.stores.location import Location, nowhere
 from shardload.stores.remote import RemoteStore, location_of
 
 _HUGGING_FACE = "hf-safetensors"
-"""Format in which an architecture without weights is described and planned."""
+"""Format in which an architecture is planned when none of its weights are on this machine."""
 _UNVERIFIED = "not saved by shardload: unverified, as it has no digests"
 
 
@@ -110,7 +110,7 @@ def open_source(
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:
-    """Resolve a source; with ``described``, resolve a single file to its folder, if that describes its model."""
+    """Resolve a source. With ``described``, a file becomes its folder, if the folder describes the file's model."""
     resolved = resolve(source, weights=weights)
     if resolved.architecture is not None:
         return resolved
@@ -126,7 +126,7 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
 def _without_weights(
     resolved: Resolved, format: str | None, ignore_config: Sequence[str], *, with_weights: bool = False
 ) -> OpenedSource | None:
-    """Open a source by its configuration alone; ``None`` if it has none, or has weights, unless ``with_weights``."""
+    """Open a source by its configuration; ``None`` without one. ``with_weights`` accepts sources that have weights."""
     from shardload.hub.described import with_tensors
 
     if resolved.architecture is not None:

@@ -57,7 +57,7 @@ class ArchitectureSummary:
     aliases: tuple[str, ...]
     parameters: int
     nbytes: int
-    """Bytes of all its weights in bfloat16."""
+    """Bytes of all weights of the architecture in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
-    """Move the complete checkpoint in ``work`` to its final name; of two separate files, the weights come last."""
+    """Move the complete checkpoint in ``work`` to its final name. If it is two files, the weights are moved last."""
     # A run that is killed between the two leaves a description alone, not weights without one.
     if format == "h5":
         (work / f"{stem}.json").replace(target.with_name(f"{stem}.json"))
@@ -313,7 +313,7 @@ def _replaced(target: Path) -> Path:
 
 
 def _recover(target: Path) -> None:
-    """Restore the old checkpoint if a run was killed while it replaced it; remove it if the new one is in place."""
+    """Restore the old checkpoint if a run was killed while replacing it; remove it if the new one is complete."""
     old = _replaced(target)
     if not target.exists() and old.exists():
         old.rename(target)
@@ -355,7 +355,7 @@ _MASKS: dict[str, _Masks] = {
     "float16": (np.uint16, (0x87FF, 0x2000), (0x003F, 0x3C00)),
     "float32": (np.uint32, (0x80FFFFFF, 0x3C000000), (0x0007FFFF, 0x3F800000)),
 }
-"""Dtype → unsigned integers of its width, and the masks for values around zero and around one."""
+"""Dtype → unsigned integer type of the same width, and bit masks for values around zero and around one."""
 DTYPES = tuple(_MASKS)
 """Dtypes that can be written."""
 
@@ -367,7 +367,7 @@ def _item_bytes(dtype: str) -> int:
 
 
 def random_values(size: int, *, dtype: str, near_one: bool, seed: tuple[int, int]) -> Iterator[NDArray[Any]]:
-    """Yield ``size`` values, `_CHUNK_BYTES` at a time, as unsigned integers.
+    """Yield ``size`` random values in chunks of `_CHUNK_BYTES`, as unsigned integers with the bits of the values.
 
     ``seed`` is the seed of the checkpoint, and the number of the tensor in it.
     """
