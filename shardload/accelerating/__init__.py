@@ -66,7 +66,7 @@ class Filled:
     """The result of a call that shardload made instead of Keras."""
 
     result: Any
-    """What Keras would return."""
+    """The value that Keras would return from the call."""
     report: LoadReport
 
 

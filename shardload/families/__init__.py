@@ -1,4 +1,4 @@
-"""Families of models (Gemma, BERT, …): one module declares all that shardload knows about one or a few of them.
+"""Families of models (Gemma, BERT, …): each module declares all that shardload knows about one family or a few.
 
     BUILT_IN, entry points, register()  ─►  registry  ─►  Family  ─►  ModelType
                                                                         names, defaults, checks, …

@@ -1,4 +1,4 @@
-"""GPT-2, whose ``Conv1D`` stores matrices as (in, out), and its kin BLOOM, Falcon and GPT-NeoX.
+"""GPT-2, whose ``Conv1D`` layers store matrices as (in, out), and the related models BLOOM, Falcon and GPT-NeoX.
 
 In a checkpoint of BLOOM, query, key and value are one matrix, head by head::
 

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: query, key and value are one matrix in a checkpoint, and so are gate and up.
+"""Phi-3 and Phi-4, whose checkpoints join query, key and value in one matrix, and gate and up in another.
 
 qkv_proj       (heads + 2 * key-value heads) * head_dim rows
 gate_up_proj   gate, then up

@@ -47,7 +47,7 @@ class ModelType:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Field that KerasHub's converter reads → the same field's name in other versions of transformers."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Field with a nested configuration (``vision_config``) → the ``model_type`` to assume if it states none."""
+    """Field with a nested configuration (``vision_config``) → its ``model_type`` if the configuration omits that."""
     adapt: Callable[[dict[str, Any]], None] = _nothing
     """Changes, in place, entries that KerasHub's converter reads in another way than transformers does."""
     for_converter: Callable[[Config], Config] = lambda config: config
@@ -61,7 +61,7 @@ class ModelType:
 
     # ---- what it computes ---------------------------------------------------------------------
     checks: Checks | None = None
-    """Fields to compare with the built model; ``None``: just ``is_causal``, and those of `only` and `differences`."""
+    """Fields to compare with the built model, besides ``is_causal``, `only` and `differences`; ``None``: no others."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Field → supported values (``None`` for null); KerasHub uses the first. A missing field is always supported."""
     differences: Callable[[Config], Iterator[FieldDifference]] = lambda config: iter(())
@@ -78,12 +78,12 @@ class ModelType:
     heads: str = ""
     """Regular expression for the start of the names of a task head's tensors, which a backbone leaves out."""
     outside: Mapping[str, str] = field(default_factory=dict)
-    """Regular expression for names of other tensors that KerasHub's class has no variables for → what they are."""
+    """Regular expression for names of tensors that KerasHub's class has no variables for → what these tensors are."""
     has_pooler_outside: bool = False
     """Whether transformers' model has a pooler and KerasHub's has none, so that the pooler's tensors are left out."""
     optional_part: OptionalPart | None = None
     tensors: Callable[[Config], Iterator[TensorSpec]] | None = None
-    """Yields name and shape of each tensor of a checkpoint, in the file's order, from a completed configuration."""
+    """Takes a completed configuration; yields name and shape of each tensor of a checkpoint, in the file's order."""
     tensor_fields: tuple[str, ...] = ()
     """Fields that `tensors` reads. They are checked to be positive whole numbers before `tensors` is called."""
     norms_minus_one: bool = False

@@ -1,4 +1,4 @@
-"""Read the settings that a built KerasHub backbone computes with from its layers, not its constructor's arguments.
+"""Find the settings of a built KerasHub backbone: they are read from its layers, not from constructor arguments.
 
 Some constructors accept an argument that no layer uses (Gemma's ``query_head_dim_normalize``, Llama's
 ``rope_position_scaling_factor``). So settings come from the attributes that layers read when called or, for rotary

@@ -1,4 +1,4 @@
-"""Hugging Face configurations as KerasHub's converters read them.
+"""Bring Hugging Face configurations into the form that KerasHub's converters read.
 
 A converter knows the keys that one version of `transformers` wrote. Other versions omit values that equal a default, or
 rename keys; `read_config` fills them in, without changing a value. `check_representable` refuses features for which

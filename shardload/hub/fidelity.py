@@ -120,7 +120,7 @@ def _saved_attributes(manifest: Manifest) -> Any:
 
 
 def _described_part(model: Any, manifest: Manifest) -> Any:
-    """Return the part of a model that its source's configuration describes: for a preset the backbone, else all."""
+    """Return the part of a model that its source's configuration describes: a preset's backbone, else the model."""
     return backbone_of(model) if spec_of(manifest).described_by == "keras-hub" else model
 
 
@@ -158,7 +158,7 @@ def _normalise_queries_as_configured(backbone: Any) -> tuple[str, ...]:
 
 
 def _configured_arguments(config: Config, parameters: Collection[str]) -> dict[str, Any]:
-    """Return constructor arguments, among ``parameters``, that make a backbone match the configuration."""
+    """Return arguments, for a constructor with these ``parameters``, that make a backbone match its configuration."""
     # Passed when the model is built, a setting is part of what Keras saves; set on layers later, it would be lost.
     checks, text = model_type_of(config).checks, text_of(config)
     if checks is None:

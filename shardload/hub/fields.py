@@ -265,7 +265,7 @@ def _windows(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDif
 
 
 def _obeyed(window: int | None, config: Config) -> int | None:
-    """Return ``window`` if it has an effect; ``None`` if it is no window, or if the longest text fits into it."""
+    """Return ``window`` if it has an effect; ``None`` if there is no window, or if the longest text fits into it."""
     if not window:
         return None
     # A bidirectional window extends by half its size to each side.
@@ -291,7 +291,7 @@ def _caps(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDiffer
 
 
 def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Yield a difference in ``query_pre_attn_scalar`` (its root divides attention scores); KerasHub has two values."""
+    """Yield a difference in ``query_pre_attn_scalar``, by whose root scores are divided; KerasHub supports two values."""
     field = "query_pre_attn_scalar"
     head_dim, per_head = head_dim_of(backbone), int(backbone.hidden_dim) // _heads_of(backbone)
     wanted = config.get(field, 256)

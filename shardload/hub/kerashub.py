@@ -130,7 +130,7 @@ def transformers_loader(manifest: Manifest) -> Any:
 
 
 def converter(manifest: Manifest) -> Any:
-    """Return KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint, or what its family declares."""
+    """Return KerasHub's ``convert_*`` module for a Hugging Face or GGUF checkpoint, or its family's own converter."""
     return transformers_loader(manifest).converter
 
 
@@ -226,7 +226,7 @@ def greedy_sampler() -> Any:
 
 
 def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> Any:
-    """Make a preprocessor of class ``cls`` for a checkpoint; raises errors of any type if files are damaged.
+    """Make a preprocessor of class ``cls`` for a checkpoint; raises errors of any type if that is not possible.
 
     Some of KerasHub's preprocessors need TensorFlow; each is tried on one word, so that a model never fails later
     because of it. ``usable=False`` makes one that is only written to files, which needs no TensorFlow.

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 _WAIT_MS = 1000
 """Milliseconds that one request waits for an answer; between requests, a wait looks for lost processes."""
 _JOIN_S = 18.0
-"""How long a process waits for the messages of the others once one has failed: longer than the heartbeat takes to
+"""Seconds to wait for messages of other processes once one process has failed: longer than the heartbeat takes to
 detect a lost process."""
 Word = dict[str, Any]
 """A message from a process. Its keys: ``value``, a result, and ``at``, the meeting it is for; or ``error``, ``kind``
@@ -86,7 +86,7 @@ def heartbeat() -> Heartbeat:
 
 
 def begin(*, by_all: bool = False) -> None:
-    """Start the heartbeat, if there are several processes: from now on the others notice if this one dies.
+    """Start the heartbeat, if there are several processes: from now on, the others notice if this process dies.
 
     With ``by_all``, all processes call this now, and make a joint call next: then a process that never does counts as
     lost, too, and losses are not logged, because that call raises them.
@@ -297,7 +297,7 @@ def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
 
 
 def post(key: str, word: Word) -> None:
-    """Set a key of the run's store to a message, for processes that read the key with `Heartbeat.ask`."""
+    """Set a key of the run's key-value store to a message; other processes read the key with `Heartbeat.ask`."""
     patiently(lambda: run_client().key_value_set(key, json.dumps(word), allow_overwrite=True), heartbeat())
 
 
@@ -310,7 +310,7 @@ def error_word(error: BaseException) -> Word:
 
 
 def raise_failure(said: Mapping[int, Word]) -> None:
-    """Raise the first failure among the messages, if any."""
+    """Raise the first failure that the messages of other processes report, if any."""
     for process, heard in said.items():
         if "error" in heard:
             error = from_elsewhere(process, heard, foreign=SaveError)
@@ -320,7 +320,7 @@ def raise_failure(said: Mapping[int, Word]) -> None:
 
 
 def from_elsewhere(process: int, heard: Word, *, foreign: type[ShardloadError]) -> ShardloadError:
-    """Return the error that another process reported: in its own class if that is shardload's, else as ``foreign``."""
+    """Return the error that another process reported, in its own class if shardload defines it, else as ``foreign``."""
     kind = getattr(errors, heard["kind"], None)
     known = isinstance(kind, type) and issubclass(kind, ShardloadError)
     # Its message already names the lost process, which is not the one that reports it.

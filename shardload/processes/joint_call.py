@@ -38,14 +38,14 @@ _LOOK_S = 0.2
 
 
 class JointCall:
-    """One process' side of a call that all processes make together; the n-th calls of all processes are one.
+    """One process' side of a call that all processes make together; the n-th calls of all processes belong together.
 
     ``on_end`` is called before this process is terminated.
     """
 
     is_alone: ClassVar[bool] = False
     numbers: ClassVar[Iterator[int]] = itertools.count()
-    """Counts the joint calls of this process; the numbers name their channels."""
+    """Counts the joint calls of this process; the channel of a call is named after the call's number."""
 
     def __init__(self, *, on_end: Callable[[], None] = lambda: None) -> None:
         self._on_end = on_end

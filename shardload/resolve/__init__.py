@@ -159,7 +159,7 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
 
 def _spelling(name: str) -> str:
-    """Return a name as a checkpoint or architecture spells it: case is ignored, ``-`` is ``_`` for architectures."""
+    """Return a name as a checkpoint or architecture is spelt: case may differ, and ``-`` for ``_`` in architectures."""
     if _in_root(name):
         return name
     lower = name.lower()

@@ -1,4 +1,4 @@
-"""Turn a handle of a model hub into a local folder, from the hub's own cache or by download; find a cache's snapshots.
+"""Turn a model hub's handle into a local folder, cached or downloaded; find snapshots in Hugging Face's cache.
 
 ``kaggle://ORG/MODEL/keras/VARIANT[/VERSION]`` goes through kagglehub, ``hf://ORG/MODEL[@REVISION][/FILE]`` through
 huggingface_hub; both come with KerasHub, and both store downloads in caches that they share with other programs.

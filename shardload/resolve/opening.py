@@ -33,7 +33,7 @@ class OpenedSource:
 
     manifest: Manifest
     checker: Checker | None
-    """Verifies a training step with digests; ``None`` for other sources."""
+    """Verifies the bytes of a training step that has digests; ``None`` for other sources."""
     notes: tuple[str, ...]
 
 
@@ -126,7 +126,7 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
 def _without_weights(
     resolved: Resolved, format: str | None, ignore_config: Sequence[str], *, with_weights: bool = False
 ) -> OpenedSource | None:
-    """Open a source by its configuration; ``None`` without one. ``with_weights`` accepts sources that have weights."""
+    """Open a source by its configuration; ``None`` if it has none, or if it has weights, unless ``with_weights``."""
     from shardload.hub.described import with_tensors
 
     if resolved.architecture is not None:

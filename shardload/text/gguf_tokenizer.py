@@ -40,7 +40,7 @@ def rebuild(path: Location) -> Tokenizer:
 
 
 def of_metadata(metadata: TokenizerMetadata, path: str) -> Tokenizer:
-    """Rebuild a tokenizer from the metadata of a GGUF file, which messages call ``path``."""
+    """Rebuild a tokenizer from the metadata of a GGUF file; ``path`` is the file's path, for messages."""
     check_supported(metadata.model, metadata.pre, path)
     match metadata.model:
         case GgufTokenizer.SENTENCEPIECE:

@@ -28,9 +28,9 @@ class FieldDifference:
 
     field: str
     configured: str
-    """The value in the configuration, for messages."""
+    """The configured value as text, for messages."""
     actual: str
-    """The value in the model, for messages."""
+    """The value that the built model has, as text for messages."""
     names: tuple[str, ...]
     """Names of fields. If ``ignore_config`` contains any of them, this difference is accepted."""
     fix: Callable[[], None] | None = None

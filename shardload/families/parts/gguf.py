@@ -1,4 +1,4 @@
-"""GGUF architectures: how to translate tensor names, and the key-values of a header, to those of Hugging Face.
+"""GGUF architectures: how to turn a file's tensor names and header into Hugging Face's names and ``config.json``.
 
 GGUF has one name table for all models (``blk.0.attn_q.weight``); KerasHub's converters want Hugging Face's names and
 configuration. shardload has small tables of its own, because the gguf package maps in the other direction and to
@@ -71,7 +71,7 @@ class GgufArchitecture:
     config: Callable[[GgufValues], dict[str, Any]]
     """Takes the values of a header; returns a ``config.json`` that KerasHub's converter accepts."""
     applies: Callable[[GgufValues], bool] = lambda values: True
-    """Whether a file of architecture ``name`` has this kind of model. At most one kind of the same name says so."""
+    """Whether a file of architecture ``name`` contains this kind of model: several kinds may share one ``name``."""
     block_names: Mapping[str, str]
     """GGUF's name of a layer within a block (``attn_q``) → Hugging Face's (``self_attn.q_proj``)."""
     top_names: Mapping[str, str] = field(default_factory=lambda: TOP)
@@ -81,7 +81,7 @@ class GgufArchitecture:
     bare: frozenset[str] = frozenset()
     """Hugging Face's names of parameters, not layers: no ``.weight`` or ``.bias`` is appended to these names."""
     undone: Mapping[str, Undo] = field(default_factory=dict)
-    """GGUF's name of a layer → how the converter to GGUF transformed its tensors."""
+    """GGUF's name of a layer → how the program that wrote the file changed the layer's tensors."""
     norms_plus_one: bool = False
     rope_factors: frozenset[str] = frozenset()
     """Names of tensors with factors for rotary positions: settings that `config` reads, not weights of the model."""
@@ -135,7 +135,7 @@ WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
 
 
 class GgufTokenizer(StrEnum):
-    """Supported values of ``tokenizer.ggml.model``: algorithms, each named after llama.cpp's first model with it."""
+    """Supported values of ``tokenizer.ggml.model``. llama.cpp names an algorithm after the first model that used it."""
 
     SENTENCEPIECE = "llama"
     BYTE_PAIRS = "gpt2"

@@ -1,4 +1,4 @@
-"""Typed access to the key-values of a GGUF header, and ``config.json`` entries that several families make of them."""
+"""Typed access to the key-values of a GGUF header, and functions that make ``config.json`` entries from them."""
 
 from __future__ import annotations
 
