@@ -209,7 +209,7 @@ def _handled_by(
 
 
 def _handled(numbers: Sequence[int]) -> list[int]:
-    """Return which of ``numbers``, signals, this thread may handle: in the main thread, all that are not ignored."""
+    """Return the signals of ``numbers`` that this thread may handle: in the main thread, all that are not ignored."""
     in_main = threading.current_thread() is threading.main_thread()
     return [n for n in numbers if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
 

@@ -139,7 +139,7 @@ class ProgressLine:
         return f"{printable(self.stage)}: {', '.join([*counted, *rate])}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for `json.dumps`."""
+        """Return the line as an object for `json.dumps`."""
         return {
             "stage": self.stage,
             "bytes": self.done_bytes,

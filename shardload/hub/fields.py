@@ -291,7 +291,7 @@ def _caps(config: Config, checks: Checks, backbone: Any) -> Iterator[FieldDiffer
 
 
 def _scalar(config: Config, backbone: Any) -> Iterator[FieldDifference]:
-    """Yield a difference in ``query_pre_attn_scalar``, by whose root scores are divided; KerasHub supports two values."""
+    """Yield a difference in ``query_pre_attn_scalar``, whose root divides attention scores."""
     field = "query_pre_attn_scalar"
     head_dim, per_head = head_dim_of(backbone), int(backbone.hidden_dim) // _heads_of(backbone)
     wanted = config.get(field, 256)

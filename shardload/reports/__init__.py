@@ -123,7 +123,7 @@ class Report:
         return facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table, for `rich.print` and notebooks."""
+        """The report's table, for `rich.print` and notebooks."""
         yield from sections(self, ascii_only=options.ascii_only)
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class Report:
         )
 
     def _repr_html_(self) -> str:
-        """The table, for notebooks."""
+        """The report's table, for notebooks."""
         # Without force_jupyter=False, rich shows the table itself, and the notebook shows it again.
         console = Console(file=io.StringIO(), width=_TEXT_WIDTH, record=True, force_jupyter=False)
         console.print(self)

@@ -80,7 +80,7 @@ class FastReport:
         return "\n".join(map(str, self.calls)) or "Nothing was loaded."
 
     def _repr_html_(self) -> str:
-        """The text, for notebooks."""
+        """The report's text, for notebooks."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:

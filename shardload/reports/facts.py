@@ -61,7 +61,7 @@ class Stages:
         return max(0.0, self.total - math.fsum(s for s in counted if s is not None and math.isfinite(s)))
 
     def named(self) -> dict[str, float | None]:
-        """Return the seconds of all stages by name; ``total`` comes last, and the others add up to it."""
+        """Return the seconds of all stages by name; ``total`` comes last and is the sum of all other entries."""
         stages = {"imports": self.imports, "build": self.build, "plan": self.plan, "transfer": self.transfer}
         return {**stages, "other": self.other, "total": self.total}
 
@@ -90,7 +90,7 @@ class LayoutSummary:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A variable whose dtype differs from what the checkpoint stores."""
+    """A variable whose dtype in the model differs from the dtype of its tensor in the checkpoint."""
 
     variable: str
     stored: str
