@@ -31,7 +31,7 @@ from shardload.units import plural
 
 
 def check_base(manifest: Manifest, base: Any) -> None:
-    """Raise `UsageError` if a partial step is to be converted without ``base``, or anything else with it."""
+    """Raise `UsageError` if a partial step is to be converted without ``base``, or a complete checkpoint with one."""
     left_out = manifest.n_left_out
     if left_out and base is None:
         raise UsageError(
@@ -44,7 +44,7 @@ def check_base(manifest: Manifest, base: Any) -> None:
 
 
 def on_base(base: Source, path: str) -> Source:
-    """Return ``base`` with the weights of the partial step at ``path`` (LoRA adapters too) instead of its own."""
+    """Return ``base`` with some weights replaced: by those in the partial step at ``path``, LoRA adapters included."""
     step = open_manifest(path)
     structure = step.metadata["structure"]
     # The base was built without LoRA: create the factors' variables before the step's tensors are mapped to them.
@@ -65,7 +65,7 @@ def on_base(base: Source, path: str) -> Source:
 
 
 def refuse_adapters(source: Source, layers: Sequence[Any], to: str, *, merge_lora: bool) -> None:
-    """Raise unless the target has a place for the source's LoRA factors, or they are to be merged."""
+    """Raise if the target format cannot store the source's LoRA factors and they are not to be merged into kernels."""
     name = str((source.adapters or source.manifest).source)
     if merge_lora and not layers:
         raise UsageError(f"Cannot merge LoRA (merge_lora, --merge-lora): {name} has no LoRA adapters")
@@ -84,7 +84,7 @@ def refuse_adapters(source: Source, layers: Sequence[Any], to: str, *, merge_lor
 
 
 def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
-    """Return a source whose kernels have the LoRA factors of ``layers`` merged, one kernel in memory at a time.
+    """Return the source with the LoRA factors of ``layers`` merged into their kernels: each kernel when it is read.
 
     The layers must be hidden (`keras_bridge.lora.hidden`) while it is used.
     """
@@ -110,7 +110,7 @@ def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
 
 
 def merge_note(kernels: Sequence[LoraKernel]) -> str:
-    """Return the report's note that LoRA factors were merged into kernels."""
+    """Return a note for the report: LoRA factors were merged into these kernels, with rounding."""
     return (
         f"LoRA was merged into {plural(len(kernels), 'kernel')} ({kernels[0].kernel.path!r} …): computed in float32 "
         "and rounded once to the dtype of each kernel"

@@ -1,4 +1,4 @@
-"""Open a result by the rules of the readers it is for, before it gets its name; headers only.
+"""Check a result before it gets its final name: open it as its readers will, reading headers only.
 
 every result       our own reader: the tensors are those of the plan
 Keras' files       Keras' own reader finds in every group what Keras would have written for the model
@@ -31,7 +31,7 @@ from shardload.stores.location import nowhere
 
 
 def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder) -> None:
-    """Raise `SourceError` unless readers of the target's format find all tensors, as the model needs them."""
+    """Raise `SourceError` unless readers of the target's format find all planned tensors, and those the model needs."""
     index = staging.result / staging.target.name if plan.shards else staging.result
     manifest = open_manifest(index, format=plan.format)
     spec = spec_of(manifest)
@@ -65,7 +65,7 @@ def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder
 
 
 def description_fault(name: str, described: Mapping[str, Any], tensors: list[Wanted]) -> str | None:
-    """Return why the model built from a description would not fit the weights file next to it; ``None`` if it fits.
+    """Return why a model built from its description would not fit the weights file of the result; ``None`` if it does.
 
     Keras describes a layer that is used in several places once for each, and does not always join them again. If the
     description has classes or functions of other packages than Keras and KerasHub, nothing is built, because that would

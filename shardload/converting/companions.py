@@ -1,4 +1,4 @@
-"""The small files next to a checkpoint's weights: configurations, tokenizers, licences; and KerasHub's preprocessor.
+"""The small files next to a checkpoint's weights: configurations, tokenizers, licences. Also KerasHub's preprocessor.
 
 KerasHub and Hugging Face have different families of these files. Each format has its own family where its library
 expects it, and the other family in a folder, so that a round trip loses nothing::
@@ -51,7 +51,7 @@ KERAS, TRANSFORMERS = "keras", "transformers"
 CONFIG_ENTRY = "shardload_transformers"
 """Name of the entry with Hugging Face's configuration in the JSON file next to Keras' weights; Keras ignores it."""
 STATE = "state.json"
-"""File in the Keras family with values of other variables (seeds), for formats that cannot store them."""
+"""File among KerasHub's with the values of seeds and other variables that the format's weights files cannot store."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 _OTHERS = (".gguf", ".msgpack", ".onnx", ".ckpt", ".keras", ".pkl")
 _OF_MODELS = frozenset(
@@ -63,18 +63,19 @@ _OF_MODELS = frozenset(
         *("README.md", "LICENSE", "LICENSE.txt", "NOTICE"),
     }
 )
-"""Usual file names of checkpoints, which no private file has: links with these names may lead out of the folder."""
+"""Usual file names in checkpoints. A link with such a name is copied even if it leads out of the folder, because no
+private file has such a name."""
 _MAX_BYTES = 1 << 30
 """Most bytes of a small file to copy; larger ones are assumed to be weights in another format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The small files of a checkpoint, KerasHub's and Hugging Face's, by path relative to the folder of each family."""
+    """The small files of a checkpoint, in two families: KerasHub's and Hugging Face's. Keys are paths in its folder."""
 
     keras: Mapping[str, Path] = field(default_factory=dict)
     transformers: Mapping[str, Path | bytes] = field(default_factory=dict)
-    """A file to copy, or the content of a file to write."""
+    """For each path, the file to copy, or the content to write."""
     notes: tuple[str, ...] = ()
 
     def config(self, family: str, name: str = "config.json") -> dict[str, Any] | None:
@@ -86,7 +87,7 @@ class Companions:
 
 
 def companions_of(manifest: Manifest) -> Companions:
-    """Return the small files next to the weights of a source."""
+    """Return the small files next to a checkpoint's weights; of a GGUF file, tokenizer files made from its header."""
     source, spec = Path(manifest.source), spec_of(manifest)
     if spec.tokenizer == "header":
         if not any(key.startswith("tokenizer.ggml.") for key in manifest.metadata):
@@ -112,7 +113,7 @@ def companions_of(manifest: Manifest) -> Companions:
 
 
 def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Return a folder's small files by relative path, except in folder ``skip``, and notes on files left out."""
+    """Return a folder's small files by relative path, without the subfolder ``skip``; and notes on files left out."""
     found: dict[str, Path] = {}
     left_out = []
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
@@ -132,7 +133,7 @@ def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]
 
 
 def _may_be_private(path: Path, folder: Path, name: str) -> bool:
-    """Whether a link may lead to a private file, ``notes -> ~/.ssh/id_rsa``, which a copy would make public."""
+    """Whether a link may lead to a private file (``notes -> ~/.ssh/id_rsa``), so that a copy could publish a secret."""
     target = path.resolve()
     if target.is_relative_to(folder.resolve()):
         return False
@@ -168,16 +169,16 @@ _VOCABULARIES = (*_OF_TRANSFORMERS, "tekken.json")
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """KerasHub's preprocessor or tokenizer for a preset, which cannot work on text without."""
+    """KerasHub's preprocessor or tokenizer for a preset: without one, the preset's model cannot take text."""
 
     layer: Any = None
-    """A preprocessor or a tokenizer; ``None`` without either."""
+    """A preprocessor or a tokenizer; ``None`` if there is neither."""
     notes: tuple[str, ...] = ()
     """Sentences for the report on why there is no layer, although the source has a tokenizer."""
 
 
 def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> Preprocessing:
-    """Return a model's preprocessor: its own, else one made from the source's tokenizer files, else only a tokenizer.
+    """Return the model's own preprocessor; else one made from the source's tokenizer files; else only a tokenizer.
 
     Without TensorFlow, some can be written, but not used.
     """
@@ -220,7 +221,7 @@ def write_description(model: Any, found: Preprocessing, folder: Path) -> None:
 
 
 def _completed(files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
-    """Add ``vocab.json`` and ``merges.txt``, or ``vocab.txt``, which KerasHub reads, made from ``tokenizer.json``."""
+    """Return ``files`` with vocabulary files for KerasHub added, if they can be made from ``tokenizer.json``."""
     if "tokenizer.json" not in files:
         return files
     found = files["tokenizer.json"]
@@ -241,7 +242,7 @@ def _completed(files: Mapping[str, Path | bytes]) -> Mapping[str, Path | bytes]:
 
 
 def _made(model: Any, manifest: Manifest) -> Any:
-    """Make KerasHub's preprocessor for a model, else its tokenizer; raises an error of any kind if both fail."""
+    """Make KerasHub's preprocessor for a model; if that fails, its tokenizer; if that fails too, raise any error."""
     preprocessor, tokenizer = text_classes(model)
     if tokenizer is None:
         raise UnsupportedError(f"it has none for {type(model).__name__}")
@@ -279,7 +280,7 @@ _PIECES = f"{_TOKENIZER}/vocabulary.spm"
 def hugging_face_tokenizer(
     companions: Companions, manifest: Manifest, *, backbone: str, model_type: str
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Make Hugging Face's tokenizer files from KerasHub's, if only those exist; return contents by name, and notes."""
+    """Make Hugging Face's tokenizer files if only KerasHub's exist; return their contents by file name, and notes."""
     # The source's own files are copied as they are; only what would be missing is made.
     kept, own = companions.keras, companions.transformers
     if not own.keys().isdisjoint(_OF_TRANSFORMERS) or kept.keys().isdisjoint((_PIECES, "tokenizer.json")):
@@ -316,7 +317,7 @@ def hugging_face_tokenizer(
 
 
 def _metadata(layer: Any, pattern: str) -> TokenizerMetadata:
-    """Convert a byte-pair tokenizer of KerasHub to what a GGUF header would say, from which files can be written."""
+    """Describe a byte-pair tokenizer of KerasHub by the entries of a GGUF header, from which files can be written."""
     tokens = {int(number): word for word, number in layer.vocabulary.items()}
     special = set(layer.unsplittable_tokens or ())
     # A vocabulary may have gaps, but in a header a token's position is its number.

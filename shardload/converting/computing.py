@@ -28,13 +28,13 @@ from shardload.transfer.read_tensor import read_rows, read_tensor
 
 _Array = NDArray[Any]
 Computing = ConverterStep | LayerStep
-"""Kinds of load steps that compute values: a second run of a KerasHub converter, or a layer's loading hook."""
+"""Parts of a load that compute values: a second run of a KerasHub converter, or a layer's loading hook."""
 Lend = Callable[[Any, _Array], None]
-"""Function that gives a variable a value for as long as a step runs."""
+"""Function that gives a variable a temporary value, for a step (converter or loading hook) that reads it."""
 
 
 def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
-    """Yield each computed variable with the step that computes it; of several, the last one, whose value counts."""
+    """Yield each computed variable and the step that computes it: the last one if several do, as its value counts."""
     found: dict[int, tuple[Computing, Any]] = {}
     for step in mapping.steps:
         if isinstance(step, ConverterStep | LayerStep):
@@ -48,12 +48,12 @@ class StoredValue:
 
     variable: Any
     dtype: np.dtype[Any]
-    """Dtype of the stored tensor; of decoded or computed values that of the variable, as in a load."""
+    """Dtype of the value: the stored tensor's or, if the value is decoded or computed, the variable's."""
     tensor: Tensor | None = None
     view: View | None = None
     array: _Array | None = None
     live: Callable[[], jax.Array] | None = None
-    """Returns the value in a live model, which may be computed by the call (merged LoRA)."""
+    """Function that returns the value from a live model; a kernel with LoRA is merged by this call."""
     step: Computing | None = None
 
 
@@ -66,7 +66,7 @@ def compute(
     write: Callable[[Any, _Array], None],
     done: Callable[[Any], None],
 ) -> None:
-    """Run one step of a load and pass the values that it computes to ``write``.
+    """Run one step (a converter's second run, a layer's hook) and pass each value that it computes to ``write``.
 
     ``dtypes``: ``id`` of each requested variable → dtype to write it in. ``write`` writes a variable's value to the
     target, and may be called again for the same variable; ``done`` is called once it has its final value.
@@ -90,7 +90,7 @@ def compute(
 
 
 def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> bool:
-    """Run a step and return whether it finished; if it lacks a variable's value, lend that, for another run."""
+    """Run a step and return whether it finished. If it lacks a variable's value, lend that one: then run it again."""
     # A hook may also set attributes of its layer: undo that, so that a second run finds what the first one found.
     snapshot = None if step.saveable is None else AttributeSnapshot.of(step.saveable)
     try:
@@ -118,7 +118,7 @@ def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> 
 
 @contextmanager
 def _lending() -> Iterator[Lend]:
-    """Yield a function that gives variables values, which are taken away again at the end of the block."""
+    """Yield a function that gives variables values; at the end of the ``with`` block they lose these values again."""
     before: dict[int, tuple[Any, Any]] = {}
 
     def lend(variable: Any, value: _Array) -> None:
@@ -135,7 +135,7 @@ def _lending() -> Iterator[Lend]:
 
 @dataclass(slots=True)
 class _Runtime:
-    """What a step calls to read and assign: like `shardload.mapping.assign.Assigner`, for a model without values."""
+    """What a step calls to read tensors and set variables: writes values to files, and leaves the model without any."""
 
     manifest: Manifest
     dtypes: Mapping[int, np.dtype[Any]]
@@ -151,14 +151,14 @@ class _Runtime:
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> None:
-        """Do nothing: values that are views of tensors are copied elsewhere, without running a step."""
+        """Do nothing: values that are views of tensors are copied by the conversion itself, which needs no step."""
 
     def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Do nothing: values that are views of tensors are copied elsewhere, without running a step."""
+        """Assign nothing: values that are views of tensors are copied by the conversion itself, which needs no step."""
         return value
 
     def compute(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Write a value that the step has computed for a variable, cast as a load would cast it."""
+        """Write a value that the step has computed for a variable to the target, cast as a load would cast it."""
         if (dtype := self.dtypes.get(id(variable))) is None:
             return value
         host = np.asarray(value)

@@ -177,7 +177,7 @@ def _write(
     block_bytes: int,
     shown: Progress,
 ) -> int:
-    """Write all of the target and publish it under its name; return how many tensors an earlier run had finished."""
+    """Write the whole target and move it to its final name; return how many tensors an earlier run had finished."""
     with staged(target, folder=not is_file_name(target), overwrite=overwrite) as staging:
         try:
             resumed = write_all(source, plan, staging, block_bytes=block_bytes, progress=shown)
@@ -203,7 +203,7 @@ def _write(
 
 
 def _check_digests(source: Source, progress: Progress) -> None:
-    """Verify a source that is a shardload step against its digests, so that no damaged value is converted."""
+    """Raise `DamagedError` if the source is a step saved by shardload whose bytes do not match its digests."""
     for manifest in source.manifests:
         path = Path(manifest.source)
         if spec_of(manifest).is_step and is_ours(path):
@@ -219,7 +219,7 @@ def _check_digests(source: Source, progress: Progress) -> None:
 def write_all(
     source: Source, plan: ConversionPlan, staging: ConversionFolder, *, block_bytes: int, progress: Progress
 ) -> int:
-    """Make the target's files, or continue an earlier run, and write all tensors; return how many that had finished."""
+    """Make the target's files, or reuse an earlier run's, and write all tensors; return how many were there already."""
     staging.begin(identity(source, plan, staging.target))
     if staging.places is None:
         check_room(staging.target, plan)
@@ -249,7 +249,7 @@ def write_all(
 
 
 def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
-    """Write the values that are computed, by running each step that computes some of them."""
+    """Write the computed values of ``copies``: run every step (converter or loading hook) that computes one of them."""
     by_variable = {id(copy.value.variable): copy for copy in copies}
     # A tensor is complete, and noted, once the last of the variables that share it is.
     left = Counter(copy.wanted.name for copy in copies)
@@ -283,7 +283,7 @@ class _Work:
     progress: Progress
 
     def is_done(self, copy: Copy) -> bool:
-        """Whether an earlier run wrote this tensor, and its bytes in the files still have the digest noted then."""
+        """Whether an earlier run wrote this tensor, and its bytes in the files still match the journal's digest."""
         # Nothing is flushed before the end: after a power failure the journal may list values that never reached disk.
         known = self.staging.done.get(copy.wanted.name)
         return known is not None and self._digest(copy) == known
@@ -305,7 +305,7 @@ class _Work:
             self._move(copy, reader_of(tensor, dtype), source, target, item_bytes)
 
     def put(self, copy: Copy, value: NDArray[Any]) -> None:
-        """Write a value that is in host memory."""
+        """Write an array in host memory to the place of ``copy`` in the target."""
         dtype = copy.wanted.dtype
         source = View("", 0, value.shape, c_strides(value.shape))
         self._move(copy, reader_of_value(value, dtype), source, copy.view, dtype.itemsize)
@@ -319,7 +319,7 @@ class _Work:
 
 
 def identity(source: Source, plan: ConversionPlan, target: Path) -> str:
-    """Return a digest of all that determines what a conversion writes: only a run with the same one is continued."""
+    """Return a digest of all that determines what a conversion writes. An earlier run continues only if it is equal."""
     # A file replaced by one of the same size and time of change differs in its inode or ctime.
     files = [
         (str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)

@@ -34,16 +34,16 @@ from shardload.stores.local import located
 from shardload.transfer.casts import is_float
 
 _PARTS = re.compile(r"\d+_\w+/model\.safetensors|adapter_model\.safetensors")
-"""Files with more weights of the model than its own: modules of sentence-transformers, and an adapter of PEFT."""
+"""Files with weights besides the model's own: layers of sentence-transformers, and an adapter of PEFT."""
 
 
 def is_copy(manifest: Manifest, to: str) -> bool:
-    """Whether a conversion is from a Hugging Face folder to one, which is a copy."""
+    """Whether source and target of a conversion are both Hugging Face folders, so that tensors are only copied."""
     return spec_of(manifest) == HUGGING_FACE and to == "safetensors"
 
 
 def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
-    """Return a Hugging Face folder as a source to copy: no model, and no tensors whose names match ``ignore``."""
+    """Return a Hugging Face folder as a source to copy: without a model, and without tensors that ``ignore`` names."""
     for pattern in ignore:
         if not any(fnmatchcase(name, pattern) for name in manifest.tensors):
             raise UsageError(f"ignore={pattern!r} matches no tensor of {manifest.source}. Remove or correct it")
@@ -68,7 +68,7 @@ def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
 
 
 def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
-    """Plan the copy of a source from `source_of`; ``dtype`` and ``shard_bytes`` as for `targets.plan_for`."""
+    """Plan the copy of a source that `source_of` returned. Arguments ``dtype``, ``shard_bytes``: see `targets.plan_for`."""
     manifest, companions = source.manifest, source.companions
     copies = []
     for tensor in manifest.tensors.values():
@@ -106,7 +106,7 @@ def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> Co
 
 
 def _parts(folder: Path) -> dict[str, Path]:
-    """Return a folder's files that `_PARTS` names, by relative path, which are copied with the checkpoint."""
+    """Return the files to copy with a checkpoint because their relative paths match `_PARTS`, by relative path."""
     found = {}
     for path in (*sorted(folder.glob("*/model.safetensors")), folder / "adapter_model.safetensors"):
         name = path.relative_to(folder).as_posix()
@@ -118,7 +118,7 @@ def _parts(folder: Path) -> dict[str, Path]:
 
 
 def _other_weights(manifest: Manifest, companions: Companions) -> tuple[str, ...]:
-    """Return a note if files with weights are left out: the model in another format, or other steps."""
+    """Return a note if the copy leaves out other files with weights: the model in another format, or other steps."""
     folder = Path(manifest.source)
     copied = {Path(str(path)) for path in manifest.files} | {folder / name for name in companions.transformers}
     others = [
@@ -131,7 +131,7 @@ def _other_weights(manifest: Manifest, companions: Companions) -> tuple[str, ...
 
 
 def in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a Hugging Face configuration in which every entry that states a dtype states ``dtype``."""
+    """Return a Hugging Face configuration with ``dtype`` in every entry that states a dtype."""
     found = {key: in_dtype(value, dtype) if isinstance(value, Mapping) else value for key, value in config.items()}
     names = {"torch_dtype", "dtype"} & found.keys()  # transformers 4 writes torch_dtype, 5 writes dtype
     return {**found, **dict.fromkeys(names, dtype)}

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 ENDING = ".weights.h5"
 INDEX_ENDING = ".weights.json"
 _SHARD_BYTES = 5 << 30
-"""Most bytes of a shard by default, as in Keras."""
+"""Most bytes of one file of a checkpoint in shards, unless the caller gives a limit; Keras has the same default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Saved:
 
     weights: tuple[Copy, ...]
     names: Mapping[str, str]
-    """Name of the layer or other object saved in each HDF5 group, by the group's path."""
+    """For the path of each HDF5 group, the name of the layer or other object that is saved in it."""
     left: tuple[Any, ...]
     """Variables that Keras does not save: the states of seed generators."""
     optimizers: tuple[Copy, ...] = ()
-    """The few variables of optimizers that were not built: Keras requires them."""
+    """Variables of optimizers that are not built (iterations, learning rate): Keras requires them in the file."""
     omitted: tuple[str, ...] = ()
-    """Paths in the model of the optimizers whose state Keras would write and is left out."""
+    """Optimizers, as paths in the model, whose state is left out although Keras would write it."""
 
     @property
     def copies(self) -> tuple[Copy, ...]:
@@ -73,7 +73,7 @@ class Saved:
 
 
 def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = None, prefix: str = "") -> Saved:
-    """Return the tensors and groups that Keras would write for ``root``; raise if its layers compute what they save.
+    """Return the tensors and groups that Keras would write for ``root``; raise if a layer saves more than variables.
 
     ``dtypes``: ``id`` of the variable → dtype. ``skip``: a nested model whose layers are omitted, because another file
     has them. ``prefix`` is put before the names of the tensors.
@@ -102,7 +102,7 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
 def file(
     source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None
 ) -> ConversionPlan:
-    """Plan a ``….weights.h5`` file, or an index ``….weights.json`` with shards, as Keras writes for the model."""
+    """Plan what Keras writes for the model: the file ``….weights.h5``, or the index ``….weights.json`` and its shards."""
     from shardload.loaders.hdf5 import writer as h5
 
     root = source.model
@@ -205,7 +205,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 
 def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:
-    """Add the optimizers of a model, by path, to what is saved: variables of unbuilt ones; others as left out."""
+    """Return ``found`` with a model's optimizers: variables of unbuilt ones are saved; built ones are in ``omitted``."""
     new = {path: list(each.variables) for path, each in optimizers.items() if not each.built}
     # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.
     unknown = [v for variables in new.values() for v in variables if id(v) not in source.values]
@@ -225,13 +225,13 @@ def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source
 
 
 def head_of(source: Source) -> list[Any]:
-    """Return the weights of a task that are not its backbone's, such as a classifier's head."""
+    """Return the weights of a task outside of its backbone, such as a classifier's head."""
     own = {id(v) for v in source.backbone.variables}
     return [v for v in source.variables_of(source.model) if id(v) not in own and is_weight(v)]
 
 
 def keras_family(source: Source, folder: Path, dtype: str | None) -> None:
-    """Write KerasHub's configuration and tokenizer files: the source's own, or else made by KerasHub."""
+    """Write KerasHub's configuration and tokenizer files: copies of the source's own, or new ones made by KerasHub."""
     folder.mkdir(exist_ok=True)
     kept = {name: path for name, path in source.companions.keras.items() if name != STATE}
     if "config.json" not in kept:
@@ -252,7 +252,7 @@ def model_config(model: Any) -> dict[str, Any]:
 
 
 def state_as_json(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
-    """Return the content of ``state.json``: values of small variables, by a key that a later conversion knows."""
+    """Return the content of ``state.json``: values of small variables (seeds), by a key for their place in the model."""
     from shardload.transfer.read_tensor import read_rows
 
     roles = roles_of(source.backbone)

@@ -1,4 +1,4 @@
-"""A live model as the source of a conversion: its values are on devices, and the files around them are made from it.
+"""A live model as the source of a conversion: its values are on devices, and its configuration files are made from it.
 
     model ─► value of every variable: an array on devices; of a kernel with LoRA, the merged one
           ─► KerasHub's configuration, and tokenizer files: of its preprocessor, else of the source it was loaded from
@@ -59,7 +59,7 @@ _DESCRIPTIONS = (CONFIG, TASK, METADATA)
 
 
 def live_source(model: Any, kernels: Sequence[LoraKernel], folder: Path, *, files: bool) -> Source:
-    """Return a model with values as a source. Its LoRA must be hidden (`keras_bridge.lora.hidden`) while it is used.
+    """Return a model with values as a source. While it is used, LoRA must be hidden (`keras_bridge.lora.hidden`).
 
     ``kernels``: all kernels with LoRA factors, to be merged. ``folder``: an empty folder that gets KerasHub's
     configuration and tokenizer files and is needed as long as the source; ``files``: whether the target needs them.
@@ -105,7 +105,7 @@ def _value(variable: Any, kernel: LoraKernel | None) -> StoredValue:
 
 
 def _with_files(source: Source, folder: Path) -> Source:
-    """Return the source with its small files: KerasHub's, written to ``folder``, and those of its tokenizer."""
+    """Return the source with its small files: KerasHub's, which are written to ``folder``, and tokenizer files."""
     # `origin` is the source that the model was loaded from, if it still describes the model.
     model, loaded = source.model, record_of(source.model).text_source
     kept, notes = Companions(), list(source.notes)
@@ -140,7 +140,7 @@ def _with_files(source: Source, folder: Path) -> Source:
 
 
 def _describes(loaded: Manifest, backbone: Any) -> bool:
-    """Whether the Hugging Face folder that a model was loaded from still describes its backbone."""
+    """Whether a Hugging Face folder, which a model was loaded from, still describes the model's backbone."""
     # The tensors of a quantised folder are codes, and no template. A part's configuration may say so too.
     has_folder = spec_of(loaded).tokenizer == "hugging-face"  # a GGUF file has its tokenizer in the header
     if not has_folder or "quantization_config" in str(loaded.config):
@@ -155,7 +155,7 @@ def _describes(loaded: Manifest, backbone: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """The part of an array that one device stores, and its box in the array."""
+    """The part of an array that one device stores, and the box (index ranges) that it has in the array."""
 
     box: Bounds
     data: jax.Array
@@ -163,7 +163,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalBox:
-    """A box of an array, and the shards that it consists of."""
+    """A box of an array (one index range for each dim), and the shards that it consists of."""
 
     box: Bounds
     shards: tuple[Shard, ...]
@@ -188,7 +188,7 @@ def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
 
 
 def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of a box from the devices, cast to ``dtype``, as unsigned integers."""
+    """Return a function that reads elements of a box from devices and returns their bits, after a cast to ``dtype``."""
     stored = np.dtype(region.shards[0].data.dtype)
     raw = np.dtype(f"u{stored.itemsize}") if stored.itemsize in (1, 2, 4, 8) else stored
 
@@ -209,7 +209,7 @@ def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Bounds]:
-    """Split elements ``[start, stop)`` of an array, counted in row-major order, into boxes, in that order."""
+    """Cut elements ``[start, stop)`` of an array, counted in row-major order, into boxes; yield them in this order."""
     if start == stop:
         return
     if not shape:
@@ -240,12 +240,12 @@ def _inside(row: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[
 
 
 def is_on_host(data: jax.Array) -> bool:
-    """Whether an array is in CPU memory, which NumPy can view without a copy."""
+    """Whether an array is in CPU memory, so that NumPy can view it without a copy."""
     return all(device.platform == "cpu" for device in data.devices())
 
 
 def _host_part(data: jax.Array, box: Bounds) -> NDArray[Any]:
-    """Return a box of one device's array as a NumPy array: a view on a CPU, else a copy of only this box."""
+    """Return a box of one device's array as a NumPy array: a view if the array is on a CPU, else a copy of the box."""
     if box.shape == data.shape:
         return _uncached(data)
     if is_on_host(data):
@@ -255,7 +255,7 @@ def _host_part(data: jax.Array, box: Bounds) -> NDArray[Any]:
 
 
 def _uncached(data: jax.Array) -> NDArray[Any]:
-    """Return a NumPy array of a `jax.Array`, without the copy that the latter would otherwise keep."""
+    """Convert a `jax.Array` to a NumPy array, without leaving a host copy cached in the `jax.Array`."""
     alias = jax.make_array_from_single_device_arrays(
         data.shape, data.sharding, [s.data for s in data.addressable_shards]
     )

@@ -34,26 +34,26 @@ class ConversionPlan:
     """Name of the result's format."""
     copies: tuple[Copy, ...]
     make: Callable[[Path], tuple[TensorPlace, ...]]
-    """Writes all files at a path that must not exist yet, with space for the values; returns where they go."""
+    """Function that writes all files, with space for the values, to a new path, and returns where each tensor goes."""
     sidecars: Mapping[str, bytes]
-    """Content of the small files next to a target that is itself a file, by name."""
+    """If the target is a file: the content of each small file to write next to it, by file name."""
     undescribed: str | None = None
-    """Name of the file that readers take for the model's description, if none is written: an old one must not stay."""
+    """If no description of the model is written: the file name where readers look for one. An old one must not stay."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
-    """Names of the shards, if the target is an index next to them."""
+    """If the target is an index: the file names of the shards next to it."""
     shard_bytes: int | None = None
-    """Requested limit on the bytes of a file; it decides which tensor goes to which file."""
+    """Most bytes of tensors in one file, if the caller gave a limit: it decides which tensor goes to which file."""
     is_copy: bool = False
-    """Whether it copies a Hugging Face folder tensor by tensor, without building a model."""
+    """Whether the conversion copies a Hugging Face folder tensor by tensor, without building a model."""
     is_keras_file: bool = False
-    """Whether the target is Keras' weights file, or such files with an index, not a folder with a description."""
+    """Whether the target is a weights file of Keras, or an index with several, and not a folder with a description."""
     omitted: tuple[str, ...] = ()
-    """Paths in the model of the optimizers whose state Keras would write and this conversion does not."""
+    """Optimizers, as paths in the model, whose state this conversion leaves out although Keras would write it."""
 
     @property
     def tensors(self) -> dict[str, tuple[Copy, ...]]:
-        """The copies that fill each tensor, by tensor name; several variables may share one."""
+        """For each tensor name, the copies that fill the tensor: one for each variable with a part of it."""
         found: dict[str, list[Copy]] = {}
         for copy in self.copies:
             found.setdefault(copy.wanted.name, []).append(copy)
@@ -61,7 +61,7 @@ class ConversionPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors to write."""
+        """Number of bytes of all tensors to write."""
         # The parts of a fused tensor are copies with one `Wanted`: count it once.
         return sum(copies[0].wanted.nbytes for copies in self.tensors.values())
 
@@ -80,7 +80,7 @@ class NoPlaceError(UnsupportedError):
 
 
 def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
-    """Return a `Copy` of a whole variable to a tensor of the same shape, in its dtype from ``dtypes`` (by ``id``)."""
+    """Return a `Copy` that fills tensor ``name`` with a whole variable, in the variable's dtype from ``dtypes``."""
     shape = tuple(value.variable.shape)
     return Copy(Wanted(name, shape, dtypes[id(value.variable)]), value, View(name, 0, shape, c_strides(shape)))
 
@@ -90,21 +90,20 @@ class ConvertReport:
     """The report of one conversion."""
 
     source: str
-    """The source; of `shardload.save_as`, the name of the model."""
+    """The checkpoint that was converted; for `shardload.save_as`, the name of the model."""
     target: str
     format: str
     """Format of the target, as in `shardload.inspect`."""
     tensors: int
     n_bytes: int
-    """Bytes of all tensors as written."""
+    """Number of bytes of all tensors in the target."""
     resumed: int
-    """Number of tensors that an interrupted run had already copied."""
+    """Number of tensors that were complete already, because an earlier run was interrupted after it wrote them."""
     seconds: float
     notes: tuple[str, ...]
-    """What of the source the target lacks, or stores in another form."""
+    """Sentences on what the target lacks of the source, or stores in another form."""
     preparing_s: float = 0.0
-    """Part of ``seconds`` before anything was written: imports, opening the source, building the model, making its
-    tokenizer."""
+    """The part of ``seconds`` before the first write: imports, opening the source, building its model and tokenizer."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
