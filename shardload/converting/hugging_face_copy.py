@@ -68,7 +68,7 @@ def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
 
 
 def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
-    """Plan the copy of a source that `source_of` returned. Arguments ``dtype``, ``shard_bytes``: see `targets.plan_for`."""
+    """Plan the copy of a source that `source_of` returned; for ``dtype`` and ``shard_bytes`` see `targets.plan_for`."""
     manifest, companions = source.manifest, source.companions
     copies = []
     for tensor in manifest.tensors.values():

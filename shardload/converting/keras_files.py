@@ -102,7 +102,7 @@ def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = N
 def file(
     source: Source, dtypes: Mapping[int, Any], target: Path, dtype: str | None, shard_bytes: int | None
 ) -> ConversionPlan:
-    """Plan what Keras writes for the model: the file ``….weights.h5``, or the index ``….weights.json`` and its shards."""
+    """Plan the files that Keras writes for the model: ``….weights.h5``, or an index ``….weights.json`` with shards."""
     from shardload.loaders.hdf5 import writer as h5
 
     root = source.model
@@ -205,7 +205,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 
 def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:
-    """Return ``found`` with a model's optimizers: variables of unbuilt ones are saved; built ones are in ``omitted``."""
+    """Return ``found`` with a model's optimizers: variables of unbuilt ones are saved, built ones left out."""
     new = {path: list(each.variables) for path, each in optimizers.items() if not each.built}
     # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.
     unknown = [v for variables in new.values() for v in variables if id(v) not in source.values]
@@ -252,7 +252,7 @@ def model_config(model: Any) -> dict[str, Any]:
 
 
 def state_as_json(source: Source, variables: Iterable[Any]) -> dict[str, Any]:
-    """Return the content of ``state.json``: values of small variables (seeds), by a key for their place in the model."""
+    """Return the content of ``state.json``: values of small variables (seeds), keyed by place in the model."""
     from shardload.transfer.read_tensor import read_rows
 
     roles = roles_of(source.backbone)

@@ -43,22 +43,22 @@ _RESULT = "result"
 
 
 class ConversionFolder:
-    """The working folder of one conversion, with its result and its journal; created by `staged`."""
+    """The working folder of one conversion, with the unfinished result and the journal; created by `staged`."""
 
     def __init__(self, home: Path, target: Path) -> None:
         self.target = target
         self.result = home / _RESULT
         self.places: tuple[TensorPlace, ...] | None = None
-        """Where in the result's files each tensor goes; ``None`` until the files exist."""
+        """For each tensor, the file and offset to write it to; ``None`` until the result's files exist."""
         self.is_published = False
         """Whether the complete result has been moved to the target's name."""
         self.done: dict[str, str] = {}
-        """Digests of the tensors that are complete, by name."""
+        """For each complete tensor, by name, the digest of its bytes."""
         self._home = home
         self._journal = home / "journal.jsonl"
 
     def begin(self, plan: str) -> None:
-        """Continue the run in the journal if it had the same plan (given as a digest); otherwise start over."""
+        """Continue the earlier run in the journal if its plan's digest is ``plan``; otherwise start over."""
         lines = list(self._lines())
         if not lines or lines[0].get("plan") != plan or not self.result.exists():
             self._start(plan)
@@ -77,11 +77,11 @@ class ConversionFolder:
         draft.replace(self._journal)
 
     def is_of(self, plan: str) -> bool:
-        """Whether the journal in this folder is of this plan, so that another process sees the same folder."""
+        """Whether the journal has this plan's digest: if not, this process sees another folder than process 0."""
         return next(self._lines(), {}).get("plan") == plan
 
     def note_places(self, places: tuple[TensorPlace, ...]) -> None:
-        """Record in the journal where tensors go: the files exist, so that from now on a later run can continue."""
+        """Record in the journal where tensors go, once all files exist: from then on a later run can continue."""
         self.places = places
         self._append({"places": [place.to_json() for place in places]})
 
@@ -91,7 +91,7 @@ class ConversionFolder:
         self._append({"done": name, "xxh3": digest})
 
     def kept(self) -> bool:
-        """Return whether a later run can continue from this folder; remove it if not."""
+        """Return whether a later run can continue from this folder; if not, remove the folder."""
         with contextlib.suppress(OSError):  # the caller reports disk errors
             if self.result.exists() and any("places" in line for line in self._lines()):
                 return True
@@ -99,7 +99,7 @@ class ConversionFolder:
         return False
 
     def discard(self) -> None:
-        """Remove the folder, unless the checkpoint that the target is replacing was moved into it."""
+        """Remove this folder, unless it has the old checkpoint that the target is to replace: that would be lost."""
         if not (self._home / "replaced").exists():
             remove_for_good(self._home)  # threads of Orbax may still write
 
@@ -108,7 +108,7 @@ class ConversionFolder:
         sync_all(self.result) if self.result.is_dir() else sync(self.result)
 
     def publish(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
-        """Flush the result to disk and move it to the target's name, in the place of what is there.
+        """Flush the result to disk and move it to the target's name; what has this name already is replaced.
 
         ``sidecars``: small files next to the result, finished path → final path; they come first. ``removed``: a file
         next to the result that describes another model.
@@ -131,7 +131,7 @@ class ConversionFolder:
             shutil.rmtree(self._home)
 
     def publish_index(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
-        """Like `publish`, for an index and the shards next to it: the index comes last.
+        """Like `publish`, for a result of several files: shards move to their final names first, and the index last.
 
         If the file system has hard links, a shard gets its final name as a second link and keeps the first until the
         end, so that a killed run can be continued. A replaced checkpoint loses its index first, so that no index ever
@@ -206,7 +206,7 @@ def _link(made: Path, name: Path) -> None:
 
 
 def _listed(index: Path) -> set[str]:
-    """Return names of the shards that an index lists, if they begin with its name; empty if it cannot be read."""
+    """Return the shards that an index lists under names that begin with its own; none if the index cannot be read."""
     try:
         found = read_optional(index)["weight_map"].values()
         names = {name for listed in found for name in (listed if isinstance(listed, list) else [listed])}
@@ -219,7 +219,7 @@ def _listed(index: Path) -> set[str]:
 
 @contextlib.contextmanager
 def staged(target: Path, *, folder: bool, overwrite: bool) -> Iterator[ConversionFolder]:
-    """Create and lock the working folder of a target, and yield it; raise if another process has it or the name."""
+    """Create, lock and yield a target's working folder; raise if another process locked it or the target exists."""
     home = working_folder(target)
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def _exists(target: Path) -> WriteError:
 
 
 def write_error(target: Path, number: int, n_bytes: int | None = None) -> WriteError:
-    """Build the error for a target of ``n_bytes`` that the disk or a limit refused with the error number ``number``."""
+    """Return the error to raise if the system refused to write a target of ``n_bytes`` with error ``number``."""
     why = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
     size = f", for {format_bytes(n_bytes)} of tensors" if n_bytes and number in _ROOM else ""
     made = WriteError(f"Cannot write {target}: {why}{size}.{f' {WAYS_OUT[number]}.' if number in WAYS_OUT else ''}")
@@ -283,7 +283,7 @@ _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
-    """Raise `WriteError` if the target's name is taken and may not be replaced; ``folder``: the result is a folder."""
+    """Raise `WriteError` if something that may not be replaced has the target's name. ``folder``: to write a folder."""
     if not os.path.lexists(target) or (folder and is_empty(target)):
         return
     if not overwrite:
@@ -298,7 +298,7 @@ def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
 
 
 def _check_undescribed(path: Path, target: Path, *, overwrite: bool) -> None:
-    """Raise `WriteError` if a file at ``path`` describes another model, unless ``overwrite`` allows to remove it."""
+    """Raise `WriteError` if the file ``path`` describes another model, and ``overwrite`` does not allow its removal."""
     if _describes_model(path) and not overwrite:
         raise WriteError(
             f"Cannot write {target}: {path.name} next to it describes a model, and would be taken for the description "
@@ -333,7 +333,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None:
-    """Raise `WriteError` if a file that goes next to the target exists, differs, and may not be replaced."""
+    """Raise `WriteError` if a file to write next to the target exists with other content, and may not be replaced."""
     for name, content in plan.sidecars.items():
         path = target.with_name(name)
         if not os.path.lexists(path) or (path.is_file() and path.read_bytes() == content):
@@ -351,7 +351,7 @@ def check_others(plan: ConversionPlan, target: Path, *, overwrite: bool) -> None
 
 
 def check_room(target: Path, plan: ConversionPlan) -> None:
-    """Raise `WriteError` if the disk has too little room for the plan's tensors."""
+    """Raise `WriteError` if the disk has too little free space for the plan's tensors."""
     # The working folder is next to the target, on the same file system: otherwise one rename could not publish it.
     free = shutil.disk_usage(target.parent).free
     spare = spare_bytes(plan.nbytes)
@@ -377,7 +377,7 @@ def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool)
 
 
 def explained(error: BaseException, target: Path, n_bytes: int) -> BaseException:
-    """Convert an error that stopped writing a target of ``n_bytes`` to the error to raise, which names the target."""
+    """Return the error to raise for ``error``, which stopped writing ``target``: system errors get a message."""
     if isinstance(error, ProcessLostError):
         return error
     number = errno_of(error) if isinstance(error, Exception) else None

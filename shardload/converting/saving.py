@@ -163,7 +163,7 @@ def save_as(
 
 
 def _format_to_convert(target: Path, to: str | None) -> str | None:
-    """Convert the argument ``to`` of `save_as` to that of `shardload.convert`; raise for a format it cannot save."""
+    """Convert ``to`` of `save_as` to the ``to`` that `shardload.convert` takes; raise if `save_as` cannot write it."""
     check_kind("to", to, str | None, f"one of {', '.join(SAVE_TARGETS)}")
     if to == "orbax":
         raise UsageError(
@@ -251,7 +251,7 @@ def _make(
 
 
 def _parts(copy: Copy, *, is_alone: bool) -> Iterator[tuple[Bounds, Read]]:
-    """Yield the boxes of a variable that this process writes, each with a reader of its elements."""
+    """Yield each box (index ranges) of a variable that this process writes, with a function that reads its elements."""
     value, dtype = copy.value, copy.wanted.dtype
     # A merged kernel is computed by all processes together, so none may return before this call.
     array = None if value.live is None else value.live()

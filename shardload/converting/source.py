@@ -43,41 +43,41 @@ from shardload.units import plural
 
 NAMES_SHOWN = 5
 _STATE = ("optimizer_variables", "metrics_variables", "optimizer", "optimizer_weights")
-"""First parts of the names of tensors that are not weights, in files of Orbax, Keras and Keras 2."""
+"""A tensor is not a weight if its name begins with one of these parts, in files of Orbax, Keras and Keras 2."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """What to convert: an opened checkpoint or live model, and where the value of each variable comes from."""
+    """What to convert: an opened checkpoint or a live model, and where the value of each variable comes from."""
 
     manifest: Manifest
     model: Any
-    """A task, a backbone, or any other Keras model, without values unless it is live; ``None`` for a copy."""
+    """A Keras model (a KerasHub task or backbone, or any other); only a live one has values. ``None`` for a copy."""
     values: dict[int, StoredValue]
     """Where the value of each weight and seed of the model comes from, by ``id`` of the variable."""
     companions: Companions
     preprocessing: Preprocessing
-    """KerasHub's preprocessor or tokenizer, for targets that are presets."""
+    """KerasHub's preprocessor or tokenizer, to be written if the target is a preset."""
     notes: tuple[str, ...]
     is_live: bool = False
     """Whether the model is the user's own, with its values on devices."""
     merged: frozenset[int] = frozenset()
     """``id`` of the variables that are merged into others and not written themselves: the factors of LoRA."""
     origin: Manifest | None = None
-    """The Hugging Face folder that a live model was loaded from, if its configuration describes the model."""
+    """The Hugging Face folder that a live model was loaded from, if the folder's configuration describes the model."""
     fresh: Any = None
-    """The task of a live model, built again without values, as KerasHub compiles it: its optimizer is stored."""
+    """A live model's task, built again without values, as KerasHub compiles it: presets store this one's optimizer."""
     adapters: Manifest | None = None
-    """The partial step whose weights replace some of ``manifest``'s, which is its base; ``None`` without one."""
+    """The partial step whose weights replace some of those in ``manifest`` (the base); ``None`` if there is none."""
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
-        """All checkpoints that values are read from."""
+        """All checkpoints to read values from: ``manifest`` and, if there is one, ``adapters``."""
         return (self.manifest,) if self.adapters is None else (self.manifest, self.adapters)
 
     @property
     def files(self) -> dict[Location, int]:
-        """Size in bytes, when the headers were read, of each file that values are read from."""
+        """Each file to read values from, with its size in bytes at the time when the headers were read."""
         return {path: size for manifest in self.manifests for path, size in manifest.files.items()}
 
     @property
@@ -153,7 +153,7 @@ def open_with_model(
 
 
 def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequence[str]) -> tuple[str, ...]:
-    """Raise if tensors and model differ, or a tensor would be lost; return notes on what is left out on purpose."""
+    """Raise if tensors and model differ or a tensor would be lost; return notes on tensors left out on purpose."""
     source = manifest.source
     wrong = [*map(str, mapping.mismatched), *map(str, mapping.refused)]
     if wrong or mapping.missing:
@@ -183,14 +183,14 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
 
 
 def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
-    """Return where a bound variable's value comes from; quantised tensors get the dtype that a load gives them."""
+    """Return where the value of a binding's variable comes from; quantised tensors get the dtype of a load."""
     tensor = manifest.tensors[binding.view.tensor]
     decoded = spec_of(manifest).model_dtype is not None and is_float(tensor.dtype)
     return StoredValue(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
 
 
 def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
-    """Return a note for each tensor that the model uses in part: RoBERTa leaves out two positions, for padding."""
+    """Return a note for each tensor of which the model uses only a part: RoBERTa's has two more positions (padding)."""
     taken: Counter[str] = Counter()
     for value in values:
         if value.view is not None:
@@ -204,7 +204,7 @@ def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Contain
 
 
 def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
-    """Read the values (seeds) that a format cannot store from ``state.json``, which shardload wrote for them."""
+    """Read values (seeds) from ``state.json``, which shardload writes if a format's weights files cannot store them."""
     found = companions.config(KERAS, STATE) or {}
     backbone = backbone_of(model)
     roles = roles_of(backbone)
@@ -226,7 +226,7 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
 
 
 def made_now(variables: list[Any]) -> Iterable[StoredValue]:
-    """Give variables their initial values now, as a new model would have them, and yield these."""
+    """Give variables the initial values of a new model, and yield each as the source of the variable's value."""
     abstraction.initialise(variables)
     for variable in variables:
         array = np.asarray(value_of(variable))
@@ -234,7 +234,7 @@ def made_now(variables: list[Any]) -> Iterable[StoredValue]:
 
 
 def some(names: Iterable[str]) -> str:
-    """Return the first of ``names`` in one text, and how many more there are; repeated ones once, with their count."""
+    """Return one text with the first of ``names`` and the number of the rest; a repeated name once, with its count."""
     counts = Counter(names)
     listed = [repr(name) if count == 1 else f"{name!r} ({count} times)" for name, count in counts.items()]
     more = f" and {counts.total() - sum([*counts.values()][:NAMES_SHOWN])} more" if len(listed) > NAMES_SHOWN else ""
@@ -242,20 +242,20 @@ def some(names: Iterable[str]) -> str:
 
 
 _VALUES_READ_BYTES = 64 << 20
-"""Bytes of a weight to read at once. Many, as each range of a transposed weight reads most of its tensor again."""
+"""Bytes of a weight to read at once: many, because each read of a transposed weight reads most of its tensor again."""
 
 
 @dataclass(slots=True, eq=False)
 class ModelValues:
-    """The weights of a checkpoint's model, read a few rows at a time."""
+    """The weights of a checkpoint's model, to be read a few rows at a time, for a comparison."""
 
     source: Source
     values: dict[str, StoredValue]
-    """Where the value of each weight comes from, by a key that is equal in all models of the same structure."""
+    """For each weight, where its value comes from. Keys are equal in all models of the same structure."""
     _computed: tuple[str, NDArray[Any]] | None = field(default=None)
 
     def dtype(self, key: str) -> np.dtype[Any]:
-        """Return the dtype of a weight as stored; of quantised and computed ones, as loaded."""
+        """Return the dtype in which a weight is stored; if it is quantised or computed, that of a load."""
         return self.values[key].dtype
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -264,7 +264,7 @@ class ModelValues:
 
     @property
     def keys(self) -> Iterable[str]:
-        """The weights' keys, in the model's order."""
+        """The keys of all weights, in the order of the model's weights."""
         return self.values
 
     def name(self, key: str) -> str:
@@ -272,7 +272,7 @@ class ModelValues:
         return str(self.values[key].variable.path)
 
     def ranges(self, key: str) -> Iterator[tuple[int, int]]:
-        """Split a weight's rows into ranges of at most `_VALUES_READ_BYTES`, or single rows if they have more."""
+        """Split a weight's rows into ranges of at most `_VALUES_READ_BYTES`; a longer row is a range of its own."""
         shape = self.shape(key) or (1,)
         row_bytes = max(1, math.prod(shape[1:]) * self.dtype(key).itemsize)
         step = max(1, _VALUES_READ_BYTES // row_bytes)
@@ -280,7 +280,7 @@ class ModelValues:
             yield start, min(start + step, shape[0])
 
     def encoded(self, key: str) -> None:
-        """Return ``None``: equal stored bytes are no proof of equal weights, which may be other views, or computed."""
+        """Return ``None``: values must be compared, not stored bytes: weights may be parts of tensors, or computed."""
 
     def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
         """Read rows of a weight; a scalar counts as one row."""
@@ -306,7 +306,7 @@ class ModelValues:
         return found
 
     def _compute(self, key: str, value: StoredValue) -> NDArray[Any]:
-        """Return the computed value of a weight; the last one stays in memory, as callers read it range by range."""
+        """Return a weight's computed value, and keep the last one in memory, because callers read it range by range."""
         if self._computed is None or self._computed[0] != key:
             found: dict[int, NDArray[Any]] = {}
             assert value.step is not None
@@ -323,7 +323,7 @@ class ModelValues:
 
 
 def of_models(first: str, second: str) -> tuple[ModelValues, ModelValues]:
-    """Open two checkpoints as weights of their models, for comparison; of a task and a backbone, only the backbones."""
+    """Open two checkpoints to compare their models' weights, or their backbones' if the models' classes differ."""
     one, two = open_with_model(first), open_with_model(second)
     if type(one.model) is type(two.model):
         return _values(one, one.model), _values(two, two.model)

@@ -1,4 +1,4 @@
-"""Copy one strided view of a source to one strided view of a target, in bounded memory.
+"""Copy elements of a source to a target in bounded memory, where each side has its own order (strides).
 
     source   ──[ contiguous read ]──► block ─ transpose ─► runs ──[ positional writes ]──► pieces of the target
 
@@ -31,12 +31,13 @@ _Array = NDArray[Any]
 Read = Callable[[int, int], _Array]
 """Function that returns elements ``[start, stop)`` of the source, counted in row-major order, as a 1-d array."""
 Write = Callable[[int, _Array], None]
-"""Function that writes a 1-d array of elements to the target, from an element counted in row-major order on."""
+"""Function that writes a 1-d array of elements to the target; its first argument is the number of the first element,
+counted in row-major order."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyDim:
-    """One dim of the elements to copy: its length, and its strides on both sides."""
+    """One dim of the elements to copy: its length, and its strides in the source and in the target."""
 
     length: int
     source: int
@@ -46,9 +47,9 @@ class CopyDim:
 
 
 def copy_view(read: Read, write: Write, source: View, target: View, *, block_elements: int) -> None:
-    """Copy every element of one view to the same index of the other, reading at most ``block_elements`` at once.
+    """Copy each element of the view ``source`` to the same index in ``target``, at most ``block_elements`` at once.
 
-    Both have one shape; ``source`` has strides that are positive or zero, ``target`` no repeated elements.
+    The views have the same shape. Strides of ``source`` are positive or zero; ``target`` repeats no element.
     """
     if 0 in source.shape:
         return
@@ -61,7 +62,7 @@ def copy_view(read: Read, write: Write, source: View, target: View, *, block_ele
 
 
 def copy_dims(shape: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[CopyDim]:
-    """Return the dims of a copy, largest source stride first; dims that are contiguous on both sides become one."""
+    """Return the dims of a copy, largest source stride first; dims contiguous in source and target are merged."""
     found: list[CopyDim] = []
     for n, a, b in sorted(zip(shape, source, target, strict=True), key=lambda d: -d[1]):
         # A dim of length 1 may have any stride, which would keep its neighbours from being merged.
@@ -75,7 +76,7 @@ def copy_dims(shape: Sequence[int], source: Sequence[int], target: Sequence[int]
 
 
 def boxes(dims: Sequence[CopyDim], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Cut a copy into boxes whose source elements lie in a range of at most ``limit``, along the slowest dims."""
+    """Cut a copy into boxes along its slowest dims, so that each spans at most ``limit`` elements of the source."""
     # dims[k:] fit into one read; dims[k - 1] is cut into ranges; of the dims before it, a box has one index.
     k = len(dims)
     while k and _span(dims[k - 1 :]) <= limit:
@@ -117,9 +118,9 @@ def _copy_box(read: Read, write: Write, dims: Sequence[CopyDim], start: int, at:
 
 
 def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tensor, View, View]]:
-    """Split a copy by the chunks that the tensor is stored in, so that each is read and decoded separately.
+    """Split a copy of a tensor stored in chunks, so that each chunk is read and decoded separately.
 
-    Yields the chunk as a separate tensor, its view, and the view of the target with the same shape.
+    Yields each chunk as a separate tensor, the view of it to read, and the view of the target to write that to.
     """
     if not isinstance(tensor.storage, Chunked):
         yield tensor, source, target
@@ -140,7 +141,7 @@ def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tenso
 
 
 def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of a stored tensor, casts them to ``dtype`` and returns them as `bits`."""
+    """Return a function that reads elements of a stored tensor, casts them to ``dtype`` and returns their `bits`."""
     # Encoded elements decode as a whole: once, not for every block that is read.
     if isinstance(tensor.storage, Packed):
         return reader_of_value(read_rows(tensor, 0, tensor.rows), dtype)
@@ -161,20 +162,20 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
 
 
 def reader_of_value(value: _Array, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of an array in memory, cast to ``dtype``, as `bits`."""
+    """Return a function that reads elements of an array in memory, cast to ``dtype``, and returns their `bits`."""
     flat = bits(np.ascontiguousarray(value, dtype).reshape(-1))
     return lambda start, stop: flat[start:stop]
 
 
 def bits(value: _Array) -> _Array:
-    """Return the array as unsigned integers with the same bits, which can be written to a file."""
+    """Return the array as unsigned integers with the same bits: `PieceWriter` cannot write bfloat16 or float8."""
     # Arrays of ml_dtypes (bfloat16, float8) support no memoryview, which `PieceWriter` writes from.
     size = value.dtype.itemsize
     return np.ascontiguousarray(value).view(f"u{size}") if size in (1, 2, 4, 8) else value
 
 
 class PieceWriter:
-    """Context manager that writes elements of one tensor to the files that contain its pieces."""
+    """Writes elements of one tensor to the pieces of files that store it; a context manager, which closes the files."""
 
     def __init__(self, root: Path, place: TensorPlace, *, written: Callable[[int], None]) -> None:
         self._pieces = place.pieces
@@ -192,7 +193,7 @@ class PieceWriter:
             os.close(fd)
 
     def write(self, at: int, values: _Array) -> None:
-        """Write consecutive elements of the tensor, the first of which has the number ``at``."""
+        """Write consecutive elements of the tensor; ``at`` is the number of the first one in the tensor."""
         # Pieces follow each other without gaps, so a run may go on in the next one.
         done = 0
         while done < len(values):

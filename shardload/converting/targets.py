@@ -1,4 +1,4 @@
-"""Plans for each target format: its tensors, the sources of their values, and the files next to them.
+"""Make the plan for each target format: its tensors, where their values come from, and the small files next to them.
 
 `plan_for` decides everything from headers; `ConversionPlan.make` then writes every file without the values.
 """
@@ -43,11 +43,11 @@ from shardload.units import byte_count, check_kind
 Target = Literal["h5", "safetensors", "orbax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 _FILES = (".json", ".zip")
-"""Endings, next to those of formats, that a target folder must not have: readers would take it for a file."""
+"""File endings, besides those of formats, that a target folder's name must not have: readers expect a file then."""
 
 
 def target_of(path: Path, to: str | None) -> str:
-    """Return the target format, from ``to`` or from the name's ending; raise if they contradict each other."""
+    """Return the target format: from the argument ``to``, or from the file ending. Raise if the two contradict."""
     check_kind("to", to, str | None, f"one of preset, {', '.join(TARGETS)}")
     if (spec := added_format(path)) is not None and to in (None, spec.name):
         return spec.name
@@ -83,12 +83,12 @@ def target_of(path: Path, to: str | None) -> str:
 
 
 def target_stem(path: Path) -> str:
-    """Return a target's name without file ending, to suggest names with another one; ``model`` if nothing is left."""
+    """Return a target's name without its file ending, to suggest names in messages; ``model`` if nothing is left."""
     return path.name[: len(path.name) - len(_file_ending(path))].removesuffix(".weights") or "model"
 
 
 def without_ending(path: Path) -> str:
-    """Return the beginning of advice on a folder's format: "Pass", or first to remove the file ending of its name."""
+    """Return the beginning of advice to pass ``to=``: "Pass" or, if the name has an ending, "Remove .json and pass"."""
     return f"Remove {ending} and pass" if (ending := _file_ending(path)) else "Pass"
 
 
@@ -98,17 +98,17 @@ def _file_ending(path: Path) -> str:
 
 
 def added_format(path: Path) -> FormatSpec | None:
-    """Return the format, added by another package and able to write, that has this file's ending; ``None`` if none."""
+    """Return the format with this file's ending that another package adds and can write; ``None`` if there is none."""
     return next((s for s in specs() if s.write_file is not None and path.name.lower().endswith(s.endings)), None)
 
 
 def is_file_name(path: Path) -> bool:
-    """Whether a target of this name is a file, or an index with shards, not a folder."""
+    """Whether a target of this name is a file (or an index file with shards), not a folder."""
     return path.name.endswith((ENDING, INDEX_ENDING)) or added_format(path) is not None
 
 
 def shard_bytes_for(path: Path, to: str, wanted: int | str | None) -> int | None:
-    """Parse the argument ``max_shard_bytes``; raise if the target's format cannot be split into files of a size."""
+    """Parse the argument ``max_shard_bytes``; raise if the target's format has no shards of a limited size."""
     if wanted is None:
         return None
     if added_format(path) is not None:
@@ -121,14 +121,14 @@ def shard_bytes_for(path: Path, to: str, wanted: int | str | None) -> int | None
 
 
 CONVERT_HOST_MEMORY = 512 << 20
-"""Default for the bytes of tensors in host memory at once: most tensors of a 9B model are one block then."""
+"""Bytes of tensors in host memory at once, by default: enough to copy most tensors of a 9B model in one block."""
 _COPIES = 4
-"""How often a block is in memory at the peak: as read, joined from chunks, cast, and in the target's order."""
+"""Most copies of a block in memory at once: as read, joined from chunks, cast, and in the target's order."""
 _LEAST_HOST_MEMORY = 256 << 10
 
 
 def block_bytes_of(host_memory_bytes: int | str) -> int:
-    """Return how many bytes one block may have, for a host memory of ``host_memory_bytes``; raise if too few."""
+    """Return how many bytes to copy at once, so that ``host_memory_bytes`` suffice; raise if these are too few."""
     found = byte_count("host_memory_bytes", host_memory_bytes)
     if found < _LEAST_HOST_MEMORY:
         raise UsageError(
@@ -166,7 +166,7 @@ def plan_for(source: Source, target: Path, to: str, *, dtype: str | None, shard_
 
 
 def _instead(source: Source, target: Path, formats: Sequence[str]) -> str:
-    """Return advice for a model that a format cannot represent: names, formats or calls that work for this source."""
+    """Return advice for a model that a format cannot represent: a name, format or call that can save this source."""
     ways = []
     if "h5" in formats and source.is_hub:
         ways.append("the format preset" if source.is_live else "the format h5")
@@ -235,7 +235,7 @@ def _safetensors(
 def _layout(
     source: Source, dtypes: Mapping[int, Any], dtype: str | None
 ) -> tuple[dict[str, Any], Manifest, tuple[Binding, ...]]:
-    """Decide Hugging Face's tensors: return config.json, a manifest of them, and which elements each variable fills."""
+    """Return config.json, the manifest of the Hugging Face tensors to write, and which part each variable fills."""
     # A live model's folder is the template: inverting the views that loading records works for every family whose
     # converter only views. If it fails, a family in `transformers` is described from the backbone alone.
     if source.origin is not None:
@@ -257,7 +257,7 @@ def _layout(
 
 
 def _most(source: Source, dtypes: Mapping[int, Any]) -> str:
-    """Return the name of the dtype that most of the floating-point elements will have, for ``torch_dtype``."""
+    """Return the name of the dtype that most floating-point elements will have; config.json states it."""
     sizes: Counter[str] = Counter()
     for i, value in source.values.items():
         if is_float(dtypes[i]):
@@ -270,7 +270,7 @@ def _most(source: Source, dtypes: Mapping[int, Any]) -> str:
 
 
 def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str | None) -> dict[str, Any]:
-    """Return the source's Hugging Face configuration if it has one, else one made from its backbone."""
+    """Return config.json as a dict: the source's own if it has one, else one made from the source's backbone."""
     original = source.companions.config(TRANSFORMERS)
     if original is not None and original.get("model_type"):
         wanted = _most(source, dtypes) if source.is_live else dtype  # a live model may have another dtype now
@@ -289,7 +289,7 @@ def _transformers_config(source: Source, dtypes: Mapping[int, Any], dtype: str |
 
 
 def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note on fields that ``config.json`` lacks, because neither the backbone nor the source has them."""
+    """Return a note on fields that ``config.json`` lacks, because neither backbone nor source tells their values."""
     if source.origin is not None or source.companions.config(TRANSFORMERS) is not None:
         return ()
     longest = "n_positions" in config
@@ -304,7 +304,7 @@ def _left_out_fields(source: Source, config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _added(source: Source, dtypes: Mapping[int, Any], spec: FormatSpec, dtype: str | None) -> ConversionPlan:
-    """Plan a file in another package's format, with the tensors that Keras' own files have, under the same names."""
+    """Plan a file in a format that another package adds; its tensors have the names that they have in Keras' files."""
     found = keras_files.saved(source.model, source, dtypes)
     tensors = [copy.wanted for copy in found.weights]
     described = with_dtype(model_config(source.model), dtype)

@@ -31,13 +31,13 @@ from shardload.transfer.planning import Binding
 
 _Config = dict[str, Any]
 UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of config.json that KerasHub's classes do not have: taken from the source, or left out."""
+"""Fields of config.json that KerasHub's classes lack: they are copied from the source, or left out."""
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 """Settings that a Hugging Face configuration cannot express and that do not affect weights."""
 
 
 def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> _Config:
-    """Return the ``config.json`` of a backbone; ``known`` has the fields in `UNKNOWN`, if the source has them.
+    """Return the ``config.json`` of a backbone; ``known`` has the fields named by `UNKNOWN` that the source states.
 
     Raises:
         UnsupportedError: When its architecture is not supported, or it was altered in a way that Hugging Face's
@@ -72,7 +72,7 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Settings that only a backbone's layers have; see `shardload.families.parts.conversion.LayerSettings`."""
+    """Settings that a backbone's configuration lacks: `shardload.families.parts.conversion.LayerSettings`."""
 
     backbone: Any
 
@@ -91,7 +91,7 @@ class _Layers:
 
 
 def unlike(config: Mapping[str, Any], backbone: Any) -> tuple[str, ...]:
-    """Return a note for each field in which a backbone differs from the ``config.json`` that is written for it."""
+    """Return a note for each field of the written ``config.json`` whose value is not that of the backbone."""
     return tuple(
         f"{d.field}: {d.configured} in config.json, but {d.actual} in this model, so results of the written one differ"
         for d in fields.differences(config, backbone)
@@ -99,7 +99,7 @@ def unlike(config: Mapping[str, Any], backbone: Any) -> tuple[str, ...]:
 
 
 def differing(backbone: Any, other: Any) -> str | None:
-    """Return the name of a setting in which two backbones differ; ``None`` if they have the same weights."""
+    """Return the name of a setting that affects weights and differs in two backbones; ``None`` if there is none."""
     # Gemma 3 has an image_size even without the vision encoder that would use it.
     unused = {"image_size"} if getattr(backbone, "vision_encoder", None) is None else set()
     wanted, found = _compared(backbone.get_config()), _compared(other.get_config())
@@ -107,7 +107,7 @@ def differing(backbone: Any, other: Any) -> str | None:
 
 
 def _compared(config: Mapping[str, Any]) -> _Config:
-    """Return the entries of a backbone's configuration that affect its weights, nested ones too."""
+    """Return a backbone's configuration without entries that do not affect weights (`_NOT_COMPARED`), at any depth."""
     return {
         key: _compared(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -121,7 +121,7 @@ def is_written(backbone: Any) -> bool:
 
 
 def stand_in(config: Mapping[str, Any]) -> Manifest:
-    """Return the manifest that a checkpoint of a Hugging Face configuration would have, without files."""
+    """Return the manifest (tensor names, shapes) that a checkpoint of this Hugging Face configuration would have."""
     try:
         return described.hugging_face(config, nowhere(str(config["model_type"])), stored=np.float32)
     except UnsupportedError as error:
@@ -130,7 +130,7 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
 
 
 def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) -> tuple[Binding, ...]:
-    """Return which elements of which Hugging Face tensor each variable fills, in the tensors' order.
+    """Return, for each variable, the Hugging Face tensor and the elements of it that the variable fills.
 
     ``manifest``: from `stand_in`, or of a checkpoint of the same model, which may have tensors outside of the model.
     ``leave_out``: ``id`` of variables that are not written.
@@ -158,7 +158,7 @@ def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) 
 
 
 def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Mapping[int, Any]) -> dict[str, Wanted]:
-    """Return the tensors to write, by name; their dtypes are those of the variables that fill them."""
+    """Return the tensors to write, by name; each has the dtype of the variables that fill it."""
     found: dict[str, Wanted] = {}
     for b in bindings:
         name, dtype = b.view.tensor, dtypes[id(b.variable)]
@@ -172,7 +172,7 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
 
 
 def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
-    """Whether the views of ``bindings`` together cover each element of a tensor exactly once."""
+    """Whether the variables in ``bindings`` together fill each element of a tensor exactly once."""
     # Marking takes a byte per element. Nearly all tensors have one view, and its strides tell without marks.
     if len(bindings) == 1:
         view, expected = bindings[0].view, 1
@@ -195,9 +195,9 @@ def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
 
 
 def is_weight(variable: Any) -> bool:
-    """Whether a variable is trainable, or too large to be only state, as seeds and counters are."""
+    """Whether a variable is a weight: trainable, or too large to be mere state (a seed, a counter)."""
     return bool(variable.trainable) or stored_dtype(variable).itemsize * int(np.prod(variable.shape)) > _MAX_STATE
 
 
 _MAX_STATE = 1024
-"""Most bytes of a variable that is stored in a JSON file."""
+"""Most bytes of a variable that counts as state, and so may be stored in a JSON file."""

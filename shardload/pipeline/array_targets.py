@@ -1,4 +1,4 @@
-"""One target of `load_arrays`: which tensor it names, where its array goes, and what is made of it then.
+"""One target of `load_arrays`: which tensor it names, where the loaded array goes, and what the caller gets from it.
 
 path of a leaf                      tensor
 params, dense, kernel               params.dense.kernel, or params/dense/kernel (Orbax, Keras)
@@ -38,11 +38,11 @@ from shardload.transfer.scratch import copy
 from shardload.units import plural
 
 Placed: TypeAlias = NamedSharding | SingleDeviceSharding
-"""Shardings that state their devices."""
+"""Kinds of JAX shardings that state the devices of an array, as a load needs."""
 
 
 def target_sharding(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed:
-    """Convert what a target states to a sharding with devices; without any, that of the first device.
+    """Convert what a target states to a sharding with devices; if it states nothing, return that of the first device.
 
     ``mesh``: the mesh for a `PartitionSpec`, and for shardings on an abstract mesh.
     """
@@ -80,14 +80,14 @@ def target_sharding(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Pl
 
 @functools.lru_cache(maxsize=256)
 def mesh_devices_of(sharding: Placed) -> MeshDevices:
-    """Return a sharding's mesh and devices; for a single device, a mesh with one position."""
+    """Return the mesh and devices of a sharding; the mesh of a single device has one position."""
     if isinstance(sharding, SingleDeviceSharding):
         return MeshDevices(ONE_DEVICE, tuple(sharding.device_set))
     return resolve_devices(sharding.mesh)
 
 
 def array_layout(name: str, shape: tuple[int, ...], sharding: Placed, mesh: MeshSpec) -> Layout:
-    """Convert an array's sharding to a layout; raise if it does not divide the array or has more entries than dims."""
+    """Convert an array's sharding to a layout; raise if the sharding does not fit the array's shape."""
     rank, spec = len(shape), getattr(sharding, "spec", PartitionSpec())
     if len(spec) > rank:
         raise LayoutError(f"Cannot place {name!r} of shape {shape} by {spec}: it has more entries than dims")
@@ -110,12 +110,12 @@ def _axes(name: str, entry: Any) -> tuple[str, ...]:
 
 
 def is_in_default_memory(sharding: Placed) -> bool:
-    """Whether a sharding is in its devices' default memory, as a transfer needs, not in ``pinned_host`` for example."""
+    """Whether a sharding names its devices' default memory, which a transfer fills, not ``pinned_host`` for example."""
     return sharding.memory_kind in (None, next(iter(sharding.device_set)).default_memory().kind)
 
 
 def as_asked(array: Any, sharding: Placed) -> Any:
-    """Give a loaded array the caller's sharding object; copies it only if another kind of memory is requested."""
+    """Return a loaded array with the caller's sharding object; copy it only if another kind of memory is requested."""
     if array.sharding is sharding:
         return array
     # Another kind of memory, such as ``pinned_host``: the transfer fills the device's default one.
@@ -126,24 +126,24 @@ def as_asked(array: Any, sharding: Placed) -> Any:
 
 
 KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array, jax.Device, Format, np.ndarray, np.generic)
-"""Types of targets; JAX takes none of them for a tree, so they are leaves."""
+"""Types of targets, which are the leaves of a tree of targets: JAX takes none of them for a tree."""
 SCALARS = (bool, int, float)
-"""Types of Python's numbers; such a target is replaced by the tensor's value (``step`` of a Flax ``TrainState``)."""
+"""Types of Python numbers, which may be targets too (``step`` of a Flax ``TrainState``): a number is loaded then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What a target says about its array; ``None`` for what it leaves open."""
+    """What a target says about the array to load; ``None`` for what it does not say."""
 
     sharding: Any = None
-    """A sharding or `PartitionSpec`."""
+    """A JAX sharding, or a `PartitionSpec`, which needs a mesh."""
     shape: tuple[int, ...] | None = None
     dtype: np.dtype[Any] | None = None
-    """Shape and dtype to load, which the result may not have: a PRNG key is loaded as its integers."""
+    """Dtype to load. Like ``shape``, it may differ from the result's: a PRNG key is loaded as integers."""
     finish: Callable[[Any], Any] | None = None
-    """Makes what the caller gets from the loaded array (a PRNG key, a number); ``None``: the array itself."""
+    """Converts the loaded array to what the caller gets (a PRNG key, a number); ``None``: the array itself."""
     on_host: bool = False
-    """Whether the result is an array of NumPy."""
+    """Whether the caller gets an array of NumPy, because the target is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +156,20 @@ class WantedArray:
     dtype: np.dtype[Any]
     sharding: Placed
     order: tuple[int, ...] | None = None
-    """The tensor's dims in the order that the array has them (``transpose``); ``None`` for no change."""
+    """For each dim of the array, the dim of the stored tensor (``transpose``); ``None`` if they have the same order."""
     finish: Callable[[Any], Any] | None = None
-    """Makes what the caller gets from the loaded array (a PRNG key, a number); ``None``: the array itself."""
+    """Converts the loaded array to what the caller gets (a PRNG key, a number); ``None``: the array itself."""
     on_host: bool = False
-    """Whether the result is an array of NumPy; its ``sharding`` is not used."""
+    """Whether the caller gets an array of NumPy; ``sharding`` is not used then."""
 
 
 def is_tree(targets: Any) -> bool:
-    """Whether JAX takes ``targets`` for a tree of targets; modules of Equinox and Flax NNX are, though callable."""
+    """Whether JAX takes ``targets`` for a tree. A module of Equinox or Flax NNX is one, although it is callable too."""
     return not isinstance(targets, KINDS) and not jax.tree_util.all_leaves([targets])
 
 
 def stated(target: Any) -> Stated:
-    """Return what a target says about its array; one of unknown kind is passed on as sharding, to be refused there."""
+    """Return what a target says about its array; one of unknown kind is taken for a sharding, and refused later."""
     if isinstance(target, Format):
         return Stated(target.sharding, finish=_laid_out(target))
     if isinstance(target, jax.Device):
@@ -209,12 +209,12 @@ def specs_of_boxes(targets: Any) -> list[tuple[Sequence[Any], PartitionSpec]]:
 
 
 def narrows(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Whether a cast between integer dtypes may lose values, so that the values must be checked (int64 to int32)."""
+    """Whether a cast between integer dtypes may change values (int64 to int32), so that values must be checked."""
     return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
 
 
 def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
-    """Read a whole tensor to host memory and return its array, or a Python number; raise if a value does not fit."""
+    """Read a whole tensor to host memory; return an array or Python number. Raise if a value does not fit its dtype."""
     tensor = opened.manifest.tensors[one.view.tensor]
     if opened.checker is not None:
         check_tensor(opened.checker, tensor)
@@ -244,25 +244,25 @@ def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
 
 
 _BOXED = "value"
-"""Name of the attribute in which a box of Flax (`nn.Partitioned`) has its array."""
+"""Name of the attribute with the array in a box of Flax (`nn.Partitioned`)."""
 _SHOWN = 8
-"""Names that an error lists before it counts the rest."""
+"""Most names that an error lists; it states how many more there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Finds a target's tensor by name: the names in a checkpoint, and the caller's argument ``names``."""
+    """Finds the tensor of a target by its name in the checkpoint, or by the caller's argument ``names``."""
 
     manifest: Manifest
     names: Mapping[str, str] | Callable[[str], str] | None
     _boxes: dict[str, str] = field(init=False, compare=False)
-    """Names of tensors stored as the ``value`` of a box of Flax, by the name of the box."""
+    """For each box of Flax in the checkpoint, by name, the name of the tensor that is its ``value``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_boxes", _boxes(self.manifest.tensors))
 
     def of_leaf(self, path: Sequence[Any]) -> str:
-        """Return the name of a leaf in a tree: its path joined by dots or, if a tensor is called so, by slashes."""
+        """Return the name of a leaf of a tree: its path joined by dots, or by slashes if only that names a tensor."""
         # Entries of a path have different fields: `DictKey.key`, `SequenceKey.idx`, `GetAttrKey.name`.
         fields = ("key", "idx", "name")
         keys = [str(next(getattr(entry, name) for name in fields if hasattr(entry, name))) for entry in path]
@@ -273,11 +273,11 @@ class TensorNames:
         return next((text for names in known for text in texts if text in names), texts[0])
 
     def of_box(self, path: Sequence[Any]) -> str:
-        """Return the name of the leaf that is in the box at ``path``."""
+        """Return the name of the leaf in the box of Flax (`nn.Partitioned`) at ``path``."""
         return self.of_leaf((*path, jax.tree_util.GetAttrKey(_BOXED)))
 
     def tensor(self, target: str) -> str:
-        """Return the name that a target's tensor must have; the checkpoint may lack it."""
+        """Return the name of the tensor for a target, whether or not the checkpoint has such a tensor."""
         found = self.names(target) if callable(self.names) else (self.names or {}).get(target, target)
         if not isinstance(found, str):
             raise UsageError(
@@ -312,7 +312,7 @@ class TensorNames:
 
 
 def _boxes(names: Iterable[str]) -> dict[str, str]:
-    """Return the tensors called ``….value``, by name without that ending, if no other name begins like it."""
+    """Return the names of tensors called ``NAME.value``, by ``NAME``, where no other tensor's name begins so."""
     every = set(names)
     inside = {name[: -len(_BOXED) - 1]: name for name in every if name.endswith((f"/{_BOXED}", f".{_BOXED}"))}
     if not inside:
@@ -323,7 +323,7 @@ def _boxes(names: Iterable[str]) -> dict[str, str]:
 
 
 def _is_like(wanted: list[str], found: list[str]) -> bool:
-    """Whether two names, split into parts, are similar: one part is spelt otherwise, with equal numbers, or added."""
+    """Whether two names, as lists of parts, are similar: one has parts added, or one part is spelt differently."""
     if len(wanted) != len(found):
         short, long = sorted((wanted, found), key=len)
         return long[: len(short)] == short or long[-len(short) :] == short
@@ -334,6 +334,6 @@ def _is_like(wanted: list[str], found: list[str]) -> bool:
 
 
 def first_names(names: Iterable[str]) -> list[str]:
-    """Return the first names to list in an error, and as last entry how many more there are."""
+    """Return the names to list in an error: the first of ``names``, and an entry that tells how many more there are."""
     found = list(names)
     return found[:_SHOWN] + ([f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])

@@ -55,7 +55,7 @@ from shardload.units import byte_count, check_kind, check_no_iterator, is_functi
 ArrayTarget: TypeAlias = (
     "jax.ShapeDtypeStruct | Sharding | PartitionSpec | jax.Array | jax.Device | Format | np.ndarray[Any, Any]"
 )
-"""What says where an array goes; a `jax.ShapeDtypeStruct` and a `jax.Array` also state its shape and dtype."""
+"""Types of objects that say where an array goes; a `jax.ShapeDtypeStruct` or `jax.Array` states shape and dtype too."""
 
 
 @suggests_arguments
@@ -173,7 +173,7 @@ def _is_rule(targets: Any) -> bool:
 
 
 def _leaves(targets: Any, reader: _Reader) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
-    """Return the targets by name, and a function that arranges the loaded arrays, by name, as ``targets`` are."""
+    """Return the targets by name, and a function that puts the loaded arrays into the same structure as ``targets``."""
     if _is_rule(targets):
         return _by_rule(targets, reader), dict
     paths, structure = jax.tree_util.tree_flatten_with_path(targets, is_leaf=lambda leaf: isinstance(leaf, KINDS))
@@ -213,7 +213,7 @@ def _by_rule(targets: Any, reader: _Reader) -> dict[str, Any]:
 
 
 def _takes(function: Callable[..., Any], *given: Any) -> bool:
-    """Whether a function can be called with these arguments; ``True`` for a builtin that states no signature."""
+    """Whether a function accepts the arguments ``given``; ``True`` for a builtin without a signature."""
     try:
         inspect.signature(function).bind(*given)
     except TypeError:
@@ -235,7 +235,7 @@ class _Reader:
     dtype: str | None
 
     def stays(self, name: str, target: Any) -> bool:
-        """Whether a leaf is kept as it is, as it is no array: an activation function, or a number without a tensor."""
+        """Whether a leaf is returned unchanged, with nothing to load: a function, or a number without a tensor."""
         if isinstance(target, SCALARS):
             return self.names.tensor(name) not in self.manifest.tensors
         return callable(target) and not isinstance(target, KINDS)
@@ -251,7 +251,7 @@ class _Reader:
         return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape, transposed if requested, of the array for a tensor whose name is the target's too."""
+        """Return the shape of the array to load from a tensor; a ``transpose`` for the tensor's name is applied."""
         return self._view(tensor.name, tensor).shape
 
     def _one(self, name: str, target: Any, tensor: Tensor) -> WantedArray:

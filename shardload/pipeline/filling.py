@@ -1,4 +1,4 @@
-"""Carry out a prepared load: what all processes must agree on first, then filling the model's variables.
+"""Carry out a prepared load: state what all processes must agree on, then fill the model's variables.
 
 `topics` states what must be the same when all processes are about to load, and `shardload.processes.agreement` compares
 it. Paths are not compared: the checkpoint may have another path on another host. Nor are names of variables, because
@@ -97,7 +97,7 @@ def fill_variables(
 
 @contextmanager
 def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure) -> Iterator[Assigner]:
-    """Bind the model to its new mesh and yield the `Assigner`; after a failure, restore the model or tell its state."""
+    """Bind the model to its new mesh and yield the `Assigner`. After a failure, restore the model or tell its state."""
     before = binding.BindingSnapshot.of(prepared.model)
     # Counted before: a load that fails early must be told from one that replaced values.
     had_values = sum(map(has_value, prepared.mapping.provided))
@@ -148,12 +148,12 @@ def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure)
 
 
 SPOTS = 256
-"""Number of places at which files without digests are compared between processes: takes milliseconds for any size."""
+"""Number of places at which processes compare files without digests: reading them takes milliseconds at any size."""
 _SPOT_BYTES = 256
 
 
 def topics(prepared: PreparedLoad) -> list[Topic]:
-    """Return what processes must agree on before they fill a model; a difference that causes others comes first."""
+    """Return what processes must agree on before they fill a model; causes of other differences come first."""
     # Causes before effects: another dtype also changes every line of the model, which would be named instead.
     same = "the same on every process"
     rows = [*enumerate(prepared.layouts.variables)]
@@ -185,7 +185,7 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
 
 
 def source_facts(manifest: Manifest) -> Facts:
-    """Return the facts in a checkpoint's headers that must be equal on all processes; no paths, which may differ."""
+    """Return facts from a checkpoint's headers that must be equal on all processes. Paths are not: they may differ."""
     # Files by their number, as their paths may differ between hosts.
     order = {path: i for i, path in enumerate(manifest.files)}
     found = {"Its format": manifest.format, "The number of its tensors": str(len(manifest.tensors))}
@@ -203,7 +203,7 @@ def source_facts(manifest: Manifest) -> Facts:
 
 
 def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
-    """Return facts about the tensors' bytes: digests of all files if there are any, else bytes at some places."""
+    """Return facts about a checkpoint's bytes: digests of all files if it has any, else the bytes at a few places."""
     if check is not None:
         units_by_file = sorted(check.units_by_file().items())
         return {f"The digests of {name}": facts_digest({"": "".join(units)}) for name, units in units_by_file}
@@ -217,7 +217,7 @@ def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
 
 
 def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
-    """Yield the places at which `content_facts` reads: what is there, in words, the file, and the offset."""
+    """Yield the places for `content_facts` to read: a description of the bytes, their file, and their offset."""
     # Tensors begin where values surely are; evenly spaced places also cover tensors that have no extent.
     starts = [(t.name, t.storage) for t in manifest.tensors.values() if isinstance(t.storage, Extent) and t.size]
     for name, extent in _some(starts, SPOTS // 2):
@@ -231,7 +231,7 @@ def _spots(manifest: Manifest) -> Iterator[tuple[str, Location, int]]:
 
 
 def _some(found: list[Any], most: int) -> list[Any]:
-    """Return at most ``most`` of the entries, evenly spaced."""
+    """Return a sample of at most ``most`` entries of a list, evenly spaced."""
     return found[:: max(1, math.ceil(len(found) / most))]
 
 

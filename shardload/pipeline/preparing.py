@@ -1,6 +1,7 @@
 """All decisions of a load, before a model is changed: mapping, layouts, plan, and whether they fit.
 
-They need headers, and the values of tensors that may be copies or zeros (`shardload.mapping.outside`).
+They read only headers, and the values of tensors that no variable uses, to check that they may be ignored: copies of
+used ones, or all zeros (`shardload.mapping.outside`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _OTHER_OPTIMIZER = (
 )
 _OTHER_OPTIMIZER_BUILT = " Only the optimizer differs: pass compile=False (--no-compile) to load the model without it."
 _SHOWN = 8
-"""Names that an error lists before it counts the rest."""
+"""Most differences that an error lists; it states how many more there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,15 @@ class PreparedLoad:
     layouts: LayoutChoice
     plan: LoadPlan
     notes: tuple[str, ...] = ()
-    """Notes about the source and the model's construction, for the report."""
+    """Notes for the report: on the source, and on how the model was built."""
     left_out: tuple[Mismatch, ...] = ()
-    """Variables that are not loaded, as their tensors do not match and ``strict`` is false."""
+    """Variables left out of the load because their tensors do not match (possible only with ``strict=False``)."""
     outside: tuple[OutsideTensor, ...] = ()
-    """Tensors that the model does not use for a known reason (a buffer, a head, a copy): reported, but no error."""
+    """Tensors that the model does not use, for a known reason (a buffer, a head, a copy): reported, but no error."""
     compared_bytes: int = 0
-    """Bytes of values read to decide which tensors are ``outside``."""
+    """Number of bytes read to decide which tensors are ``outside``: values compared with copies or with zeros."""
     why_unused: Mapping[str, str] = field(default_factory=dict)
-    """Why the model does not use a tensor, by tensor name, where a reason is known."""
+    """For unused tensors, by name, the reason why the model does not use them, if it is known."""
 
     @property
     def manifest(self) -> Manifest:
@@ -66,7 +67,7 @@ class PreparedLoad:
         return self.source.manifest
 
     def validated(self) -> PreparedLoad:
-        """Raise `MismatchError` if checkpoint and model differ; with ``strict=False``, return a load of what fits."""
+        """Raise `MismatchError` if checkpoint and model differ; with ``strict=False``, return a load of the rest."""
         require_decoders(self.manifest.tensors[name] for name in self.mapping.read)
         if not self.matching.strict:
             return replace(self, mapping=self.mapping.without_mismatched(), left_out=self.mapping.mismatched)
@@ -134,7 +135,7 @@ def prepare_load(
     optimizer: bool = True,
     notes: Sequence[str] = (),
 ) -> PreparedLoad:
-    """Make all decisions of a load, without changing the model. ``notes`` on how it was built go to the report."""
+    """Make all decisions of a load, without changing the model. ``notes`` say how it was built, for the report."""
     manifest, ignored = source.manifest, matching.ignore_config
     # Quantised folders are refused by their configuration; of bare files only the mapping shows it.
     quantised.check_before(manifest, ignore=ignored)

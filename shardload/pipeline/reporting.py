@@ -1,4 +1,4 @@
-"""Build the report of a load that ran, or was only planned."""
+"""Build the report of a load, either carried out or only planned, and measure the time of its stages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _IN_TRAINING = (
 
 
 class Clock:
-    """Measures wall-clock seconds per stage of a load. Imports are their own stage, also if another one causes them."""
+    """Measures wall-clock seconds per stage of a load. Imports count as a stage of their own."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -55,7 +55,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Add the time that the ``with`` block takes to ``stage``, without its imports."""
+        """Measure the ``with`` block: add its time to ``stage``, except imports, which count separately."""
         began, imported = time.perf_counter(), imports_s()
         try:
             yield
@@ -66,7 +66,7 @@ class Clock:
 
     @property
     def total_s(self) -> float:
-        """Seconds since this clock was created."""
+        """Wall-clock seconds since this object was created."""
         return time.perf_counter() - self._began
 
 
@@ -92,7 +92,7 @@ def load_report(
 
 
 def changed_rates(before: Mapping[str, float], now: Mapping[str, float], *, advice: str) -> tuple[str, ...]:
-    """Return a note for each optimizer whose learning rate a load has changed; ``advice`` says how to keep one."""
+    """Return a note for each optimizer whose learning rate a load has changed; each ends with ``advice``."""
     return tuple(
         f"the state of {name} was loaded too: its learning rate was {rate:g}, and is {now[name]:g}. {advice}"
         for name, rate in before.items()
@@ -101,7 +101,7 @@ def changed_rates(before: Mapping[str, float], now: Mapping[str, float], *, advi
 
 
 def with_rates(report: LoadReport, before: Mapping[str, float], now: Mapping[str, float]) -> LoadReport:
-    """Return the report with a note for each learning rate that the load has changed; rates by optimizer."""
+    """Return the report with a note for each learning rate that changed; arguments have rates by optimizer name."""
     advice = "To keep the optimizer as it is, pass items='weights'; to change only its rate, set it again afterwards"
     return replace(report, notes=(*report.notes, *changed_rates(before, now, advice=advice)))
 
@@ -119,7 +119,7 @@ def plan_report(prepared: PreparedLoad, clock: Clock, *, layout: Any, device_mem
 
 
 def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:
-    """Return the fields that `LoadReport` and `PlanReport` share, by name."""
+    """Return values for the fields that `LoadReport` and `PlanReport` have in common, by field name."""
     # Tensors to compute from are read outside of the plan, whole (`filling`), so their bytes are added to both counts.
     mapping, tensors, spent = prepared.mapping, prepared.manifest.tensors, clock.stages.get
     computed_bytes = sum(tensors[name].stored_bytes for name in {name for c in mapping.computed for name in c.tensors})
@@ -146,7 +146,7 @@ def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_stagin
 
 
 def _weights(prepared: PreparedLoad) -> dict[str, Any]:
-    """Return the report's fields on the variables that get tensors: counts, sizes, dtypes, devices and layout."""
+    """Return fields of the report, by name, on variables that get tensors: counts, sizes, dtypes, devices, layout."""
     variables = prepared.mapping.provided
     layouts = [prepared.layouts.of(v) for v in variables]
     replicated = sum(layout.is_replicated for layout in layouts)

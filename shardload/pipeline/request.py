@@ -29,8 +29,8 @@ from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED, byte_count, check_choice, check_kind, check_name_map, dtype_name
 
 OnFailure = Literal["raise", "tell", "restore"]
-"""``raise``: only the error, as the caller has no model yet; ``tell``: add the state of the model to the error;
-``restore``: keep the old values until the new ones are complete, and restore them."""
+"""What a failed load does. ``raise``: only raise the error, as the caller has no model yet. ``tell``: also say in the
+error which values the model has. ``restore``: put the old values back, kept until the new ones are complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Placement:
     mesh: MeshLike | None = None
     axes: str | None = None
     layout: LayoutLike | None = None
-    """``None``: the model's current layout, ``"auto"`` if it has none."""
+    """The requested layout; ``None`` keeps the model's current layout, or means ``"auto"`` if it has none."""
     devices: tuple[Any, ...] | None = None
 
     @classmethod
     def of(
         cls, mesh: MeshLike | None, axes: str | None, layout: LayoutLike | None, devices: Sequence[Any] | None
     ) -> Placement:
-        """Check the arguments. A distribution given as mesh is the layout too; one given as layout is the mesh too."""
+        """Check the arguments of a call. A Keras distribution given as mesh or layout is used for both."""
         check_kind("axes", axes, str | None, "text such as 'data,model'")
         if layout is None and has_mesh(mesh):
             layout = cast("LayoutLike", mesh)
@@ -60,7 +60,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Construction:
-    """How to build the model that a checkpoint describes."""
+    """The part of a request that says how to build the model that a checkpoint describes."""
 
     dtype: Any = None
     task: bool = True
@@ -77,7 +77,7 @@ class Construction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
-    """Which tensors go to which variables, and which differences are accepted."""
+    """The part of a request that says which tensors go to which variables, and which differences are accepted."""
 
     strict: bool = True
     ignore: tuple[str, ...] = ()
@@ -86,13 +86,13 @@ class Matching:
     rename: Mapping[str, str] | None = None
     items: Items = "all"
     is_restore: bool = False
-    """Whether to match a step's leaves by their place in the model, as `restore` does, even if they have names."""
+    """Whether to match tensors of a training step by their place in the model, as `restore` does, not by their name."""
     builds: bool = False
-    """Whether the model is built from the checkpoint's description, so that tensors it does not use are no mistake."""
+    """Whether the model is built from the checkpoint's description; then tensors that it does not use may be right."""
     reads_values: bool = True
-    """Whether values may be read to explain unused tensors (copies, zeros); a plan reads headers only."""
+    """Whether values may be read to find out if unused tensors are copies or zeros; a plan reads headers only."""
     as_keras: bool = False
-    """Whether Keras' rules apply: unused tensors are accepted, and no slots are built that Keras would not build."""
+    """Whether Keras' rules apply: unused tensors are accepted, and only optimizer slots that Keras builds are built."""
 
     def __post_init__(self) -> None:
         _check_flag("strict", self.strict)
@@ -107,7 +107,7 @@ def _check_flag(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """Arguments of all functions. `shardload.plan` has no devices and progress, but a search for layouts uses them."""
+    """Arguments that all requests have. ``devices`` and ``progress`` are not arguments of `shardload.plan` itself."""
 
     mesh: MeshLike | None = None
     axes: str | None = None
@@ -117,7 +117,7 @@ class _Arguments:
     progress: ProgressLike = None
 
     compared_names: ClassVar[tuple[str, ...]] = ()
-    """Arguments that must be equal on all processes as written; of mesh, layout and dtype only the effect must be."""
+    """Names of arguments that all processes must give alike. Mesh, layout and dtype need only have the same effect."""
 
     def __post_init__(self) -> None:
         # A generator can be read only once, and these are read by several stages.
@@ -127,12 +127,12 @@ class _Arguments:
 
     @cached_property
     def placement(self) -> Placement:
-        """The requested mesh, layout and devices, checked."""
+        """The mesh, layout and devices that the arguments request, checked."""
         return Placement.of(self.mesh, self.axes, self.layout, self.devices)
 
     @cached_property
     def budget_bytes(self) -> int | None:
-        """Most bytes staged in host memory; ``None`` leaves it to the plan."""
+        """Most bytes of tensors in host memory at once; ``None`` lets the plan choose."""
         wanted = self.host_memory_bytes
         return None if wanted is None else byte_count("host_memory_bytes", wanted)
 
@@ -144,7 +144,7 @@ class _Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class _Building(_Arguments):
-    """Arguments of the functions that build the model."""
+    """Arguments of functions that build the model: `shardload.load` and `shardload.plan`."""
 
     source: PathLike
     dtype: DTypeLike | None = None
@@ -156,7 +156,7 @@ class _Building(_Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class _Filling(_Arguments):
-    """Arguments of the functions that fill a model."""
+    """Arguments of functions that fill a given model: `shardload.load_weights` and `shardload.restore`."""
 
     model: Any
     names: Mapping[str, str] | None = None
@@ -165,7 +165,7 @@ class _Filling(_Arguments):
 
     @property
     def on_failure(self) -> OnFailure:
-        """What happens to the model's values if the load fails half-way."""
+        """What happens to the values of the model if the load fails half-way (`OnFailure`)."""
         return "restore" if self.atomic else "tell"
 
 
@@ -176,7 +176,7 @@ class LoadRequest(_Building):
     function: ClassVar[str] = "load"
     model: ClassVar[None] = None
     on_failure: ClassVar[OnFailure] = "raise"
-    """What happens to the model's values if the load fails half-way."""
+    """What happens if the load fails half-way (`OnFailure`): the model that it builds is dropped."""
 
     compared_names = (
         *("step", "strict", "atomic", "ignore", "ignore_config"),
@@ -214,7 +214,7 @@ class LoadRequest(_Building):
         return Matching(strict=self.strict, ignore=ignore, ignore_config=fields, builds=True)
 
     def check(self) -> None:
-        """Raise for an argument that is of the wrong kind or out of range, by making all parts of the request."""
+        """Raise if an argument is of the wrong kind or out of range: make all parts, which check their arguments."""
         _check_flag("atomic", self.atomic)
         check_backend()
         _ = self.construction, self.matching, self.budget_bytes, self.placement, self.reporter
@@ -233,7 +233,7 @@ class LoadWeightsRequest(_Filling):
     items: Literal["all", "weights"] = "all"
     step: int | str = "latest"
     as_keras: bool = False
-    """As in `Matching`; set for Keras' own `load_weights`, not an argument of `shardload.load_weights`."""
+    """Whether Keras' rules apply (see `Matching`): for Keras' own `load_weights`, no argument of shardload's."""
 
     @property
     def loads_optimizer(self) -> bool:
@@ -250,7 +250,7 @@ class LoadWeightsRequest(_Filling):
         )
 
     def check(self) -> None:
-        """Check the arguments as `LoadRequest.check` does, and that the model is built and has weights."""
+        """Check the arguments as `LoadRequest.check` does, and also that the model is built and has weights."""
         _check_flag("atomic", self.atomic)
         _ = self.matching, self.budget_bytes
         # Keras' `load_weights` (``as_keras``) fills models whose layers are only partly built.
@@ -260,7 +260,7 @@ class LoadWeightsRequest(_Filling):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(_Building):
-    """One call of `shardload.plan`: its arguments, under the same names; and the progress of a search for layouts."""
+    """One call of `shardload.plan`: its arguments, under the same names. A search for layouts adds ``progress``."""
 
     device_memory_bytes: int | str | None = None
 
@@ -305,7 +305,7 @@ class RestoreRequest(_Filling):
 
     @property
     def source(self) -> PathLike:
-        """The folder of the steps, under the name that the other requests have for it."""
+        """The argument ``directory``, the folder of the steps, under the name that it has in other requests."""
         return self.directory
 
     @cached_property
@@ -324,7 +324,7 @@ class RestoreRequest(_Filling):
 
 
 JointRequest: TypeAlias = LoadRequest | LoadWeightsRequest | RestoreRequest
-"""Requests of calls that all processes of a run make together."""
+"""Requests of the calls that all processes of a `jax.distributed` run make together."""
 
 
 def check_keras_model(model: Any, *, built: bool = True) -> None:
@@ -354,7 +354,7 @@ def check_backend() -> None:
 
 
 def ignored_names(ignore: Sequence[str]) -> tuple[str, ...]:
-    """Return the argument ``ignore``, patterns of tensor names, as a tuple; raise `UsageError` if it is no list."""
+    """Return the argument ``ignore`` (patterns of tensor names) as a tuple; raise `UsageError` if it is not a list."""
     # A string is a sequence of strings: ignore="head" would ignore tensors called "h", "e", "a" and "d".
     is_list = isinstance(ignore, Iterable) and not isinstance(ignore, str)
     found = tuple(ignore) if is_list else ()  # first, because a generator can be read only once
@@ -364,7 +364,7 @@ def ignored_names(ignore: Sequence[str]) -> tuple[str, ...]:
 
 
 def float_dtype(wanted: DTypeLike | None) -> Any:
-    """Check the argument ``dtype`` and return its canonical name; return ``None`` and Keras' policies as they are."""
+    """Check the argument ``dtype`` and return its canonical name; return ``None`` or a Keras dtype policy unchanged."""
     name = dtype_name(wanted)
     if name == "float64" and not jax.config.jax_enable_x64:
         raise UsageError(f"Cannot load as float64: JAX has 64-bit dtypes disabled. {ENABLE_64_BITS}, or choose float32")
