@@ -1,4 +1,4 @@
-"""The commands about checkpoints: what is in them, what can be named, and whether they are whole or differ."""
+"""The commands about checkpoints: list what is in them, what SOURCE can be, and find damage and differences."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from shardload.reports import printable
 from shardload.stores.local import local_target, working_folder
 
 _TEXT = "\n\t"
-"""Control characters that are printed in generated text; others, which could control the terminal, are escaped."""
+"""Control characters that generated text may contain when it is printed; others could control the terminal, and are
+escaped."""
 _MORE = "These are the weights only. For activations too, add --layout search; for a training step, --train adamw\n"
 
 
@@ -140,7 +141,7 @@ def load(
 
 
 def _summed(loaded: Any) -> Any:
-    """Return the result of a load with a report on all its processes: bytes summed up, and the highest staging peak."""
+    """Return the result of a load with a report on all processes: the sum of bytes read, the highest memory peak."""
     if not loaded.shares:
         return loaded
     # A budget of host memory is that of one process, so the highest peak counts.
@@ -151,7 +152,7 @@ def _summed(loaded: Any) -> Any:
 
 
 def _check_together(spec: Any, processes: Any, prompt: str | None, max_new_tokens: int | None) -> None:
-    """Raise for options of `load` that exclude each other, or of which one requires another."""
+    """Raise if options of `load` exclude each other, or if one is given without another that it requires."""
     if max_new_tokens is not None and prompt is None:
         raise typer.BadParameter("It requires --prompt, which is missing.", param_hint="--max-new-tokens")
     if prompt == "":
@@ -261,7 +262,7 @@ def plan(
 
 
 def _searched(layout: str | None, asked: dict[str, Any]) -> bool:
-    """Whether `plan` is to search for layouts; raise if an option of the search is given with a fixed layout."""
+    """Whether `plan` is to search for layouts; raise if an option for the search comes with another ``--layout``."""
     given = [f"--{name}" for name, value in asked.items() if value]
     if given and layout not in (None, "search"):
         raise typer.BadParameter(
@@ -354,7 +355,7 @@ def convert(
 
 @contextlib.contextmanager
 def _way_on(target: str) -> Iterator[None]:
-    """Add to a Ctrl-C during imports and checks how to start again; once files are written, `convert` does so."""
+    """On Ctrl-C, add to the exception how to start the conversion again, unless the engine has added that already."""
     try:
         yield
     except KeyboardInterrupt as error:

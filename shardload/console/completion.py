@@ -1,4 +1,4 @@
-"""What can be typed on the command line: the names of sources on this machine, and what a shell completes.
+"""What can be typed on the command line: names of sources on this machine, and values for a shell to complete.
 
 `shardload sources` and the shell list the same names. Listing changes nothing: no checkpoint is opened, assembled or
 downloaded. KerasHub's presets are listed only on request, because that imports KerasHub; nothing here imports JAX or
@@ -22,7 +22,7 @@ MESHES = tuple(
     (mesh, "batch={}, model={}".format(*mesh.split("x")))
     for mesh in ("1x1", "1x2", "1x4", "1x8", "1x16", "2x2", "2x4", "2x8", "4x1", "4x2", "4x4", "4x8", "8x1")
 )
-"""Meshes to complete for ``--mesh``, with the names of their axes."""
+"""Meshes that a shell offers to complete ``--mesh``, each with the names of the mesh's axes."""
 LAYOUTS = (
     ("auto", "rules for the model's own layers"),
     ("replicated", "every device holds everything"),
@@ -30,13 +30,13 @@ LAYOUTS = (
     ("search", "what makes a step fastest, by search"),
 )
 OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "rekls", "rmsprop", "sgd")
-"""Optimizers to complete for ``--train``; `shardload plan` accepts ``rekls`` and all of Keras'."""
+"""Optimizers that a shell offers to complete ``--train``; `shardload plan` accepts all of Keras', and ``rekls``."""
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 _PROGRAM = {"prog_name": "shardload", "complete_var": "_SHARDLOAD_COMPLETE"}
 
 
 class SourceKind(StrEnum):
-    """Where the checkpoint of a name comes from: this machine, a package, random weights, or KerasHub."""
+    """Where the checkpoint with this name comes from: this machine, a package, random weights, or KerasHub."""
 
     LOCAL = "local"
     INSTALLED = "installed"
@@ -47,16 +47,16 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownSource:
-    """A name that the argument SOURCE of commands accepts."""
+    """A name that commands accept as the argument SOURCE, and what it stands for."""
 
     name: str
     kind: SourceKind
     what: str
-    """Describes the source in one line."""
+    """One line that describes the source: its path, its size, or what to type."""
 
 
 def make_available(source: str, *, weights: bool = True) -> None:
-    """Assemble or download ``source`` if that is needed to open it; raise if it does not exist.
+    """Assemble or download a source if it cannot be opened otherwise; raise if it does not exist.
 
     ``weights=False``: a description of its model (the name of an architecture, a configuration) is enough.
     """
@@ -68,7 +68,7 @@ def make_available(source: str, *, weights: bool = True) -> None:
 
 
 def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]:
-    """Return the names that SOURCE can have, each once; those that can be loaded as they are come first.
+    """Return the names that SOURCE can have, each once; names of checkpoints on this machine come first.
 
     Args:
         presets: Also list KerasHub's.
@@ -101,7 +101,7 @@ def _on_this_machine(*, announced: bool) -> Iterator[KnownSource]:
 
 
 def known_architectures() -> Iterator[KnownSource]:
-    """Yield the architectures that `shardload synth` can write, aliases after their targets."""
+    """Yield the architectures that `shardload synth` can write; aliases of a name follow it."""
     for found in architecture_names():
         size = f"{format_count(found.parameters)} parameters, {format_bytes(found.nbytes)} in bfloat16"
         yield KnownSource(found.name, SourceKind.SYNTHETIC, f"{size}; write it with: shardload synth {found.name}")
@@ -110,7 +110,7 @@ def known_architectures() -> Iterator[KnownSource]:
 
 
 def source_names() -> list[tuple[str, str]]:
-    """Return what to complete for SOURCE: as `shardload sources`, without formats whose packages must be imported."""
+    """Return names that a shell offers for SOURCE, each with help: as `shardload sources`, but without slow imports."""
     # An error would be printed into the line that is being typed; the command itself will report it.
     try:
         return [(source.name, source.what) for source in known(announced=False)]
@@ -119,7 +119,7 @@ def source_names() -> list[tuple[str, str]]:
 
 
 def answered(arguments: Sequence[str]) -> bool:
-    """Show or install completion if the arguments ask for it by shell, ``--show-completion zsh``; return if they do.
+    """Show or install completion if the arguments ask for it and name a shell; return whether they did.
 
     Raises:
         UsageError: If the shell is not supported.

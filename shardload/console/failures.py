@@ -27,27 +27,27 @@ from shardload.reports import printable
 
 _TRACEBACK_VARIABLE = "SHARDLOAD_TRACEBACK"
 _MAX_FOREIGN_MESSAGE = 600
-"""Most characters shown of an unexpected error's message: XLA's run to pages."""
+"""Most characters to show of a message from outside of shardload: those of XLA may have pages."""
 _EXTRA = re.compile(r"Got unexpected extra argument(?:\(s\))? \((.*)\)", re.S)
 _JAX_VARIABLE = re.compile(
     r"invalid (?:truth )?value ['\"](.*)['\"] for (?:JAX flag|environment) '?(\w+)'?", re.I | re.S
 )
-"""Matches JAX's error, on import, for an environment variable with a value that it does not accept."""
+"""Matches the error that JAX raises on import if an environment variable has a value that it does not accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a failed command reports: its exit code, and a message."""
+    """What a failed command reports: an exit code and a message."""
 
     exit_code: int
     kind: str
     """Name of the exception's class."""
     message: str
-    """One paragraph for people; empty if nobody reads it, as the reader closed stdout."""
+    """One paragraph for people; empty if the command failed because the reader of stdout closed it."""
 
 
 def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:
-    """Report an error on stderr, and as JSON on stdout if ``json_wanted``; return the exit code.
+    """Report an error on stderr, and with ``json_wanted`` as JSON on stdout too; return the exit code.
 
     ``stdout`` is the real one, if `streams` still redirects it.
     """
@@ -68,7 +68,7 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Convert an exception, with the notes added to it, to an exit code and a paragraph for people."""
+    """Return the exit code and the paragraph for people that report an exception; notes added to it are included."""
     code, message = _code_and_message(error)
     notes = getattr(error, "__notes__", ())
     return Failure(code, type(error).__name__, printable(" ".join([message, *map(str, notes)]).strip(), keep="\n"))
@@ -143,7 +143,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _paragraph(message: str) -> str:
-    """Wrap a message for a terminal; in files and pipes, leave it on one line for grep."""
+    """Wrap a message if stderr is a terminal; for a file or pipe, leave it on one line, so that grep finds it."""
     if not sys.stderr.isatty():
         return message + "\n"
     width = min(shutil.get_terminal_size().columns, 100)

@@ -24,7 +24,7 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural
 
 _MAX_SIMULATED = 1024
-"""Most CPU devices that one process simulates: they take a second to start, and more would show nothing new."""
+"""Most CPU devices that one process simulates: starting this many takes a second, and more would show nothing new."""
 _TELL: GiveUp = functools.partial(failures.tell, json_wanted=False)
 
 
@@ -62,7 +62,7 @@ def provide_devices(
     processes: Processes | None = None,
     give_up: GiveUp = _TELL,
 ) -> Processes | None:
-    """Start JAX with the devices that a mesh needs; simulate them if the platform is the CPU.
+    """Start JAX with the devices that a mesh needs; if the platform is the CPU, simulate that many devices.
 
     Returns ``processes`` with what JAX found of them. ``give_up`` is called if the others do not connect, right before
     the process ends.
@@ -107,7 +107,7 @@ def provide_devices(
 
 
 def _jax_platforms(platform: Platform) -> str:
-    """Return the value of ``JAX_PLATFORMS`` for ``--platform``; it always has the CPU, which host-side work needs."""
+    """Return the value of ``JAX_PLATFORMS`` for ``--platform``. It always includes the CPU, for work on the host."""
     match platform:
         case Platform.CPU:
             return "cpu"
@@ -125,7 +125,7 @@ def _jax_platforms(platform: Platform) -> str:
 
 
 def _simulate(jax: Any, needed: int) -> bool:
-    """Make JAX simulate ``needed`` CPU devices when it starts, unless it has them or runs; return if it was told to."""
+    """Make JAX simulate ``needed`` CPU devices when it starts, unless it has as many or is running; return whether."""
     if needed <= max(int(jax.config.jax_num_cpu_devices), 1):
         return False
     try:

@@ -1,4 +1,4 @@
-"""A load by several processes: which launcher started this one, what it says of the others, and how they connect.
+"""A load by several processes: which launcher started them, what it says about each, and how they connect.
 
     mpirun     Open MPI 4, which JAX knows, or another MPI, which JAX asks through mpi4py
     srun       Slurm; a shell of `salloc` and the script of `sbatch` have some of its variables, too
@@ -28,24 +28,24 @@ _BY_HAND = "pass --coordinator-address, --num-processes and --process-id"
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """A kind of launcher (MPI, Slurm, Kubernetes), and the environment variables that it sets."""
+    """A kind of launcher (MPI, Slurm, Kubernetes), and the environment variables that it sets for each process."""
 
     title: str
     command: str
-    """Advice for messages on how to start the processes, as an imperative."""
+    """Sentence for error messages on how to start the processes: "Start the processes with mpirun"."""
     rank: str
     """Environment variable with the number of the process, from 0."""
     size: str | None = None
     """Environment variable with the number of processes."""
     needed: tuple[str, ...] = ()
-    """Other environment variables that JAX needs."""
+    """Further environment variables of this launcher without which JAX cannot connect the processes."""
     package: str | None = None
-    """Package that JAX needs to find out what the variables do not say."""
+    """Python package through which JAX finds out what the variables do not say; ``None`` if they say all."""
     method: str | None = None
-    """``cluster_detection_method`` of `jax.distributed.initialize`; ``None`` lets JAX search."""
+    """Argument ``cluster_detection_method`` of `jax.distributed.initialize`; ``None`` lets JAX try all methods."""
 
     def lacks_package(self) -> bool:
-        """Whether the package that JAX needs is not installed."""
+        """Whether JAX needs a package for this launcher that is not installed."""
         return self.package is not None and importlib.util.find_spec(self.package) is None
 
 
@@ -61,7 +61,7 @@ _OPEN_MPI = Launcher(
 _OPEN_MPI_5 = Launcher(
     "Open MPI", _MPI_START, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", package="mpi4py", method="mpi4py"
 )
-"""Open MPI 5 does not set the variable with the address of ``mpirun``, so JAX asks MPI through mpi4py."""
+"""Open MPI from version 5 on. It does not set the variable with mpirun's address, so JAX asks MPI through mpi4py."""
 MPI = Launcher("MPI", _MPI_START, "PMI_RANK", "PMI_SIZE", package="mpi4py", method="mpi4py")
 SLURM = Launcher(
     "Slurm",
@@ -81,7 +81,7 @@ _KUBERNETES = Launcher(
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """This process by its environment: its launcher, its number, and how many there are; ``None`` if not told."""
+    """What the environment says about this process: its launcher, its number, how many there are; ``None``: nothing."""
 
     by: Launcher | None = None
     num_processes: int | None = None
@@ -89,7 +89,7 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str]) -> Launched:
-    """Read from the environment which launcher started this process, and as which; raise for contradictions."""
+    """Read from the environment which launcher started this process, and its number; raise if variables contradict."""
     by = _launcher(environ)
     if by is None:
         return Launched()
@@ -107,7 +107,7 @@ def launched(environ: Mapping[str, str]) -> Launched:
 
 
 def alone_among_several(environ: Mapping[str, str]) -> str | None:
-    """Return a note that several processes each load everything, if a launcher started them and this is the first."""
+    """Return a note for the first of several processes of a launcher: each of them loads everything by itself."""
     try:
         found = launched(environ)
     except MeshError:
@@ -149,14 +149,14 @@ def _refused(by: Launcher, found: str) -> MeshError:
 
 
 DEFAULT_WAIT_S = 300
-"""Seconds to wait for all processes to connect, as in JAX: pods of a job may start minutes apart."""
+"""Seconds to wait until all processes have connected, as long as JAX waits: pods of a job may start minutes apart."""
 _DEAD_S = 28
-"""Seconds after which JAX aborts this process if another one is silent, before shardload's heartbeat has begun.
+"""Seconds of silence of another process after which JAX aborts this one, until shardload's own heartbeat has begun.
 
-Longer than the 24 s in which a process that waits inside JAX for a lost one ends with a readable line.
+Longer than 24 s: within these, a process that waits inside JAX for a lost process ends with a readable line.
 """
 GiveUp = Callable[[MeshError], int]
-"""Function that reports an error, in another thread than the main one, and returns the exit code."""
+"""Function that reports an error and returns the exit code; it is not called in the main thread."""
 
 _EACH_BY_HAND = (
     "Start each with the same --coordinator-address and --num-processes and with its own --process-id, from 0; process "
@@ -169,23 +169,23 @@ _NO_LAUNCHER = (
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """This process among those that load together; field names as in `jax.distributed.initialize`.
+    """This process among those that load together; its fields are arguments of `jax.distributed.initialize`.
 
-    What is ``None`` is left to JAX, which finds it out in `meet`.
+    JAX finds out in `meet` what is ``None`` here.
     """
 
     coordinator_address: str | None
-    """``host:port`` at which process 0 serves the others."""
+    """Address ``host:port`` of process 0, to which all processes connect."""
     num_processes: int | None
     process_id: int | None
     launcher: Launcher | None = None
-    """What started the processes, if ``--distributed`` is given."""
+    """The launcher (mpirun, Slurm, …) that started the processes, if ``--distributed`` looked for one and found it."""
     initialization_timeout: int = DEFAULT_WAIT_S
-    """Seconds to wait for all processes to connect."""
+    """Seconds to wait until all processes have connected; then this process ends with an error."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, which prints; also true before `meet` if only JAX knows the number."""
+        """Whether this is process 0, the one that prints; also true until `meet` if the number is not known yet."""
         return not self.process_id
 
     def devices_of(self, mesh: MeshSpec) -> int | None:
@@ -200,7 +200,7 @@ class Processes:
         return mesh.size // self.num_processes
 
     def meet(self, *, note: Callable[[str], None], give_up: GiveUp) -> Processes:
-        """Connect the processes by `jax.distributed`, before any other use of JAX; return what it knows of this one."""
+        """Connect the processes by `jax.distributed`, before any other use of JAX; return this one, now complete."""
         import jax
 
         note(_waiting(self))
@@ -235,7 +235,7 @@ class Processes:
 def detected(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None, environ: Mapping[str, str]
 ) -> Processes:
-    """Return this process among others, from the environment of its launcher; arguments override it."""
+    """Return this process among others: from the arguments and, for those that are ``None``, from the environment."""
     if coordinator_address is not None and num_processes is not None and process_id is not None:
         return Processes(coordinator_address, num_processes, process_id)
     found = launched(environ)

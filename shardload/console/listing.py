@@ -1,4 +1,4 @@
-"""Lists for people, `grep` and `cut`: one line per entry, nothing truncated, columns aligned.
+"""Lists for people and for `grep` and `cut`: one line per entry, nothing truncated, columns aligned.
 
 On a terminal that is too narrow for the columns, an entry takes several lines, broken between cells.
 
@@ -23,7 +23,7 @@ def _selected(manifest: Manifest, match: str | None) -> list[Tensor]:
 
 
 def as_text(manifest: Manifest, *, match: str | None = None, width: int | None = None) -> str:
-    """Return what `shardload inspect` prints: a summary, then one line per tensor; ``width`` as for `aligned`."""
+    """Return what `shardload inspect` prints: a summary, then one line per tensor. ``width``: see `aligned`."""
     tensors = _selected(manifest, match)
     rows = [("name", "shape", "dtype", "bytes", "file", "storage"), *map(_row, tensors)]
     total = len(manifest.tensors)
@@ -37,12 +37,12 @@ def as_text(manifest: Manifest, *, match: str | None = None, width: int | None =
 
 
 def partial(left_out: int) -> str:
-    """Return words for a step that does not store all weights of its model: ``partial: without 3 weights``."""
+    """Return the words that describe a step without ``left_out`` of its weights: ``partial: without 3 weights``."""
     return f"partial: without {plural(left_out, 'weight')}"
 
 
 def _stored(tensor: Tensor) -> tuple[Sequence[Location], str, dict[str, Any]]:
-    """Return the files of a tensor, and its storage in words and as JSON: one case for each kind of storage."""
+    """Return the files that store a tensor, and how they store it: once in words, once as an object for JSON."""
     match tensor.storage:
         case Extent(path, offset):
             return (path,), f"offset {offset}", {"storage": "extent", "offset": offset}
@@ -81,7 +81,7 @@ def aligned(table: Iterable[Iterable[str]], *, width: int | None = None) -> str:
 
 
 def _stacked(row: tuple[str, ...], width: int) -> list[str]:
-    """Break a row into lines of ``width`` columns: its first cell, then the other cells, indented."""
+    """Return a row as several lines of at most ``width`` columns: the first cell, then the other cells, indented."""
     lines = [row[0]]
     for cell in row[1:]:
         if len(lines) > 1 and len(lines[-1]) + 2 + len(cell) <= width:
@@ -92,7 +92,7 @@ def _stacked(row: tuple[str, ...], width: int) -> list[str]:
 
 
 def of_processes(shares: Sequence[Any]) -> str:
-    """Return a table of the bytes that each of several processes read; empty if one process loaded alone."""
+    """Return a table of what each process of a load read, in bytes and seconds; empty if one process loaded alone."""
     if not shares:
         return ""
     rows = [
@@ -102,7 +102,7 @@ def of_processes(shares: Sequence[Any]) -> str:
 
 
 def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
-    """Return what `as_text` lists as an object for JSON."""
+    """Return the contents of `as_text` as a dict, for JSON output."""
     tensors = _selected(manifest, match)
     return {
         "source": manifest.source,

@@ -22,12 +22,12 @@ from shardload.stores.local import local_target
 from shardload.units import FLOATS, dtype_name, parse_bytes
 
 FormatName: Any = StrEnum("FormatName", {name: name for name in format_names()})  # type: ignore[misc]  # known when it runs
-"""Values of ``--format`` for commands that read a checkpoint."""
+"""Values of the option ``--format`` of commands that read a checkpoint: the names of all formats."""
 
 
 _WRITTEN = ("preset", "h5", "safetensors", "orbax", *(name for name in format_names() if name not in BUILT_IN))
 ConvertFormat: Any = StrEnum("ConvertFormat", {name: name for name in _WRITTEN})  # type: ignore[misc]  # as above
-"""Values of ``shardload convert --to``; `convert` refuses those of other packages that cannot be written."""
+"""Values of ``shardload convert --to``. Formats of other packages are included; `convert` refuses read-only ones."""
 
 
 class SynthFormat(StrEnum):
@@ -68,7 +68,7 @@ def scale(factor: float) -> float:
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes, such as ``2GiB``, for options."""
+    """Parse the value of an option that is a number of bytes, such as ``2GiB``."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -76,13 +76,13 @@ def size(text: str) -> int:
 
 
 def size_as_typed(text: str) -> str:
-    """Check a number of bytes for an option, but keep the text: the API refuses small numbers without a unit."""
+    """Check an option's number of bytes and return its text unchanged: the API also checks for a missing unit."""
     size(text)
     return text
 
 
 def new_file(ending: str) -> Callable[[Path | None], Path | None]:
-    """Return a check for an option with a file to write: it must end in ``ending``, in an existing folder."""
+    """Return the check of an option that names a file to write: it must end in ``ending``, in an existing folder."""
 
     def check(path: Path | None) -> Path | None:
         if path is not None:
@@ -97,7 +97,7 @@ def new_file(ending: str) -> Callable[[Path | None], Path | None]:
 
 
 def mesh_option(mesh: str | None, axes: str | None, layout: str | None) -> MeshSpec | None:
-    """Parse ``--mesh`` and ``--axes``; without them, return the mesh of the plan that ``--layout`` names, if any."""
+    """Parse ``--mesh`` and ``--axes``; without them, return the mesh of the plan in the file ``--layout``, if any."""
     if mesh is None:
         if axes is not None:
             raise typer.BadParameter("--axes names the axes of --mesh, which is missing.", param_hint="--axes")

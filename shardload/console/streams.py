@@ -26,9 +26,9 @@ from shardload.reports import printable
 from shardload.stores import local
 
 _wrote_object = [False]
-"""Whether this command has begun to write its one JSON object to stdout; a list, to be changed in place."""
+"""One element: whether this command has begun to write its JSON object to stdout. A list, to be changed in place."""
 READER_LEFT = 141
-"""Exit code if the reader of stdout (``| head``) closed it, as shells report it (128 + SIGPIPE)."""
+"""Exit code if the reader of stdout (``| head``) closed it: the one that shells report for SIGPIPE, 128 + 13."""
 
 
 class ReaderLeftError(Exception):
@@ -46,7 +46,7 @@ class Results:
         self.stream = stream
 
     def interrupted(self, number: int, *, as_json: bool) -> None:
-        """Report Ctrl-C or another signal, from another thread, right before the process exits."""
+        """Report that Ctrl-C or another signal ended the command; called in another thread, right before the exit."""
         message = message_of(number)
         # If this is one of several processes: this exit is expected, and is to be reported here only.
         if (reasons := sys.modules.get("shardload.processes.exit_reasons")) is not None:
@@ -70,7 +70,7 @@ class Results:
 
     @property
     def unicode(self) -> bool:
-        """Whether stdout's encoding has more than ASCII characters."""
+        """Whether stdout's encoding can represent all Unicode characters, such as lines of tables."""
         return (self.stream.encoding or "utf-8").lower().startswith("utf")
 
     def text(self, text: str) -> None:
@@ -102,7 +102,7 @@ class Results:
 
 
 def has_object() -> bool:
-    """Whether this command has begun to write its JSON object, so that no other one may follow."""
+    """Whether this command has begun to write its JSON object to stdout, so that no second one may follow."""
     return _wrote_object[0]
 
 
@@ -152,14 +152,14 @@ def _write_errors(stream: TextIO) -> Iterator[None]:
 
 
 def begin_command() -> None:
-    """Reset what is known of stdout's output, as a program may call `main` twice; raise if stdout is closed."""
+    """Forget output of an earlier command, as a program may call `main` twice; raise if stdout is closed."""
     _wrote_object[0] = False
     if sys.stdout is None:
         raise OutputError("Cannot write the result to stdout: it is closed.")
 
 
 def flush_stdout() -> None:
-    """Flush what typer printed to stdout (help, version), and raise if it cannot be written."""
+    """Flush what typer printed to stdout (help, version); raise if stdout cannot be written."""
     with _write_errors(sys.stdout):
         sys.stdout.flush()
 
@@ -173,7 +173,7 @@ def abandon(stream: TextIO) -> None:
 
 
 def note(message: str) -> None:
-    """Print one paragraph for people on stderr, after "note:"; on a terminal, it is wrapped between words."""
+    """Print ``message`` on stderr after "note:", wrapped between words if stderr is a terminal."""
     # Messages have names from checkpoints in them, which could have escape sequences.
     text = f"note: {printable(message)}"
     with contextlib.suppress(OSError, ValueError):

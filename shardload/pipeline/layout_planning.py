@@ -36,37 +36,37 @@ from shardload.units import format_bytes, format_count, plural
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The training or inference step to plan layouts for."""
+    """The training or inference step of a model to plan layouts for."""
 
     train: str | None = None
     """Name of an optimizer of Keras, or ``rekls``; ``None`` plans inference."""
     batch: int | None = None
-    """Rows of the inputs over all devices; 8 for each position of the batch axis by default."""
+    """Number of rows (samples) of the inputs, on all devices together; by default 8 for each part of the batch axis."""
     sequence: int | None = None
-    """Length to use for input dims other than the batch that the model leaves open."""
+    """Length of input dims that the model leaves open, except the batch: the number of tokens in a row."""
     compile: bool = False
     """Whether to compile the planned step, to check the estimates of its memory and collectives."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutReport:
-    """The layout plan that a search found for a source's model, and the compiled step, if it was checked by one."""
+    """The layout plan that a search found for a model and, if it was checked by compiling, the compiled step."""
 
     source: str
     plan: LayoutPlan
     smallest: LayoutPlan | None
-    """The plan on the smallest mesh that fits, if the memory of a device was given."""
+    """The plan for the smallest mesh whose devices have enough memory; ``None`` without a given memory limit."""
     compiled: CompiledStep | None
     seconds: Mapping[str, float]
-    """Wall-clock seconds of ``build``, ``trace``, ``search``, ``smallest`` and ``compile``."""
+    """Wall-clock seconds of each stage: ``build``, ``trace``, ``search``, ``smallest``, ``compile``, ``imports``."""
     notes: tuple[str, ...]
     parameters: int = 0
-    """Elements of all weights."""
+    """Number of elements of all weights."""
     dtypes: tuple[str, ...] = ()
     """Dtypes of the planned weights, the one with most elements first."""
 
     def summary(self, *, ascii_only: bool = False) -> str:
-        """Return the report for people."""
+        """Return the report as text for people."""
         weights = f"{format_count(self.parameters)} parameters, {', '.join(self.dtypes)}"
         lines = [f"source: {self.source} ({weights})", self.plan.summary(ascii_only=ascii_only)]
         if self.smallest is not None:
@@ -106,7 +106,7 @@ def plan_layouts(request: PlanRequest, step: StepSpec) -> LayoutReport:
 
 
 class _Planning:
-    """One call of `plan_layouts`."""
+    """One call of `plan_layouts`: what it was asked for, and its stages in order."""
 
     def __init__(self, request: PlanRequest, step: StepSpec) -> None:
         available()  # building needs JAX to compute shapes; its own error would not name the cause
@@ -145,7 +145,7 @@ class _Planning:
         return self.clock(name)
 
     def _rows(self, model: Any) -> int:
-        """Return the rows of the step's inputs: as requested, else as the model fixes them, else the default."""
+        """Return the batch size of the step: the requested one, else the one that the model fixes, else the default."""
         if self.step.batch is not None:
             return self.step.batch
         # Input layers may fix the batch; the step is then planned with that.
@@ -154,7 +154,7 @@ class _Planning:
         return rows if not fixed or rows in fixed else min(fixed)
 
     def _planned(self, search: LayoutSearch, manifest: Manifest) -> tuple[LayoutPlan, CompiledStep | None]:
-        """Search the plan, and compile its step if requested; an error also says on which mesh the step fits."""
+        """Search the plan, and compile the step if requested; if it does not fit, the error names a larger mesh."""
         try:
             if self.step.compile:
                 checked = self._compile(search, manifest)
@@ -164,7 +164,7 @@ class _Planning:
             raise DoesNotFitError(f"{error}.{self._where(search)}", least_bytes=error.least_bytes) from error
 
     def _where(self, search: LayoutSearch) -> str:
-        """Return advice for a step that does not fit: a larger mesh; empty if only the compiled step did not fit."""
+        """Return advice to use a larger mesh; empty if the estimate fits this mesh, but the compiled step does not."""
         smallest = self._smallest(search, None)
         if smallest is None:
             return f" No mesh of up to {MAX_DEVICES} devices is large enough for this batch and sequence: reduce them"
@@ -180,7 +180,7 @@ class _Planning:
             return search.on(self.mesh, device_memory_bytes=limit)
 
     def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
-        """Return the plan on the smallest mesh that fits: ``plan`` if none is smaller; ``None`` without a limit."""
+        """Return the plan for the smallest mesh that fits, or ``plan`` if none is smaller; ``None`` without a limit."""
         limit = self.request.device_budget_bytes
         if limit is None:
             return None
@@ -190,7 +190,7 @@ class _Planning:
             return smallest_mesh_plan(search, limit, most) or plan
 
     def _compile(self, search: LayoutSearch, manifest: Manifest) -> CheckedPlan:
-        """Search a plan and compile its step; while that needs too much device memory, search with a lower limit."""
+        """Search a plan and compile its step; while the compiled step is too large, search again with a lower limit."""
         model, limit = search.model, self.request.device_budget_bytes
         halved = next((d for d in map(stored_dtype, model.variables) if d.itemsize == 2), None)
         with self.clock("build"):  # on CPU, XLA computes 16-bit floats in 32 bits: compile those, and scale

@@ -3,10 +3,10 @@
     ●0 open ─► ●1 start JAX ─► ●2 place ─► build or take the model ─► map ─► lay out ─► plan ─► check
     ─► ●3 read ─► ●4 assign, initialise ─► report ─► ●5
 
-Before the read, no model is changed, and only headers are read, and the values of tensors that may be copies or zeros
-(`shardload.mapping.outside`). Map, lay out, plan and check are `shardload.pipeline.preparing`; read, assign and
-initialise are `shardload.pipeline.filling`. At each ● all processes of a `jax.distributed` run meet, if they load
-together:
+Before ●3 no model is changed. Only headers are read until then, and the values of tensors that no variable uses, if
+they may be copies or zeros (`shardload.mapping.outside`). Map, lay out, plan and check are
+`shardload.pipeline.preparing`; read, assign and initialise are `shardload.pipeline.filling`. At each ● all processes of
+a `jax.distributed` run meet, if they load together:
 
     0   all make the same call with the same arguments
     1   headers are valid everywhere: JAX, whose start waits for all processes, may start
@@ -71,29 +71,29 @@ from shardload.typing import LayoutLike, MeshLike
 
 @dataclass(frozen=True, slots=True)
 class ReadShare:
-    """What one process of a joint load read, and the memory and time it took."""
+    """What one process read in a load by several, and the memory and time that it took."""
 
     process: int
     bytes: ByteCounts
     host_bytes: HostBytes
     total_s: float
-    """Wall clock, seconds."""
+    """Wall-clock seconds from the start of the load to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Result of `run_load`: the model, the report, and the source."""
+    """Result of `run_load`: the model, the report of the load, and the source's manifest (headers)."""
 
     model: Any
     report: LoadReport
     manifest: Manifest
     shares: tuple[ReadShare, ...] = ()
-    """What each process read, if several loaded together; else empty."""
+    """What each process read, if several processes loaded together; else empty."""
 
 
 @contextmanager
 def joint_load(request: JointRequest) -> Iterator[Call]:
-    """Yield the `Call` that a load is part of: joint if other processes' devices are involved, else of this one alone.
+    """Yield the `Call` for a load: joint if it uses devices of other processes, else of this process alone.
 
     The request is checked after the processes have compared it, so that an error on one is raised on all.
     """
@@ -108,7 +108,7 @@ def joint_load(request: JointRequest) -> Iterator[Call]:
 
 
 def _is_local(request: JointRequest) -> bool:
-    """Whether a load needs this process only: all devices that it names are its own. Naming none means all devices."""
+    """Whether a load names only devices of this process. A load that names none uses the devices of all processes."""
     try:
         named = named_devices(request.mesh, request.devices)
         if request.mesh is None and request.devices is None and request.model is not None:
@@ -121,7 +121,7 @@ def _is_local(request: JointRequest) -> bool:
 
 
 def open_requested(request: LoadRequest | LoadWeightsRequest) -> OpenedSource:
-    """Open the checkpoint that a request names; if a model is to be built, including its description."""
+    """Open the checkpoint that a request names, and read the model's description too if the model is to be built."""
     return open_source(
         request.source,
         request.format,
@@ -132,7 +132,7 @@ def open_requested(request: LoadRequest | LoadWeightsRequest) -> OpenedSource:
 
 
 def open_planned(request: PlanRequest) -> OpenedSource:
-    """Open what a plan request names, unverified: headers, or only a description of the model without weights."""
+    """Open the source of a plan without verifying digests: a checkpoint's headers, or a model's description alone."""
     return open_source(
         request.source,
         request.format,
@@ -246,7 +246,7 @@ def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:
 
 
 def _load_besides_variables(matching: Matching, model: Any, manifest: Manifest, folder: Path | None) -> Iterator[str]:
-    """Load what layers saved besides variables (files, other values) after the weights; yield notes for the report."""
+    """Load the files and values that layers saved besides their variables; yield notes for the report."""
     if spec_of(manifest).tensor_names == "step":
         yield from load_stored_values(model, manifest, strict=matching.strict)
     if matching.as_keras:  # Keras' `load_weights` loads no files
@@ -259,7 +259,7 @@ def _load_besides_variables(matching: Matching, model: Any, manifest: Manifest, 
 
 
 def plan_load(request: PlanRequest) -> PlanReport:
-    """Run a request of `shardload.plan`: prepare the load on devices that need not exist, from headers only."""
+    """Run a request of `shardload.plan`: prepare a load from headers alone, for devices that need not exist."""
     clock = Clock()
     with clock("other"):
         source = open_planned(request)
@@ -276,7 +276,7 @@ def plan_load(request: PlanRequest) -> PlanReport:
 
 
 def devices_and_layout(placement: Placement, model: Any) -> tuple[MeshDevices, LayoutLike | None]:
-    """Return devices and layout to load with; a layout of ``None`` keeps that of ``model`` (``None``: to be built)."""
+    """Return the devices and the layout of a load. Layout ``None``: keep the one that ``model`` has."""
     # A model that has values or shardings stays where it is, unless the caller names other devices.
     follows_model = model is not None and placement.mesh is None and placement.devices is None
     if follows_model and (own := current_devices(model)) is not None:
@@ -286,7 +286,7 @@ def devices_and_layout(placement: Placement, model: Any) -> tuple[MeshDevices, L
 
 
 def _mesh_and_layout(placement: Placement) -> tuple[MeshLike | None, LayoutLike]:
-    """Return the requested mesh and layout; without them, those of the distribution that is set in Keras."""
+    """Return the mesh and layout to use: the requested ones, else those of the distribution that is set in Keras."""
     mesh, layout = placement.mesh, placement.layout
     # Devices that the caller names take precedence: the distribution may be over others.
     if mesh is None and placement.devices is None and (found := distributions.current()) is not None:
@@ -303,7 +303,7 @@ def _unused_distribution(placement: Placement) -> tuple[str, ...]:
 
 
 def build(manifest: Manifest, construction: Construction, *, note: Callable[[str], None] | None = None) -> Any:
-    """Build the model that a checkpoint describes, without allocating; ``note`` gets why it could not be compiled."""
+    """Build the model that a checkpoint describes, without values. ``note`` is called if it could not be compiled."""
     with abstraction.abstract():
         return building.build_model(
             manifest,
