@@ -25,9 +25,9 @@ from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 from shardload.units import plural
 
 _READ_BYTES = 8 << 20
-"""Bytes read from each of the two checkpoints at once."""
+"""Most bytes to read at once from each of the two checkpoints."""
 _STATE = frozenset({"optimizer_variables", "metrics_variables", "optimizer", "metrics"})
-"""First parts of the names of tensors that are not weights, in training steps and Keras' files: listed last."""
+"""A tensor whose name begins with one of these parts is state of training, not a weight; it is listed last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,22 @@ class TensorDifference:
 
     name: str
     what: Literal["values", "dtype", "shape", "stored bytes", "not compared", "only in the first", "only in the second"]
-    """``dtype``: the shapes agree, and the values are compared as numbers. ``stored bytes``: these differ, and cannot
-    be decoded here. ``not compared``: one side cannot be decoded here, and the other is encoded differently."""
+    """What differs. ``dtype``: shapes are equal, and values were compared as numbers. ``stored bytes``: bytes in the
+    files differ, and no decoder is installed. ``not compared``: encodings differ, and a decoder is missing."""
     first: str
-    """Dtype and shape in the first checkpoint; empty if it is missing there."""
+    """Dtype and shape in the first checkpoint, as text; empty if the tensor is only in the second."""
     second: str
     elements: int
-    """Number of elements that differ; all of them if values were not compared, shapes differ or one side is missing."""
+    """Number of elements that differ: all if values were not compared, as where only one checkpoint has the tensor."""
     largest: float | None
-    """The largest absolute difference between values; ``None`` if no values were compared."""
+    """The largest absolute difference between two values; ``None`` if no values differ or none were compared."""
     why: str = ""
     """Why values were not compared; empty if they were."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two checkpoints, tensor by tensor."""
+    """The result of comparing two checkpoints tensor by tensor."""
 
     first: str
     second: str
@@ -60,7 +60,7 @@ class Comparison:
     differences: tuple[TensorDifference, ...]
     """The tensors that differ: weights first, then state of optimizers and metrics."""
     matched_by: Literal["tensor", "weight"] = "tensor"
-    """``weight``: the formats name their tensors differently, so names are those of the model's weights."""
+    """How tensors of the two were matched: by their names or, if no name is in both, by the model's weights."""
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], s
 
 
 def _without_values(differences: Iterable[TensorDifference], matched_by: str) -> tuple[str, ...]:
-    """Return a note for each reason why some tensors' values were not compared, with the number of these."""
+    """Return a note for each reason why values were not compared; it tells for how many tensors (or weights)."""
     reasons: dict[str, list[str]] = {}
     for found in differences:
         if found.why:
@@ -133,7 +133,7 @@ def _without_values(differences: Iterable[TensorDifference], matched_by: str) ->
 
 
 class _Values(Protocol):
-    """The values of one checkpoint in a comparison, by a key that is the same in the other one."""
+    """The values of one of two compared checkpoints. A tensor has the same key in both."""
 
     @property
     def keys(self) -> Iterable[str]: ...
@@ -147,11 +147,11 @@ class _Values(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """The values of a checkpoint by tensor name; see `_Values`."""
+    """The values of one of two compared checkpoints, with tensor names as keys; see `_Values`."""
 
     manifest: Manifest
     like: Manifest | None
-    """The other checkpoint, if this one's values are decoded and must be rounded to its dtypes, as a load would."""
+    """If this checkpoint is quantised and the other is not: the other, to whose dtypes decoded values are rounded."""
 
     @property
     def keys(self) -> Iterable[str]:
@@ -180,7 +180,7 @@ class _Tensors:
 
 
 def _compared(one: _Values, two: _Values, shown: Progress) -> tuple[int, tuple[TensorDifference, ...]]:
-    """Return how many tensors are equal in both checkpoints, and how the others differ."""
+    """Return how many tensors are equal in both checkpoints, and how all other tensors differ."""
     first, others, equal, found = set(one.keys), set(two.keys), 0, []
     both = [key for key in one.keys if key in others and one.shape(key) == two.shape(key)]
     shown.start(sum(_size(one, key) * one.dtype(key).itemsize for key in both), "Comparing")
@@ -228,7 +228,7 @@ def _compare(one: _Values, two: _Values, key: str, shown: Progress) -> TensorDif
 
 
 def _compare_values(one: _Values, two: _Values, key: str, shown: Progress) -> tuple[int, float | None]:
-    """Return how many elements of a tensor differ, and the largest absolute difference; ``None`` if all are equal."""
+    """Return how many elements of a tensor differ and the largest absolute difference, or 0 and ``None`` if none do."""
     for side in (one, two):
         if (rows := side.encoded(key)) is not None:
             rows.require_decoder()

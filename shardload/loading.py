@@ -136,7 +136,7 @@ def load(
 
 
 def run(request: LoadRequest, *, preprocessor: bool = True) -> Loaded:
-    """Like `load`, but also return the report and the manifest.
+    """Load like `load`, but return the report and the manifest as well as the model.
 
     Args:
         request: The arguments of `load`, by the same names.
@@ -224,7 +224,7 @@ def load_weights(
 
 
 def run_load_weights(request: LoadWeightsRequest) -> Loaded:
-    """Run a request of `load_weights`; return the report with the model and the manifest."""
+    """Run a request of `load_weights`, and return the model, the report and the manifest."""
     with joint_load(request) as call:
         loaded = pipeline.run_load(request, call, opener=partial(pipeline.open_requested, request))
     record_text_source(loaded.model, loaded.manifest)

@@ -122,15 +122,15 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What `run_restore` returns: the report, and which step it restored."""
+    """What `run_restore` returns: the report of the load, and which step was restored."""
 
     report: LoadReport
     info: StepInfo
-    """The step that was restored."""
+    """Number, folder and other facts of the step that was restored."""
 
 
 def run_restore(request: RestoreRequest) -> Restored:
-    """Run a request of `restore` and return the step too; unlike after `restore`, ``fit`` does not continue from it."""
+    """Run a request of `restore`, and also return the step. A later ``fit`` does not continue from this step."""
     with joint_load(request) as call:
         restored = _restore_undamaged(request, call)
     record_of(request.model).restored = None
@@ -138,7 +138,7 @@ def run_restore(request: RestoreRequest) -> Restored:
 
 
 def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
-    """Restore the requested step; if it is damaged and ``fallback`` is set, the step that `alternative` finds."""
+    """Restore the requested step; if it is damaged and ``fallback`` is set, restore what `alternative` finds."""
     directory, step = request.directory, request.step
     skipped: list[str] = []
     tried: set[int] = set()
@@ -169,7 +169,7 @@ def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
 
 
 def _find(call: Call, directory: PathLike, step: Which) -> StepInfo:
-    """Find the step on process 0, for all: another process that searches later may find a newer one."""
+    """Find the step on process 0 only, for all processes: one that searches later could find a newer step."""
     # Process 0 keeps what it found, the others look up its number: `first` passes on JSON only.
     mine: list[StepInfo] = []
 
@@ -200,13 +200,13 @@ def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
 
 
 def weight_values(model: Any, info: StepInfo) -> list[NDArray[Any]]:
-    """Return verified values for ``model.set_weights`` from a shardload step; of weights it lacks, the model's own."""
+    """Return values for ``model.set_weights``: verified ones from a shardload step, else the model's own."""
     found = {id(variable): value for variable, value in _verified(model, info, "weights")}
     return [found[id(v)] if id(v) in found else np.asarray(value_of(v)) for v in model.weights]
 
 
 def _verified(model: Any, info: StepInfo, items: Items) -> Iterator[tuple[Any, NDArray[Any]]]:
-    """Yield each variable of a model among ``items`` with its value from a shardload step, verified."""
+    """Yield variables of a model (``items`` says which), each with its verified value from a shardload step."""
     check = Checker.of_step(info.location)
     manifest = _opened(info)
     mapping = map_state(model, manifest, items=items)

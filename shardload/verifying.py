@@ -25,9 +25,9 @@ from shardload.stores.remote import location_of
 from shardload.transfer.read_tensor import read_rows, row_ranges, stored_chunks
 
 _READ_BYTES = 8 << 20
-"""Bytes of a tensor that are read at once and then discarded."""
+"""Most bytes of a tensor to read at once: verifying reads and discards them."""
 _SHOWN = 20
-"""Most problems that a `Verdict` lists, and most notes, before it counts the rest."""
+"""Most problems, and most notes, that a `Verdict` lists; it states how many more there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Verdict:
 
     path: str
     verdict: Literal["verified", "readable", "damaged"]
-    """``readable``: complete and well-formed, but without digests to compare with."""
+    """``verified``: all bytes match their digests. ``readable``: complete and well-formed, but there are no digests."""
     tensors: int | None
-    """Number of tensors read; ``None`` if whole files were compared."""
+    """Number of tensors that were read; ``None`` if whole files were compared with their digests instead."""
     n_bytes: int
     problems: tuple[str, ...]
     left_out: int = 0
-    """Number of weights that a partial step does not store."""
+    """Number of the model's weights that the checkpoint, a partial step, does not store."""
     notes: tuple[str, ...] = ()
     """Sentences on what could not be checked."""
 
@@ -118,7 +118,7 @@ def _with_digests(place: Any, name: str, n_bytes: int, shown: Progress, *, left_
 
 
 def _size(path: Path) -> int:
-    """Return the size in bytes of a file, or of all files in a folder together."""
+    """Return the size in bytes of a file, or the sum for all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(p.stat().st_size for p in files if p.is_file())
 
@@ -157,7 +157,7 @@ def _readable(path: Path, shown: Progress) -> Verdict:
 
 
 def _read(tensor: Tensor) -> Iterator[int]:
-    """Read a tensor to its end, block by block, and yield how many stored bytes each block had."""
+    """Read a tensor to its end, block by block; yield for each block how many bytes it has in the file."""
     if isinstance(tensor.storage, Decoded) and isinstance(rows := tensor.storage.reader, EncodedRows):
         yield from (stored.nbytes for stored in stored_chunks(rows, limit_bytes=_READ_BYTES))
         return
