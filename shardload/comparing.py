@@ -37,7 +37,7 @@ class TensorDifference:
     name: str
     what: Literal["values", "dtype", "shape", "stored bytes", "not compared", "only in the first", "only in the second"]
     """What differs. ``dtype``: shapes are equal, and values were compared as numbers. ``stored bytes``: bytes in the
-    files differ, and no decoder is installed. ``not compared``: encodings differ, and a decoder is missing."""
+    files differ, and cannot be decoded. ``not compared``: encodings differ, and one of them cannot be decoded."""
     first: str
     """Dtype and shape in the first checkpoint, as text; empty if the tensor is only in the second."""
     second: str
@@ -64,7 +64,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
+        """Return the comparison as a dict for JSON."""
         return asdict(self)
 
 

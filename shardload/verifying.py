@@ -52,7 +52,7 @@ class Verdict:
         return self.verdict != "damaged"
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
+        """Return the verdict as a dict for JSON."""
         return asdict(self)
 
 

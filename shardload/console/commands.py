@@ -355,7 +355,7 @@ def convert(
 
 @contextlib.contextmanager
 def _way_on(target: str) -> Iterator[None]:
-    """On Ctrl-C, add to the exception how to start the conversion again, unless the engine has added that already."""
+    """On Ctrl-C, add to the exception how to start again, unless the conversion has added that already."""
     try:
         yield
     except KeyboardInterrupt as error:

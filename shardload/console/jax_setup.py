@@ -29,7 +29,7 @@ _TELL: GiveUp = functools.partial(failures.tell, json_wanted=False)
 
 
 class Platform(StrEnum):
-    """Values of ``--platform``."""
+    """Values of the option ``--platform``: the kind of devices to load onto."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -125,7 +125,7 @@ def _jax_platforms(platform: Platform) -> str:
 
 
 def _simulate(jax: Any, needed: int) -> bool:
-    """Make JAX simulate ``needed`` CPU devices when it starts, unless it has as many or is running; return whether."""
+    """Make JAX simulate ``needed`` CPU devices when it starts, unless it has them or runs; return whether it will."""
     if needed <= max(int(jax.config.jax_num_cpu_devices), 1):
         return False
     try:

@@ -169,9 +169,9 @@ _NO_LAUNCHER = (
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """This process among those that load together; its fields are arguments of `jax.distributed.initialize`.
+    """This process among those that load together; fields are named as arguments of `jax.distributed.initialize`.
 
-    JAX finds out in `meet` what is ``None`` here.
+    If a field is ``None``, JAX finds out the value in `meet`.
     """
 
     coordinator_address: str | None

@@ -106,7 +106,7 @@ class ConvertReport:
     """The part of ``seconds`` before the first write: imports, opening the source, building its model and tokenizer."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
+        """Return the report as a dict for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class ConvertReport:
         return "\n".join(printable(line) for line in lines)
 
     def _repr_html_(self) -> str:
-        """The text, for notebooks."""
+        """Return the report as HTML, for notebooks."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:

@@ -91,7 +91,7 @@ class Source:
 
     @property
     def is_hub(self) -> bool:
-        """Whether the model comes from KerasHub."""
+        """Whether the model, or its backbone, is of a class of KerasHub."""
         return type(self.backbone).__module__.startswith("keras_hub.")
 
 

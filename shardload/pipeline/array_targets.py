@@ -151,7 +151,7 @@ class WantedArray:
     """One array to load."""
 
     name: str
-    """Name of the target."""
+    """Name of the target: its path in the tree of targets, or the name of a tensor."""
     view: View
     dtype: np.dtype[Any]
     sharding: Placed

@@ -197,7 +197,7 @@ class LoadRequest(_Building):
 
     @cached_property
     def construction(self) -> Construction:
-        """How to build the model, from the arguments, checked."""
+        """The arguments that say how to build the model, checked."""
         return Construction(
             dtype=float_dtype(self.dtype),
             task=self.task,
@@ -209,7 +209,7 @@ class LoadRequest(_Building):
 
     @cached_property
     def matching(self) -> Matching:
-        """How to match tensors with variables, from the arguments, checked."""
+        """The arguments that say how to match tensors with variables, checked."""
         ignore, fields = ignored_names(self.ignore), fidelity.checked_fields(self.ignore_config)
         return Matching(strict=self.strict, ignore=ignore, ignore_config=fields, builds=True)
 
@@ -242,7 +242,7 @@ class LoadWeightsRequest(_Filling):
 
     @cached_property
     def matching(self) -> Matching:
-        """How to match tensors with variables, from the arguments, checked."""
+        """The arguments that say how to match tensors with variables, checked."""
         check_choice("items", self.items, ("all", "weights"))
         fields = fidelity.checked_fields(self.ignore_config)
         return Matching(
@@ -272,13 +272,13 @@ class PlanRequest(_Building):
 
     @cached_property
     def construction(self) -> Construction:
-        """How to build the model, from the arguments, checked."""
+        """The arguments that say how to build the model, checked."""
         dtype, fields = float_dtype(self.dtype), fidelity.checked_fields(self.ignore_config)
         return Construction(dtype=dtype, task=self.task, ignore_config=fields)
 
     @cached_property
     def matching(self) -> Matching:
-        """How to match tensors with variables, from the arguments, checked."""
+        """The arguments that say how to match tensors with variables, checked."""
         ignore, fields = ignored_names(self.ignore), fidelity.checked_fields(self.ignore_config)
         return Matching(ignore=ignore, ignore_config=fields, builds=True, reads_values=False)
 
@@ -310,7 +310,7 @@ class RestoreRequest(_Filling):
 
     @cached_property
     def matching(self) -> Matching:
-        """How to match tensors with variables, from the arguments, checked."""
+        """The arguments that say how to match tensors with variables, checked."""
         check_choice("items", self.items, get_args(Items))
         return Matching(strict=self.strict, names=self.names, rename=self.rename, items=self.items, is_restore=True)
 
