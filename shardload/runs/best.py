@@ -35,11 +35,11 @@ from shardload.runs.step import StepInfo, ranked
 from shardload.units import check_choice, is_integer, is_real
 
 _READ_BYTES = 4 << 30
-"""Steps up to this size are read completely to verify them before they count as best; larger ones are not."""
+"""Largest step, in bytes, that is read completely before it counts as the best; larger steps are not verified."""
 
 
 class Best:
-    """Tracks the best value of a metric during a run; ``rule`` names the argument that needs it, or is ``None``."""
+    """Tracks the best value of a metric during a run; ``rule`` is the name of the argument that needs it, if any."""
 
     def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
         self.monitor, self.of, self.rule = monitor, of, rule
@@ -49,7 +49,7 @@ class Best:
     def begin(
         self, model: Any, steps: Sequence[StepInfo], folder: Path, resumed: StepInfo | None, *, channel: Channel
     ) -> list[str]:
-        """Determine the value to beat, on process 0 for all processes; return notices for the user, one per line."""
+        """Determine the value that a new step has to beat; process 0 finds it for all. Return notices for the user."""
         # The run of the step that was resumed, of the model's last ``fit`` in this process, or a new one.
         runs = record_of(model).runs
         known_run = runs.get(folder) if resumed is None else resumed.run
@@ -92,17 +92,17 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best value in a folder so far. Serializable as JSON, so that process 0 can send it to the others."""
+    """The best value in a folder so far. Serializable as JSON, so that process 0 can send it to the other processes."""
 
     value: float | None = None
     step: int = -1
     run: str | None = None
     damaged: list[tuple[int, float | None, str]] = field(default_factory=list)
-    """Steps that are or may be better but do not count: number, value if known, and a description of the damage."""
+    """Damaged steps that are or may be better: number, value of the metric if known, description of the damage."""
 
 
 def _find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Found:
-    """Return the best undamaged step and damaged ones that rank above it; verifies steps up to ``read_bytes`` only."""
+    """Return the best undamaged step, and the damaged ones above it. Steps over ``read_bytes`` are not verified."""
     unknown = (info for info in steps if info.hides_rank)
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
     for info in by.best(info for info in steps if info.ours):
@@ -137,7 +137,7 @@ Mode = Literal["min", "max"]
 
 
 class Monitor:
-    """One metric in the logs of ``fit``; with ``mode="auto"``, the model's metric of that name says which is better."""
+    """A metric in the logs of ``fit``. With ``mode="auto"``, the model says whether lower or higher is better."""
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         check_choice("mode", mode, ("auto", "min", "max"))
@@ -145,14 +145,14 @@ class Monitor:
         self.best = self.threshold = threshold
 
     def direction(self, model: Any) -> Mode | None:
-        """Return whether lower ("min") or higher ("max") is better; ``None`` if neither ``mode`` nor the model says."""
+        """Return "min" if lower values are better, "max" if higher, ``None`` if neither ``mode`` nor the model says."""
         if self.mode in ("min", "max"):
             return "min" if self.mode == "min" else "max"
         metric = self.name.removeprefix("val_")
         return "min" if metric == "loss" else metric_direction(model, metric)
 
     def require_direction(self, model: Any) -> Mode:
-        """Return the `direction`; raise if it is unknown."""
+        """Return "min" or "max", as `direction`; raise if the direction is unknown."""
         if (found := self.direction(model)) is not None:
             return found
         names = {"loss", *(str(metric.name) for metric in getattr(model, "metrics", ()))}
@@ -163,7 +163,7 @@ class Monitor:
         )
 
     def absent_from(self, logs: Mapping[str, float]) -> str:
-        """Return a sentence that names the metrics in the logs, for a warning that this one is not among them."""
+        """Return a sentence that names the metrics in the logs, for a warning that the monitored metric is missing."""
         names = f"The logs have {', '.join(sorted(logs)) or 'no metrics'}"
         # A batch has no validation metrics, so with save_freq=N no save would ever see this one.
         if self.name.startswith("val_") and self.name.removeprefix("val_") in logs:
@@ -190,7 +190,7 @@ class Monitor:
 
 
 def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the logs that are single numbers, as Python floats."""
+    """Return those entries of the logs of ``fit`` that are single numbers, as Python floats."""
     found = {}
     for name, value in (logs or {}).items():
         try:
@@ -219,12 +219,12 @@ class BestRule:
     """Numbers of steps that look intact but are damaged."""
 
     def covers(self, info: StepInfo) -> bool:
-        """Whether a step was saved with the same metric, direction and runs, so that this callback ranks it."""
+        """Whether this callback ranks a step: a step of its ``runs``, saved with the same metric and direction."""
         ours = self.runs is None or info.run in self.runs
         return ours and (info.recorded.monitor, info.recorded.mode) == (self.monitor, self.mode)
 
     def best(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
-        """Return the steps that have the metric and belong to the runs, best first."""
+        """Return the steps that have a value of the metric and belong to ``runs``, best first."""
         return ranked(steps, monitor=self.monitor, mode=self.mode or "min", runs=self.runs)
 
 
@@ -239,7 +239,7 @@ class Retention:
     every_steps: int | None = None
     """Keep the first step at or after each multiple of this number."""
     every_hours: float | None = None
-    """Keep the oldest step, then each step saved at least this long after the previously kept one."""
+    """Keep the oldest step, then each step saved at least this many hours after the previously kept one."""
 
     def __post_init__(self) -> None:
         names = {"latest": "max_to_keep", "best": "keep_best", "every_steps": "keep_every_steps"}
@@ -254,7 +254,7 @@ class Retention:
             raise UsageError(f"Cannot use keep_every_hours={self.every_hours!r:.60}: expected more than 0, or None")
 
     def removable(self, steps: Sequence[StepInfo], *, newest: int, by: BestRule) -> list[int]:
-        """Return the numbers of the ``steps`` that no rule keeps, oldest first; never the ``newest``, just saved."""
+        """Return the numbers of the ``steps`` that no rule keeps, oldest first. The ``newest`` step always stays."""
         if self.latest is None:
             return []
         damaged = {*by.damaged, *_recorded_damage(steps)}
@@ -294,12 +294,12 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
 
 
 def _recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
-    """Return the numbers of the steps that other steps record as damaged: a run that reads no data would not notice."""
+    """Return the numbers of damaged steps, as other steps recorded them; found without reading the steps' data."""
     return {step for info in steps for step in info.recorded.damaged}
 
 
 def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
-    """Yield the steps that callbacks promised to keep as best: by each metric, as many as its newest step records."""
+    """Yield the best steps that other callbacks keep: per metric, as many as its newest step's ``keep_best`` says."""
     groups: dict[tuple[str, str], list[StepInfo]] = {}
     for info in steps:
         if info.recorded.monitor is not None and info.recorded.keep_best is not None:

@@ -46,7 +46,7 @@ Variables = Sequence[str] | Callable[[Any], bool] | None
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The weights that the steps of one callback store: all, or those that one of these two arguments selects."""
+    """The weights that a callback stores in its steps: all, only the trainable ones, or those that the user selects."""
 
     trainable_only: bool = False
     variables: Variables = None
@@ -72,7 +72,7 @@ class Selection:
 
     @property
     def patterns(self) -> tuple[str, ...] | None:
-        """The patterns in ``variables``, for ``step.json``; ``None`` if it is a function, or not given."""
+        """The user's patterns of variable paths, for ``step.json``; ``None`` if the user gave a function or nothing."""
         return None if self.variables is None or callable(self.variables) else tuple(self.variables)
 
     def of(self, state: StateTree, model: Any) -> StateTree:
@@ -124,11 +124,11 @@ class Contents:
         self._told: set[str] = set()
 
     def forget(self) -> None:
-        """Forget what is known about the model's state and configuration, so that the next step determines it again."""
+        """Forget the model's state and configuration, so that the next save determines them again."""
         self._whole = None
 
     def described_state(self, model: Any) -> StateTree:
-        """Return the part of the model's state that a step stores, determined again only if the variables changed."""
+        """Return the part of the model's state that a step stores; recomputed only if the model's variables changed."""
         if self._whole is None or not self._whole.still_describes(model):
             # In this order: which items describe the model depends on the weights that the selection leaves out.
             self._whole = state_tree_of(model)
@@ -146,7 +146,7 @@ class Contents:
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         **how: Any,
     ) -> SaveJob:
-        """Return all that is needed to write one step; ``record``, completed, is the content of its ``step.json``."""
+        """Return all that is needed to write one step. ``record``, after fields are added, becomes ``step.json``."""
         state = self.described_state(model)
         shardings = (getattr(current_value(leaf.variable), "sharding", None) for leaf in state.leaves)
         meshes = (one.mesh.shape for one in shardings if isinstance(one, jax.sharding.NamedSharding))
@@ -173,7 +173,7 @@ class Contents:
         return SaveJob(step=record.step, items=items, records=records, **how)
 
     def _values(self) -> dict[str, Any]:
-        """Return the current values that layers save besides variables; warn once about what cannot be stored."""
+        """Return values that layers save besides their variables; warn once about those that cannot be stored."""
         found, lost = values_to_json(self._hooked)
         for sentence in lost:
             if sentence not in self._told:
@@ -182,7 +182,7 @@ class Contents:
         return found
 
     def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the items needed to rebuild the model; they stay the same until its variables change."""
+        """Yield name and content of the items that describe the model: its configuration, and the files of layers."""
         try:
             yield "model_config", {"config": serialised_with_attributes(model)}
         except Exception as error:  # Keras runs the get_config of every layer
@@ -212,7 +212,7 @@ def versions() -> dict[str, str]:
 
 
 def prepare_serialising() -> None:
-    """Import early the modules that Keras imports to write its first configuration: all of TensorFlow, if installed."""
+    """Make Keras import what it needs to write configurations (TensorFlow, if installed) before the first save."""
     # Any layer does: the first call imports what all need.
     keras.saving.serialize_keras_object(keras.layers.Identity())
 
@@ -239,7 +239,7 @@ def checked_metadata(found: Any) -> Any:
 
 
 def checked_items(checkpointables: Any) -> dict[str, Any]:
-    """Check the user's ``checkpointables`` and return them by name; a function is called to get them."""
+    """Check the user's ``checkpointables``, a dict or a function that returns one, and return them by name."""
     found = checkpointables() if is_function(checkpointables) else checkpointables
     if not isinstance(found, Mapping):
         raise UsageError(
@@ -272,14 +272,14 @@ def iterations(model: Any) -> int:
 
 
 def trained_batches(model: Any) -> int:
-    """Return the number of batches that the model's optimizer has processed: several for each accumulated update."""
+    """Return how many batches the optimizer has processed; if it accumulates gradients, more than its updates."""
     optimizer = innermost(getattr(model, "optimizer", None))
     counts = [one.count for one in accumulations_in(optimizer)][:1]
     return int(counts[0]) if counts else iterations(model)
 
 
 def iterator_record(source: Any) -> dict[str, Any]:
-    """Return the position of a data iterator as JSON: from its ``get_state()``, a callable, or the value itself."""
+    """Return a data position as JSON: an iterator's ``get_state()``, a function's result, or the given value itself."""
     state = source.get_state() if hasattr(source, "get_state") else source() if is_function(source) else source
     if isinstance(state, bytes):
         return {"version": 1, "state_base64": base64.b64encode(state).decode()}
@@ -302,12 +302,12 @@ def _shortened(value: Any) -> str:
 
 
 def joined_positions(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the iterator positions of all processes into one record for the step; if all are equal, one is stored."""
+    """Combine the iterator positions of all processes into one record for a step; equal ones are stored once."""
     return records[0] if all(record == records[0] for record in records) else {"processes": records}
 
 
 def stored_positions(info: StepInfo) -> list[dict[str, Any]]:
-    """Return the iterator positions in a step: one per process, one for all if they are equal, or none."""
+    """Return the iterator positions that a step stores: one per process, a single one if all were equal, or none."""
     path = Path(info.path) / OWN_FOLDER / "iterator.json"
     try:
         found = read_object(path)
@@ -331,14 +331,14 @@ def stored_positions(info: StepInfo) -> list[dict[str, Any]]:
 
 
 def position_of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return this process's position of ``records``; ``None`` if each process had one and their number has changed."""
+    """Return the data position for this process; ``None`` if ``records`` are from another number of processes."""
     if len(records) == 1:
         return records[0]
     return records[processes.index()] if len(records) == processes.count() else None
 
 
 def set_position(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bool:
-    """Set a user's data iterator to its stored position; return whether the step stores one for this process."""
+    """Set a user's data iterator to the stored position; return whether ``records`` has one for this process."""
     record = position_of_this_process(records)
     if record is None and any("state" in one for one in records):
         warn_caller(
@@ -356,7 +356,7 @@ def set_position(source: Any, records: list[dict[str, Any]], info: StepInfo) -> 
 
 
 def restore_iterator(source: Any, info: StepInfo) -> None:
-    """Set the position of a data source to the one that a step stores; warn if it stores none for this process."""
+    """Set a data source to the position that a step stores; warn if the step stores none for this process."""
     records = stored_positions(info)
     if not set_position(source, records, info) and not any("state" in one for one in records):
         warn_caller(f"Step {info.step} stores no position of a data iterator, so this one stays where it is.")

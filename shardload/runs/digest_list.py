@@ -35,14 +35,14 @@ from shardload.units import exact_bytes
 DIGESTS_FILE = f"{OWN_FOLDER}/digests.json"
 
 READ_UNITS = 8
-"""Units per read: 8 MiB amortize the system call and fit into a core's share of the cache."""
+"""Units (MiB) per read: enough to amortize the system call, and few enough for a core's share of the cache."""
 TASK_UNITS = 64
-"""Units per task: a large file is split over the threads, a small file is one task."""
+"""Units (MiB) per task: larger files are split over several threads, a smaller file is one task."""
 THREADS = 4
-"""Threads that read and hash. xxh3 hashes tens of GiB/s on one core; more threads hide the latency of reads."""
+"""Number of threads that read and hash: one core could hash tens of GiB/s, but would often wait for reads."""
 
 _SYNC_THREADS = 8
-"""Threads that call `fsync`, which waits for the disk, not for the CPU; the disk can then reorder the writes."""
+"""Number of threads that call `fsync` at once, so that the disk can write in the order that it prefers."""
 _FORMAT: dict[str, Any] = {"version": 1, "algorithm": "xxh3_64", "unit_bytes": UNIT_BYTES}
 _HEX = re.compile(r"[0-9a-f]{16}")
 
@@ -63,9 +63,9 @@ class Damage:
     path: str
     """The file, relative to the step's folder."""
     what: str
-    """What is wrong with the file, as a phrase that follows its name: ``is missing``."""
+    """What is wrong with the file, as a phrase to print after the file's name: ``is missing``."""
     offset: int | None = None
-    """The offset in bytes at which the damage begins; ``None`` if it concerns the whole file."""
+    """Byte offset in the file at which the damage begins; ``None`` if the whole file is damaged."""
     step: str = ""
     """The name of the step's folder."""
 
@@ -76,7 +76,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class DigestTask:
-    """Consecutive units of one file that one thread digests: ``count`` units from unit ``first`` on."""
+    """Consecutive units (MiB) of a file, ``count`` from number ``first`` on, whose digests one thread computes."""
 
     path: str
     first: int
@@ -88,11 +88,11 @@ class Digests:
     """The digests of all files of a step except ``shardload/digests.json`` itself."""
 
     files: Mapping[str, FileDigest]
-    """Each file's digests, by its path relative to the step's folder, with ``/``."""
+    """Digests of each file, by the file's path relative to the step's folder, separated by ``/``."""
 
     @classmethod
     def compute(cls, folder: str | os.PathLike[str], *, of: Callable[[str], bool] | None = None) -> Digests:
-        """Compute the digests of the files in ``folder`` by reading them; ``of`` selects files by name."""
+        """Read the files in ``folder`` and return their digests; ``of``, a function of the name, selects the files."""
         where, tree = located(folder), scan(folder)
         for name, what in tree.others.items():
             raise SourceError(f"{os.fspath(folder)}/{name} is {what}; a step can contain regular files only")
@@ -120,7 +120,7 @@ class Digests:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str] | Location) -> Digests:
-        """Read and check the digests of a step; raise a `SourceNotFoundError` if shardload did not save it."""
+        """Read and check ``digests.json`` of a step; raise `SourceNotFoundError` if the step has no such file."""
         path = located(folder) / DIGESTS_FILE
         # The check of all names reports links as well, but only after this file was read through one.
         if path.is_link() or path.parent.is_link():
@@ -150,12 +150,12 @@ class Digests:
 
 
 def is_saved(name: str) -> bool:
-    """Whether the digests of a step cover a file in it: not ``digests.json`` itself, nor litter."""
+    """Whether a step's digests cover the file ``name``: all but ``digests.json`` itself and the system's litter."""
     return name != DIGESTS_FILE and not is_litter(name)
 
 
 def step_name(folder: str | os.PathLike[str] | Location) -> str:
-    """Return the name of a step's folder, with symbolic links resolved."""
+    """Return the name of a step's folder; of a symbolic link, the name of the folder that it leads to."""
     return located(folder).resolved().name
 
 
@@ -174,13 +174,13 @@ def hash_of(data: bytes | memoryview) -> str:
 
 
 def canonical_json(body: Mapping[str, Any]) -> bytes:
-    """Encode JSON so that equal content has equal bytes."""
+    """Encode an object as JSON such that equal objects give equal bytes, for their digest."""
     # ASCII: a file name that is not UTF-8 reaches Python with lone surrogates, which only escapes can represent.
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
 def pieces_of(name: str, size: int) -> Iterator[DigestTask]:
-    """Split a file of ``size`` bytes into tasks of at most `TASK_UNITS` units."""
+    """Yield tasks that together digest a file of ``size`` bytes, each at most `TASK_UNITS` units of it."""
     total = -(-size // UNIT_BYTES)
     for first in range(0, total, TASK_UNITS):
         yield DigestTask(name, first, min(TASK_UNITS, total - first))
@@ -202,7 +202,7 @@ def digest_piece(folder: Location, piece: DigestTask, size: int) -> list[str]:
 
 
 def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
-    """Return the damage that names and sizes show: files that are missing, unexpected, or of another size."""
+    """Return the files of a step that are missing, unexpected, or of another size than in the step's digests."""
     damage = [
         Damage(name, f"is unexpected: {what} is not allowed in a step", None, step)
         for name, what in tree.others.items()
@@ -233,7 +233,7 @@ def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
 
 
 def _bad_list(folder: str | os.PathLike[str] | Location, why: str | SourceError) -> DamagedError:
-    """Build the error for a bad ``digests.json``; a `SourceError` already names the file."""
+    """Build the error for an invalid ``digests.json``; the file is named, unless ``why`` (a `SourceError`) names it."""
     where = "" if isinstance(why, SourceError) else f"{located(folder) / DIGESTS_FILE}: "
     return DamagedError(
         f"Step {step_name(folder)} is damaged: {where}{why}. Without its digests nothing in the step can be checked; "
@@ -300,7 +300,7 @@ def is_empty(path: Path) -> bool:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Flush a file's data, or a folder's directory entries, so that they survive a power loss.
+    """Flush a file's data, or the list of names in a folder, to disk, to survive a power loss.
 
     If this raises an error, the data is not safe on disk, even if a later call succeeds.
     """
@@ -313,14 +313,14 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def sync_files(folder: Path, names: Iterable[str]) -> None:
-    """`sync` the named files of a folder."""
+    """Flush the named files of a folder to disk, several at once."""
     with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="shardload-sync") as pool:
         # list: map raises the error of a call only when its result is taken.
         list(pool.map(sync, [folder / name for name in names]))
 
 
 def sync_all(folder: Path) -> None:
-    """`sync` all files and folders below ``folder``, then ``folder`` itself: contents before directory entries."""
+    """Flush all files and folders below ``folder`` to disk, and last ``folder`` itself: contents before names."""
     tree = scan(folder)
     sync_files(folder, tree.files)
     for name in reversed(tree.folders):

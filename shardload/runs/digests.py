@@ -53,7 +53,7 @@ from shardload.units import exact_bytes
 __all__ = ["DIGESTS_FILE", "Checker", "Damage", "Digests", "SavedUnits", "find_damage"]
 
 _PIECE_BYTES = 128 << 10
-"""How much `Checker.check` reads at once: fits into the L2 cache, and is small compared with any budget."""
+"""Bytes that `Checker.check` reads at once: they fit into the L2 cache, and any memory budget has room for them."""
 
 
 def _close_all(files: dict[str, File]) -> None:
@@ -83,18 +83,18 @@ class SavedUnits:
         self._lock = threading.Lock()
 
     def of_file(self, name: str) -> FileDigest:
-        """Return the saved digests of a file, named relative to the step's folder; raise if it was not saved."""
+        """Return the saved digests of the file ``name``, relative to the step's folder; raise if there are none."""
         if (found := self.digests.files.get(name)) is None:
             raise self.damaged(Damage(name, "was not saved with the step"))
         return found
 
     def span(self, name: str, unit: int) -> tuple[int, int]:
-        """Return the offsets in the file at which a unit begins and ends (exclusive)."""
+        """Return the byte offsets in a file at which one of its units (MiB) begins and ends (exclusive)."""
         first = unit * UNIT_BYTES
         return first, min(first + UNIT_BYTES, self.of_file(name).n_bytes)
 
     def compare(self, name: str, unit: int, found: str) -> None:
-        """Raise a `DamagedError` unless ``found``, the digest of a unit that was read, is the saved one."""
+        """Raise a `DamagedError` unless ``found``, the digest of a unit just read, equals the unit's saved digest."""
         first, last = self.span(name, unit)
         with self._lock:
             self.bytes_checked += last - first
@@ -102,7 +102,7 @@ class SavedUnits:
             raise self.damaged(flip_damage(name, first, last, ""))
 
     def wrong_size(self, name: str, *, found: int | None = None) -> DamagedError | TransferError:
-        """Return the error for a file that is shorter than when it was saved: ``found`` bytes, if that is known."""
+        """Return the error for a file that is shorter than it was saved; ``found`` is its present size, if known."""
         expected = self.of_file(name).n_bytes
         if found is not None:
             return self.damaged(size_damage(name, found, expected, ""))
@@ -121,12 +121,12 @@ class SavedUnits:
 
 @runtime_checkable
 class _VerifyingStore(Protocol):
-    """A store that contains one step and compares what it reads with the step's digests."""
+    """A store that contains one step, and compares all bytes that it reads with the step's digests."""
 
     saved: SavedUnits
 
     def name_damage(self) -> list[Damage]:
-        """Return the damage that the names of the files show: missing and unexpected ones."""
+        """Return the files of the step that are missing or unexpected, found without reading data."""
         ...
 
 
@@ -134,7 +134,7 @@ class Checker:
     """Verifies the parts of a step that are read, each MiB at most once. Thread-safe."""
 
     def __init__(self, folder: str | os.PathLike[str] | Location) -> None:
-        """Read the digests of a step's folder; `SourceNotFoundError` if it has none."""
+        """Read the digests of a step's folder; raise `SourceNotFoundError` if the folder has no ``digests.json``."""
         self.folder = located(folder)
         store = self.folder.store
         if isinstance(store, _VerifyingStore):
@@ -155,7 +155,7 @@ class Checker:
 
     @classmethod
     def of_step(cls, folder: str | os.PathLike[str] | Location) -> Checker:
-        """Open a step; check its names, sizes and files up to 1 MiB. Larger files are checked as they are read.
+        """Open a step; check the names and sizes of all files, and the bytes of files up to 1 MiB; the rest when read.
 
         Missing digests, and a folder whose name is the number of another step, count as damage, too.
         """
@@ -177,7 +177,7 @@ class Checker:
         return found
 
     def check(self, path: str | os.PathLike[str] | Location, start: int, stop: int) -> None:
-        """Return once every MiB that overlaps bytes ``[start, stop)`` of a file is verified.
+        """Verify every MiB that overlaps bytes ``[start, stop)`` of a file; return when all are verified.
 
         The path is relative to the step's folder, or absolute in it. A `DamagedError` names step, file and offset; each
         later call raises it again. A file that cannot be read raises a `TransferError`; a later call reads it again.
@@ -206,7 +206,7 @@ class Checker:
             done.result()
 
     def read_unit(self, path: str | os.PathLike[str] | Location, unit: int, into: memoryview) -> int:
-        """Read one unit of a file into a buffer of 1 MiB and verify it, like `check`; return how many bytes it has."""
+        """Read one unit (MiB) of a file into a buffer and verify it; return its length, shorter at the file's end."""
         name = self._relative(path)
         first, last = self.saved.span(name, unit)
         if first >= last:
@@ -218,7 +218,7 @@ class Checker:
         return last - first
 
     def units_by_file(self) -> dict[str, tuple[str, ...]]:
-        """Return the digests of all units, by file name relative to the step's folder."""
+        """Return the digests of all units (MiB) of each file, by the file's name relative to the step's folder."""
         return {name: digest.units for name, digest in self.saved.digests.files.items()}
 
     def check_whole(self, path: str | os.PathLike[str] | Location) -> None:
@@ -228,7 +228,7 @@ class Checker:
         self.check(name, 0, self.saved.of_file(name).n_bytes)
 
     def close(self) -> None:
-        """Close all open files, as garbage collection does. The checker stays usable and reopens files as needed."""
+        """Close all open files. The checker stays usable: it reopens files when needed."""
         with self._lock:
             _close_all(self._files)
 
@@ -271,7 +271,7 @@ class Checker:
             return file
 
     def _settle(self, done: Future[None], name: str, unit: int, *, file: File) -> None:
-        """Verify one unit, and pass the result to all threads that wait for ``done``."""
+        """Verify one unit (MiB) of a file, and set ``done``, for which other threads may wait, to the result."""
         try:
             first, last = self.saved.span(name, unit)
             running, piece = hasher(), memoryview(bytearray(min(_PIECE_BYTES, last - first)))

@@ -57,7 +57,7 @@ from shardload.units import is_integer, plural
 _ORBAX_FILE = "_CHECKPOINT_METADATA"
 TREE_FILE = "_METADATA"
 _THREADS = 8
-"""How many remote steps are queried at once: each costs a few round trips."""
+"""Number of remote steps that are queried at once: a query of one step takes a few round trips."""
 _ONLY_STEPS = "Only training steps can be read remotely"
 
 
@@ -90,7 +90,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[StepInfo]:
 
 
 def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | int) -> StepInfo:
-    """Return the step for "latest", "best" or a number; if there is none, the error lists the existing steps."""
+    """Return the step that "latest", "best" or a number means; raise an error that lists the steps if there is none."""
     # `is_integer` refuses bool: True == 1, so step=True would find step 1.
     if not (step in ("latest", "best") if isinstance(step, str) else is_integer(step)):
         raise UsageError(f'Cannot find step {step!r}: expected "latest", "best" or a number')
@@ -133,7 +133,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder, under any name, is a shardload step; a subfolder ``shardload`` alone is not enough."""
+    """Whether a folder, whatever its name, is a step that shardload saved; a subfolder ``shardload`` is no proof."""
     path = Path(folder)
     # A source checkout of this project has a folder shardload/, too.
     marked = (path / OWN_FOLDER).is_dir() and (path / _ORBAX_FILE).is_file()
@@ -141,7 +141,7 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 
 def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
-    """Return ``path`` if it is a shardload step, else the latest step in it; ``None`` if shardload did not save it."""
+    """Return ``path`` if it is a step, else the latest step in it; ``None`` if shardload did not save that step."""
     if is_ours(path):
         return Path(path)
     steps = list_steps(path) if Path(path).is_dir() else []
@@ -200,7 +200,7 @@ def _existing(steps: Sequence[StepInfo]) -> str:
 
 
 def _remote_steps(store: RemoteStore, wanted: str | int | None = None) -> list[StepInfo]:
-    """Return the steps at a URL in ascending order; only ``wanted``, where it is found without reading the others."""
+    """Return the steps at a URL in ascending order; only the ``wanted`` one if it can be found without the others."""
     # A number needs no listing: one request is enough, and HTTP servers cannot list.
     if isinstance(wanted, int) and (stored := open_step(store, str(wanted))) is not None:
         return [_remote_info(stored)]
@@ -282,13 +282,13 @@ def _remote_info(stored: RemoteStep) -> StepInfo:
 
 
 def _refuse_foreign(store: RemoteStore, folder: str = "") -> None:
-    """Raise an `UnsupportedError` if this URL is that of an Orbax step that shardload did not save."""
+    """Raise an `UnsupportedError` if there is an Orbax step at the URL, but one that shardload did not save."""
     if store.requests.read_small(f"{folder}/{_ORBAX_FILE}" if folder else _ORBAX_FILE, limit=1 << 20) is not None:
         raise foreign(store.shown(folder))
 
 
 def _refuse_file(store: RemoteStore) -> None:
-    """Raise an `UnsupportedError` if the URL is that of a file, such as a model's weights, not of a folder."""
+    """Raise an `UnsupportedError` if the URL leads to a file, such as a model's weights, and not to a folder."""
     if store.requests.is_object():
         raise UnsupportedError(
             f"Cannot read {store.url}: it is a file, and {_ONLY_STEPS[0].lower()}{_ONLY_STEPS[1:]}. Copy it to this "
@@ -297,14 +297,14 @@ def _refuse_file(store: RemoteStore) -> None:
 
 
 def foreign(url: str) -> UnsupportedError:
-    """Return the error for a remote step that shardload did not save."""
+    """Return the error that a remote step was not saved by shardload, so it has no digests to verify it."""
     return UnsupportedError(
         f"{url} was not saved by shardload: it has no digests, so its data cannot be verified. {COPY_FIRST}"
     )
 
 
 def prepared(info: StepInfo) -> StepInfo:
-    """Return a step after fetching all files that opening it requires; nothing is fetched for a local step."""
+    """Fetch the small files of a remote step that are needed to open it, and return the step; a local one as it is."""
     if info.url is not None:
         if not info.ours:
             raise foreign(info.url)
@@ -316,7 +316,7 @@ def prepared(info: StepInfo) -> StepInfo:
 
 
 def why_no_steps(root: str | os.PathLike[str]) -> str:
-    """Return the end of a message about no steps: ``root`` is a URL, a step, or another checkpoint; else empty."""
+    """Return the end of the message "no steps" if ``root`` is a URL, a step itself or another checkpoint; else ""."""
     if remote_store(root) is not None:
         return ". Only training steps are read from remote stores: copy other checkpoints to this machine first"
     path = expanded(without_file_scheme(root)).absolute()
@@ -332,18 +332,18 @@ Which = int | Literal["latest", "best"]
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The step to use instead of a damaged one. Serializable as JSON, so that process 0 can send it to the others."""
+    """The step to use instead of a damaged one. Serializable as JSON: process 0 sends it to the other processes."""
 
     step: int | None
-    """The number of the step that ``fallback="previous"`` restores, if there is one."""
+    """Number of the step that ``fallback="previous"`` restores; ``None`` if there is no such step."""
     advice: str
-    """A sentence for the error about the damaged step, which says what to use instead."""
+    """A sentence that says which step to use instead, for the error message about the damaged step."""
 
 
 def alternative(
     directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]
 ) -> Alternative:
-    """Find a step to use instead of the damaged ``bad``; that is ``None`` if damage hides which step is the best.
+    """Find a step to use instead of ``bad``, a damaged step, or ``None`` if damage hides which step is the best.
 
     ``which`` is the step that the user requested, as in `find_step`; all steps in ``tried`` were found to be damaged.
     """
@@ -373,5 +373,5 @@ def _take(found: StepInfo, rank: str) -> Alternative:
 
 
 def _first_good(steps: Iterable[StepInfo]) -> StepInfo | None:
-    """Return the first undamaged step; remote steps are not read completely, only their listing."""
+    """Return the first undamaged step: a local one is read completely, of a remote one only the listing counts."""
     return next((s for s in steps if s.problems is None and (s.url is not None or not find_damage(s.path))), None)

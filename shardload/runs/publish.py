@@ -36,10 +36,10 @@ _STEP_FOLDER = "step"
 
 _REMOVALS = 10
 _REMOVAL_PAUSE_S = 0.05
-"""Pause after each attempt to remove a folder, half a second in total: little compared with a failed save."""
+"""Seconds to wait after each of ten attempts to remove a folder: half a second in all, once after a failed save."""
 
 _published: dict[Path, float] = {}
-"""Path of a step that this process saved → when the `Root` was opened to which it was saved."""
+"""Path of each step that this process saved → time at which the `Root` that contains it was opened."""
 _MOVED = "Earlier steps may have moved with the folder"
 
 
@@ -80,7 +80,7 @@ class Root:
             raise made from error
 
     def check(self, step: int | str = "?") -> None:
-        """Raise a `SaveError` unless the path still leads to the folder that was opened; messages name ``step``."""
+        """Raise a `SaveError` if the path no longer leads to the folder that was opened; the message names ``step``."""
         try:
             found = self.path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -102,7 +102,7 @@ class Staging:
         self.step = step
         self.home = home
         self.path = home / _STEP_FOLDER
-        """The folder to write; it does not exist yet, because Orbax creates it."""
+        """The folder to write the step to. Orbax creates it; `begin` does not."""
         self._lock = lock
 
     @classmethod
@@ -132,7 +132,7 @@ class Staging:
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
     def check(self) -> None:
-        """Raise if the staging folder or the root was removed or replaced: a writer may recreate it unnoticed."""
+        """Raise if the staging folder or the root was removed or replaced: Orbax may recreate one without an error."""
         self.root.check(self.step)
         if self._lock is not None and not self._lock.is_in_place:
             why = f"the folder {self.home} was removed"
@@ -179,7 +179,7 @@ class Staging:
             remove_staging(self.root.path)
 
     def _check_complete(self) -> None:
-        """Check that the digests exist and match the files on disk."""
+        """Raise unless ``digests.json`` exists and lists exactly the files on disk, with their sizes."""
         try:
             # Names and sizes only: the content was read to compute the digests, moments ago.
             damage = Digests.read(self.path).check_names(self.path)
@@ -197,7 +197,7 @@ class Staging:
 
 
 def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
-    """Remove staging folders whose writer has died, never a folder that another process writes to; return them.
+    """Remove the staging folders whose writer has died, and return their paths. Folders still being written stay.
 
     A folder that cannot be removed is tried again next time.
     """
@@ -212,13 +212,13 @@ def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_staging(root: str | os.PathLike[str]) -> None:
-    """Remove the folder ``.staging`` unless it has something in it: a step being written, or remains of one."""
+    """Remove the folder ``.staging`` if it is empty: no step is being written, and no dead writer left anything."""
     with suppress(OSError):
         (Path(root) / _STAGING).rmdir()
 
 
 def remove_step(root: str | os.PathLike[str], step: int) -> None:
-    """Remove a step: hide it by a rename, then delete its files; after a kill in between, `remove_stale` does that."""
+    """Remove a step: hide it by a rename, then delete its files. If killed in between, `remove_stale` deletes them."""
     base = Path(root).absolute()
     source = base / str(step)
     if not os.path.lexists(source):
@@ -265,7 +265,7 @@ def _remove_moved(home: Path, step: int, base: Path) -> None:
 
 
 def _locked_folder(staging: Path, step: int) -> FolderLock:
-    """Create a folder in ``staging`` and lock it; if another process removes it before that, create another one."""
+    """Create and lock a folder in ``staging``; if another process removes it before it is locked, start again."""
     while True:
         # Without parents=True: a root that was removed must not reappear as an empty folder.
         with suppress(FileExistsError):
@@ -281,7 +281,7 @@ def _locked_folder(staging: Path, step: int) -> FolderLock:
 
 
 def _stale_lock(folder: Path) -> FolderLock | None:
-    """Lock a staging folder whose writer has died, and return the lock; ``None`` for any other folder."""
+    """Lock a staging folder if its writer has died, and return the lock; ``None`` if it is in use or no such folder."""
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9]+-[0-9a-f]+", folder.name):
         return None  # not a staging folder of shardload
     try:
@@ -295,7 +295,7 @@ def _stale_lock(folder: Path) -> FolderLock | None:
 
 
 def remove_for_good(folder: Path) -> None:
-    """Try several times to remove a folder that other threads may still write to; give up silently.
+    """Try several times to remove a folder that threads may still write to; raise nothing if it stays.
 
     After a failure, threads of Orbax run on for a moment: new files keep a folder from being removed, and the threads
     recreate missing parents. Files they create after the last attempt become stale.
@@ -316,7 +316,7 @@ def refuse_existing(root: Root, step: int) -> None:
 
 
 def _exists(root: Root, step: int) -> StepExistsError:
-    """Build the error for a step that exists already; who saved it, and when, decides on the advice."""
+    """Build the error for a step that exists already. The advice in it depends on who saved that step, and when."""
     target = root.path / str(step)
     # lstat: the name may be a link that leads nowhere.
     saved_s = os.lstat(target).st_mtime if os.path.lexists(target) else root.opened_s
@@ -342,7 +342,7 @@ def _exists(root: Root, step: int) -> StepExistsError:
 
 LOCK_FILE = "lock"
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-"""What flock reports if another process has the lock; EACCES comes from NFS."""
+"""Error numbers by which flock says that another process has the lock; EACCES comes from NFS."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -353,11 +353,11 @@ class FolderLock:
     home: Path
     fd: int
     state: Literal["held", "taken", "unsupported"]
-    """Who has the lock: this process, another one, or none, because the file system has no locks."""
+    """Who has the lock: this process ("held"), another one ("taken"), or none, as the file system has no locks."""
 
     @classmethod
     def take(cls, home: Path, *, wait: bool = False) -> FolderLock:
-        """Open the lock file of ``home``, creating it if needed, and lock it if it is free, or wait until it is."""
+        """Open or create the lock file in ``home``, and lock it if it is free; with ``wait``, wait until it is free."""
         # O_CLOEXEC: a child process that inherited the open file would keep the lock after this process died.
         fd = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -374,7 +374,7 @@ class FolderLock:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the folder still contains this lock file, and was not removed or replaced."""
+        """Whether the folder still contains the lock file that this process opened: false if either was replaced."""
         try:
             # One can lock a file just after another process has removed it; such a lock protects nothing.
             return os.path.samestat((self.home / LOCK_FILE).stat(follow_symlinks=False), os.fstat(self.fd))

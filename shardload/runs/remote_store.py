@@ -37,26 +37,26 @@ from shardload.stores.store import UNIT_BYTES, File, FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural
 
 _MAX_FILE_BYTES = 64 << 20
-"""Limit on a file fetched as a whole: JSON is read up to 32 MiB, B-tree nodes take a few MiB, tokenizers 40."""
+"""Largest file fetched as a whole, in bytes: JSON has 32 MiB at most, B-tree nodes a few MiB, tokenizers 40 MiB."""
 _MAX_COPIED_BYTES = 512 << 20
-"""Limit on all fetched files together, as they are kept on this machine's disk."""
+"""Most bytes of all fetched files of a step together, because they are stored on this machine's disk."""
 _MAX_FILES = 1 << 14
-"""Limit on the number of fetched files; each process that saved wrote two or three."""
+"""Most files fetched of one step. A step has two or three small files per process that saved it."""
 _IN_FLIGHT = 16
-"""How many small files are fetched at once, as each costs a round trip."""
+"""Number of small files that are fetched at once, because each request takes a round trip."""
 _ITEMS = frozenset({OWN_FOLDER, "pytree", "model_config", "assets"})
-"""Folders of a step whose small files are fetched, as loading reads them; other checkpointables may be of any size."""
+"""Folders of a step that loading reads: their small files are fetched. Users' own items may be of any size."""
 _DATA = re.compile(r"(?:^|/)d/[^/]+$")
-"""Matches OCDBT data files, which are not fetched in advance. Those that contain B-tree nodes are fetched on demand."""
+"""Matches the paths of OCDBT data files, which are not fetched when a step is opened, only once they are needed."""
 
 
 class RemoteStep(Store):
-    """A remote step. Its private folder is removed when this object is garbage-collected."""
+    """A remote step as a store. Its small files are kept in a private folder until this object is garbage-collected."""
 
     is_remote = is_verifying = True
 
     def __init__(self, remote: RemoteStore, folder: str, digests: bytes) -> None:
-        """Open the step in ``folder`` of a store; ``digests`` is the content of its ``digests.json``."""
+        """Open the step in ``folder`` of a remote store; ``digests`` is the content of the step's ``digests.json``."""
         self._remote, self._key = remote, folder
         base, name = make_private_folder(), self.root.name
         self._folder = base / name
@@ -106,7 +106,7 @@ class RemoteStep(Store):
         return found
 
     def open(self, key: str) -> File:
-        """Open a file: its private copy if it was fetched, else one that is read from the store in parts."""
+        """Open a file of the step: its local copy if it was fetched, else a file that requests parts from the store."""
         if key in self._here:
             return LocalFile(self._folder / key, shown=self.shown(key))
         if key in self.saved.digests.files:
@@ -116,11 +116,11 @@ class RemoteStep(Store):
         raise SourceNotFoundError(f"There is no file {self.shown(key)}: it was not saved with the step")
 
     def identity(self, key: str) -> FileIdentity:
-        """Return a file's size alone: a version is not needed, as changed bytes never match their digests."""
+        """Return the identity of a file: only its size, because the digests already reveal any other change."""
         return FileIdentity(self.saved.of_file(key).n_bytes)
 
     def local_path(self, key: str) -> Path:
-        """Fetch a file, or all small files of the step, and return the private path of the file or folder."""
+        """Return the local path of a file or folder after fetching the file, or all small files of the step."""
         with self._lock:
             if self.kind(key) == "file":
                 self._fetch([key])
@@ -131,7 +131,7 @@ class RemoteStep(Store):
         return self._folder / key
 
     def name_damage(self) -> list[Damage]:
-        """Return missing and unexpected files, as far as the store can list them, without reading data."""
+        """Return which files of the step are missing or unexpected, as far as the store can list; reads no data."""
         listed, step = {*self.saved.digests.files, DIGESTS_FILE}, self.root.name
         if self._remote.can_list:
             there = set(self._remote.requests.names(self._key))
@@ -186,7 +186,7 @@ class RemoteStep(Store):
 
 
 class _RemoteFile:
-    """A file of a remote step that is not fetched: whole MiB are requested and compared with their digests."""
+    """A file of a remote step, read in place: it requests whole MiB and compares each MiB with its digest."""
 
     descriptor = None
 
@@ -261,7 +261,7 @@ def _present(saved: SavedUnits, name: str, fetch: Fetch) -> bytes:
 
 
 def open_step(remote: RemoteStore, folder: str = "") -> RemoteStep | None:
-    """Open the shardload step in a folder of a remote store; ``None`` if the folder has no digests."""
+    """Open the shardload step in a folder of a remote store; ``None`` if the folder has no ``digests.json``."""
     found = remote.requests.read_small(_joined(folder, DIGESTS_FILE), limit=MAX_JSON_BYTES)
     return None if found is None else RemoteStep(remote, folder, found)
 

@@ -66,14 +66,14 @@ class StepSaver:
         self.writer = Writer(root)
 
     def begin(self) -> None:
-        """Prepare the folder for one run's steps: wait for this process's other savers, remove what dead ones left."""
+        """Prepare the folder for a run: wait for this process's other savers, and remove what killed processes left."""
         self.writer.begin()
         prepare_serialising()
 
     def compare(
         self, model: Any, steps: list[StepInfo], resumed: StepInfo | None = None, *, channel: Channel | None = None
     ) -> list[str]:
-        """Find the value to beat among ``steps``; return notices for the user, one per line."""
+        """Find the best value of the metric in ``steps``, which a new step has to beat; return notices for the user."""
         return self.best.begin(model, steps, self.directory, resumed, channel=channel or self.writer.channel)
 
     def save(
@@ -88,7 +88,7 @@ class StepSaver:
         remove_later: bool = False,
         then: Callable[[int, Path], None] | None = None,
     ) -> None:
-        """Save a step after the last one is complete; the arrays may change when this returns.
+        """Save a step, after waiting for the last save. When this returns, the arrays may change.
 
         ``record`` is what the caller knows about the step: its number, epoch and metrics; ``position`` is the position
         of the data on this process, empty if there is none. With ``remove_later``, the next save does not wait until
@@ -118,7 +118,7 @@ class StepSaver:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise a `UsageError` for an argument that is neither true nor false: the text ``"no"`` would count as true."""
+    """Raise a `UsageError` for an argument that is not a bool, such as the text ``"no"``, which would count as true."""
     for name, given in flags.items():
         if not isinstance(given, bool | np.bool_ | int) or given not in (True, False):
             raise UsageError(f"Cannot use {name}={given!r:.60}: expected True or False")

@@ -75,7 +75,7 @@ class StepRecord:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> StepRecord:
-        """Build a record from a JSON object; fields that are missing or of the wrong type get their defaults."""
+        """Build a record from a JSON object; fields that are missing or of the wrong type get default values."""
         damaged, callbacks, variables = found.get("damaged"), found.get("callbacks"), found.get("variables")
         logs, mesh, versions = found.get("logs"), found.get("mesh"), found.get("versions")
         numbers = {name: _number(value) for name, value in logs.items()} if isinstance(logs, dict) else {}
@@ -108,7 +108,7 @@ class StepRecord:
         )
 
     def ranks_by(self, monitor: str) -> bool:
-        """Whether the step can be ranked by ``monitor``: it has that metric, measured over a complete epoch."""
+        """Whether the step can be ranked by ``monitor``: its logs have this metric, measured over a complete epoch."""
         return self.ranks and not math.isnan(self.logs.get(monitor, math.nan))
 
 
@@ -122,7 +122,7 @@ def _integer(found: Any) -> int | None:
 
 
 def _count(found: Any) -> int | None:
-    """Return a non-negative integer below 2**63, else ``None``: larger numbers cannot come from a training run."""
+    """Return ``found`` if it is an integer from 0 to below 2**63, else ``None``: no count of a run is larger."""
     return found if type(found) is int and 0 <= found < 1 << 63 else None
 
 
@@ -149,7 +149,7 @@ def _other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] 
 
 
 def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
-    """Return as damage that a step's folder has another number as name than ``step.json``; empty if they agree."""
+    """Return the damage that a step's folder is named by another number than ``step.json`` has; empty if it is not."""
     if (numbers := _other_number(folder)) is None:
         return []
     return [Damage(STEP_FILE, f"{mismatch(numbers[1])}. {_advice(numbers[1])}", step=str(numbers[0]))]
@@ -166,7 +166,7 @@ def check_folder_number(folder: str | os.PathLike[str] | Location) -> None:
 
 
 def mismatch(stated: int) -> str:
-    """Describe a folder that contains step ``stated`` under another number, as a phrase that follows its name."""
+    """Return the phrase, to print after a folder's name, that the folder contains step ``stated`` instead."""
     return f"contains step {stated}: copied or renamed"
 
 
@@ -181,21 +181,21 @@ class StepInfo:
     step: int
     path: Path
     ours: bool
-    """Whether shardload saved it, so that it has digests; else Keras' own callback or plain Orbax did."""
+    """Whether shardload saved the step, with digests; else Keras' own callback or plain Orbax saved it."""
     best_by: str | None = None
-    """For the best of the existing steps, the metric and its value: ``val_loss=0.25 (lower is better)``."""
+    """Of the best existing step: the metric and its value, ``val_loss=0.25 (lower is better)``. ``None`` for others."""
     n_bytes: int = 0
     """The total size of the step's files in bytes."""
     saved_s: float = 0.0
-    """When it was saved, in seconds since 1970."""
+    """Time at which the step was saved, in seconds since 1970."""
     problems: str | None = None
-    """Problems found without reading the data; `shardload.runs.digests.find_damage` reads all of it."""
+    """Problems found without reading the arrays (`shardload.runs.digests.find_damage` reads all data)."""
     record: StepRecord | None = None
     """The content of ``step.json``; ``None`` if the file is missing or unreadable."""
     url: str | None = None
     """The URL of a remote step; ``path`` is then the URL, too."""
     remote: Location | None = field(default=None, repr=False, compare=False)
-    """The folder of a remote step; ``None`` if it cannot be read."""
+    """The folder of a remote step; ``None`` if the step is local, or cannot be read."""
 
     @classmethod
     def of_record(
@@ -209,7 +209,7 @@ class StepInfo:
         changed_s: float = 0.0,
         problems: str | None = None,
     ) -> StepInfo:
-        """Describe a step by its record in ``step.json``, if there is one, and by what its files show."""
+        """Describe a step from its record in ``step.json``, if there is one, and from its files' sizes and times."""
         # The digests protect the number in step.json; anyone can rename the folder.
         if problems is None and record is not None and record.step not in (None, step):
             problems = mismatch(record.step)
@@ -223,22 +223,22 @@ class StepInfo:
 
     @property
     def best(self) -> bool:
-        """Whether it has the best value of the monitored metric among the existing steps."""
+        """Whether the step has the best value of the monitored metric among the existing steps."""
         return self.best_by is not None
 
     @property
     def recorded(self) -> StepRecord:
-        """The record, or an empty record if there is none."""
+        """The content of ``step.json``, or a record with default values if there is none."""
         return self.record or StepRecord()
 
     @property
     def epoch(self) -> int | None:
-        """The epoch in which it was saved, counted from 0."""
+        """The epoch in which the step was saved, counted from 0."""
         return self.recorded.epoch
 
     @property
     def batch(self) -> int | None:
-        """How many batches of that epoch were complete."""
+        """How many batches of `epoch` were complete when the step was saved."""
         return self.recorded.batch
 
     @property
@@ -248,12 +248,12 @@ class StepInfo:
 
     @property
     def saved_as(self) -> int:
-        """The number it was saved under; differs from ``step`` if its folder was copied or renamed."""
+        """The number that the step was saved under; not that of its folder, which may have been copied or renamed."""
         return self.step if self.recorded.step is None else self.recorded.step
 
     @property
     def run(self) -> str | None:
-        """The name of the run that saved it."""
+        """The name of the run that saved the step."""
         return self.recorded.run
 
     @property
@@ -263,12 +263,12 @@ class StepInfo:
 
     @property
     def where(self) -> str:
-        """The URL or path, for messages."""
+        """The URL or path of the step, for messages."""
         return self.url or str(self.path)
 
 
 def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the same steps, with ``best_by`` set for the best one, if any has the metric."""
+    """Return the steps with ``best_by`` set on the best one, if any step has a value of the monitored metric."""
     last, best = ranking_record(found), next(iter(best_first(found)), None)
     if last is None or best is None:
         return list(found)
@@ -279,7 +279,7 @@ def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
 
 
 def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the steps that have the monitored metric, best first; see `ranking_record`."""
+    """Return the steps that have a value of the monitored metric, best first; `ranking_record` says which metric."""
     if (last := ranking_record(steps)) is None:
         return []
     runs = [last.run] if last.best_of == "run" else None
@@ -289,7 +289,7 @@ def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
 def ranked(
     steps: Iterable[StepInfo], *, monitor: str, mode: str, runs: Collection[str | None] | None = None
 ) -> list[StepInfo]:
-    """Return the steps from best to worst, without steps that lack the metric or are of other runs than ``runs``.
+    """Return the steps that have a value of ``monitor`` and belong to one of ``runs``, from best to worst.
 
     Of equal steps, the original precedes a copy and the earlier precedes the later.
     """
@@ -307,7 +307,7 @@ def _is_higher_better(mode: str, monitor: str) -> bool:
 
 
 def ranking_record(steps: Sequence[StepInfo]) -> StepRecord | None:
-    """Return the record of the step that defines "best": the newest one with ``keep_best``, else with a metric.
+    """Return the record that defines "best": that of the newest step saved with ``keep_best``, else with any metric.
 
     A callback without ``keep_best`` has a default metric, too; it must not override the rule of another callback.
     """

@@ -63,7 +63,7 @@ from shardload.stores.local import located
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 LOOK_S = 1.0
-"""Interval at which a process that waits for Orbax checks whether the others are alive."""
+"""Seconds after which a process that waits for Orbax checks again whether the other processes are alive."""
 _OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
 
 
@@ -73,13 +73,13 @@ class SaveJob:
 
     step: int
     items: Mapping[str, Any]
-    """The items that Orbax writes, by name."""
+    """What Orbax writes: the content of each item, by name. Each item becomes a folder of the step."""
     records: Mapping[str, Mapping[str, Any]]
-    """shardload's own files: name in the folder ``shardload/`` → content, to be written as JSON."""
+    """shardload's own JSON files: name of the file in the folder ``shardload/`` → its content."""
     compression: Literal["none", "zstd"] = "none"
     timeout_s: float | None = None
     after: tuple[Callable[[int, Path], None], ...] = ()
-    """Functions called with the step and its folder after publishing, in the worker thread of process 0."""
+    """Functions to call after the step is published, with its number and folder, in the worker thread of process 0."""
 
 
 class Writer:
@@ -95,7 +95,7 @@ class Writer:
         _WRITERS.add(self)
 
     def begin(self) -> None:
-        """Prepare the root for one run's steps: wait for this process's other savers, remove what dead ones left."""
+        """Prepare the root for a run: wait for this process's other writers, and remove what killed processes left."""
         # A save of an interrupted `fit` may still publish a step: wait, so that the list of steps is final. Failures
         # of other callbacks are not raised here.
         for writer in list(_WRITERS):
@@ -112,7 +112,7 @@ class Writer:
         remove_stale(self.root.path)
 
     def start(self, job: SaveJob) -> None:
-        """Start a save and return as soon as the arrays may change again; wait for the previous save first."""
+        """Wait for the previous save, then start one; return as soon as the arrays to save may change again."""
         self.wait()
         self.witness.note(f"step {job.step} was being saved")
         # Until the worker has the step: from then on, it is finished even if `fit` fails.
@@ -130,7 +130,7 @@ class Writer:
                 raise failure from failure.__cause__
 
     def _staging(self, step: int) -> Staging:
-        """Let process 0 create the staging folder of a step, and all others open it; return it."""
+        """Return the staging folder of a step, which process 0 creates and all other processes open."""
         # Process 0 has the lock of the folder that it began; the others only open it.
         mine: list[Staging] = []
 
@@ -159,7 +159,7 @@ class Writer:
         self.raise_failure()
 
     def later(self, call: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
-        """Wrap ``call`` to run after a step, one call at a time, in a thread that the next save does not wait for.
+        """Return a function that runs ``call`` in another thread, for one step at a time; the next save does not wait.
 
         With several processes, only one would see the failure of ``call``, so it stays a part of the save there.
         """
@@ -181,7 +181,7 @@ class Writer:
         return start
 
     def settle(self) -> None:
-        """Wait for the current save and for the calls wrapped by `later`; raise the failure of one of them."""
+        """Wait for the current save and for all calls made through `later`; raise the error if one of them failed."""
         if self._worker is not None:
             self._worker.wait()
         if self._later is not None:
@@ -198,7 +198,7 @@ class Writer:
             raise failure
 
     def raise_failure_together(self) -> None:
-        """Raise the error of the last save: of one process always, of several only if one of them was lost.
+        """Raise the error of the last save, if it failed. With several processes, only if another process was lost.
 
         One process may notice it a batch before the others, which would then wait for it in the next batch.
         So all raise it with the next save, where they wait for each other, but a lost process stops the others anyway.
@@ -251,7 +251,7 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
 
 
 def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingSave]:
-    """Start a save, or snapshot its arrays to start it later; return a function that returns the started save."""
+    """Prepare a save: start it, or snapshot its arrays. Return a function that returns the started save."""
 
     def begin(items: Mapping[str, Any]) -> orbax_writer.PendingSave:
         options: Any = {"compression": job.compression, "step": job.step, "timeout_s": job.timeout_s}
@@ -301,7 +301,7 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
 
 
 def _not_as_listed(found: Manifest, job: SaveJob) -> str | None:
-    """Return the first leaf in structure.json that is missing in ``found``, or has another shape or dtype there."""
+    """Return the first array in structure.json that the written data lacks, or has with another shape or dtype."""
     for leaf in job.records.get("structure.json", {}).get("leaves", ()):
         if not math.prod(leaf["shape"]):  # Orbax stores no arrays without elements
             continue
@@ -312,7 +312,7 @@ def _not_as_listed(found: Manifest, job: SaveJob) -> str | None:
 
 
 def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
-    """Wait until Orbax has written everything; raise if that takes too long, or another process is lost."""
+    """Wait until Orbax has written everything; raise at the job's timeout, or when another process is lost."""
     until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     while True:
         try:
@@ -328,7 +328,7 @@ def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
 
 
 def _digest(job: SaveJob, staging: Staging) -> None:
-    """On process 0, write shardload's own files; on each process, the digests of the files that it wrote."""
+    """Write shardload's own files (process 0 only), and the digests of the files that this process wrote."""
     if processes.is_first():
         own = staging.path / OWN_FOLDER
         own.mkdir(exist_ok=True)
@@ -336,7 +336,7 @@ def _digest(job: SaveJob, staging: Staging) -> None:
             (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
 
     def is_ours(name: str) -> bool:
-        """Whether this process digests a file: it wrote it, or is process 0 and nothing says who wrote it."""
+        """Whether this process digests a file: it wrote the file, or it is process 0 and the writer is not known."""
         found = _OF_PROCESS.match(name)
         writer = int(found.group(1)) if found else 0
         return (writer if writer < processes.count() else 0) == processes.index()
@@ -351,7 +351,7 @@ def _digest(job: SaveJob, staging: Staging) -> None:
 
 
 def _part(staging: Staging, process: int) -> Path:
-    """Return the folder, next to the staged step, in which a process puts the digests of its files."""
+    """Return the folder, next to the staged step, for the digests of the files that one process wrote."""
     return staging.home / f"digests-{process}"
 
 
@@ -389,14 +389,14 @@ def _finite(content: Any) -> Any:
 
 
 _WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
-"""Dtypes that JAX has with ``jax_enable_x64`` only, which can be set for one thread; others would narrow the values."""
+"""Dtypes that JAX narrows unless ``jax_enable_x64`` is set, which may be set in the training thread only."""
 
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
-"""Types of leaves that cannot change, so that keeping a reference is enough."""
+"""Types whose values cannot change, so that a snapshot needs only a reference to them."""
 
 
 class _KeptArray:
-    """NumPy views of the shards of one JAX array, from which it can be made again without a copy."""
+    """NumPy views of the shards of a JAX array, from which the array can be rebuilt without a copy."""
 
     def __init__(self, array: jax.Array) -> None:
         self.shape, self.sharding = array.shape, array.sharding
@@ -404,7 +404,7 @@ class _KeptArray:
         self.devices = [shard.device for shard in array.addressable_shards]
 
     def array(self) -> jax.Array:
-        """Return the kept array as a `jax.Array`."""
+        """Rebuild the JAX array from its views, without a copy."""
         # On CPU, device_put uses the memory of a view as it is, without a copy; one call serves all shards.
         placed = jax.device_put(self.values, self.devices)
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
@@ -418,7 +418,7 @@ class ArraySnapshot:
         self._kept = jax.tree.map(lambda x: _KeptArray(x) if isinstance(x, jax.Array) else copy.copy(x), dict(items))
 
     def take(self) -> dict[str, Any]:
-        """Return the pytrees and drop the references to their memory."""
+        """Return the pytrees as they were at the snapshot, and drop this object's references to their memory."""
         taken: dict[str, Any] = jax.tree.map(lambda x: x.array() if isinstance(x, _KeptArray) else x, self._kept)
         # While a view exists, XLA cannot reuse the memory, and a second copy of the state stays allocated.
         self._kept = {}
@@ -426,7 +426,7 @@ class ArraySnapshot:
 
 
 def snapshot(items: Mapping[str, Any]) -> ArraySnapshot | None:
-    """Keep the current values of pytrees without copying any JAX array.
+    """Return a snapshot of the current values of pytrees, made without copying any JAX array.
 
     Returns ``None`` if an item contains anything but CPU arrays of this process and plain values.
     """
@@ -434,7 +434,7 @@ def snapshot(items: Mapping[str, Any]) -> ArraySnapshot | None:
 
 
 def _is_plain_tree(item: Any) -> bool:
-    """Whether arrays are in Python's own containers only: JAX takes others for leaves, whose copies share content."""
+    """Whether `snapshot` can keep a pytree: it consists of dicts, lists and tuples of CPU arrays and plain values."""
     if type(item) is dict:
         return all(map(_is_plain_tree, item.values()))
     if type(item) in {list, tuple}:
