@@ -54,19 +54,19 @@ from shardload.transfer.scratch import BlockMemory
 from shardload.units import exact_bytes
 
 MAX_RANGE_UNITS = 4
-"""Most units per remote request, 4 MiB: at 60 MB/s per connection it takes 70 ms, much longer than a round trip.
-Longer requests would leave fewer in flight."""
+"""Most units (MiB) per remote request: 4 MiB take 70 ms at 60 MB/s per connection, much longer than a round trip.
+Longer requests would leave fewer requests in flight."""
 _MAX_AHEAD_BYTES = 64 << 20
-"""Most bytes of remote ranges requested in advance or in use: enough for twelve ranges with two threads."""
+"""Most bytes of remote ranges that are requested in advance or in use; with two threads, twelve ranges in advance."""
 _MIN_REMOTE_BUDGET_BYTES = 16 << 20
-"""Smallest host-memory budget for a remote store, with room for ranges."""
+"""Smallest host-memory budget in bytes that has room for the ranges requested from a remote store."""
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
-"""Smallest host-memory budget with room for units; with less, bytes are read twice, the first time to verify them."""
+"""Smallest host-memory budget in bytes with room for units; with less, bytes are read twice: to verify, and to use."""
 _IN_SCRATCH = ("staged", "packed")
-"""How blocks are moved that come from units and ranges: all that pass through scratch memory."""
+"""Values of ``how`` of the blocks that pass through scratch memory; only their bytes come from units or ranges."""
 
 Unit = tuple[Location, int]
-"""A file, and the number of one of its units of `UNIT_BYTES`."""
+"""A file, and the number of a unit in it (`UNIT_BYTES` each, counted from 0)."""
 
 
 class Verifier(Protocol):
@@ -94,12 +94,12 @@ class Verifier(Protocol):
         ...
 
     def units_by_file(self) -> Mapping[str, Sequence[str]]:
-        """Return the digest of each unit, by the file's name within the checkpoint."""
+        """Return the digests of all units of each file, by the file's name within the checkpoint."""
         ...
 
 
 def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
-    """Verify the bytes that a tensor is stored in (of a decoded one, its whole files); raises like `Verifier.check`."""
+    """Verify the bytes that a tensor is stored in, or whole files if it is decoded. Raises like `Verifier.check`."""
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
             verifier.check(path, 0, path.size)
@@ -109,16 +109,16 @@ def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
 
 
 def _check(verifier: Verifier, path: Location, offset: int, n_bytes: int) -> None:
-    """Verify a range of a file; the whole file if the range is empty, as the value is then in its headers."""
+    """Verify a range of a file. If the range is empty, the value is in a header: verify the whole file."""
     start, stop = (offset, offset + n_bytes) if n_bytes else (0, path.size)
     verifier.check(path, start, stop)
 
 
 class ByteSource(ABC):
-    """Delivers the bytes of one transfer's blocks and has them verified; one instance serves all threads."""
+    """Delivers the bytes of a transfer's blocks, and has these bytes verified; one instance serves all threads."""
 
     shared_bytes: int = 0
-    """Bytes of memory that all threads use together, taken from the budget once."""
+    """Bytes of memory that all threads share; the transfer takes them from the budget once, when it starts."""
 
     def __init__(self, verifier: Verifier | None) -> None:
         self.verifier = verifier
@@ -127,7 +127,7 @@ class ByteSource(ABC):
 
     @abstractmethod
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """Copy ``n_bytes`` of a file from ``offset`` on into scratch; return their number, less only at the file's end.
+        """Copy ``n_bytes`` of a file from ``offset`` on into scratch; return the bytes copied, fewer only at its end.
 
         Raises:
             DamagedError: When they do not match their digest; names step, file and offset.
@@ -137,14 +137,14 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return how many bytes were read from files for the plan's ``blocks``, including those read to verify them."""
+        """Return how many bytes were read from files for the plan's ``blocks``, including reads that only verify."""
 
     def verifies(self, block: Block) -> bool:
-        """Whether `fill` returns only verified bytes of a block."""
+        """Whether `fill` verifies the bytes of a block itself, so that `check` does not have to read them."""
         return block.how in _IN_SCRATCH
 
     def check(self, block: Block, tensor: Tensor) -> None:
-        """Verify the bytes of a block before it is moved, unless `fill` verifies them."""
+        """Verify the bytes of a block before the block is moved, unless `fill` will verify them."""
         if self.verifier is None:
             return
         if isinstance(tensor.storage, Decoded):
@@ -154,7 +154,7 @@ class ByteSource(ABC):
             _check(self.verifier, block.path, block.offset, block.read_bytes)
 
     def release(self, block: Block) -> None:  # noqa: B027 - optional
-        """Tell the source that a block has been moved, so that it can free the memory kept for it."""
+        """Tell the source that a block has been moved: memory kept for the block can be freed."""
 
     def open(self, path: Location) -> File:
         """Open a file, or return it if it is open already; it stays open until `close`."""
@@ -179,7 +179,7 @@ class ByteSource(ABC):
 
 
 def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "units", "ranges"]:
-    """Return which kind of source the files of a plan need; raise `BudgetError` if a remote one lacks memory."""
+    """Return which kind of source a plan needs; raise `BudgetError` if its budget is too small for remote files."""
     stores = {path.store for path in plan.files}
     is_verifying = any(store.is_verifying for store in stores)
     if any(store.is_remote for store in stores) and (verifier is None or is_verifying):
@@ -208,7 +208,7 @@ def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> B
 
 
 class FileReads(ByteSource):
-    """Reads blocks straight from files, by ``preadv`` where they are local; verifies with separate reads only."""
+    """Reads blocks straight from files, local ones by ``preadv``. Only a separate read can verify their bytes."""
 
     def __init__(self, verifier: Verifier | None = None) -> None:
         super().__init__(verifier)
@@ -227,7 +227,7 @@ class FileReads(ByteSource):
         return scatter_read(self.open(path), wanted, offset)
 
     def verifies(self, block: Block) -> bool:
-        """Return False: `fill` does not verify."""
+        """Return False: `fill` reads bytes without verifying them."""
         return False
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
@@ -237,7 +237,7 @@ class FileReads(ByteSource):
 
 
 def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
-    """Return the system calls that read ``n_bytes`` of a file into scratch; `scatter_read` adds the offset."""
+    """Return the system calls that read ``n_bytes`` of a file into scratch; `scatter_read` adds the file offset."""
     itemsize = flat.dtype.itemsize
     row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
     grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
@@ -246,16 +246,16 @@ def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
 
 
 class UnitReads(ByteSource):
-    """Reads files in whole units, verified by the verifier or else by the store, and keeps those that blocks share."""
+    """Reads whole units of files, verified by the verifier or else by the store; keeps units that blocks share."""
 
     def __init__(self, blocks: Iterable[Block], *, kept_units: int, verifier: Verifier | None) -> None:
-        """Count how many of ``blocks``, which pass through scratch, need each unit; `release` each of them once."""
+        """Count how many ``blocks`` (those that pass through scratch) need each unit. `release` each block once."""
         super().__init__(verifier)
         self.kept_units = kept_units  # at most; a unit that does not fit is read again
         self.shared_bytes = kept_units * UNIT_BYTES
         self._left = Counter(unit for block in blocks for unit in _units_of(block))
         self.kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
-        """Units that stay in memory as later blocks need them."""
+        """Units that stay in memory because later blocks need them, too."""
         self._spare: list[NDArray[np.uint8]] = []
         self._unit_bytes = 0
         self._lock = threading.Lock()
@@ -288,7 +288,7 @@ class UnitReads(ByteSource):
                     self._spare += [data] if data.nbytes == UNIT_BYTES else []
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of the units read plus those of the blocks that are not read in units."""
+        """Return the bytes of all units read plus the bytes of the blocks that are not read in units."""
         # A verifier counts the units, too, and what it read of other blocks.
         checked = self._unit_bytes if self.verifier is None else self.verifier.bytes_checked - self._checked_before
         return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + checked
@@ -346,24 +346,24 @@ class _Range:
     stop: int
     """One past the last byte; may lie past the end of the file."""
     left_bytes: int = 0
-    """Number of its bytes that blocks still need; at 0 its memory is freed."""
+    """Bytes of the range that blocks still need; at 0, the range's memory is freed."""
     pending: PendingBytes | None = None
     data: memoryview | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def n_bytes(self) -> int:
-        """Its length in bytes; the file may end earlier."""
+        """Length of the range in bytes; the file may end before the range does."""
         return self.stop - self.start
 
 
 class RangeReads(ByteSource):
-    """Requests ranges of remote files before blocks need them; a verifying store returns verified bytes."""
+    """Requests ranges of remote files before blocks need them. Their bytes are verified only if the store does it."""
 
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
-        """Plan the ranges for ``blocks``, which pass through scratch, in order; ``verifier`` is for all others."""
+        """Plan ranges for ``blocks``, those that pass through scratch; ``verifier`` checks all other blocks."""
         super().__init__(verifier)
         self.shared_bytes = limit_bytes
         # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.
@@ -398,7 +398,7 @@ class RangeReads(ByteSource):
         return n_bytes
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of the ranges received plus those of the blocks that are not read in ranges."""
+        """Return the bytes of all ranges received plus the bytes of the blocks that are not read in ranges."""
         return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + self._range_bytes
 
     def cancel(self) -> None:
@@ -464,7 +464,7 @@ class RangeReads(ByteSource):
 
 
 class _LocalBytes:
-    """Stands in for a remote request where the file is local: `result` reads the range."""
+    """Replaces a remote request if the file is local: `result` reads the range from the file."""
 
     def __init__(self, file: File, one: _Range) -> None:
         self._file, self._start, self._stop = file, one.start, min(one.stop, file.n_bytes)
@@ -483,7 +483,7 @@ def _too_short(path: Location, stop: int) -> TransferError:
 
 
 def _units_of(block: Block) -> Iterator[Unit]:
-    """Yield the units of its file that a block overlaps; none for a decoded block."""
+    """Yield the units of a file that a block of the file overlaps; none for a decoded block."""
     if block.how != "decoded" and block.read_bytes:
         last = (block.offset + block.read_bytes - 1) // UNIT_BYTES
         for number in range(block.offset // UNIT_BYTES, last + 1):

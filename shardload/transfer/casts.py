@@ -55,7 +55,7 @@ ENABLE_64_BITS = "Call jax.config.update('jax_enable_x64', True) before JAX is u
 
 
 def wide(dtype: np.dtype[Any]) -> str:
-    """Return words to append to a dtype's name in advice: for 64 bits, the JAX setting that enables it; else ""."""
+    """Return a hint to append to a dtype's name: for a 64-bit dtype, the JAX setting that enables it; else ""."""
     return ", with jax.config.update('jax_enable_x64', True)" if dtype.itemsize == 8 and dtype.kind in "iuf" else ""
 
 
@@ -69,7 +69,7 @@ def needs_64_bits(variable: str, dtype: np.dtype[Any]) -> MismatchError:
 
 
 def overflow_notes(tensors: Sequence[str]) -> tuple[str, ...]:
-    """Return a note for the report that a cast made values of these tensors infinite; nothing without tensors."""
+    """Return a note for the report that a cast made finite values of ``tensors`` infinite; () if there are none."""
     if not tensors:
         return ()
     more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""

@@ -59,14 +59,14 @@ from shardload.units import exact_bytes
 __all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
 _QUEUED_PER_THREAD = 4
-"""Most jobs in flight per thread, and `BUDGET_PARTS` in all: one runs, others wait in case the caller is busy."""
+"""Most jobs in flight per thread (in all, `BUDGET_PARTS`): one runs, the others are ready if the caller is busy."""
 _JOB_BYTES = 4 << 20
-"""Most bytes of short blocks in one job: 1 ms of work per 0.1 ms of Python; a small plan has smaller jobs."""
+"""Most bytes of short blocks in one job: 1 ms of work for 0.1 ms of Python. Small plans have smaller jobs."""
 PREPARED = 1024
-"""Number of staged blocks prepared before the first read: each takes 16 µs and 2 kB then, 100 µs once copying has
-emptied the caches. (Direct blocks are not worth it: they take longer.)"""
+"""Most staged blocks to prepare before the first read: one takes 16 µs and 2 kB then, but 100 µs later, when copying
+has emptied the CPU's caches. (Direct blocks take longer to prepare: not worth it.)"""
 _PLACED_TOGETHER = 32
-"""Complete variables to collect before placing them on devices: 0.1 ms each together, 0.4 ms each between reads."""
+"""Number of complete variables to place on devices at once: each takes 0.1 ms then, 0.4 ms if placed on its own."""
 
 TransferMode = Literal["auto", "adopt", "upload"]
 
@@ -79,7 +79,7 @@ class TransferStats:
     direct_bytes: int
     """Bytes read straight into shard memory."""
     peak_staging_bytes: int
-    """Peak of staged host memory; does not count shard buffers that become the devices' memory."""
+    """Peak bytes of host memory used for staging, without shard buffers that become the devices' memory."""
     read_s: float
     """Seconds of reading and decoding, summed over threads."""
     copy_s: float
@@ -90,7 +90,7 @@ class TransferStats:
     threads: int
     placement: TransferMode
     overflowed: tuple[str, ...] = ()
-    """Names of tensors that have finite values that became infinite in a cast."""
+    """Names of tensors in which a cast made finite values infinite."""
 
 
 def execute(
@@ -152,7 +152,7 @@ def execute(
 
 
 class Transfer:
-    """Carries out one plan, once: everything but the jobs for `WorkerThreads` runs on the calling thread."""
+    """Carries out one plan, once. Only jobs, which read and copy, run in `WorkerThreads`; all else in the caller's."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Transfer:
     def run(
         self, on_ready: Callable[[str, Any], None], on_start: Callable[[str], None], progress: Callable[[int], None]
     ) -> None:
-        """Read all blocks and pass on all variables; return when the last upload has finished."""
+        """Read all blocks and pass each complete variable to ``on_ready``; return when the last upload has finished."""
         self.on_ready, self.on_start, self.progress = on_ready, on_start, progress
         for variable in self.variables:  # without elements, so no block completes them
             if not variable.chunks_left:
@@ -238,7 +238,7 @@ class Transfer:
         return VariableTransfer(binding, shards, stored if widens else binding.dtype)
 
     def _jobs(self) -> Iterator[list[range]]:
-        """Yield the runs of each job: short blocks together if they take nothing from the budget, others alone."""
+        """Yield the runs of blocks of each job: several short runs if they take no memory from the budget, else one."""
         # In a small plan, jobs are small enough for every thread to get several.
         share = self.plan.read_bytes // (self.threads * _QUEUED_PER_THREAD * 2)
         most = min(_JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)
@@ -307,7 +307,7 @@ class Transfer:
         chunk.take_memory()
 
     def _must_take(self, n_bytes: int, what: str) -> None:
-        """Take ``n_bytes`` from the budget; while there is no room, finish work in flight."""
+        """Take ``n_bytes`` from the budget; while it has no room, wait for jobs and uploads that give memory back."""
         while not self.budget.try_take(n_bytes, what=what):
             if self.uploads:
                 self._finish_upload()

@@ -38,7 +38,7 @@ from shardload.sharding.layout import Bounds
 from shardload.stores.location import Location
 
 SKIP_BYTES = 128 << 10
-"""Unneeded bytes between two needed ranges are skipped from this length on; reading fewer costs less than a block.
+"""Shortest gap, in bytes, that is skipped between two ranges: to read a shorter one costs less than another block.
 
 They take 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measures it: from a disk, skipping breaks even at 128 KiB in
 one case, above 512 KiB in another."""
@@ -49,24 +49,24 @@ class Region:
     """A part of a tensor that is stored contiguously: a chunk, or the whole tensor if it has no chunks."""
 
     path: Location
-    """The file that contains it (for a decoded tensor, the first one)."""
+    """The file that contains the region; for a decoded tensor, the first of its files."""
     offset: int
-    """Byte offset of its first element in the file; meaningless for a decoded tensor."""
+    """Byte offset of the region's first element in the file; meaningless for a decoded tensor."""
     size: int
-    """Number of its elements."""
+    """Number of elements in the region."""
     origin: tuple[int, ...] | None = None
-    """For a chunk, the tensor index of its first element; None where the region is the whole tensor."""
+    """Of a chunk: the index in the tensor of the chunk's first element. None if the region is the whole tensor."""
     shape: tuple[int, ...] = ()
-    """Shape of the chunk; () where the region is the whole tensor."""
+    """Shape of the chunk; () if the region is the whole tensor."""
     packed: Packed | None = None
-    """How it is encoded, if it can only be decoded as a whole."""
+    """How the region is encoded, if it can only be decoded as a whole; else None."""
 
     def stored_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Return its bytes in the file; for a decoded tensor, whose stored size is unknown, those of its elements."""
+        """Return the region's bytes in the file; for a decoded tensor, where they are unknown, the decoded bytes."""
         return self.size * dtype.itemsize if self.packed is None else self.packed.n_bytes
 
     def unpacking_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Return the memory in bytes that decoding takes: encoded bytes, and the result twice (once in TensorStore)."""
+        """Return the bytes of memory that decoding the region takes: encoded bytes, and twice the decoded ones."""
         if self.packed is None:
             return 0
         return 2 * self.size * dtype.itemsize + self.packed.n_bytes + len(self.packed.kept)
@@ -77,13 +77,13 @@ class RegionView:
     """The part of a variable that is stored in one region."""
 
     view: View
-    """The variable as a view of the region, addressed from its first element; only elements in ``box`` are in it."""
+    """The variable as a view of the region; offset 0 is the region's first element. Only ``box`` of it is valid."""
     box: Bounds
     """Indices of the variable that the region contains."""
 
 
 def regions(tensor: Tensor) -> Iterator[Region]:
-    """Yield the regions of a tensor, in declaration order."""
+    """Yield the regions of a tensor: its chunks in the order in which they are listed, or the whole tensor."""
     match tensor.storage:
         case Extent(path, offset):
             yield Region(path, offset, tensor.size)
@@ -128,7 +128,7 @@ def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | N
 
 
 def _dims(view: View, tensor: Tensor) -> list[int | None]:
-    """Return, for each dim of a view, the tensor dim that it steps along; None for a dim of length 1."""
+    """Return, for each dim of a view, the dim of the tensor along which it steps; None for a dim of length 1."""
     strides = c_strides(tensor.shape)
     # Dims longer than 1 have different strides in C order, so a stride tells the dim.
     along = {t: j for j, (t, n) in enumerate(zip(strides, tensor.shape, strict=True)) if n > 1}
@@ -153,7 +153,7 @@ def paths_of(tensor: Tensor) -> tuple[Location, ...]:
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
-    """Yield the tensors' regions, ordered by offset within each file; a decoded tensor stays behind its predecessor."""
+    """Yield the tensors' regions by file and offset; a decoded tensor, without offset, follows the one before it."""
     files: dict[Location, int] = {}
     reached: dict[Location, int] = {}
     placed = []
@@ -169,21 +169,21 @@ def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """A box of a view with its dims sorted into address order (see the module), so that `cut` can cut it."""
+    """A box of a view whose dims are sorted by stride, largest first (*address order*): the form that `cut` takes."""
 
     order: tuple[int, ...]
     """The view's dim numbers, largest stride first."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Elements of the tensor from one index to the next."""
+    """Per dim: elements of the tensor from one index to the next."""
     offset: int
-    """Number of the tensor's element at which the box starts."""
+    """Number of the element at which the box starts, counted from the tensor's first element."""
     origin: tuple[int, ...]
-    """Index in the view at which the box starts, in the view's own dim order."""
+    """Index in the view at which the box starts, in the view's own order of dims."""
 
     @classmethod
     def of(cls, view: View, box: Bounds) -> Ordered:
-        """Sort the dims of ``box``, a box of ``view``, into address order; dims of length 1 (any stride) come first."""
+        """Sort the dims of ``box``, a box of ``view``, by stride, largest first; dims of length 1 precede them."""
         shape = box.shape
         # Dims of length 1 come first, where `_level` never chooses one: it divides by the stride, and theirs may be 0.
         order = sorted(range(len(shape)), key=lambda d: (shape[d] != 1, -view.strides[d]))
@@ -196,7 +196,7 @@ class Ordered:
         )
 
     def to_view(self, start: list[int], stop: list[int]) -> Bounds:
-        """Convert a box of this one, given in address order, to a box of the view in the view's dim order."""
+        """Convert a box inside this one, with dims in address order, to a box of the view, in the view's dim order."""
         first, last = [0] * len(start), [0] * len(start)
         for d, a, b in zip(self.order, start, stop, strict=True):
             first[d], last[d] = self.origin[d] + a, self.origin[d] + b
@@ -204,17 +204,17 @@ class Ordered:
 
 
 def address(view: View, index: tuple[int, ...]) -> int:
-    """Return the number of the element, counted from the tensor's first one, that is at ``index`` of a view."""
+    """Return which element of the tensor, counted from its first, is at ``index`` of a view."""
     return view.offset + sum(i * t for i, t in zip(index, view.strides, strict=True))
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return how many elements of the tensor lie between the first and last one of a non-empty box, both included."""
+    """Return how many elements of the tensor lie from the first to the last element of a non-empty box, inclusive."""
     return sum((n - 1) * t for n, t in zip(shape, strides, strict=True)) + 1
 
 
 def is_injective(view: View) -> bool:
-    """Whether each index of a view is another element of the tensor: no broadcast dims and no overlapping windows."""
+    """Whether each index of a view is another element of the tensor; broadcast dims and overlapping windows repeat."""
     # Sufficient, not necessary: interleaved dims that never meet count as overlapping, and are then staged.
     ordered = Ordered.of(view, Bounds.whole(view.shape))
     inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]
@@ -222,7 +222,7 @@ def is_injective(view: View) -> bool:
 
 
 def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
-    """Return the elements per run, for the longest runs contiguous in both strides, and the number of dims outside."""
+    """Return the elements in a run, the longest that is contiguous in both strides, and the number of dims outside."""
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
         outer -= 1
@@ -231,7 +231,7 @@ def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tupl
 
 
 def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
-    """Cut a box into smaller ones that cover it, each a range of at most ``limit`` elements without gaps of ``skip``.
+    """Cut a box into smaller ones, each a range of at most ``limit`` elements without a gap of ``skip`` or more.
 
     A range counts all elements of the tensor from the first to the last one of a box. Boxes are in address order.
     """
@@ -253,7 +253,7 @@ def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
 
 
 def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
-    """Return the dim along which `cut` cuts, and the number of its indices per box; dim -1 if the box stays whole."""
+    """Return the dim along which `cut` cuts, and how many indices of it each box gets; dim -1 to keep the box whole."""
     shape, strides = whole.shape, whole.strides
     dims = range(len(shape))
     inner = [span(shape[d + 1 :], strides[d + 1 :]) for d in dims]

@@ -25,10 +25,10 @@ from shardload.errors import BudgetError
 from shardload.units import exact_bytes
 
 ALIGNMENT_BYTES = 64
-"""Alignment that JAX's runtime (PJRT) requires to adopt a host buffer as a CPU device's memory."""
+"""Alignment in bytes that JAX's runtime (PJRT) requires to use a host buffer as a CPU device's memory, uncopied."""
 HUGE_PAGE_BYTES = 2 << 20
 MAPPED_BYTES = 128 << 10
-"""Buffers of at least this size are mapped separately, so that freeing them returns memory to the system."""
+"""Smallest buffer, in bytes, that gets its own memory mapping, so that freeing it returns memory to the system."""
 
 
 def memory(n_bytes: int) -> NDArray[np.uint8]:
@@ -50,7 +50,7 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
 
 
 def stacked_arrays(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Allocate ``count`` arrays of one shape, uninitialised and each aligned, as one array of shape (count, *shape)."""
+    """Allocate ``count`` arrays of one shape as one array of shape (count, *shape), each aligned, uninitialised."""
     # Built from strides, as no reshape skips the padding between two shards.
     strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
     step = _step(math.prod(shape) * dtype.itemsize)
@@ -73,7 +73,7 @@ def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArr
 
 
 def arena_bytes(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> int:
-    """Return the bytes that `arena` allocates for these shapes."""
+    """Return the bytes that `arena` allocates for arrays of these shapes, with the padding between them."""
     return sum(_step(math.prod(shape) * dtype.itemsize) for shape in shapes)
 
 
@@ -82,7 +82,7 @@ def _step(n_bytes: int) -> int:
 
 
 class Budget:
-    """Counts the bytes of host memory that a transfer has taken, against a limit; allocates nothing itself.
+    """Counts how many bytes of host memory a transfer has taken, up to a limit. It allocates nothing itself.
 
     Used only by the thread that submits work: when a request is refused, the caller finishes work in flight to free
     memory, then asks again. Nothing waits inside a lock, and submission order rules out deadlock.
@@ -94,7 +94,7 @@ class Budget:
         self.peak_bytes = 0
 
     def try_take(self, n_bytes: int, *, what: str) -> bool:
-        """Count ``n_bytes`` as taken if the limit allows it now; return whether it did. ``what`` is for the error."""
+        """Count ``n_bytes`` as taken and return True, or False if there is no room now; ``what`` is for the error."""
         if n_bytes > self.limit_bytes:
             raise BudgetError(
                 f"{what} needs {exact_bytes(n_bytes)} of host memory at once, but the budget is "
@@ -107,7 +107,7 @@ class Budget:
         return True
 
     def give_back(self, n_bytes: int) -> None:
-        """Count ``n_bytes`` as free again, after their memory was freed (or now belongs to a device)."""
+        """Count ``n_bytes`` as free again, after their memory was freed or became a device's memory."""
         self.taken_bytes -= n_bytes
         # Not clamped to 0: whoever gives back too much lets later requests exceed the limit.
         if self.taken_bytes < 0:

@@ -46,17 +46,17 @@ from shardload.transfer.geometry import SKIP_BYTES
 from shardload.units import exact_bytes
 
 BUDGET_PARTS = 16
-"""A staged or uploaded block takes at most 1/16 of the host-memory budget, so that several can be in flight."""
+"""A staged or uploaded block takes at most one of 16 parts of the host-memory budget: several can be in flight."""
 SMALL_BLOCK_BYTES = 64 << 10
-"""Longest block that is read together with its neighbours: the extra copy takes less time than a separate read."""
+"""Longest block, in bytes, that is read together with its neighbours: an extra copy is faster than a separate read."""
 RUN_BYTES = 512 << 10
-"""Most bytes that small blocks read together may have: they stay in a core's L2 cache until they are copied."""
+"""Most bytes of small blocks in one read: they stay in a core's L2 cache until they are copied from there."""
 
 
 # A binding has a layout from the start, never None: one that nobody chose is then an error about meshes
 # (`planning` refuses several), not a variable that is silently replicated.
 ONE_DEVICE = MeshSpec(DEFAULT_AXES, (1, 1))
-"""The mesh with a single position, for arrays that are whole on one device."""
+"""The mesh that has a single position, for arrays that one device stores as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class Binding:
     layout: Layout
     # Not compared: `==` on Keras variables compares their values and returns an array.
     variable: Any = field(default=None, compare=False, repr=False)
-    """The ``keras.Variable``, for the caller; a transfer neither reads nor assigns it."""
+    """The ``keras.Variable``, for the caller's use; a transfer neither reads nor assigns the variable."""
 
     @classmethod
     def unsharded(cls, name: str, view: View, dtype: np.dtype[Any], variable: Any) -> Binding:
-        """Return a binding with a provisional layout, whole on one device, for callers that choose the layout later."""
+        """Return a binding whose layout, the whole variable on one device, is provisional: the caller replaces it."""
         return cls(name, view, dtype, Layout.replicated(ONE_DEVICE, len(view.shape)), variable)
 
 
@@ -92,7 +92,7 @@ class BlockPiece:
     box: Bounds
     """Indices of the variable that the block contains."""
     view: View
-    """Where the variable's elements are in the block's region: the binding's view, or for a chunk, one of the chunk."""
+    """Where the variable's elements are: a view of the block's region, which is the whole tensor or one chunk of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +101,29 @@ class Block:
 
     tensor: str
     path: Location
-    """The file to read (for a decoded tensor, the first one)."""
+    """The file to read; for a decoded tensor, the first of its files."""
     offset: int
     """Byte offset of the block in the file; not used for a decoded tensor."""
     start: int
-    """Its first element, counted from that of the region (the tensor, or one chunk of it)."""
+    """First element of the block, as an offset in elements from the start of its region (the tensor, or a chunk)."""
     stop: int
-    """One past its last element."""
+    """End of the block, exclusive, as an offset in elements from the start of its region."""
     read_bytes: int
-    """Bytes read from the file (encoded bytes for packed and decoded blocks)."""
+    """Bytes that the block takes in the file: for packed and decoded blocks, encoded bytes."""
     host_bytes: int
-    """Host memory that it needs in addition to the shard buffers that it fills; 0 for ``direct``."""
+    """Bytes of host memory that moving the block needs besides the shard buffers; 0 for a ``direct`` block."""
     row_elements: int
     """Elements per row, if a staged block can go through scratch a few rows at a time; else 0."""
     step: int
-    """Elements that go through scratch at a time: a multiple of ``row_elements``, else the whole block."""
+    """Elements that go through scratch at a time: a multiple of ``row_elements``, or if that is 0, the whole block."""
     how: How
     pieces: tuple[BlockPiece, ...]
     packed: Packed | None = None
-    """For ``packed``: the encoded chunk, which decodes as a whole."""
+    """For a ``packed`` block: the encoded chunk, which can only be decoded as a whole."""
 
     @property
     def is_decoded(self) -> bool:
-        """Whether the block is encoded, so that a decoder puts its elements into memory of its own, not scratch."""
+        """Whether the block is encoded. Its elements are then in memory that the decoder allocates, not in scratch."""
         return self.how in ("packed", "decoded")
 
     @property
@@ -139,7 +139,7 @@ class Block:
 
 @functools.lru_cache(maxsize=1024)
 def local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, ...]) -> tuple[Bounds, ...]:
-    """Return the boxes of a variable that the devices at these mesh positions store, each once."""
+    """Return the boxes of a variable that the devices at these mesh positions store, without duplicates."""
     # Equal boxes are one object (`Layout.bounds`): ids are enough, and fast on meshes of thousands of devices.
     everywhere = layout.bounds(shape)
     return tuple({id(box): box for box in map(everywhere.__getitem__, positions)}.values())
@@ -157,22 +157,22 @@ class LoadPlan:
     files: tuple[Location, ...]
     """Files to read, in the order of their first block."""
     needed_bytes: int
-    """Stored bytes that this process's shards need, each counted once; ``read_bytes`` includes gaps between them."""
+    """Stored bytes that this process's shards need, each counted once; ``read_bytes`` also counts unneeded gaps."""
     read_bytes: int
     device_bytes: tuple[int, ...]
     """Bytes of the loaded variables on each device, by mesh position."""
     host_memory_bytes: int
-    """The budget for staging."""
+    """Budget in bytes for all that is staged in host memory."""
     block_bytes: int
     """Most bytes that one block reads."""
     runs: tuple[range, ...]
-    """Ranges of blocks that are read together; see `joined_runs`."""
+    """Index ranges of ``blocks``; the blocks of a range are read together. See `joined_runs`."""
     budget_raised: bool = False
-    """Whether the budget exceeds the default because a chunk that decodes as a whole needs more."""
+    """Whether the default budget was raised, because a chunk that decodes as a whole needs more memory."""
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of scratch per thread: enough for each run of small blocks, staged block, and gap of a direct block."""
+        """Bytes of scratch that each thread needs: the most that any block, or run of blocks read together, takes."""
         return max(itertools.chain(self._together(), (b.scratch_bytes for b in self.blocks)), default=0)
 
     @property
@@ -195,7 +195,7 @@ class LoadPlan:
 
     @property
     def peak_staging_bytes(self) -> int:
-        """Peak host memory for staging, without the shards of devices that share the host's memory."""
+        """Most bytes of host memory in use for staging at a time; shard buffers do not count."""
         # The transfer has at most BUDGET_PARTS jobs in flight; at worst, they are the largest.
         each = itertools.chain(self._together(), (b.host_bytes for b in self.blocks))
         return min(sum(sorted(each, reverse=True)[:BUDGET_PARTS]), self.host_memory_bytes)

@@ -38,7 +38,7 @@ from shardload.units import exact_bytes, plural
 
 @functools.lru_cache(maxsize=64)
 def jax_mesh(spec: MeshSpec, devices: tuple[Any, ...]) -> Mesh:
-    """Return ``spec`` as a JAX mesh of these devices, which are given in mesh-position order."""
+    """Return the JAX mesh with the axes of ``spec``; ``devices`` has one device per mesh position, in order."""
     return Mesh(np.array(devices, dtype=object).reshape(spec.sizes), spec.axes)
 
 
@@ -49,14 +49,14 @@ def check_devices(mesh: MeshSpec, devices: Sequence[Any]) -> None:
 
 
 def named_sharding(layout: Layout, devices: Sequence[Any]) -> NamedSharding:
-    """Convert a layout to JAX's `NamedSharding` over these devices, which are given in mesh-position order."""
+    """Convert a layout to JAX's `NamedSharding`; ``devices`` has one device per mesh position, in order."""
     check_devices(layout.mesh, devices)
     spec = (None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in layout.spec)
     return NamedSharding(jax_mesh(layout.mesh, tuple(devices)), PartitionSpec(*spec))
 
 
 def assemble(shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[Bounds, NDArray[Any]]) -> Any:
-    """Build a sharded array from one host buffer per distinct shard; on CPU it adopts aligned buffers."""
+    """Build a sharded array from one host buffer per distinct shard; CPU devices use aligned buffers without a copy."""
     only = next(iter(buffers.values())) if len(buffers) == 1 else None
     # JAX calls back once per device; replicas get the same buffer, and adopt it together.
     return jax.make_array_from_callback(
@@ -89,7 +89,7 @@ def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
 
 
 def widens_on_device(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Whether to cast to a variable's dtype on the device: the cast widens, and gives the same bits as on the host.
+    """Whether a cast should run on the device: it widens the dtype, and gives the same bits there as on the host.
 
     Not float16 and float8: XLA quiets signalling NaNs, and accelerators may flush denormals.
     """
@@ -103,7 +103,7 @@ def _widened(array: Any, *, dtype: Any) -> Any:
 
 
 def widen(array: Any, *, dtype: Any) -> Any:
-    """Cast an array on the devices that store it; shard by shard if other processes have some of the shards."""
+    """Cast an array on the devices that store it; if other processes store some shards, cast each local shard alone."""
     # Every process would have to start a program over all devices in the same order, and they finish variables in any.
     if array.is_fully_addressable:
         return _widened(array, dtype=dtype)
@@ -124,7 +124,7 @@ def _update(whole: Any, piece: Any, start: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
-    """Return a function that makes zeros on one device, compiled once per kind of shard."""
+    """Return a compiled function that makes a shard of zeros on a device; cached per shape, dtype and device."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
@@ -142,7 +142,7 @@ class IncrementalArray:
         }
 
     def put(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[Any]:
-        """Upload the box and content for each shard; once the returned arrays are ready, their buffers are free."""
+        """Upload, for each shard, a box and its content; once the returned arrays are ready, host buffers are free."""
         uploaded = []
         for device, (bounds, shard) in self.shards.items():
             if bounds in pieces:
@@ -165,7 +165,7 @@ class VariableTransfer:
     binding: Binding
     shards: tuple[Bounds, ...]
     staged: np.dtype[Any]
-    """Dtype of its host buffers: the stored one if the device casts, else the variable's."""
+    """Dtype of the host buffers: the stored dtype if the device casts, else the variable's dtype."""
     incremental: IncrementalArray | None = None
     chunks_left: int = 0
     started: bool = False
@@ -173,7 +173,7 @@ class VariableTransfer:
 
 @dataclass(frozen=True, slots=True)
 class StackedShards:
-    """Shards that are consecutive along one dim and equally spaced in memory, as one array.
+    """Shards that follow each other along one dim and are equally spaced in memory, treated as one array.
 
     A block of rows has a piece of each of eight shards that split the columns. Locating each piece took
     0.15 ms of Python, twice that with cold caches, for a block that moves in 3 ms. So the split dim becomes two dims,
@@ -187,7 +187,7 @@ class StackedShards:
     first: Bounds
     """The box of the variable that the first shard covers."""
     memory: NDArray[Any]
-    """The memory of all shards, with the number of the shard as first dim."""
+    """The memory of all shards as one array, whose first dim is the number of the shard."""
     shards: Sequence[tuple[Bounds, NDArray[Any]]]
     """Each shard's box of the variable, and its memory."""
 
@@ -198,7 +198,7 @@ class StackedShards:
         return self.shards[max(0, first) : max(0, last)]
 
     def part(self, piece: BlockPiece, *, by_rows: bool) -> CopyPart | None:
-        """Return one copy that moves a piece to all shards; None unless it covers ``dim`` and overlaps every shard."""
+        """Return one copy that moves a block's piece to all shards; None if a single copy cannot do that."""
         view, box, d = piece.view, piece.box, self.dim
         width, count = self.first.shape[d], len(self.memory)
         begin = self.first.start[d]
@@ -221,7 +221,7 @@ class StackedShards:
 
 @functools.lru_cache(maxsize=1024)
 def stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
-    """Return the dim along which boxes, all of one shape, follow each other; ``None`` if they do not."""
+    """Return the dim along which the boxes follow each other without gaps, all with one shape; else ``None``."""
     if len(boxes) < 2 or not boxes[0].size:
         return None
     first, second = boxes[:2]
@@ -236,21 +236,21 @@ def stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """A box of a variable that has host buffers at one time, usually all of the variable."""
+    """A box of a variable whose host buffers are allocated together; usually, the whole variable."""
 
     variable: VariableTransfer
     box: Bounds
     blocks_left: int = 0
     n_bytes: int = 0
-    """Bytes that its buffers take from the budget."""
+    """Bytes that the chunk's buffers take from the host-memory budget."""
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
-    """By shard: the box of the variable that its buffer is for, and the buffer."""
+    """For each shard: its host buffer, preceded by the box of the variable that the buffer is for."""
     stack: StackedShards | None = None
-    """All buffers as one array, if they are equally large and follow each other along one dim."""
+    """All buffers as one array, if the buffers have one shape and follow each other along one dim."""
 
     @property
     def common(self) -> dict[Bounds, Bounds]:
-        """By shard: the box of the variable that is in both the shard and this chunk."""
+        """For each shard that overlaps the chunk: the box of the variable that is in both."""
         if self.box.shape == self.variable.binding.view.shape:
             return dict(zip(self.variable.shards, self.variable.shards, strict=True))
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
@@ -279,7 +279,7 @@ class Chunk:
         self.buffers = dict(zip(common, held, strict=True))
 
     def parts(self, piece: BlockPiece, *, by_rows: bool = True) -> list[CopyPart]:
-        """Return which parts of a block's piece go where in the buffers; ``by_rows`` if copied a few rows at a time."""
+        """Return the copies of a block's piece to this chunk's buffers; ``by_rows``: a few rows at a time."""
         if self.stack is not None and (part := self.stack.part(piece, by_rows=by_rows)) is not None:
             return [part]
         found = []
@@ -292,7 +292,7 @@ class Chunk:
 
 
 def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer]) -> dict[tuple[int, int], Chunk]:
-    """Make one chunk per variable, as shard buffers that become device memory need no budget; by (block, piece)."""
+    """Return the chunk for each (block number, piece number): a variable is one chunk, outside the budget."""
     chunks: dict[int, Chunk] = {}
     found: dict[tuple[int, int], Chunk] = {}
     for b, block in enumerate(blocks):
@@ -309,7 +309,7 @@ def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer])
 def limited_chunks(
     blocks: Sequence[Block], variables: Sequence[VariableTransfer], *, free_bytes: int
 ) -> dict[tuple[int, int], Chunk]:
-    """Split variables into chunks such that those open at once fit into half of ``free_bytes``; by (block, piece)."""
+    """Return the chunk for each (block number, piece number); chunks open at once fit into half of ``free_bytes``."""
     pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
     sharing: dict[str, set[int]] = {}
     for b, block in enumerate(blocks):
@@ -331,7 +331,7 @@ def limited_chunks(
 def _grouped(
     variable: VariableTransfer, pieces: list[tuple[int, int, Bounds]], limit: int
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
-    """Join a variable's pieces, in file order, into chunks of at most ``limit`` bytes, with their (block, piece)."""
+    """Join a variable's pieces into chunks of at most ``limit`` bytes; each with its (block, piece) numbers."""
     whole = Bounds.whole(variable.binding.view.shape)
     itemsize = variable.staged.itemsize
     if sum(b.size for b in variable.shards) * itemsize <= limit:

@@ -55,22 +55,22 @@ __all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_b
 BLOCK_BYTES = 16 << 20
 """Most bytes that one block reads; `shardload.transfer.load_plan` explains why."""
 STAGED_BYTES = 2 << 20
-"""Most bytes of a staged block that are in scratch at a time: about the size of an L2 cache. With 1 MiB there are twice
-as many Python calls; with 16 MiB the copy out of scratch reads main memory and is a quarter slower."""
+"""Most bytes of a staged block in scratch at a time: about the size of an L2 cache. 1 MiB would take twice as many
+Python calls; with 16 MiB, the copy out of scratch would read main memory and be a quarter slower."""
 _DECODED_BYTES = 2 << 20
-"""Most bytes of a decoded block, unless its reader can only decode a longer unit."""
+"""Most bytes of a decoded block, unless the tensor's reader can only decode more rows at once."""
 DIRECT_RUN_BYTES = 2 << 10
-"""Shortest contiguous run read straight into a shard: shorter ones go through scratch, which is faster than one entry
-(35 ns) each in a scatter read."""
+"""Shortest contiguous run, in bytes, that is read straight into a shard. Shorter runs go through scratch: in a scatter
+read, each would be an entry of its own (35 ns)."""
 _MIN_BLOCK_BYTES = 4 << 10
-"""Smallest limit on the bytes of a block, one page; a budget smaller than sixteen such blocks is refused."""
+"""Smallest limit on a block, in bytes (one page). A budget without room for sixteen such blocks is refused."""
 DEFAULT_HOST_MEMORY = 256 << 20
-"""Default budget for staging. Enough to keep every reader thread busy with several blocks, small next to any model;
-more does not make loading faster (docs/performance.md)."""
+"""Default host-memory budget for staging, in bytes: enough to keep every thread busy with several blocks. A larger
+budget does not make loading faster (docs/performance.md)."""
 SCRATCH_BYTES = 64 << 20
-"""Most scratch memory of all threads of a transfer, 8 MiB for each of eight; with larger fills, fewer threads run."""
+"""Most scratch bytes of all threads of a transfer: 8 MiB for each of eight. If one needs more, fewer threads run."""
 _CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
-"""Most memory of a transfer for scratch together with the units that it verifies or fetches in advance."""
+"""Most bytes of a transfer for scratch, and for units that are kept to verify them or are fetched in advance."""
 
 
 def plan_transfers(
@@ -151,7 +151,7 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool
 
 
 def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
-    """Return the smallest host-memory budget that can decode every chunk of a tensor; 0 if none decodes as a whole.
+    """Return the smallest host-memory budget, in bytes, that has room to decode any chunk of a tensor as a whole; or 0.
 
     Verified or remote reads (``through_units``) take up to half of the budget, `_CHECKING_BYTES` at most; scratch
     alone takes a quarter, `SCRATCH_BYTES` at most. Shards that are staged as well (``uploads``) take at most half of
@@ -176,10 +176,10 @@ class TensorPart:
     tensor: Tensor
     region: Region
     views: Mapping[int, RegionView]
-    """The view of each variable in this region, by binding index."""
+    """The view of each variable that has elements in this region, by the index of its binding."""
 
     def key(self, bindings: Sequence[Binding]) -> Hashable:
-        """Return a key equal for parts to cut alike: of repeated layers one is planned, and the others reuse it."""
+        """Return a key that is equal for parts that are cut alike, so that repeated layers are planned only once."""
         tensor, region = self.tensor, self.region
         views = (
             (seen.view.offset, seen.view.shape, seen.view.strides, seen.box, bindings[i].layout, bindings[i].dtype)
@@ -189,18 +189,18 @@ class TensorPart:
 
     @property
     def row_elements(self) -> int:
-        """Elements per row: the largest stride of the views if it is the same in all, else the region's size."""
+        """Elements per row: the largest stride of a view if all views have the same one, else the region's size."""
         strides = {largest_stride(seen.view) for seen in self.views.values()}
         return max(1, strides.pop() if len(strides) == 1 else self.region.size)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return, per variable, the half-open range of the region's elements from its first to its last one, sorted."""
+        """Return the half-open ranges of the region's elements that the variables span, one per variable, sorted."""
         starts = ((address(seen.view, seen.box.start), seen) for seen in self.views.values())
         return sorted((start, start + span(seen.box.shape, seen.view.strides)) for start, seen in starts)
 
 
 class Planner:
-    """Cuts the tensors of one `plan_transfers` call into blocks; its fields are shared by all steps of that."""
+    """Cuts tensors into blocks for one `plan_transfers` call; its fields are the arguments and results of the call."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class Planner:
             yield self._block(part, start, stop, how, pieces)
 
     def _boxes(self, index: int, seen: RegionView) -> list[Bounds]:
-        """Return the boxes of a variable that this process's shards need and that this region contains."""
+        """Return the boxes of a variable that this process's shards need, as far as the region contains them."""
         shards = self.shards[index]
         # Distinct shards never overlap, so equal sizes mean that they cover the variable: read it in one piece.
         if shards and sum(b.size for b in shards) == math.prod(seen.view.shape):
@@ -310,7 +310,7 @@ class Planner:
         return [both for b in shards if (both := b.intersect(seen.box)) is not None]
 
     def _is_direct(self, part: TensorPart, index: int) -> bool:
-        """Whether a variable's shards are long, unchanged runs of the file, so that reads fill them without scratch."""
+        """Whether a variable's shards are long, uncast runs of the file, which reads can fill without scratch."""
         binding, seen = self.bindings[index], part.views[index]
         if binding.dtype != part.tensor.dtype or not is_injective(binding.view):
             return False
@@ -332,7 +332,7 @@ class Planner:
         return True
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
-        """Return the most bytes that a block of a region may have, a multiple of its element size or decoding unit."""
+        """Return the most bytes that a block of a region may have; if decoded, whole units of the tensor's reader."""
         tensor, sharing = part.tensor, len(part.views)
         # A block longer than scratch passes through it row by row, so at least two rows must fit.
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
@@ -379,7 +379,7 @@ class Planner:
         )
 
     def _row_elements(self, part: TensorPart, start: int, pieces: tuple[BlockPiece, ...]) -> int:
-        """Return the elements per row if a block can be copied by rows, as no piece crosses the end of one; else 0."""
+        """Return the elements per row if a block can be copied by rows (no piece crosses the end of a row); else 0."""
         row_elements = part.row_elements
         if 2 * row_elements * part.tensor.dtype.itemsize > STAGED_BYTES:
             return 0
@@ -399,12 +399,12 @@ class Planner:
         return elements * max((d.itemsize for d in wanted), default=0)
 
     def staged_bytes(self, block: Block) -> int:
-        """Return the bytes of all local shards that a block fills, at their full size, each padded to a cache line."""
+        """Return the bytes of all local shards that a block writes to: whole shards, each padded to a cache line."""
         used = ((self.shards[piece.binding], self.bindings[piece.binding].dtype) for piece in block.pieces)
         return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
 
     def needed_bytes(self) -> int:
-        """Return how many stored bytes this process's shards need; of overlapping views, at most their whole tensor."""
+        """Return how many stored bytes this process's shards need; of each tensor, at most its stored size."""
         total = 0
         for name, indices in self.by_tensor.items():
             tensor = self.tensors[name]
@@ -423,7 +423,7 @@ class Planner:
 
 
 def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:
-    """Yield the blocks of ``part`` by moving those of ``like``, an equal part elsewhere, to its offset."""
+    """Yield the blocks of ``part``, made from the ``blocks`` of ``like``, an equal part in another place."""
     other = dict(zip(like.views, part.views.items(), strict=True))
     by = part.region.offset - like.region.offset
     for b in blocks:
@@ -436,7 +436,7 @@ def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> I
 
 
 def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tuple[int, int, tuple[BlockPiece, ...]]]:
-    """Join ranges that touch or overlap into blocks of at most ``limit`` elements, or more if one range has more."""
+    """Join ranges that touch or overlap into blocks of at most ``limit`` elements; a single range may be longer."""
     held: list[BlockPiece] = []
     first = last = 0
     for start, stop, piece in spans:

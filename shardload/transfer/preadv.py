@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from shardload.stores.store import File
 
 Entries = NDArray[np.int64]
-"""Array of (memory address, number of bytes) rows, laid out like ``struct iovec`` on 64-bit systems."""
+"""Array whose rows are (memory address, number of bytes), laid out like ``struct iovec`` on 64-bit systems."""
 
 _IOV_MAX = 1024
 """Most entries that one ``preadv`` call accepts on Linux and macOS."""
@@ -50,7 +50,7 @@ class ReadCall:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Runs of one length, regularly spaced in the file and in memory; the caller keeps that memory alive."""
+    """Runs of bytes of one length, regularly spaced in the file and in memory. The caller keeps the memory alive."""
 
     start: int
     """Byte offset of the first run in the file."""
@@ -61,9 +61,9 @@ class Grid:
     shape: tuple[int, ...] = ()
     """Number of runs per dim."""
     steps: tuple[int, ...] = ()
-    """Bytes from run to run in the file; descending."""
+    """Per dim: bytes in the file from the start of one run to the next; in descending order."""
     jumps: tuple[int, ...] = ()
-    """Bytes from run to run in memory."""
+    """Per dim: bytes in memory from the start of one run to the next."""
 
     @property
     def stop(self) -> int:
@@ -72,7 +72,7 @@ class Grid:
 
     @classmethod
     def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
-        """Map ``n_bytes`` of a file to rows of ``row_bytes`` (the last may be shorter) ``pitch_bytes`` apart in RAM."""
+        """Map ``n_bytes`` of a file to rows of ``row_bytes`` in memory, which start every ``pitch_bytes``."""
         count, rest = divmod(n_bytes, row_bytes)
         address = target.ctypes.data
         found = [cls(start, address, row_bytes, (count,), (row_bytes,), (pitch_bytes,))] if count else []
@@ -117,7 +117,7 @@ def _sliced(found: Entries) -> Iterator[ReadCall]:
 
 
 def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
-    """Yield the calls of a group, each made by shifting the first one's addresses: listing all entries costs more."""
+    """Yield the calls of a group of grids; all after the first are made by shifting its addresses, which is fast."""
     first = group[0]
     per_row = _count(group) // first.shape[0]
     rows = _IOV_MAX // per_row
@@ -140,7 +140,7 @@ def _count(group: list[Grid]) -> int:
 
 
 def _tiles(group: list[Grid]) -> bool:
-    """Whether the runs of the grids alternate in the file without a gap, as columns of the same rows do."""
+    """Whether the runs of the grids alternate in the file without a gap, like blocks of columns of a matrix."""
     first = group[0]
     if any((g.shape, g.steps, g.length) != (first.shape, first.steps, first.length) for g in group):
         return False
@@ -153,7 +153,7 @@ def _tiles(group: list[Grid]) -> bool:
 
 
 def _zipped(group: list[Grid]) -> Entries:
-    """Return the entries of grids whose runs alternate in the file, in file order."""
+    """Return the entries, in file order, of grids whose runs alternate in the file without a gap."""
     first = group[0]
     found = np.empty((*first.shape, len(group), 2), np.int64)
     found[..., 1] = first.length
@@ -170,7 +170,7 @@ def _lattice(origin: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDA
 
 
 def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Entries:
-    """Return the entries of any grids, also with gaps: sort all runs, and send the bytes between to ``gap_memory``."""
+    """Return the entries of any grids, in file order. Bytes between their runs are read into ``gap_memory``."""
     count = [math.prod(g.shape) for g in grids]
     # An empty run at ``stop`` turns the bytes after the last run into a gap like the others.
     starts = np.concatenate([_lattice(g.start, g.shape, g.steps).ravel() for g in grids] + [np.array([stop])])
@@ -188,7 +188,7 @@ def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArr
 
 
 def scatter_read(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
-    """Read the file from ``offset`` on into the memory of these calls; return the bytes read, fewer only at its end."""
+    """Read a file from ``offset`` on into the memory of ``wanted``; return the bytes read, fewer only at its end."""
     received = 0
     if (fd := file.descriptor) is None:
         for address, n_bytes in (entry for call in wanted for entry in call.entries.tolist()):
@@ -207,7 +207,7 @@ def scatter_read(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
 
 
 def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
-    """Read what is missing after a call that returned only ``got`` bytes; return how many bytes that added."""
+    """Read the remaining bytes of a call that read only ``got`` bytes; return how many more were read."""
     before, ends = got, np.cumsum(wanted[:, 1])
     while got < ends[-1]:
         # The entry in which the call stopped; its rest comes first.
@@ -223,7 +223,7 @@ def _rest(fd: int, wanted: Entries, got: int, offset: int) -> int:
 
 
 def preadv(fd: int, wanted: Entries, offset: int) -> int:
-    """Call ``preadv`` once, again only if a signal interrupts it; return the number of bytes read."""
+    """Call ``preadv`` and return the number of bytes read; repeat the call only if a signal interrupts it."""
     while True:
         got = int(_libc.preadv(fd, wanted.ctypes.data, len(wanted), offset))
         if got >= 0:

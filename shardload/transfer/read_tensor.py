@@ -22,7 +22,7 @@ def read_tensor(manifest: Manifest, name: str) -> NDArray[Any]:
 
 
 def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
-    """Read rows ``[start, stop)`` of a tensor; a rank-0 tensor counts as one row and gives shape ``()``."""
+    """Read rows ``[start, stop)`` of a tensor; a rank-0 tensor counts as one row, and is returned with shape ``()``."""
     match tensor.storage:
         case Decoded(reader):
             return reader.read_rows(start, stop)
@@ -38,7 +38,7 @@ def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
 
 
 def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Split a tensor's rows into consecutive ranges of at most ``limit_bytes``, or one storage unit if that is more."""
+    """Yield consecutive ranges of a tensor's rows, each of at most ``limit_bytes`` or what must be read at once."""
     row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
     match tensor.storage:
         case Decoded(reader):
@@ -65,7 +65,7 @@ def stored_of(packed: Packed) -> bytes | bytearray:
 
 
 def stored_chunks(rows: EncodedRows, *, limit_bytes: int) -> Iterator[NDArray[np.uint8]]:
-    """Yield the stored bytes of encoded rows, without decoding them."""
+    """Yield the stored bytes of encoded rows, without decoding them, in arrays of at most ``limit_bytes``."""
     for path, offset, n_bytes in rows.ranges:
         for start in range(0, n_bytes, limit_bytes):
             value = np.empty(min(limit_bytes, n_bytes - start), np.uint8)
@@ -101,7 +101,7 @@ def _read(value: NDArray[Any], path: Location, offset: int) -> None:
 
 
 def _join(tensor: Tensor, grid: Chunked, start: int, stop: int) -> NDArray[Any]:
-    """Assemble rows ``[start, stop)`` of a tensor from its chunks; of an unencoded chunk, only those rows are read."""
+    """Assemble rows ``[start, stop)`` of a tensor from its chunks; only encoded chunks are read as a whole."""
     value = np.empty((stop - start, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
     shape = grid.chunk_shape
     row_bytes = math.prod(shape[1:]) * tensor.dtype.itemsize

@@ -31,7 +31,7 @@ from shardload.transfer.load_plan import Block
 from shardload.transfer.preadv import Grid
 
 PITCH_ROW_BYTES = 1 << 10
-"""Shortest row that is padded in scratch: shorter ones already spread over enough cache sets."""
+"""Shortest row, in bytes, that is padded in scratch: shorter rows spread over enough cache sets without padding."""
 PAD_BYTES = 64
 """Bytes of padding after each row in scratch: one cache line."""
 _UNLOCKED = 500
@@ -41,7 +41,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
 _FLOAT32 = np.dtype(np.float32)
 _UNSEEN_OVERFLOWS = ((_BFLOAT16, _FLOAT16), (np.dtype(np.float64), _BFLOAT16))
-"""Casts by ml_dtypes, whose overflow NumPy does not report. Not float32 to bfloat16, whose ranges end within 0.4 %."""
+"""Casts (from, to) whose overflow NumPy does not report. Without float32 to bfloat16: nearly the same range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CopyPart:
     box: Bounds
     """Indices of the variable to copy."""
     target: NDArray[Any]
-    """Where they go: a view of the shard buffer, with the box's shape."""
+    """Where to copy the elements: a view of the shard buffer, with the shape of ``box``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class BlockMemory:
     memory: NDArray[np.uint8]
     dtype: np.dtype[Any]
     start: int
-    """Number, in the tensor or chunk, of the element that is first in memory."""
+    """Which element is first in memory, counted from the first element of the tensor or chunk."""
     row: int = 0
     """Elements per row; 0 if all elements are contiguous."""
     pitch: int = 0
@@ -73,7 +73,7 @@ class BlockMemory:
         return self.window(part.view, part.box.shape, address(part.view, part.box.start) - self.start)
 
     def window(self, view: View, shape: tuple[int, ...], at: int) -> NDArray[Any]:
-        """Return a NumPy view of this memory that starts at element ``at`` of the block and has the view's strides."""
+        """Return a NumPy view of this memory, with the strides of ``view``, from the block's element ``at`` on."""
         return np.ndarray(shape, self.dtype, self.memory.data, *self.place(view, at))
 
     def place(self, view: View, at: int) -> tuple[int, tuple[int, ...]]:
@@ -85,7 +85,7 @@ class BlockMemory:
         return at * itemsize, tuple(t * itemsize for t in strides)
 
     def write(self, data: NDArray[Any], at: int) -> None:
-        """Copy the block's bytes from its byte ``at`` on to their place in this memory, skipping the padding."""
+        """Copy ``data``, the block's bytes from byte ``at`` on, into this memory, leaving out the padding of rows."""
         itemsize = self.dtype.itemsize
         row, pitch = self.row * itemsize, self.pitch * itemsize
         if not row:
@@ -105,7 +105,7 @@ class BlockMemory:
 
 
 class RowCopy:
-    """Copies one part of a block that passes through scratch a few rows of ``row_elements`` elements at a time.
+    """Copies one part of a block to a shard; the block passes through scratch a few rows at a time.
 
     It is created before anything is read: the layout of scratch is known, its address is not.
     """
@@ -136,11 +136,11 @@ class RowCopy:
             self.target = self.target.view(self.dtype)
 
     def source(self, scratch: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return a NumPy view of this part's elements in scratch, for as many rows as one fill has."""
+        """Return a NumPy view of this part's elements in scratch, for the rows that scratch holds at a time."""
         return np.ndarray(self.shape, self.dtype, scratch.data, self.offset, self.strides)
 
     def move(self, source: NDArray[Any], start: int, stop: int) -> None:
-        """Copy this part's share of the block's rows ``start`` to ``stop``, which are the first rows of ``source``."""
+        """Copy this part's elements of the block's rows ``start`` to ``stop``; row ``start`` is row 0 of ``source``."""
         a, b = max(start, self.first), min(stop, self.last)
         if a >= b:
             return
@@ -152,7 +152,7 @@ class RowCopy:
 
 
 def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> np.dtype[np.void] | None:
-    """Return a dtype that covers a run of elements contiguous in target and source; ``None`` if there are no such runs.
+    """Return a dtype as long as a run of elements that is contiguous in target and source; ``None`` if there is none.
 
     Runs are halved until more than `_UNLOCKED` of them remain, so that NumPy releases the GIL.
     """
@@ -166,7 +166,7 @@ def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...])
 
 
 def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
-    """Return after how many elements rows of scratch are padded, to avoid cache conflicts; 0 for no padding.
+    """Return the elements per row of scratch if rows must be padded to avoid cache conflicts; 0 if they need not.
 
     Cache conflicts occur along the shards' innermost dim, so its stride is the row.
     """
@@ -189,7 +189,7 @@ def _keeps_rows(part: CopyPart, row: int, start: int) -> bool:
 
 
 def grid_of(block: Block, part: CopyPart, itemsize: int) -> Grid:
-    """Describe where in the file each contiguous run of a part is, and where in its shard buffer it goes."""
+    """Return where each contiguous run of a part is in the file, and where it goes in the shard buffer."""
     ordered = Ordered.of(part.view, part.box)
     buffer = tuple(part.target.strides[d] // itemsize for d in ordered.order)
     length, outer = contiguous_run(ordered.shape, ordered.strides, buffer)

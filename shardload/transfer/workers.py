@@ -39,7 +39,7 @@ from shardload.units import exact_bytes, plural
 T = TypeVar("T")
 
 MAX_THREADS = 8
-"""Most worker threads by default: enough to saturate the page cache or a fast disk; more only take scratch memory."""
+"""Most worker threads by default: enough to saturate the page cache or a fast disk; more would only take memory."""
 
 
 def default_threads() -> int:
@@ -53,7 +53,7 @@ class Completed(Generic[T]):
     """A finished job, with its result or the error that it raised."""
 
     job: Any
-    """The object that identifies it, as given to `WorkerThreads.submit`."""
+    """The object that identifies the job, as given to `WorkerThreads.submit`."""
     result: T | None
     error: BaseException | None
 
@@ -63,7 +63,7 @@ class WorkerThreads(Generic[T]):
 
     def __init__(self, threads: int) -> None:
         self.in_flight = 0
-        """Jobs submitted and not yet collected."""
+        """Number of jobs that were submitted, but not yet returned by `collect`."""
         self._table = _Table[T]()
         # Not only in `close`: an error before the caller gets there must not leave threads behind.
         self._dismiss = weakref.finalize(self, self._table.jobs.put, None)
@@ -84,7 +84,7 @@ class WorkerThreads(Generic[T]):
         self._table.jobs.put((job, work))
 
     def collect(self, at_least: int = 1) -> list[Completed[T]]:
-        """Wait until ``at_least`` jobs, or all that remain, have finished or one has failed; return all finished."""
+        """Wait for ``at_least`` jobs, or all that remain, to finish, or for one to fail; return all finished jobs."""
         table = self._table
         # Set before looking: a worker that finishes in between sees the new number and wakes us.
         table.wanted = max(1, min(at_least, self.in_flight))
@@ -105,14 +105,14 @@ class WorkerThreads(Generic[T]):
 
 
 class _Table(Generic[T]):
-    """State that the threads share. They do not refer to `WorkerThreads`, so that its garbage collection stops them."""
+    """State that the threads share. It does not refer to `WorkerThreads`, whose garbage collection ends the threads."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Any, Callable[[], T]] | None] = queue.SimpleQueue()
         """Jobs that have not started; ``None`` tells a thread to end."""
         self.completed: deque[Completed[T]] = deque()
         self.wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """An entry wakes the caller to look at ``completed``; there may be more entries than needed."""
+        """Each entry wakes the waiting caller once, to look at ``completed``; there may be more entries than needed."""
         self.wanted = 1
         self.failed = self.closed = False
 
@@ -137,12 +137,12 @@ class _Table(Generic[T]):
 
 
 _NOWHERE = np.empty(0, np.uint8)
-"""Placeholder for scratch memory when only its layout is needed."""
+"""Placeholder for scratch memory where only the layout of a block in scratch is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
-    """Seconds that threads spent on blocks, summed over the threads."""
+    """Seconds that the threads spent on reading and on copying blocks, summed over the threads."""
 
     read_s: float
     copy_s: float
@@ -159,17 +159,17 @@ class Task:
     tensor: Tensor
     """The stored tensor that the block belongs to."""
     parts: list[CopyPart]
-    """What to copy to which shard buffer; all boxes lie inside the block."""
+    """What to copy to which shard buffer: the boxes of variables that lie inside the block."""
     grids: Sequence[Grid] = ()
-    """For a direct block: where each contiguous run of the file goes in memory."""
+    """For a direct block: where in shard memory each contiguous run of the file goes, one grid per part."""
     row: int = 0
-    """Elements per row in the scratch of a staged block; 0: a single row."""
+    """For a staged block: elements per padded row of scratch; 0 if the block lies there without padding."""
     row_copies: Sequence[RowCopy] = ()
-    """For a staged block that goes through scratch a few rows at a time: a copier for each of ``parts``."""
+    """For a staged block that goes through scratch a few rows at a time: the `RowCopy` of each of ``parts``."""
 
     @classmethod
     def of(cls, block: Block, tensor: Tensor, parts: list[CopyPart]) -> Task:
-        """Compute a block's task, if possible before reads begin: Python is slow after copies empty the caches."""
+        """Compute a block's task. Best before reads begin: later, copying empties the CPU's caches and slows Python."""
         itemsize = tensor.dtype.itemsize
         if block.how == "direct":
             return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts])
@@ -187,7 +187,7 @@ class BlockCopier:
     def __init__(self, source: ByteSource) -> None:
         self.source = source
         self.overflowed: set[str] = set()
-        """Names of tensors with finite values that became infinite in a cast: no error, as in JAX and Keras."""
+        """Names of tensors in which a cast made finite values infinite: no error, as in JAX and Keras."""
         self._own = threading.local()
 
     def move(self, task: Task) -> BlockTimes:
@@ -206,7 +206,7 @@ class BlockCopier:
             ) from error
 
     def move_together(self, tasks: Sequence[Task]) -> BlockTimes:
-        """Read neighbouring blocks of a file in one read, and copy each into the shard buffers of its task."""
+        """Read neighbouring blocks of a file in one read, and copy each block into the shard buffers of its task."""
         first, last = tasks[0].block, tasks[-1].block
         began, n_bytes = time.perf_counter(), last.offset + last.read_bytes - first.offset
         whole = BlockMemory(self._scratch(n_bytes), np.dtype(np.uint8), 0)
@@ -249,7 +249,7 @@ class BlockCopier:
         return BlockTimes(read - began, time.perf_counter() - read)
 
     def _stage(self, task: Task) -> BlockTimes:
-        """Move a staged block: read as much as fits into scratch, copy it to the shards, and repeat."""
+        """Move a staged block: read as much of it as fits into scratch, copy that to the shards, and repeat."""
         block = task.block
         itemsize, elements = task.tensor.dtype.itemsize, block.stop - block.start
         padding = block.step // task.row * PAD_BYTES if task.row else 0
@@ -318,6 +318,6 @@ class BlockCopier:
 
 
 def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> BlockMemory:
-    """Describe how a staged block lies in ``scratch``: in padded rows of ``row`` elements; 0 for no rows."""
+    """Describe how a staged block lies in ``scratch``: in padded rows of ``row`` elements, or if 0, without padding."""
     pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
     return BlockMemory(scratch, tensor.dtype, block.start, row, pitch)
