@@ -169,7 +169,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             timeout_s=async_timeout_s,
         )
         self._decisions = processes.Channel()
-        """Agrees with other processes on whether to save; separate from the writer's, which another thread uses too."""
+        """Channel on which all processes agree whether to save; the writer's thread uses another channel."""
         self._total = 0
         self._since_save = 0
         self._epoch = 0
@@ -206,7 +206,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._saver.writer.settle()
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Read the folder and continue after the step to resume from, if any."""
+        """Find the step to resume from in the folder, if any, and make ``fit`` continue after it."""
         self._saver.writer.settle()
         self._saver.begin()
         model = self.model
@@ -241,7 +241,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._preemption.watch()
 
     def _steps(self) -> list[StepInfo]:
-        """Return the steps in the folder; raise if not all processes see the same ones."""
+        """Return the steps in the folder; raise if the processes of the run see different steps there."""
         steps = list_steps(self.directory)
         numbers = [info.step for info in steps]
         seen = self._saver.writer.channel.together(lambda: numbers)
@@ -253,7 +253,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return steps
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Count the epoch's batches from its start, or from the position that was resumed."""
+        """Begin to count the epoch's batches: from 0, or in a resumed epoch, from the batches trained before."""
         self._position.epoch_begins()
         first, self._first = self._first, None
         self._skipped = 0 if first is None else first.skipped
@@ -266,7 +266,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 self._warn(lost)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Save if ``save_freq`` batches have passed; raise the failure of the last save."""
+        """Save if ``save_freq`` batches were trained since the last save; raise the error if the last save failed."""
         self._preemption.raise_dropped_interrupt()
         self._saver.writer.raise_failure_together()
         self._position.trained(batch + 1)
@@ -290,7 +290,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._say(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Save if ``save_freq`` is ``"epoch"``; raise the failure of the last save."""
+        """Save if ``save_freq`` is ``"epoch"``; raise the error if the last save failed."""
         self._preemption.raise_dropped_interrupt()
         self._saver.writer.raise_failure_together()
         self._position.epoch_ends()
@@ -298,7 +298,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._consider(logs, f"epoch {epoch + 1}", epoch_done=True)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Wait for the last save; raise its failure."""
+        """Wait for the last save; raise the error if it failed."""
         self._preemption.ignore()
         stop_following()
         if self._first is not None:  # no epoch has begun
@@ -309,7 +309,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def _at_end(self) -> bool:
-        """Whether the last trained batch was the last one of its epoch; false if the epoch's length is not known."""
+        """Whether the batch just trained was the last one of its epoch; false if the epoch's length is unknown."""
         steps = (self.params or {}).get("steps")
         return self._position.at_end or (steps is not None and self._in_epoch >= steps)
 
@@ -350,7 +350,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return self.save_decision is None or bool(self.save_decision(self._total, logs))
 
     def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
-        """Save a step now: ``save_freq`` and ``save_decision`` were considered before."""
+        """Save a step now, without asking ``save_freq`` and ``save_decision``: the caller has done that."""
         step = self._total
         self._saver.writer.wait()
         if self.verbose:

@@ -21,7 +21,7 @@ from shardload import processes
 from shardload.keras_bridge.training import in_fit
 
 _asked = itertools.count()
-"""Numbers for queries to JAX whether the run is preempted; each query has the same number on all processes."""
+"""Counts the queries to JAX whether the run is preempted: JAX needs the same number on all processes."""
 
 
 class Preemption:
@@ -32,7 +32,7 @@ class Preemption:
         self._agreed = False
 
     def is_announced(self) -> bool:
-        """Whether SIGTERM came, on any process: save and end ``fit`` now. All processes call this after each batch."""
+        """Whether any process received SIGTERM, so that ``fit`` must save and end. All processes ask after a batch."""
         # JAX returns true for a single query, so the answer is kept.
         if not self._agreed and processes.is_distributed():
             try:
@@ -42,13 +42,13 @@ class Preemption:
         return self._agreed or self._term.came
 
     def raise_dropped_interrupt(self) -> None:
-        """Raise `KeyboardInterrupt` if Ctrl-C was pressed since the last call, as Python may have dropped it."""
+        """Raise `KeyboardInterrupt` if Ctrl-C was pressed since the last call: Python may drop the exception."""
         came, self._ctrl_c.came = self._ctrl_c.came, False
         if came:
             raise KeyboardInterrupt
 
     def watch(self) -> None:
-        """Set the signal handlers, if ``fit`` runs in the main thread and no handler of the user's is in the way."""
+        """Set the signal handlers if ``fit`` runs in the main thread; a Ctrl-C handler of the user's stays in place."""
         self._agreed = False
         self._ctrl_c.watch()
         if not processes.is_distributed():
@@ -61,7 +61,7 @@ class Preemption:
 
 
 class _FitSignal:
-    """Handles one signal: records it during ``fit`` and passes it on; outside ``fit``, only the previous handler acts.
+    """Handles one signal: records the signal during ``fit``, and always passes it on to the handler set before.
 
     Keras does not notify callbacks when ``fit`` fails, so the handler may outlive it. For Ctrl-C it replaces the
     default handler only: a user's own handler has priority.
@@ -73,7 +73,7 @@ class _FitSignal:
         self._before: Any = None
 
     def watch(self) -> None:
-        """Set the handler for this signal; in other threads than the main one, do nothing."""
+        """Set the handler for the signal. Does nothing outside the main thread, where Python allows no handlers."""
         self.came = False
         # Another callback's handler may be set already: look through the chain for this one, and for the user's.
         before = handler = signal.getsignal(self._number)

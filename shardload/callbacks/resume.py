@@ -45,37 +45,37 @@ _SAVED = {
     False: "Step {step} was saved after {place}, without a data position.",
     True: "Step {step} was saved after {place}, with a data position, but this data cannot continue there.",
 }
-"""Beginnings of the warning that data starts over: for a step without and with a saved data position."""
+"""How the warning that data starts over begins; the key says whether the step stores a data position."""
 
 
 @dataclass(slots=True)
 class Resumption:
-    """Where a ``fit`` continues after a step, and what to restore when its first epoch begins."""
+    """Where a ``fit`` continues after a step, and what to restore when the first epoch begins."""
 
     info: StepInfo
     """The step to continue from."""
     epoch: int
-    """The epoch to begin with, from 0."""
+    """The epoch with which ``fit`` begins, counted from 0."""
     complete: int
-    """The number of epochs completed before the step: the default for ``epoch``, unless ``initial_epoch`` is given."""
+    """Number of epochs completed at the step: also the value of ``epoch``, unless the user gave ``initial_epoch``."""
     skipped: int = 0
     """The number of batches of epoch ``epoch`` that were trained before the step was saved."""
     metrics: list[tuple[Any, Any]] = field(default_factory=list)
-    """Metric variables with the values that they had when the step was saved, in the middle of an epoch."""
+    """Pairs of a metric's variable and the value to assign, for a step saved in the middle of an epoch."""
     restored_before: bool = False
-    """Whether `shardload.restore` restored the step, before ``fit`` began; else the callback did."""
+    """Whether the user restored the step by `shardload.restore` before ``fit``; else the callback restored it."""
     trained: int = 0
     """The number of batches the model had trained before the step was restored."""
     undone: int = 0
-    """How many of the batches in ``trained`` came after the step, so that restoring it has undone them."""
+    """How many of the ``trained`` batches the model had trained after the step: the restore has undone them."""
     ended_by: str | None = None
     """The callback (such as ``EarlyStopping``) that ended training at this step; ``None`` if none did."""
     changed: tuple[str, ...] = ()
-    """Sentences for the user on what the restore changed: learning rates, count of batches, moving averages."""
+    """Sentences that tell the user what the restore changed: learning rates, count of batches, moving averages."""
 
     @property
     def is_due(self) -> bool:
-        """Whether training continues after the last complete epoch, not with another one that the user chose."""
+        """Whether training continues with the epoch after the last complete one, not with one that the user chose."""
         return self.epoch == self.complete
 
     def end(self, model: Any, epochs: int, ended_by: str) -> None:
@@ -85,24 +85,24 @@ class Resumption:
         self.set_first_epoch(model)
 
     def set_first_epoch(self, model: Any) -> None:
-        """Make ``fit`` begin with epoch ``epoch``, and remember that this callback set it."""
+        """Make ``fit`` begin with epoch ``epoch``, and record that this callback, not the user, set the first epoch."""
         set_initial_epoch(model, self.epoch)
         record_of(model).first_epoch = self.epoch
 
     def restore_metrics(self) -> None:
-        """Assign the saved values to the metrics, which Keras has just reset."""
+        """Assign the saved values to the model's metrics, which Keras resets when an epoch begins."""
         for variable, value in self.metrics:
             variable.assign(value)
         self.metrics.clear()
 
     def give_up(self, model: Any) -> None:
-        """Leave the resumption to the next ``fit``: this one has ended before an epoch began."""
+        """Leave it to the next ``fit`` to resume from the step: the current one has ended before an epoch began."""
         forget_first_epoch(model)
         if self.restored_before:
             record_of(model).restored = self.info
 
     def notices(self, *, epochs: int | None, newest: int) -> Iterator[str]:
-        """Yield sentences on where training continues; ``epochs`` as in ``fit``, ``newest`` is the folder's last."""
+        """Yield sentences on where training continues; ``epochs`` is ``fit``'s, ``newest`` the folder's last step."""
         if self.undone:
             had = f"this model had trained {plural(self.trained, 'batch')}, so its last {self.undone} are undone"
             way_out = "To continue from the model's current state, pass resume=False"
@@ -135,7 +135,7 @@ def resume_training(
     data_iterator: Any,
     initial_epoch: int | None,
 ) -> Resumption | None:
-    """Return where ``fit`` continues: after a step restored before, or one that ``resume`` restores now, if any."""
+    """Return where ``fit`` continues: after the step that was or, by ``resume``, is now restored; None without one."""
     record = record_of(model)
     info, record.restored = record.restored, None
     before = info is not None and _is_in(directory, info)
@@ -189,14 +189,14 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
 
 
 def _is_in(directory: Path, info: StepInfo) -> bool:
-    """Whether a step is in a folder, regardless of the spelling of the two paths."""
+    """Whether a step is in the folder ``directory``; links and relative paths are resolved before comparing."""
     return info.path.parent.resolve() == directory.resolve()
 
 
 def _resumption(
     model: Any, info: StepInfo, position: Position, *, data_iterator: Any, initial_epoch: int | None
 ) -> Resumption:
-    """Set the data to the position in a step, if possible; return the epoch and batch that training continues with."""
+    """Set the data to the position that a step stores, if possible; return the epoch and batch to continue with."""
     epoch, batch = info.epoch or 0, info.batch or 0
     complete = epoch + 1 if info.recorded.epoch_done else epoch
     # `fit` has priority, except for 0: that is its default, so one cannot tell whether the user passed it.
@@ -244,7 +244,7 @@ def _resumption(
 
 
 def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
-    """Return what a step stores about data: the position of a resumable dataset, and ``own``, of a user's source."""
+    """Return what a step stores about data: ``own``, the position of a user's iterator, and that of the dataset."""
     state = position.state
     if state is None:
         return own
@@ -254,7 +254,7 @@ def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_first_epoch(model: Any) -> None:
-    """Undo `Resumption.set_first_epoch`, but not an epoch that another callback set (Keras' BackupAndRestore)."""
+    """Undo `Resumption.set_first_epoch`; a first epoch set by another callback, Keras' BackupAndRestore, stays."""
     # Keras keeps `_initial_epoch` for all later fits of the model.
     record = record_of(model)
     if record.first_epoch is not None:
@@ -270,12 +270,12 @@ class OtherCallbacks:
     """The ``EarlyStopping`` and ``ReduceLROnPlateau`` callbacks of one ``fit``, whose state is stored in its steps."""
 
     def __init__(self, saver: Any = None) -> None:
-        """Find these callbacks in the running ``fit``, and move ``saver`` behind them; without it, there are none."""
+        """Find the callbacks in the running ``fit``, and move ``saver`` behind them. Without ``saver``, find none."""
         self._found = () if saver is None else tuple(run_after(saver, _KINDS))
         self._waiting: list[tuple[Any, dict[str, Any]]] = []
 
     def record(self) -> tuple[dict[str, Any], ...]:
-        """Return the callbacks' state, to store in ``step.json``."""
+        """Return the state of the callbacks found, to store in ``step.json``."""
         found: list[dict[str, Any]] = []
         for callback in self._found:
             name, monitor = _name_of(callback)
@@ -287,7 +287,7 @@ class OtherCallbacks:
         return tuple(found)
 
     def resume(self, info: StepInfo) -> str | None:
-        """Read the callbacks' state from a step, for `restore`; return the name of one that ended training there."""
+        """Read the callbacks' state from a step, for `restore`; return which callback ended training there, if any."""
         stored = list(info.recorded.callbacks)
         self._waiting = []
         for callback in self._found:
@@ -304,7 +304,7 @@ class OtherCallbacks:
         return None
 
     def restore(self, model: Any, info: StepInfo) -> Iterator[str]:
-        """Assign the state read by `resume` to the callbacks, once; yield warnings about best weights that are lost."""
+        """Assign the state that `resume` has read to the callbacks; yield warnings about best weights that are lost."""
         waiting, self._waiting = self._waiting, []
         for callback, state in waiting:
             for name, value in state.items():
@@ -321,7 +321,7 @@ class OtherCallbacks:
                 )
 
     def finish(self, model: Any, info: StepInfo) -> Iterator[str]:
-        """Put the best weights into the model after a ``fit`` that trains nothing, and yield notices that say so."""
+        """After a ``fit`` that trains nothing, give the model the callbacks' best weights; yield notices of that."""
         waiting = [callback for callback, _ in self._waiting]
         yield from self.restore(model, info)
         for callback in waiting:
@@ -340,7 +340,7 @@ def _call_of(callback: Any) -> str:
 
 
 def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes to set on a callback from stored JSON; a value of a wrong type becomes the initial one."""
+    """Return the attributes to set on a callback, read from JSON; a value of a wrong type becomes 0 or None."""
     found: dict[str, Any] = {name: state[name] if type(state[name]) is int else 0 for name in _COUNTS if name in state}
     best = state.get("best")
     known = best in ("nan", "inf", "-inf") or (isinstance(best, (int, float)) and not isinstance(best, bool))
@@ -348,7 +348,7 @@ def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _best_weights(model: Any, info: StepInfo, epoch: int) -> list[Any] | None:
-    """Return the weights after an epoch for ``set_weights``, from this step or another of its run; ``None`` if lost."""
+    """Return the weights after ``epoch``, from the step ``info`` or another of its run; None if no step has them."""
     for found in (info, *(step for step in list_steps(info.path.parent) if step.ours and step.run == info.run)):
         if found.epoch == epoch and found.recorded.epoch_done and found.problems is None:
             try:

@@ -78,7 +78,7 @@ class Best:
         return list(_notices(found, by, rule=self.rule, folder=folder, family=family, resumed=resumed))
 
     def record(self) -> dict[str, Any]:
-        """Return the fields about the best value that each step stores in its record."""
+        """Return the fields on the best value so far that each step stores in ``step.json``."""
         mode = self.comparison.mode or "auto"
         return {
             "monitor": self.monitor.name,
@@ -174,7 +174,7 @@ class Monitor:
         return f"{names}{_similar(self.name, logs)}"
 
     def improves(self, value: float, model: Any) -> bool:
-        """Whether ``value`` beats the best value so far."""
+        """Whether ``value`` is better than the best value of the metric so far; NaN and infinities never are."""
         if not math.isfinite(value):
             return False
         if self.best is None or math.isnan(self.best):
@@ -182,7 +182,7 @@ class Monitor:
         return value < self.best if self.require_direction(model) == "min" else value > self.best
 
     def note(self, value: float | None, model: Any) -> bool:
-        """Make ``value`` the best value if it is better; return whether it was."""
+        """Make ``value`` the best value of the metric if it is better than the best so far; return whether it is."""
         if value is None or not self.improves(value, model):
             return False
         self.best = value
@@ -201,7 +201,7 @@ def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _similar(name: str, known: Iterable[str]) -> str:
-    """Return a hint for a message: the known metric whose name is most similar; empty if none is."""
+    """Return the hint "did you mean" with the known metric that has the most similar name; "" if none is similar."""
     close = difflib.get_close_matches(name, set(known) - {name}, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -219,7 +219,7 @@ class BestRule:
     """Numbers of steps that look intact but are damaged."""
 
     def covers(self, info: StepInfo) -> bool:
-        """Whether this callback ranks a step: a step of its ``runs``, saved with the same metric and direction."""
+        """Whether the callback ranks a step: one of ``runs`` saved the step, with the same metric and direction."""
         ours = self.runs is None or info.run in self.runs
         return ours and (info.recorded.monitor, info.recorded.mode) == (self.monitor, self.mode)
 
@@ -237,7 +237,7 @@ class Retention:
     best: int | None = None
     """How many of the best steps by the monitored metric stay."""
     every_steps: int | None = None
-    """Keep the first step at or after each multiple of this number."""
+    """Keep the first step at or after each multiple of this number: with 1000, the first of 1000 to 1999, and so on."""
     every_hours: float | None = None
     """Keep the oldest step, then each step saved at least this many hours after the previously kept one."""
 

@@ -109,7 +109,7 @@ ALL = Selection()
 
 
 class Contents:
-    """Collects the content of each step that one callback saves.
+    """Collects what one callback saves in each step: state, configuration, data position, the user's items.
 
     ``warn`` is called with a message about each part that cannot be saved. A step with selected weights only leaves out
     the files that layers save (assets): they belong to the weights that are left out.
@@ -231,7 +231,7 @@ def _for_all_processes(tree: Any) -> Any:
 
 
 def checked_metadata(found: Any) -> Any:
-    """Return a user's metadata as it reads back from JSON; raise if it cannot be stored as JSON."""
+    """Return a user's metadata as it will be read back from JSON; raise if JSON cannot store it."""
     try:
         return json.loads(json.dumps(found, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -53,7 +53,7 @@ class FileDigest:
 
     n_bytes: int
     units: tuple[str, ...]
-    """xxh3-64 of each MiB, in hexadecimal; the last unit may be shorter. An empty file has no units."""
+    """xxh3-64 digest of each MiB (unit), in hexadecimal; the last unit may be shorter. An empty file has no units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Digests:
         return cls({name: _parse_file(name, entry, folder) for name, entry in files.items()})
 
     def check_names(self, folder: str | os.PathLike[str]) -> list[Damage]:
-        """Compare the files in ``folder`` with the digests by name and size only; return what is wrong."""
+        """Compare the files in ``folder`` with this list by name and size only; return what is wrong as damage."""
         return name_damage(self, scan(folder), step_name(folder))
 
 
@@ -187,7 +187,7 @@ def pieces_of(name: str, size: int) -> Iterator[DigestTask]:
 
 
 def digest_piece(folder: Location, piece: DigestTask, size: int) -> list[str]:
-    """Read the units of a task, `READ_UNITS` at a time, and return the digest of each."""
+    """Read the units (MiB) of a task, `READ_UNITS` at a time, and return one digest per unit."""
     found: list[str] = []
     stop = min((piece.first + piece.count) * UNIT_BYTES, size)
     # One buffer per task: all threads together need 32 MiB, however large the files are.
@@ -221,7 +221,7 @@ def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
 
 
 def size_damage(name: str, found: int, expected: int, step: str) -> Damage:
-    """Return the damage of a file that has ``found`` bytes instead of the ``expected`` ones that were saved."""
+    """Return the damage of a file that has ``found`` bytes now, but was saved with ``expected`` bytes."""
     verb = "was truncated" if found < expected else "has grown"
     what = f"{verb}: it has {exact_bytes(found)}, but was saved with {exact_bytes(expected)}"
     return Damage(name, what, min(found, expected), step)
@@ -300,7 +300,7 @@ def is_empty(path: Path) -> bool:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Flush a file's data, or the list of names in a folder, to disk, to survive a power loss.
+    """Flush a file's data, or a folder's list of names, to disk, so that it survives a power loss.
 
     If this raises an error, the data is not safe on disk, even if a later call succeeds.
     """

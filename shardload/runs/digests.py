@@ -222,7 +222,7 @@ class Checker:
         return {name: digest.units for name, digest in self.saved.digests.files.items()}
 
     def check_whole(self, path: str | os.PathLike[str] | Location) -> None:
-        """Verify a whole file, like `check`; raise also if a file that was saved empty has bytes now."""
+        """Verify all bytes of a file, like `check`; raise also if the file was saved empty and has bytes now."""
         name = self._relative(path)
         self._open(name)
         self.check(name, 0, self.saved.of_file(name).n_bytes)

@@ -51,7 +51,7 @@ class Root:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False) -> None:
-        """Open the root; a relative path is resolved once, against the current directory.
+        """Open the folder of a run; a relative path refers to the directory that is current now, not later.
 
         With ``create``, create it and its parents if missing, and raise if the user cannot write to it, so that
         training does not start without a place to save to.
@@ -121,7 +121,7 @@ class Staging:
 
     @classmethod
     def join(cls, path: str | os.PathLike[str]) -> Staging:
-        """Open a staging folder that another process created; only its creator can publish or discard it."""
+        """Open a staging folder that another process created; only that process can publish or discard the folder."""
         home = Path(path).parent
         if not home.is_dir():
             raise SaveError(
@@ -281,7 +281,7 @@ def _locked_folder(staging: Path, step: int) -> FolderLock:
 
 
 def _stale_lock(folder: Path) -> FolderLock | None:
-    """Lock a staging folder if its writer has died, and return the lock; ``None`` if it is in use or no such folder."""
+    """Lock a staging folder if its writer has died, and return the lock; ``None`` for any other folder or file."""
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9]+-[0-9a-f]+", folder.name):
         return None  # not a staging folder of shardload
     try:
@@ -309,7 +309,7 @@ def remove_for_good(folder: Path) -> None:
 
 
 def refuse_existing(root: Root, step: int) -> None:
-    """Raise if the root contains a file or folder with the step's name, other than an empty folder."""
+    """Raise if the root already contains a file or a non-empty folder with the step's name."""
     target = root.path / str(step)
     if os.path.lexists(target) and not is_empty(target):
         raise _exists(root, step)
@@ -374,7 +374,7 @@ class FolderLock:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the folder still contains the lock file that this process opened: false if either was replaced."""
+        """Whether the folder still contains the lock file that this process opened: neither was removed or replaced."""
         try:
             # One can lock a file just after another process has removed it; such a lock protects nothing.
             return os.path.samestat((self.home / LOCK_FILE).stat(follow_symlinks=False), os.fstat(self.fd))

@@ -224,7 +224,7 @@ class _RemoteFile:
 
 
 _READ_UNITS = 8
-"""Most MiB that one request of `_RemoteFile.read_into` asks for."""
+"""Most MiB in one request of `_RemoteFile.read_into`; a longer read takes several requests."""
 
 
 class _Units:

@@ -138,7 +138,7 @@ NAME = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def _other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] | None:
-    """Return the numbers in the folder's name and in the step's record if they differ, else ``None``."""
+    """Return the number in a folder's name and the number in its ``step.json`` if they differ, else ``None``."""
     with suppress(ShardloadError, OSError):  # an unreadable record is reported as damage elsewhere
         where = located(folder)
         stated = StepRecord.read(where).step
@@ -149,7 +149,7 @@ def _other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] 
 
 
 def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
-    """Return the damage that a step's folder is named by another number than ``step.json`` has; empty if it is not."""
+    """Return one damage if a step's folder is named by another number than ``step.json`` has, else an empty list."""
     if (numbers := _other_number(folder)) is None:
         return []
     return [Damage(STEP_FILE, f"{mismatch(numbers[1])}. {_advice(numbers[1])}", step=str(numbers[0]))]

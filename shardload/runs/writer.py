@@ -192,7 +192,7 @@ class Writer:
             remove_staging(self.root.path)
 
     def raise_failure(self) -> None:
-        """Raise the error of the last save if it failed and was not raised yet."""
+        """Raise the error of the last save, if the save failed and its error was not raised yet."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -232,7 +232,7 @@ class Writer:
 
 
 def _finish_all() -> None:
-    """Finish all saves at interpreter exit, while Orbax can still start threads.
+    """Finish all saves when Python exits, early enough that Orbax can still start threads.
 
     One more Ctrl-C does not cancel the saves, which are nearly complete; a second one does.
     """
@@ -380,7 +380,7 @@ def _after_failed(error: BaseException, step: int, path: Path) -> ShardloadError
 
 
 def _finite(content: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not support, by null."""
+    """Return ``content`` with NaN and infinities, which JSON does not support, replaced by None."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, Mapping):

@@ -231,7 +231,7 @@ class FileReads(ByteSource):
         return False
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of the blocks plus those that were read to verify them."""
+        """Return the bytes of the blocks plus the bytes that the verifier has read on its own."""
         checked = 0 if self.verifier is None else self.verifier.bytes_checked - self._checked_before
         return sum(block.read_bytes for block in blocks) + checked
 
@@ -276,7 +276,7 @@ class UnitReads(ByteSource):
         return n_bytes
 
     def release(self, block: Block) -> None:
-        """Release the units that no later block needs."""
+        """Free the memory of the block's units that no later block needs."""
         if block.how not in _IN_SCRATCH:
             return
         with self._lock:
@@ -339,7 +339,7 @@ class UnitReads(ByteSource):
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """Neighbouring units of a remote file that are requested at once."""
+    """Neighbouring units (MiB) of a remote file that are requested at once."""
 
     path: Location
     start: int

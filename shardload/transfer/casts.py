@@ -33,7 +33,7 @@ def _range(dtype: np.dtype[Any]) -> tuple[int, int] | None:
 
 
 def check_cast(source: np.dtype[Any], target: np.dtype[Any], *, variable: str, tensor: str) -> None:
-    """Raise `MismatchError` if a cast may change values by more than float rounding, as int64 to int32 may."""
+    """Raise `MismatchError` if a cast may change values other than by rounding floats, as from int64 to int32."""
     if source == target:
         return
     # bool and complex have no range and are no floats here, so they load unchanged or not at all.

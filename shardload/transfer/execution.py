@@ -152,7 +152,7 @@ def execute(
 
 
 class Transfer:
-    """Carries out one plan, once. Only jobs, which read and copy, run in `WorkerThreads`; all else in the caller's."""
+    """Carries out one plan, once. Jobs, which read and copy, run in `WorkerThreads`; all else in the calling thread."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Where the elements of a tensor and of its views lie in files.
 
 A tensor is one run of a file, or several chunks: its *regions*. A chunk of shape ``chunk_shape`` stores its elements in
-C order (after decoding, if it is packed), including those past the tensor's edge. For one chunk, a variable is a view
-with the chunk's own strides, of which only a box exists::
+C order (after decoding, if it is packed), including those past the tensor's edge. Seen from one chunk, a variable is
+a view with the chunk's own strides; the chunk contains only a box of it::
 
     tensor (4, 6), chunks (4, 3)      variable = tensor, seen from chunk (0, 1)
         0  1  2 │ 3  4  5                 strides (3, 1), offset -3: index (0, 3) is element 0 of the chunk
@@ -99,7 +99,7 @@ def regions(tensor: Tensor) -> Iterator[Region]:
 
 
 def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | None:
-    """Return the part of a variable's view that a region contains; None if it contains nothing of it."""
+    """Return the part of a variable's view that a region contains; None if the region contains none of its elements."""
     if 0 in view.shape:
         return None
     if region.origin is None:
@@ -183,7 +183,7 @@ class Ordered:
 
     @classmethod
     def of(cls, view: View, box: Bounds) -> Ordered:
-        """Sort the dims of ``box``, a box of ``view``, by stride, largest first; dims of length 1 precede them."""
+        """Sort the dims of ``box``, a box of ``view``: first dims of length 1, then by stride, the largest first."""
         shape = box.shape
         # Dims of length 1 come first, where `_level` never chooses one: it divides by the stride, and theirs may be 0.
         order = sorted(range(len(shape)), key=lambda d: (shape[d] != 1, -view.strides[d]))
@@ -222,7 +222,7 @@ def is_injective(view: View) -> bool:
 
 
 def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
-    """Return the elements in a run, the longest that is contiguous in both strides, and the number of dims outside."""
+    """Return the length of the runs contiguous in ``source`` and ``target``, and how many outer dims count the runs."""
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
         outer -= 1

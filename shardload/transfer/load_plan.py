@@ -155,12 +155,12 @@ class LoadPlan:
     positions: tuple[int, ...]
     """Mesh positions whose devices belong to this process."""
     files: tuple[Location, ...]
-    """Files to read, in the order of their first block."""
+    """Files to read, in the order in which ``blocks`` first uses them."""
     needed_bytes: int
     """Stored bytes that this process's shards need, each counted once; ``read_bytes`` also counts unneeded gaps."""
     read_bytes: int
     device_bytes: tuple[int, ...]
-    """Bytes of the loaded variables on each device, by mesh position."""
+    """For each mesh position: bytes of the loaded variables that its device stores."""
     host_memory_bytes: int
     """Budget in bytes for all that is staged in host memory."""
     block_bytes: int
@@ -208,7 +208,7 @@ class LoadPlan:
 
 
 def joined_runs(blocks: Sequence[Block], *, staged: Callable[[Block], int], limit_bytes: int) -> Iterator[range]:
-    """Group neighbouring small blocks into runs, each read at once; yield index ranges, nearly all of one block.
+    """Group neighbouring small blocks into runs, each read at once; yield the index range of each run.
 
     ``staged`` gives the host bytes of the shards that a block fills; those of a run sum up to ``limit_bytes`` at most.
     """

@@ -160,7 +160,7 @@ class IncrementalArray:
 
 @dataclass(eq=False, slots=True)
 class VariableTransfer:
-    """A variable that a transfer is filling: its shards, and how much of it is still to come."""
+    """A variable that a transfer is filling: its shards, and the number of chunks still to be filled."""
 
     binding: Binding
     shards: tuple[Bounds, ...]
@@ -250,14 +250,14 @@ class Chunk:
 
     @property
     def common(self) -> dict[Bounds, Bounds]:
-        """For each shard that overlaps the chunk: the box of the variable that is in both."""
+        """For each shard that overlaps the chunk: the box of the variable that both the shard and the chunk contain."""
         if self.box.shape == self.variable.binding.view.shape:
             return dict(zip(self.variable.shards, self.variable.shards, strict=True))
         pairs = ((shard, self.box.intersect(shard) if shard.size else shard) for shard in self.variable.shards)
         return {shard: box for shard, box in pairs if box is not None}
 
     def take_memory(self) -> None:
-        """Allocate a host buffer for each shard's part of this chunk."""
+        """Allocate a host buffer for the part of each shard that lies in this chunk."""
         common, dtype = self.common, self.variable.staged
         boxes = tuple(common.values())
         dim = stacked_dim(boxes)
@@ -331,7 +331,7 @@ def limited_chunks(
 def _grouped(
     variable: VariableTransfer, pieces: list[tuple[int, int, Bounds]], limit: int
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
-    """Join a variable's pieces into chunks of at most ``limit`` bytes; each with its (block, piece) numbers."""
+    """Join a variable's pieces into chunks of at most ``limit`` bytes; return each with the pieces it consists of."""
     whole = Bounds.whole(variable.binding.view.shape)
     itemsize = variable.staged.itemsize
     if sum(b.size for b in variable.shards) * itemsize <= limit:

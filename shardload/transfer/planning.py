@@ -1,11 +1,11 @@
 """Decide which bytes are read, in which order, and where they go: pure arithmetic, printable without reading data.
 
 `plan_transfers` checks the request and the budget; `Planner` goes tensor by tensor: all views of a tensor are cut at
-the same rows (`shardload.transfer.geometry.cut`), ranges that touch are joined into one read while it stays short, and
-the most demanding variable decides how the block is moved (`shardload.transfer.load_plan` has the picture).
+the same rows (`shardload.transfer.geometry.cut`), ranges that touch are joined into one read while this stays short,
+and the most demanding variable decides how the block is moved (see the picture in `shardload.transfer.load_plan`).
 
-Views with overlapping byte ranges on one tensor (fused kernels, tied weights) share blocks, so that each
-byte is read once. Columns that no local shard needs are trimmed; unneeded bytes that are read are counted.
+Views of one tensor whose byte ranges overlap (fused kernels, tied weights) share blocks, so that each byte is read
+once. Columns that no local shard needs are trimmed; `LoadPlan.read_bytes` counts unneeded bytes that are read.
 
 Longer than other modules: the decisions about one block depend on each other.
 """
@@ -70,7 +70,7 @@ budget does not make loading faster (docs/performance.md)."""
 SCRATCH_BYTES = 64 << 20
 """Most scratch bytes of all threads of a transfer: 8 MiB for each of eight. If one needs more, fewer threads run."""
 _CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
-"""Most bytes of a transfer for scratch, and for units that are kept to verify them or are fetched in advance."""
+"""Most bytes of a transfer for scratch and for file units (MiB), which are kept for later blocks or prefetched."""
 
 
 def plan_transfers(
@@ -332,7 +332,7 @@ class Planner:
         return True
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
-        """Return the most bytes that a block of a region may have; if decoded, whole units of the tensor's reader."""
+        """Return the most bytes that a block of a region may have; for a decoded tensor, whole units of its reader."""
         tensor, sharing = part.tensor, len(part.views)
         # A block longer than scratch passes through it row by row, so at least two rows must fit.
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES

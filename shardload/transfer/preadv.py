@@ -117,7 +117,7 @@ def _sliced(found: Entries) -> Iterator[ReadCall]:
 
 
 def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
-    """Yield the calls of a group of grids; all after the first are made by shifting its addresses, which is fast."""
+    """Yield the calls of a group of grids; each one after the first is made by shifting the first one's addresses."""
     first = group[0]
     per_row = _count(group) // first.shape[0]
     rows = _IOV_MAX // per_row
