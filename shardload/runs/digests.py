@@ -155,7 +155,7 @@ class Checker:
 
     @classmethod
     def of_step(cls, folder: str | os.PathLike[str] | Location) -> Checker:
-        """Open a step; check the names and sizes of all files, and the bytes of files up to 1 MiB; the rest when read.
+        """Open a step; check all names and sizes, and the bytes of files up to 1 MiB: longer files are checked as read.
 
         Missing digests, and a folder whose name is the number of another step, count as damage, too.
         """

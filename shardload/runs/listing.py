@@ -343,7 +343,7 @@ class Alternative:
 def alternative(
     directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]
 ) -> Alternative:
-    """Find a step to use instead of ``bad``, a damaged step, or ``None`` if damage hides which step is the best.
+    """Find a step to use instead of the damaged step ``bad`` (``None`` if damage hides which step is the best).
 
     ``which`` is the step that the user requested, as in `find_step`; all steps in ``tried`` were found to be damaged.
     """

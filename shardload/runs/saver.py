@@ -118,7 +118,7 @@ class StepSaver:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise a `UsageError` for an argument that is not a bool, such as the text ``"no"``, which would count as true."""
+    """Raise a `UsageError` for an argument other than True, False, 1 or 0: the text ``"no"`` would count as true."""
     for name, given in flags.items():
         if not isinstance(given, bool | np.bool_ | int) or given not in (True, False):
             raise UsageError(f"Cannot use {name}={given!r:.60}: expected True or False")

@@ -63,7 +63,7 @@ from shardload.stores.local import located
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 LOOK_S = 1.0
-"""Seconds after which a process that waits for Orbax checks again whether the other processes are alive."""
+"""Seconds between two checks, by a process that waits for Orbax, whether the other processes are alive."""
 _OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
 
 
@@ -200,7 +200,7 @@ class Writer:
     def raise_failure_together(self) -> None:
         """Raise the error of the last save, if it failed. With several processes, only if another process was lost.
 
-        One process may notice it a batch before the others, which would then wait for it in the next batch.
+        One process may notice the error a batch before the others, which would then wait for it in the next batch.
         So all raise it with the next save, where they wait for each other, but a lost process stops the others anyway.
         """
         if processes.count() == 1 or isinstance(self._failure, ProcessLostError):

@@ -38,9 +38,9 @@ from shardload.sharding.layout import Bounds
 from shardload.stores.location import Location
 
 SKIP_BYTES = 128 << 10
-"""Shortest gap, in bytes, that is skipped between two ranges: to read a shorter one costs less than another block.
+"""Shortest gap, in bytes, that is skipped between two ranges: reading a shorter gap costs less than another block.
 
-They take 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measures it: from a disk, skipping breaks even at 128 KiB in
+128 KiB take 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measures it: from a disk, skipping breaks even at 128 KiB in
 one case, above 512 KiB in another."""
 
 
@@ -214,7 +214,7 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def is_injective(view: View) -> bool:
-    """Whether each index of a view is another element of the tensor; broadcast dims and overlapping windows repeat."""
+    """Whether all indices of a view are different elements of the tensor: no broadcast dims, no overlapping windows."""
     # Sufficient, not necessary: interleaved dims that never meet count as overlapping, and are then staged.
     ordered = Ordered.of(view, Bounds.whole(view.shape))
     inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]

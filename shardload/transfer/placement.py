@@ -292,7 +292,7 @@ class Chunk:
 
 
 def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer]) -> dict[tuple[int, int], Chunk]:
-    """Return the chunk for each (block number, piece number): a variable is one chunk, outside the budget."""
+    """Return the chunk for each (block number, piece number): one per variable, as its memory is not limited."""
     chunks: dict[int, Chunk] = {}
     found: dict[tuple[int, int], Chunk] = {}
     for b, block in enumerate(blocks):

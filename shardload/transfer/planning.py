@@ -151,7 +151,7 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool
 
 
 def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
-    """Return the smallest host-memory budget, in bytes, that has room to decode any chunk of a tensor as a whole; or 0.
+    """Return the smallest host-memory budget that can decode each chunk of a tensor; 0 if no chunk decodes as a whole.
 
     Verified or remote reads (``through_units``) take up to half of the budget, `_CHECKING_BYTES` at most; scratch
     alone takes a quarter, `SCRATCH_BYTES` at most. Shards that are staged as well (``uploads``) take at most half of
