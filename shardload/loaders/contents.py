@@ -41,15 +41,15 @@ from shardload.units import plural
 _HEAD_BYTES = 64
 CONFIG = "config.json"
 _MAX_PATH = 4096
-"""Limit on the characters of a path that an index lists; Linux has the same limit for any path."""
+"""Limit on the length of a path in an index, in characters; 4096 is also Linux's limit for any path."""
 _TENSOR_FILES = (".safetensors", ".gguf", ".h5")
 _CLAIM = re.compile(r"(?<![0-9])(?P<number>[0-9]+)(?P<of>[\W_]*of[\W_]*)(?P<count>[0-9]+)(?![^\W_])", re.IGNORECASE)
 _SPARSE = re.compile(r"spars|prun", re.IGNORECASE)
-"""In names with such a word, ``2of4`` is not a part: two of four weights are not 0 (``Sparse-Llama-3.1-8B-2of4``)."""
+"""Matches a word which shows that ``2of4`` in a name means sparsity (2 of 4 weights are 0), not part 2 of 4."""
 _BROWSER = re.compile(r" ?\([0-9]+\)(?=\.\w+$)")
-"""The number in brackets that a browser adds to the name of a file that it downloads twice: ``model (1).gguf``."""
+"""Matches the number that a browser adds to a file's name when it downloads the file again: ``model (1).gguf``."""
 _LABEL = re.compile(r"[\W_]*(part|shard|split|chunk|piece)?[\W_]*$", re.IGNORECASE)
-"""Separators and words such as ``-part`` between the checkpoint's name and the number of a part."""
+"""Matches separators, and a word such as ``part``, between the checkpoint's name and the part's number: ``-part``."""
 _SHOWN = 8
 """How many missing files an error names at most."""
 
@@ -73,13 +73,13 @@ class FileContent:
         return self.read(0, _HEAD_BYTES)
 
     def read(self, offset: int, count: int) -> bytes:
-        """Read at most ``count`` bytes; fewer at the end of the file."""
+        """Read ``count`` bytes from ``offset`` on, or fewer where the file ends."""
         count = max(0, min(count, self.size - offset))
         return read_bytes(self.file, count, offset=offset, path=str(self.path), what="the first bytes")
 
     @cached_property
     def first_shard(self) -> str | None:
-        """The first file named in the ``weight_map`` of a JSON file; ``None`` for any other file."""
+        """Name of the first file in the ``weight_map`` of an index of shards; ``None`` if the file is no such index."""
         try:
             found = read_object(self.path).get("weight_map") if self.head.lstrip().startswith(b"{") else None
         except SourceError:
@@ -98,7 +98,7 @@ class FolderContent:
 
     path: Location
     names: list[str]
-    """Names of the files and folders in it, sorted."""
+    """Sorted names of the files and folders directly in the folder."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class FolderContent:
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:
-    """Return the location of a file in a folder, after checking its name, which the file ``named_by`` contains."""
+    """Return the location of the file ``name`` in a folder; raise if this name, from ``named_by``, leads elsewhere."""
     if not isinstance(name, str) or not _is_file_name(name):
         raise SourceError(f"{named_by} should name files in its folder, but names {str(name)[:200]!r}")
     if name in {".", ".."} or "/" in name or "\\" in name:
@@ -130,7 +130,7 @@ def inner_path(name: str) -> str:
 
 
 def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:
-    """Return the files that an index lists, by path within its folder; ``way_out`` is an error's verb ("Download")."""
+    """Return the files that an index lists, by path; if one is missing, raise an error that says to ``way_out`` it."""
     files = {name: _listed(index, name) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.exists()]:
         raise SourceNotFoundError(
@@ -151,7 +151,7 @@ def _listed(index: Location, name: str) -> Location:
 
 
 def descendant(folder: Location, name: str, *, named_by: str) -> Location:
-    """Return the location of a path below a folder (``ocdbt.process_0/d/1d35``), checked part by part with `member`."""
+    """Return the location of the path ``name`` (``ocdbt.process_0/d/1d``) below a folder; `member` checks each name."""
     path = folder
     linked = False
     for part in name.split("/"):
@@ -165,7 +165,7 @@ def descendant(folder: Location, name: str, *, named_by: str) -> Location:
 
 
 def group_above(name: str, groups: Container[str]) -> str:
-    """Return the nearest of ``groups`` above a Keras dataset, else its own group: layers may store in subgroups."""
+    """Return the nearest group above a Keras dataset that is in ``groups``; without one, the group with the dataset."""
     above = own = name.rpartition("/")[0]
     while above and above not in groups:
         above = above.rpartition("/")[0]
@@ -198,7 +198,7 @@ def _refuse_escape(path: Location, folder: Location) -> None:
 
 
 def _hub_blobs(home: Location) -> Location | None:
-    """Return the folder of the files that a snapshot in Hugging Face's cache links to; ``None`` elsewhere."""
+    """For a folder in Hugging Face's cache, return ``blobs``, to whose files the cache's links lead; else ``None``."""
     # The folder may be a subfolder of a snapshot, so walk up to the snapshot.
     revision = home
     while revision != revision.parent:
@@ -209,7 +209,7 @@ def _hub_blobs(home: Location) -> Location | None:
 
 
 def listing(folder: Location, *, limit: int = 8) -> str:
-    """List the folder's first entries, for messages."""
+    """Return a text with the first few names in a folder, for messages."""
     names = folder.names()
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) + rest) or "nothing"
@@ -219,14 +219,14 @@ def listing(folder: Location, *, limit: int = 8) -> str:
 class _PartName:
     before: str
     number: str
-    """The part's number as written, with leading zeros; likewise ``count``."""
+    """The part's number as written in the name, leading zeros included; ``count``, the number of parts, likewise."""
     of: str
     count: str
     after: str
 
     @classmethod
     def of_name(cls, name: str) -> _PartName | None:
-        """Parse a name with ``1-of-2`` in it, the last if there are several such pieces; ``None`` without any."""
+        """Parse a file name with a piece such as ``1-of-2``, the last of several; return ``None`` if there is none."""
         last = None
         for found in _CLAIM.finditer(name):
             is_sparsity = found["of"].lower() == "of" and len(found[0]) == 4 and _SPARSE.search(name)
@@ -241,38 +241,38 @@ class _PartName:
         return f"{self.before}{self.of}{self.count}{_BROWSER.sub('', self.after)}"
 
     def numbered(self, number: int) -> str:
-        """Return the name of the checkpoint's part ``number``."""
+        """Return the file name of part ``number`` of the checkpoint that this part belongs to."""
         written = (self.number, self.count)
         width = len(self.number) if any(each.startswith("0") or len(each) > 4 for each in written) else 1
         return f"{self.before}{number:0{width}d}{self.of}{self.count}{_BROWSER.sub('', self.after)}"
 
 
 def part_number(name: str) -> tuple[int, int] | None:
-    """Return a part's number and the count (2, 3 for ``model-00002-of-00003.safetensors``); ``None`` if it is whole."""
+    """Return part number and part count in a file name, (2, 3) for ``model-00002-of-00003.gguf``; else ``None``."""
     found = _PartName.of_name(name)
     return (int(found.number), int(found.count)) if found and int(found.count) > 1 else None
 
 
 def part_name(name: str, number: int) -> str:
-    """Return the name of part ``number`` of the checkpoint of the part ``name``; ``name`` if that is not a part."""
+    """Return ``name`` with its part number replaced by ``number``, or unchanged if it is not the name of a part."""
     found = _PartName.of_name(name)
     return name if found is None else found.numbered(number)
 
 
 def set_of(name: str) -> str:
-    """Return a key that is equal for all parts of a checkpoint: a part's name without its number, else the name."""
+    """Return a file name without its part number, so that all parts of one checkpoint get an equal key."""
     found = _PartName.of_name(name)
     return name if found is None else found.checkpoint
 
 
 def stem_without_part(name: str) -> str:
-    """Return a file's name without its ending and the number of its part; empty for ``1-of-2.safetensors``."""
+    """Return a file name without part number and ending: ``model`` for ``model-1-of-2.gguf``; may be empty."""
     found = _PartName.of_name(name)
     return _LABEL.sub("", found.before, count=1) if found else name.rpartition(".")[0]
 
 
 def pattern_of(name: str) -> str:
-    """Return a glob pattern that matches the names of all parts of the checkpoint that a part belongs to."""
+    """Return a glob pattern for the file names of all parts of a checkpoint, made from the name of one part."""
     found = _PartName.of_name(name)
     if found is None:
         return glob.escape(name)
@@ -280,7 +280,7 @@ def pattern_of(name: str) -> str:
 
 
 def all_parts(path: Location) -> list[Location]:
-    """Return the files of all parts of the checkpoint that a file belongs to by its name; raise if one is missing."""
+    """Find all parts of a checkpoint from the name of one part; return them in order, or raise if one is missing."""
     number, count = part_number(path.name) or (1, 1)
     there = _numbered(path) if count > 1 else {1: path.name}
     first = 0 if 0 in there else 1  # some writers count from 0
@@ -308,7 +308,7 @@ def refuse_part(path: Location) -> None:
 
 
 def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
-    """Raise for a range of bytes cut from a file, such as ``model.gguf.part1of2``, and say how to join such files."""
+    """Raise for a piece that was cut from a file, such as ``model.gguf.part1of2``, and say how to join the pieces."""
     whole, found = stem_without_part(path.name), _PartName.of_name(path.name)
     if found is None or found.after or part_number(path.name) is None or not whole.lower().endswith(endings):
         return
@@ -321,7 +321,7 @@ def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
 
 
 def _numbered(path: Location) -> dict[int, str]:
-    """Return the files in a part's folder that are parts of the same checkpoint, by number."""
+    """Return part number → file name for each part of a checkpoint, found in the folder of one part."""
     asked = _PartName.of_name(path.name)
     found: dict[int, str] = {}
     for name in path.parent.names():

@@ -12,13 +12,13 @@ from shardload.stores.location import Location
 from shardload.units import exact_bytes, plural
 
 _MAX_RANK = 32
-"""Limit on a tensor's number of dims, as in HDF5; no real weight has as many."""
+"""Limit on the number of dims of a tensor. HDF5 has the same limit; no real weight comes near it."""
 # NumPy and JAX index with signed 64-bit integers.
 _MAX_DIM = (1 << 63) - 1
 
 
 def checked_tensors(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict[str, Tensor]:
-    """Check names and extents of tensors; return them by name, sorted by file and offset, decoded ones at the end."""
+    """Check names and byte ranges of tensors; return name → tensor, sorted by file and offset, decoded ones last."""
     found: dict[str, Tensor] = {}
     for tensor in tensors:
         # JSON escapes can smuggle in lone surrogates, which can be neither printed nor written.
@@ -54,7 +54,7 @@ def _check(tensor: Tensor, files: Mapping[Location, int]) -> None:
 
 
 def _runs(tensor: Tensor, *, with_packed: bool) -> Iterator[tuple[Location, int, int]]:
-    """Yield the byte ranges of a tensor's data in files: path, first byte, end (exclusive).
+    """Yield path, first byte and end (exclusive) of each byte range that contains a tensor's data.
 
     Packed (encoded) chunks are included with ``with_packed`` only: two may share bytes, as equal ones are stored once.
     """

@@ -27,27 +27,27 @@ class Wanted:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of all its elements in bytes."""
+        """Size of the tensor's elements in bytes."""
         return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A run of consecutive elements of a tensor, and where it belongs in a file."""
+    """Consecutive elements of a tensor, and their place in a file."""
 
     path: str
     """Path relative to the checkpoint folder; empty if the checkpoint is a single file."""
     offset: int
-    """Byte offset of the first element in the file."""
+    """Offset in the file, in bytes, of the piece's first element."""
     start: int
-    """Index of the run's first element in the tensor, counted in row-major order."""
+    """Position of the piece's first element among all elements of the tensor, in row-major order."""
     count: int
-    """Number of elements."""
+    """Number of elements in the piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class TensorPlace:
 
     name: str
     pieces: tuple[FilePiece, ...]
-    """The runs of all its elements, from the first to the last, without gaps."""
+    """Pieces that together contain every element of the tensor, in order."""
 
     def to_json(self) -> dict[str, Any]:
         """Return this place as a JSON object."""
@@ -69,11 +69,11 @@ class TensorPlace:
 
 
 WriteFile = Callable[[Path, Sequence[Wanted], dict[str, Any]], tuple[TensorPlace, ...]]
-"""Makes a model's file without the values, from the file's path, its tensors and Keras' description of the model."""
+"""A function that makes a model's file without values, from path, tensors and Keras' description of the model."""
 
 
 def grouped(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:
-    """Group tensors into files as ``transformers`` and Keras do: in order, a new file if the next one would not fit."""
+    """Distribute tensors over files of at most ``shard_bytes``: in order, with a new file if a tensor does not fit."""
     groups: list[list[Wanted]] = [[]]
     filled = 0
     for tensor in tensors:

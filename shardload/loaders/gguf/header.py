@@ -29,22 +29,22 @@ from shardload.units import exact_bytes, plural
 _MAGIC = b"GGUF"
 _MAX_DIMS = 4
 _MAX_NAME_BYTES = 65535
-"""Limit on the length of keys and of tensors' names; the specification has it for keys."""
+"""Limit on the bytes of a key or of a tensor's name. The specification of GGUF has this limit for keys."""
 INLINE_ITEMS = 1024
-"""Arrays of up to this many items (per-layer settings) are parsed with the header; longer ones (vocabularies) later."""
+"""Longest array, in items, that is always parsed with the header, such as per-layer settings; no vocabulary fits."""
 _INLINE_TEXT_BYTES = 1 << 16
-"""Limit on texts parsed with the header; longer ones are skipped like long arrays. The largest seen is a licence."""
+"""Longest text that is parsed with the header: a licence fits. Longer texts are skipped, like long arrays."""
 _MAX_DEPTH, _MAX_NESTED = 8, 1 << 16
-"""Limits on arrays of arrays: levels, and inner arrays in a file, at most one per `_NESTED_SHARE` bytes of the file."""
+"""Limits on arrays of arrays: nesting depth, and inner arrays in a file (or one per `_NESTED_SHARE` bytes if fewer)."""
 _NESTED_SHARE = 32
 _INLINE_SHARE = 8
-"""At most one array item is parsed per this many bytes of the file, as a Python number takes up to 36 bytes."""
+"""Bytes of the file per array item that may be parsed with the header: an item takes up to 36 bytes in memory."""
 _MAX_ELEMENTS_PER_BYTE = 64
-"""Most elements per byte that are assumed for an unknown element type; the densest known type has 5."""
+"""Most elements per byte that a tensor of an unknown element type may have; the densest known type has 5."""
 _WINDOW_BYTES = 1 << 20
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Value type → `struct` code; 8 is a string, 9 an array."""
+"""GGUF's number of a value type → code of the `struct` module; type 8 is a string, type 9 an array."""
 _BYTE, _STRING, _ARRAY = 0, 8, 9
 
 
@@ -59,7 +59,7 @@ class GgmlType:
 
     @property
     def is_known(self) -> bool:
-        """Whether the size of its blocks is known, so that its tensors can be decoded."""
+        """Whether shardload knows the type's block size, without which tensors of the type cannot be decoded."""
         return self.block_bytes > 0
 
 
@@ -104,14 +104,14 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LongArray:
-    """An array in the key-values that the parser skipped; `read_array` reads it."""
+    """The place of a long array, which the header parser skipped; `read_array` reads the items."""
 
     path: Location
     kind: int
-    """GGUF value type of its items."""
+    """GGUF's number for the type of the array's items."""
     count: int
     offset: int
-    """Byte offset of the first item."""
+    """Offset of the array's first item in the file, in bytes."""
     nbytes: int
 
     def __len__(self) -> int:
@@ -120,20 +120,20 @@ class LongArray:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor as the header lists it: GGUF's name, and the shape with the outermost dim first."""
+    """A tensor as the header describes it. The name is GGUF's; the shape begins with the outermost dim."""
 
     path: Location
     name: str
     shape: tuple[int, ...]
     kind: GgmlType
     offset: int
-    """Byte offset in the file."""
+    """Offset of the tensor's data in the file, in bytes."""
     span: int = 0
-    """For a tensor of an unknown type: bytes up to the next tensor or the end of the file."""
+    """Only for a tensor of an unknown element type: bytes up to the next tensor, or to the end of the file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in the file; an upper bound for an unknown type."""
+        """Size of the tensor's data in the file; for an unknown element type, the largest possible size."""
         if not self.kind.is_known:
             return self.span
         return math.prod(self.shape) // self.kind.block_elements * self.kind.block_bytes
@@ -141,12 +141,12 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The parsed header of one file, or of all parts of a model (`gguf.loader`)."""
+    """The parsed header of a file, or the joined headers of all files of a split model."""
 
     values: dict[str, Any]
-    """Key-values; arrays as lists, long ones as `LongArray`, arrays of arrays as lists of both."""
+    """Key → value. Arrays are lists; a long one is a `LongArray`, also inside an array of arrays."""
     tensors: tuple[TensorInfo, ...]
-    """All tensors, in the order of their bytes in the file."""
+    """All tensors, in the order of their data in the files."""
     files: dict[Location, int]
     """Size in bytes of each file."""
 
@@ -180,7 +180,7 @@ def read_gguf_header(path: Location) -> GgufHeader:
 
 
 def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
-    """Read the items of an array: strings as a list, numbers as a NumPy array."""
+    """Return an array's items; those of a `LongArray` are read: strings as a list, numbers as a NumPy array."""
     if isinstance(array, list):
         return array
     raw = array.path.read_header(array.nbytes, offset=array.offset, what="an array")
@@ -265,7 +265,7 @@ def _array(cursor: _Cursor, key: str, depth: int = 1) -> list[Any] | LongArray:
 
 
 def _arrays(cursor: _Cursor, key: str, count: int, depth: int) -> list[Any]:
-    """Read an array of arrays; an inner array may be skipped as a long one, or contain arrays again."""
+    """Read an array of arrays. An inner array may contain arrays; a long one is skipped and becomes a `LongArray`."""
     if depth == _MAX_DEPTH:
         raise UnsupportedError(f"{cursor.path}: {key!r} has arrays in more than {_MAX_DEPTH} levels")
     # An inner array has at least its type and its count. Checked before any of them is read.
@@ -325,7 +325,7 @@ def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tu
 
 
 class _Cursor:
-    """Reads a file from front to back, with a window of it in memory; raises instead of reading past the end."""
+    """A position that moves through a file from front to back, with a window of the file in memory."""
 
     def __init__(self, file: File, path: Location) -> None:
         self._file = file
@@ -337,7 +337,7 @@ class _Cursor:
         self._window = b""
 
     def require(self, count: int, what: str) -> None:
-        """Raise unless ``count`` more bytes are in the file."""
+        """Raise unless the file has ``count`` more bytes after the current position."""
         if self.position + count > self.size:
             raise TruncatedSourceError(
                 f"{self.path} is truncated: {what} should take {exact_bytes(count)} at offset {self.position}, "
@@ -350,7 +350,7 @@ class _Cursor:
         return found
 
     def peek(self, code: str, what: str) -> tuple[Any, ...]:
-        """Return the next values without moving the position."""
+        """Return the values at the current position, in the `struct` format ``code``, without moving the position."""
         at = self._load(struct.calcsize(code), what)
         return struct.unpack_from(code, self._window, at)
 
@@ -372,7 +372,7 @@ class _Cursor:
         self.position += count
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Skip ``count`` strings, in a tight loop: a vocabulary has hundreds of thousands."""
+        """Skip ``count`` strings. The loop is fast, because a vocabulary has hundreds of thousands of strings."""
         unpack = struct.Struct("<Q").unpack_from
         while count:
             at = self._load(8, what)
@@ -385,7 +385,7 @@ class _Cursor:
             self.require(0, what)
 
     def _load(self, count: int, what: str) -> int:
-        """Load at least ``count`` bytes from the current position on; return where in the window they begin."""
+        """Ensure that the window contains the next ``count`` bytes; return where in the window they begin."""
         self.require(count, what)
         at = self.position - self._start
         # Skipping may have moved the position past the window; the next window starts at the position.

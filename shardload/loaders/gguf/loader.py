@@ -40,17 +40,17 @@ from shardload.stores.location import Location
 from shardload.units import plural
 
 _MAX_ROPE_BYTES = 1 << 16
-"""Limit on the tensor of RoPE scaling factors: one number for each pair of a head's elements, 64 for most models."""
+"""Limit on the bytes of a tensor of RoPE scaling factors: one for each pair of a head's elements, 64 in most models."""
 _MAX_EXPERTS, _MIN_EXPERT_BYTES = 1024, 64
-"""Limits on a tensor of stacked experts (number, bytes of each): a damaged header must not list millions of them."""
+"""Most experts in one tensor, and fewest bytes of an expert: a damaged header must not cause a list of millions."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerMetadata:
-    """The tokenizer in a GGUF file."""
+    """A tokenizer, as the header of a GGUF file describes it."""
 
     model: str
-    """``llama`` for SentencePiece, ``gpt2`` for byte-pair encoding, ``bert`` for WordPiece, ``t5`` for unigrams."""
+    """Kind of tokenizer: ``llama`` SentencePiece, ``gpt2`` byte-pair encoding, ``bert`` WordPiece, ``t5`` unigrams."""
     pre: str
     """Name of the pre-tokenizer; ``default`` if the file names none."""
     tokens: tuple[str, ...]
@@ -58,19 +58,19 @@ class TokenizerMetadata:
     scores: NDArray[np.float32]
     """The score of each token, by id; empty if the file has none."""
     token_types: NDArray[np.int32]
-    """Type of each token, by id, or empty: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+    """Type of each token, by id: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte; may be empty."""
     merges: tuple[str, ...]
     special_ids: dict[str, int]
-    """``bos``, ``eos``, ``unknown``, ``padding``, … → token id."""
+    """Role (``bos``, ``eos``, ``unknown``, ``padding``, …) → token id."""
     flags: dict[str, bool]
-    """``add_bos_token``, ``add_space_prefix``, …, as stored in the file."""
+    """Setting (``add_bos_token``, ``add_space_prefix``, …) → whether it is on, as stored in the file."""
     chat_template: str | None
     charsmap: bytes = b""
-    """SentencePiece's compiled normalisation; empty if the file has none."""
+    """SentencePiece's compiled rules for normalising text; empty if the file has none."""
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one ``.gguf`` file, or of all parts of the model that it is a part of."""
+    """Return the manifest of a ``.gguf`` file; for one file of a split model, the manifest of the whole model."""
     first, header = read_model(path)
     undescribed: ShardloadError | None = None
     try:
@@ -90,7 +90,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the configuration and the tensors that the model has in Hugging Face's layout."""
+    """Return a model's configuration and tensors as a Hugging Face checkpoint would have them."""
     values = GgufValues(header.values, {info.name: info.shape for info in header.tensors}, name)
     known = _architecture(values)
     config = known.config(replace(values, rope_factors=_rope_factors(header, known.rope_factors)))
@@ -108,7 +108,7 @@ def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], lis
 
 
 def _architecture(values: GgufValues) -> GgufArchitecture:
-    """Return the supported architecture that a header names; raise if there is none."""
+    """Return the architecture that a header names; raise if shardload does not support it."""
     name, known = values.entries.get("general.architecture"), gguf_architectures()
     kinds = known.get(name, ()) if isinstance(name, str) else ()
     if (found := next((kind for kind in kinds if kind.applies(values)), None)) is not None:
@@ -121,7 +121,7 @@ def _architecture(values: GgufValues) -> GgufArchitecture:
 
 
 def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tuple[str, TensorInfo, Undo]]:
-    """For a tensor, or each expert stacked in it, yield Hugging Face's name, where it is stored, and what to undo."""
+    """Yield Hugging Face's name, stored tensor and change to undo, for a tensor or each expert stacked in it."""
     name = known.hf_name(info.name, path)
     if name is None:
         return
@@ -221,7 +221,7 @@ def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
 
 
 def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple[float, ...]]:
-    """Read the RoPE scaling factors: configuration that GGUF stores in tiny tensors, the only ones read on opening."""
+    """Read the RoPE scaling factors. GGUF stores this part of the configuration in tiny tensors."""
     found = {}
     for info in header.tensors:
         if info.name not in names:
@@ -236,14 +236,14 @@ def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple
 
 
 def _is_described_otherwise(content: FolderContent) -> bool:
-    """Whether a folder with a ``config.json`` has weights as GGUF only: then their header describes the model."""
+    """Whether a folder's weights are GGUF only: then the GGUF header describes the model, and not ``config.json``."""
     # A folder without config.json needs no rule: it is recognised by the endings of its files.
     endings = tuple(name.rpartition(".")[2].lower() for name in content.names)
     return CONFIG in content.names and "gguf" in endings and not {"safetensors", "h5", "bin"} & set(endings)
 
 
 def read_model(path: Location) -> tuple[Location, GgufHeader]:
-    """Read the header of a file, or of all parts of the model that the file belongs to."""
+    """Return the first file of a model and its header; for a split model, the joined headers of all files."""
     header = read_gguf_header(path)
     count = _number(header, "split.count", path, default=1)
     # llama.cpp, too, treats only counts above 1 as split.

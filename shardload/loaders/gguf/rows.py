@@ -54,17 +54,17 @@ PLAIN: dict[str, np.dtype[Any]] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-"""GGML types that are stored unquantised; all others decode to float32."""
+"""GGML types that store plain numbers → their dtype; all other types are quantised and decode to float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufRows(EncodedRows):
-    """Reads rows of one tensor in Hugging Face's order, with the dtype that `storage` returns for it."""
+    """Reads rows of one tensor of a GGUF file, decoded and in Hugging Face's order."""
 
     info: TensorInfo
     undo: Undo
     heads: int = 1
-    """Number of heads in dim 0, for `Undo.UNPERMUTE` and `Undo.UNFUSE`."""
+    """Number of attention heads that the rows belong to; used for `Undo.UNPERMUTE` and `Undo.UNFUSE` only."""
 
     @property
     def paths(self) -> tuple[Location, ...]:
@@ -78,7 +78,7 @@ class GgufRows(EncodedRows):
 
     @property
     def row_alignment(self) -> int:
-        """Rows to be read together: a head if permuted, a block of a quantised vector, all if transposed, else 1."""
+        """Rows to read together: all if transposed, a head's if reordered, a block's in a quantised vector, else 1."""
         if self.undo is Undo.TRANSPOSE:
             return self.info.shape[1]
         if self.undo in (Undo.UNPERMUTE, Undo.UNFUSE):
@@ -87,16 +87,16 @@ class GgufRows(EncodedRows):
 
     @property
     def ranges(self) -> tuple[tuple[Location, int, int], ...]:
-        """The tensor's bytes: path, offset, length."""
+        """Place of the tensor's data: path of the file, byte offset, length in bytes."""
         return ((self.info.path, self.info.offset, self.info.nbytes),)
 
     @property
     def encoding(self) -> Hashable:
-        """What decoding depends on: the element type, the shape, and the transformation to undo."""
+        """A key that is equal for tensors that decode alike: element type, shape, change to undo, number of heads."""
         return self.info.kind.name, self.info.shape, self.undo, self.heads
 
     def require_decoder(self) -> None:
-        """Raise unless the gguf package is installed, for a quantised tensor."""
+        """Raise if the tensor is quantised and the gguf package, which decodes it, is not installed."""
         if self.info.kind.name not in PLAIN and importlib.util.find_spec("gguf") is None:
             raise MissingExtraError("gguf", extra="gguf", needed_for=self._decoding)
 
@@ -131,7 +131,7 @@ class GgufRows(EncodedRows):
         return minus_one(values) if self.undo is Undo.MINUS_ONE else np.ascontiguousarray(values)
 
     def _read(self, first: int, last: int) -> NDArray[np.uint8]:
-        """Return the stored bytes of rows ``[first, last)``, a line for each (for each block of a quantised vector)."""
+        """Read the stored bytes of rows ``[first, last)``: a line per row, or per block of a quantised vector."""
         kind, shape = self.info.kind, self.info.shape
         # A row of a matrix is whole blocks; an element of a quantised vector is a part of one.
         unit = kind.block_elements if len(shape) == 1 else 1
@@ -162,7 +162,7 @@ class GgufRows(EncodedRows):
 
 
 def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
-    """Return the storage of a tensor and the dtype that reading it yields."""
+    """Return how a tensor is stored, and the dtype that it has when it is read."""
     if not info.kind.is_known:
         return Decoded(_unreadable(info)), np.dtype(np.float32)
     name = info.kind.name
@@ -174,7 +174,7 @@ def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, n
 
 
 def _unreadable(*parts: TensorInfo) -> UnreadableRows:
-    """Return a reader that only raises, for a tensor stored in ``parts`` of which at least one has an unknown type."""
+    """Return a reader that raises when used, for a tensor whose ``parts`` include one of an unknown element type."""
     kind = next(info.kind for info in parts if not info.kind.is_known)
     return UnreadableRows(
         tuple((info.path, info.offset, info.nbytes) for info in parts),
@@ -195,7 +195,7 @@ def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:
 
 
 def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
-    """Return the rows of GGUF that are these ``rows`` of Hugging Face's query or key matrix; ``head_rows`` is even."""
+    """Return the row numbers in GGUF for ``rows`` of Hugging Face's query or key matrix; a head has ``head_rows``."""
     head, within = np.divmod(rows, head_rows)
     half, index = np.divmod(within, head_rows // 2)
     found: NDArray[np.int64] = head * head_rows + index * 2 + half
@@ -203,7 +203,7 @@ def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
 
 
 def fused_rows(rows: NDArray[np.int64], count: int, heads: int) -> NDArray[np.int64]:
-    """Return the rows of GGUF that are these ``rows`` of Hugging Face's query-key-value matrix of ``count`` rows."""
+    """Return the row numbers in GGUF for ``rows`` of Hugging Face's fused query-key-value matrix of ``count`` rows."""
     width = count // (3 * heads)
     head, within = np.divmod(rows, 3 * width)
     part, index = np.divmod(within, width)
@@ -212,7 +212,7 @@ def fused_rows(rows: NDArray[np.int64], count: int, heads: int) -> NDArray[np.in
 
 
 def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
-    """Recover w from w + 1, which GGUF stores in float32.
+    """Recover the weights w from w + 1, which GGUF stores in float32 for Gemma's norms.
 
     The addition rounded small values of w. Gemma's weights are bfloat16, so the bfloat16 nearest to
     ``stored - 1`` is w exactly. Each element uses it if adding 1 gives the stored value again, and the
@@ -228,18 +228,18 @@ def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Experts(EncodedRows):
-    """Reads the experts of a block, with the outputs of several stored tensors interleaved; a row is an expert."""
+    """Reads a transformer block's experts, one expert per row; interleaves the outputs of several stored tensors."""
 
     parts: tuple[GgufRows, ...]
 
     @property
     def paths(self) -> tuple[Location, ...]:
-        """The files that contain the parts."""
+        """The files that contain the stored tensors."""
         return tuple(dict.fromkeys(path for part in self.parts for path in part.paths))
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that all parts take in their files."""
+        """Size of all stored tensors in the files, in bytes."""
         return sum(part.stored_bytes for part in self.parts)
 
     @property
@@ -249,16 +249,16 @@ class Experts(EncodedRows):
 
     @property
     def ranges(self) -> tuple[tuple[Location, int, int], ...]:
-        """The bytes of all parts: path, offset, length of each."""
+        """Place of each stored tensor's data: path of the file, byte offset, length in bytes."""
         return tuple(found for part in self.parts for found in part.ranges)
 
     @property
     def encoding(self) -> Hashable:
-        """What decoding depends on: the encodings of all parts."""
+        """A key that is equal for tensors that decode alike: the keys of all stored tensors."""
         return tuple(part.encoding for part in self.parts)
 
     def require_decoder(self) -> None:
-        """Raise unless all parts can be decoded."""
+        """Raise if a stored tensor is quantised and the gguf package, which decodes it, is not installed."""
         for part in self.parts:
             part.require_decoder()
 
@@ -270,7 +270,7 @@ class Experts(EncodedRows):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The stored dtype if all parts have the same unquantised one, else float32, to which blocks decode."""
+        """Dtype of the elements when read: float32, unless all stored tensors have one unquantised dtype."""
         kinds = {part.info.kind.name for part in self.parts}
         return PLAIN.get(kinds.pop(), np.dtype(np.float32)) if len(kinds) == 1 else np.dtype(np.float32)
 
