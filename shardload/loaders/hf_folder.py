@@ -43,7 +43,7 @@ from shardload.units import plural
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _INDEXES = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
-"""Matches names of indexes, also of a variant: ``diffusion_pytorch_model.safetensors.index.fp16.json``."""
+"""Matches names of shard indexes, also of a variant's index: ``model.safetensors.index.fp16.json``."""
 
 
 def open_folder(folder: Location) -> Manifest:
@@ -53,7 +53,7 @@ def open_folder(folder: Location) -> Manifest:
 
 
 def describe_folder(folder: Location) -> Manifest:
-    """Return the manifest of a folder's ``config.json``, without tensors."""
+    """Return a manifest without tensors, with the configuration in a folder's ``config.json``."""
     config_path = member(folder, CONFIG, named_by=str(folder))
     config = read_object(config_path)
     if not isinstance(config.get("model_type"), str):
@@ -62,7 +62,7 @@ def describe_folder(folder: Location) -> Manifest:
 
 
 def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[str, Any] | None = None) -> Manifest:
-    """Return the manifest of a folder's safetensors without reading its config."""
+    """Return the manifest of a folder's safetensors, with ``config`` as configuration; ``config.json`` is not read."""
     names = folder.names()
     if _INDEX in names:
         found = open_index(member(folder, _INDEX, named_by=str(folder)))
@@ -107,7 +107,7 @@ def folder_of(file: Location) -> Location | None:
 
 
 def open_variant(file: Location) -> Manifest | None:
-    """Return the manifest of one of several variants in a folder, with the folder's config; ``None`` for other files.
+    """If a file is one of a model's variants in a folder, return its manifest, with the folder's config; else ``None``.
 
     In a folder without an index, only the file's name says which variant is meant (``model.fp16.safetensors``).
     """
@@ -131,7 +131,7 @@ def _is_described(folder: Location) -> bool:
 
 
 def _is_read_with(folder: Location, file: Location) -> bool:
-    """Whether opening the folder reads the file."""
+    """Whether the file belongs to the checkpoint that `open_folder` opens."""
     names = folder.names()
     if _INDEX in names:
         return file.name == _INDEX or _lists(folder / _INDEX, file.name)
@@ -145,7 +145,7 @@ def _is_read_with(folder: Location, file: Location) -> bool:
 
 
 def _shares_tensors(folder: Location, file: Location, names: list[str]) -> bool:
-    """Whether another of the files ``names`` has a tensor of the same name as one in ``file``, as variants have."""
+    """Whether a tensor name of ``file`` also occurs in another file of ``names``, as in variants of a model."""
     others = [name for name in names if name != file.name]
     own = {tensor.name for tensor in safetensors.read_header(file).tensors} if others else set()
     headers = (safetensors.read_header(folder / name) for name in others)
@@ -157,7 +157,7 @@ def _lists(index: Location, name: str) -> bool:
 
 
 def _below(folder: Location, file: Location) -> str:
-    """Return the path of a file in a subfolder, as an index in the folder lists it."""
+    """Return the path by which an index in ``folder`` lists a file that is in this folder or a direct subfolder."""
     return f"{file.parent.name}/{file.name}" if file.parent != folder else file.name
 
 
@@ -185,7 +185,7 @@ def _find(name: str, shard: str, stored: Mapping[str, Mapping[str, Tensor]], ind
 def _unlisted(
     stored: Mapping[str, Mapping[str, Tensor]], weight_map: Mapping[str, str], index: Location
 ) -> tuple[str, ...]:
-    """Return a note on the tensors in the shards that are not loaded, because the index does not list them."""
+    """Return a note on tensors that the shards contain, but that the index does not list; they are not loaded."""
     found = [(name, shard) for shard in stored for name in stored[shard] if weight_map.get(name) != shard]
     if not found:
         return ()
@@ -212,7 +212,7 @@ def _without_index(folder: Location, names: list[str], *, is_described: bool) ->
 def _check_variants(
     folder: Location, sets: Mapping[str, Sequence[Location]], headers: Mapping[Location, safetensors.SafetensorsHeader]
 ) -> None:
-    """Refuse two sets of parts that have a tensor in common: variants of one model, such as float32 and float16."""
+    """Raise if two checkpoints in a folder, one of them in parts, share a tensor name: they are variants."""
     if not any(part_number(paths[0].name) for paths in sets.values()):
         return
     owner: dict[str, str] = {}
@@ -231,7 +231,7 @@ def _joined(
     headers: Mapping[Location, safetensors.SafetensorsHeader],
     tensors: Sequence[Tensor] | None = None,
 ) -> Manifest:
-    """Return one manifest of several files, with ``tensors``, by default all tensors in the files."""
+    """Return one manifest for several files, with the given ``tensors``, by default all that the files contain."""
     sizes = {path: header.file_bytes for path, header in headers.items()}
     if tensors is None:
         tensors = [tensor for header in headers.values() for tensor in header.tensors]
@@ -240,7 +240,7 @@ def _joined(
 
 
 def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
-    """Return the names of the safetensors to read: all, or `_SINGLE` alone if a config is there, as in transformers."""
+    """Return the safetensors of a folder to read: with a config only `_SINGLE`, if there; otherwise all."""
     if _SINGLE in names and is_described:
         return [_SINGLE]
     if found := sorted(name for name in names if name.endswith(".safetensors")):

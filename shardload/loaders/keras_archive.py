@@ -39,17 +39,17 @@ _CONFIG = "config.json"
 _METADATA = "metadata.json"
 ASSETS = "assets/"
 _MAX_EXPANSION = 1000
-"""Limit on inflated bytes per stored byte of a JSON member, as in Keras."""
+"""Limit on inflated bytes per stored byte of a JSON file in the archive. Keras has the same limit."""
 ASSET_EXPANSION, ASSET_FLOOR_BYTES = 100, 1 << 28
-"""Limit on inflated bytes per stored byte of assets, if they are larger than the floor; both are Keras' limits."""
+"""Limit on inflated bytes per stored byte of an asset file, and the size up to which there is none, as in Keras."""
 _WEIGHTS_EXPANSION, _WEIGHTS_FLOOR_BYTES = 100, 1 << 25
-"""Limit on inflated bytes per stored byte of weights above the floor. Trained weights shrink by less than half."""
+"""Limit on inflated bytes per stored byte of weights, and the size up to which there is none. Trained ones need 2."""
 _MAX_DICTIONARY_BYTES = 64 << 20
 """Limit on LZMA's dictionary, which decompressing keeps in memory; xz uses 64 MiB at its highest level."""
 _MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LZMA = struct.Struct("<2xHBI")
-"""The header before LZMA data: version (skipped), length of the properties, their first byte, dictionary size."""
+"""Header of LZMA data in a zip: version (skipped), length of the properties, their first byte, dictionary size."""
 _ENCRYPTED = 0x1
 _BLOCK_BYTES = 1 << 18
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
@@ -79,7 +79,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def assets(path: Location) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
-    """Yield the asset files that layers saved: the name below ``assets/``, and a function that writes the content."""
+    """Yield each asset file that layers saved: its path below ``assets/``, and a function that writes its content."""
     members = _read_members(path)
     files = [info for key, info in members.items() if key.startswith(ASSETS) and not key.endswith("/")]
     for info in files:
@@ -150,7 +150,7 @@ def _json(
 
 
 def _read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
-    """Return the members of a zip by name, after checking that all programs find the same members in it."""
+    """Return name → member of a zip; raise if another program could find other members in this zip."""
     with _translated(path), path.stream() as raw, zipfile.ZipFile(raw) as archive:
         infos = archive.infolist()
     members = {info.filename: info for info in infos}
@@ -172,7 +172,7 @@ def _read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
 
 
 def _data_starts(path: Location, file: File, members: dict[str, zipfile.ZipInfo]) -> dict[str, int]:
-    """Return where each member's data starts, after checking that local headers agree and members do not overlap."""
+    """Return the byte at which each member's data starts; raise if members overlap or local headers are wrong."""
     starts: dict[str, int] = {}
     end, before = 0, ""
     # Members that overlap let a small archive unpack to petabytes.
@@ -221,7 +221,7 @@ def _check_readable(path: Location, info: zipfile.ZipInfo) -> None:
 
 
 def member_blocks(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> Iterator[bytes]:
-    """Yield a member's content, at most 256 KiB at a time, and check its size and its CRC.
+    """Yield a member's content in blocks of at most 256 KiB, and check its size and its CRC.
 
     The caller checks before whether the member may expand to the size that it declares.
     """
@@ -272,7 +272,7 @@ class _Stored:
 
 
 class _Deflated:
-    """zlib's decompressor, with the methods that the decompressors of bzip2 and LZMA have."""
+    """zlib's decompressor with the interface of `bz2.BZ2Decompressor`, so that one loop serves all compressions."""
 
     def __init__(self) -> None:
         self._inner = zlib.decompressobj(-zlib.MAX_WBITS)
@@ -290,7 +290,7 @@ class _Deflated:
 
 
 def _decoder(info: zipfile.ZipInfo, head: bytes) -> tuple[_Decoder, int]:
-    """Return the decompressor for a member, and the length of the header in front of the compressed data."""
+    """Return a decompressor for a member, and how many header bytes precede the member's compressed data."""
     match info.compress_type:
         case zipfile.ZIP_STORED:
             return _Stored(), 0
@@ -316,7 +316,7 @@ def _decoder(info: zipfile.ZipInfo, head: bytes) -> tuple[_Decoder, int]:
 
 @contextmanager
 def _translated(path: Location) -> Iterator[None]:
-    """Turn errors of zipfile and of decompressors, eight types that all mean a damaged zip, into a `SourceError`."""
+    """Turn errors of zipfile and of decompressors in the with block into shardload's errors, which name the file."""
     try:
         yield
     except ShardloadError:

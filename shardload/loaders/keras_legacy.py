@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from shardload.loaders.hdf5.datasets import Reader
 
 LAYERS = "layers"
-"""Entry of the metadata: layer → names of its tensors, in Keras' order, without layers that have none."""
+"""Key of the manifest's metadata: layer → names of its tensors, in Keras' order; not of layers without tensors."""
 TOP_LEVEL = "top_level_weights"
-"""Entry of the metadata: names of the tensors that belong to the model itself; not there in older files."""
+"""Key of the manifest's metadata: names of the tensors that belong to the model itself; missing for older files."""
 OPTIMIZER = "optimizer_weights/"
 """Prefix of the names of tensors that belong to the optimizer."""
 TRAINING = "training_config"
-"""Entry of the metadata: the arguments of `compile`."""
+"""Key of the manifest's metadata: the arguments of `compile`, if the file has them."""
 UNREADABLE = "unreadable_config"
-"""Entry of the metadata: why the file's configuration cannot be read."""
+"""Key of the manifest's metadata: why the model's configuration in the file cannot be read."""
 _CONFIG = "model_config"
 _MODEL = "model_weights"
 _TOP_LEVEL_GROUP = "top_level_model_weights"
@@ -60,7 +60,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def _described(reader: Reader, path: Location) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the model's configuration, and its entries for the metadata: `TRAINING`, or why it is `UNREADABLE`."""
+    """Return the model's configuration and the metadata `TRAINING`; if they are damaged, the metadata `UNREADABLE`."""
     try:
         texts = ((name, reader.text(name)) for name in (_CONFIG, TRAINING))
         config, training = (

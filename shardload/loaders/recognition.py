@@ -57,14 +57,14 @@ def recognise(path: str | os.PathLike[str] | Location) -> FormatSpec:
 
 
 def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Location | None:
-    """Return the folder whose configuration describes a file of weights that opening the folder reads, or ``None``."""
+    """If a weights file belongs to a folder with a description of the model, return the folder; else ``None``."""
     where = located(path)
     asked = (spec.folder_of for spec in specs() if spec.folder_of is not None and format in (None, spec.name))
     return next((folder for find in asked if (folder := find(where)) is not None), None)
 
 
 def open_variant(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest | None:
-    """Return the manifest of one of several variants in a folder, with the folder's configuration; else ``None``."""
+    """If a file is one of a model's variants in a folder, return its manifest, with the config; else ``None``."""
     where = located(path)
     asked = (spec.open_variant for spec in specs() if spec.open_variant is not None and format in (None, spec.name))
     return next((found for open_one in asked if (found := open_one(where)) is not None), None)
@@ -119,7 +119,7 @@ def _recognise_file(path: Location) -> FormatSpec:
 
 
 def _promised(path: Location) -> FormatSpec | None:
-    """Return the format that a file's ending promises: the format with the longest matching ending."""
+    """Return the format that a file's name promises: of all with a matching ending, the one with the longest."""
     found = [(len(end), spec) for spec in specs() for end in spec.endings if path.name.lower().endswith(end)]
     return max(found, key=lambda each: each[0])[1] if found else None
 
@@ -250,9 +250,9 @@ class _OtherFormat:
     way_out: str
     """A sentence that says how to convert it to a format that shardload reads."""
     names: re.Pattern[str]
-    """Matches the names of its files, in lower case."""
+    """Matches file names of the format, after conversion to lower case."""
     head: bytes = b""
-    """The first bytes of its files, if it has a signature."""
+    """First bytes of the format's files, if they are always the same."""
 
     def error(self, path: object) -> UnsupportedError:
         """Return the error for a file or a folder of this format."""
@@ -311,7 +311,7 @@ _FORMATS = (
 
 
 def refused_file(path: object, *, name: str, head: bytes) -> UnsupportedError | None:
-    """Return the error for a file in another library's format, known by its first bytes, else its name; or ``None``."""
+    """Return the error for a file in another library's format; ``None`` unless its first bytes or its name show one."""
     by_head = (found for found in _FORMATS if found.head and head.startswith(found.head))
     by_name = (found for found in _FORMATS if found.names.fullmatch(name.lower()))
     found = next(by_head, None) or next(by_name, None)
@@ -327,7 +327,7 @@ def refused_folder(path: object, *, names: Collection[str]) -> UnsupportedError 
 
 
 def refused_zip(path: object, *, members: Collection[str]) -> UnsupportedError | None:
-    """Return the error for a zip in another library's format, known by its members; else ``None``."""
+    """Return the error for a zip in another library's format; ``None`` unless its members show such a format."""
     if any(name.endswith("data.pkl") for name in members):
         return _PYTORCH.error(path)
     return _NPZ.error(path) if members and all(name.endswith(".npy") for name in members) else None

@@ -53,7 +53,7 @@ class FormatSpec:
     description: str
     """A noun with its article, for messages: ``a .gguf file``."""
     endings: tuple[str, ...] = ()
-    """Endings of its files, in lower case. The first one may be omitted where a checkpoint is named, not its path."""
+    """Endings of the format's files, in lower case. A name of a checkpoint, not a path, may omit the first one."""
     is_file: Callable[[FileContent], bool] = _never
     """Whether a file has this format; formats listed later are checked first, as special cases of earlier ones."""
     is_folder: Callable[[FolderContent], bool] = _never
@@ -63,23 +63,23 @@ class FormatSpec:
     open_file: Callable[[Location], Manifest] | None = None
     """Reads the headers of a file, or of the files that it lists."""
     open_folder: Callable[[Location], Manifest] | None = None
-    """Reads the headers of a folder. Without it, a folder is opened by its only file with one of `endings`."""
+    """Reads the headers of a folder. Without it, a folder is opened by the only file in it with one of `endings`."""
     describe_folder: Callable[[Location], Manifest] | None = None
-    """Reads the model's description from a folder that may lack its weights: a manifest without tensors."""
+    """Reads a model's description from a folder that may lack the weights; returns a manifest without tensors."""
     write_file: WriteFile | None = None
     """Makes a model's file, complete but for the values, and returns where they belong; takes the file's path, tensors
     named as in Keras' files (``layers/dense/vars/0``), and Keras' description of the model. With it, `convert` and
     `save_as` write files with one of `endings`. The built-in formats have plans of their own there."""
     first_part: Callable[[str], str] = str
-    """Returns, for the name of any file of a model that is split over several, the name of the first."""
+    """Returns, for the name of one file of a split model, the name of the first; unset for formats without parts."""
     variant_of: str | None = None
-    """Name of the format whose `endings` its files have, too: only the content tells the two apart."""
+    """Name of the format that has the same `endings` as this one: only a file's content tells the two apart."""
     part_format: str | None = None
-    """Name of the format of the files that an index of this format lists."""
+    """For an index of files: name of the format of the files that it lists."""
     folder_of: Callable[[Location], Location | None] | None = None
     """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
     open_variant: Callable[[Location], Manifest | None] | None = None
-    """Opens a weights file that opening its folder would not read (a variant), with the folder's configuration."""
+    """Opens a weights file that opening the folder would not read (a variant), with the folder's configuration."""
     described_by: Literal["keras", "keras-legacy", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""
@@ -87,7 +87,7 @@ class FormatSpec:
     """Whose names its tensors have: those of Keras' layers, of Keras 2 (only their order counts), of `transformers`, a
     training step, or the user's own (variable paths)."""
     model_dtype: str | None = None
-    """Dtype to build the model in, if not the tensors': these decode from quantised blocks, which carry fewer bits."""
+    """Dtype to build the model in, if not that of the tensors: quantised blocks decode to a dtype with more bits."""
     tokenizer: Literal["hugging-face", "keras-hub", "header"] | None = None
     """Where the tokenizer is: in Hugging Face's or KerasHub's files, or in entries of a GGUF header."""
     keras_files: str | None = None
@@ -99,11 +99,11 @@ class FormatSpec:
     is_step: bool = False
     """Whether the format is a training step, with optimizer, metrics and optional digests."""
     may_be_codes: bool = False
-    """Whether its tensors can be quantisation codes or belong to an adapter, which only names and values show."""
+    """Whether tensors can be quantisation codes or belong to an adapter, which only names and values show."""
 
     @property
     def joins_parts(self) -> bool:
-        """Whether a model may be split over several files, which `first_part` recognises by their names."""
+        """Whether a model may be split over several files, which `first_part` recognises by name."""
         return self.first_part is not str
 
     @property
@@ -116,7 +116,7 @@ _registered: dict[str, FormatSpec] = {}
 
 
 def register(spec: FormatSpec) -> None:
-    """Register a format in this process; an installed package uses an entry point of `GROUP` instead.
+    """Register a format in this process. An installed package announces its formats by an entry point of `GROUP`.
 
     Raises:
         UsageError: When a format of that name exists already.

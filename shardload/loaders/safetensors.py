@@ -35,7 +35,7 @@ from shardload.units import exact_bytes, plural
 _MAX_HEADER_BYTES = 100_000_000
 """Limit on the length of a header, as in the reference library."""
 _MAX_ENTRY_CHARS = 4096
-"""Limit for one tensor's entry: three keys and at most 32 dims of 20 digits."""
+"""Limit on the characters of one tensor's entry, enough for three keys and 32 dims of 20 digits."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(dtype)
@@ -62,18 +62,18 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     }.items()
 }
 _scan_string: Callable[[str, int, bool], tuple[str, int]] = decoder.scanstring  # type: ignore[attr-defined]
-"""The C scanner that `json` itself uses; it starts at the character after a string's opening quote."""
+"""Scans a JSON string, from the character after its opening quote: the C function that `json` itself uses."""
 _ENTRY = json.JSONDecoder(object_pairs_hook=unique_pairs)
 _SUB_BYTE: dict[str, tuple[np.dtype[Any], int]] = {
     "F4": (np.dtype(ml_dtypes.float4_e2m1fn), 4),
     "F6_E2M3": (np.dtype(ml_dtypes.float6_e2m3fn), 6),
     "F6_E3M2": (np.dtype(ml_dtypes.float6_e3m2fn), 6),
 }
-"""For dtypes whose elements share bytes: NumPy's dtype, and bits per element. Such tensors are listed, but not read."""
+"""Name of a dtype whose elements share bytes → NumPy's dtype, bits per element. Such tensors cannot be read."""
 SHARD_BYTES = 5_000_000_000
-"""Default size limit of a shard; it was that of ``transformers`` for long."""
+"""Size limit of a shard by default: 5 GB, for years also the default of ``transformers``."""
 PYTORCH = {"format": "pt"}
-"""Metadata: tensors have the names and shapes of PyTorch's modules. transformers 4 refuses files without a format."""
+"""Metadata of a file whose tensors have PyTorch's names and shapes. transformers 4 refuses files without ``format``."""
 _CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
 """Name of a dtype in NumPy → its name in safetensors."""
 
@@ -142,7 +142,7 @@ class _Parser:
         self._data_bytes = file_bytes - data_start
         self._metadata: dict[str, str] = {}
         self._spans: dict[str, tuple[int, int]] = {}
-        """Tensor → its first byte and its end (exclusive) in the file."""
+        """Name of a tensor → first byte and end (exclusive) of the tensor's data in the file."""
 
     def parse(self) -> SafetensorsHeader:
         tensors: dict[str, Tensor] = {}
@@ -270,7 +270,7 @@ class _Parser:
 
 
 class _Members:
-    """Iterates over a JSON object: yields each key and where its value starts; the caller moves ``position`` past it.
+    """Iterates over a JSON object: yields key and start of the value; the caller moves ``position`` past the value.
 
     Afterwards ``position`` is past the object and the white space that follows it.
     """
@@ -311,7 +311,7 @@ def write_skeleton(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] = PYTORCH,
 ) -> tuple[TensorPlace, ...]:
-    """Make shards of at most ``shard_bytes`` (or one larger tensor) without the values, and an index for several.
+    """Make safetensors files without values, each of at most ``shard_bytes`` or one tensor; several get an index.
 
     Return where the values of each tensor belong.
     """

@@ -50,15 +50,15 @@ _BODY = re.compile(r"\[http_response_body=.*?\](?=\s*\[|$)")
 _SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_REDIRECTS = 5
-"""Limit on redirects of one file. One on the hub of Hugging Face takes one or two; browsers give up after twenty."""
+"""Limit on redirects for one file. Hugging Face's hub redirects once or twice; browsers give up after twenty."""
 _PIECE = 1 << 16
-"""How many bytes `ask_again` reads at once while it counts them."""
+"""How many bytes `ask_again` reads at a time."""
 _MAX_URL = 1 << 13
-"""Limit on the characters of an address; signed ones have one to two thousand."""
+"""Limit on the characters of an address; a signed address has one to two thousand."""
 
 
 class OutOfRangeError(TransferError):
-    """The requested range ends after the end of the object."""
+    """Raised when a request wants bytes past the end of an object, which is a file in a store."""
 
 
 def is_http(url: str) -> bool:
@@ -67,7 +67,7 @@ def is_http(url: str) -> bool:
 
 
 def failure(url: str, error: BaseException | None, name: str) -> Exception:
-    """Build an error for a failed request: the URL, the store's message, and a way to fix it."""
+    """Build the error for a failed request, with the URL, the store's message and a way to fix the problem."""
     endpoint = {"s3": aws_endpoint(), "gs": os.environ.get("TENSORSTORE_GCS_HTTP_URL")}.get(_scheme(url))
     where = (f"{url}/{name}" if name else url) + (f" (at {endpoint})" if endpoint else "")
     text = " ".join(str(error).split())
@@ -110,7 +110,7 @@ def stalled(url: str, name: str, timeout_s: float, answer: Answer | None = None)
 
 
 def web_page(url: str, name: str) -> TransferError | None:
-    """Return the error for a web page that an HTTP server sends in place of a file; ``None`` if it sends none."""
+    """Ask an HTTP server for a file; return an error if it sends a web page instead, otherwise ``None``."""
     if not is_http(url):
         return None
     asked = f"{url}/{quote(name)}"
@@ -199,7 +199,7 @@ class Answer:
 
 
 def ask_again(url: str, wanted: slice | None, *, timeout_s: float) -> Answer:
-    """Request bytes of an object, all by default, and count what arrives in time; redirects are not followed."""
+    """Request a range of an object (``None``: all of it); return how many bytes arrive within ``timeout_s``."""
     start, stop = (wanted.start or 0, wanted.stop) if wanted is not None else (0, None)
     until_s = time.monotonic() + timeout_s
     try:
@@ -220,7 +220,7 @@ def _asked(url: str, timeout_s: float, wanted: str = "bytes=0-0") -> Any:
 
 
 def _checked(first: str, found: str, location: str) -> str:
-    """Return the address that ``found`` redirects to; raise if it may not be followed (see the module)."""
+    """Return the address that a redirect from ``found`` to ``location`` leads to; raise if it must not be followed."""
     if not location:
         raise TransferError(
             f"Cannot read {first}: {found[:_MAX_URL]!r} redirects, but to no address. Check the address"

@@ -21,17 +21,17 @@ from shardload.units import exact_bytes
 MAX_JSON_BYTES = 1 << 25
 """Limit on a JSON file, 32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, a config 5 MB."""
 _MIN_BYTES_PER_CONTAINER = 16
-"""Least bytes of JSON per bracket or brace. Files by Keras and Hugging Face have 50; Python allocates 200 for each."""
+"""Fewest bytes of JSON per list or object. Real files have 50; Python allocates 200 for each list or object."""
 _FREE_CONTAINERS = 1024
-"""How many brackets and braces a document of any size may contain."""
+"""How many lists and objects even the smallest JSON text may contain."""
 _SMALL_BYTES = 4096
-"""Objects up to this size are not checked for a closing brace before they are read."""
+"""JSON objects up to this size are read at once; in a larger one, the closing brace is checked first."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 """Matches a JSON string with its quotes."""
 
 
 def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
-    """Read the JSON object in a file; raise a `SourceError` if there is anything else."""
+    """Read the JSON object in a file; raise a `SourceError` if the file contains anything else."""
     where = located(path)
     name = str(where)
     with closing(where.open()) as file:
@@ -61,7 +61,7 @@ def read_optional(path: str | os.PathLike[str] | Location) -> Any:
 
 
 def require_brace(file: File, stop: int, *, path: str, what: str) -> None:
-    """Raise unless a large JSON object that should end at byte ``stop`` ends with a brace.
+    """Raise unless the JSON object before byte ``stop`` ends with a brace; only a large object is checked.
 
     This way, a wrong length in a header is found before tensors are read as if they were text.
     """
@@ -108,7 +108,7 @@ def _containers(raw: bytes) -> int:
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """As the `object_pairs_hook` of `json.loads`: raise for duplicate keys, of which `json` would keep the last."""
+    """Refuse duplicate keys, of which `json` would keep the last; used as `object_pairs_hook` of `json.loads`."""
     found = dict(pairs)
     # Which key it is, is looked up for the message only.
     if len(found) < len(pairs):

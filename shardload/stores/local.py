@@ -33,7 +33,7 @@ from shardload.stores.store import FileIdentity, Kind, Store
 from shardload.units import exact_bytes, plural
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/")
-"""Matches the start of a URL, of whose two slashes pathlib leaves one. A single letter is a drive of Windows."""
+"""Matches the start of a URL, also after pathlib merged its slashes. A single letter is a drive of Windows, no URL."""
 _FILE = "file://"
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
@@ -65,7 +65,7 @@ def temporary_folder(prefix: str = "shardload-") -> Iterator[Path]:
 
 
 def home() -> Path | None:
-    """Return the user's home folder; ``None`` without HOME for a user unknown to the system, as in many containers."""
+    """Return the user's home folder; ``None`` if neither HOME nor the system names one, as in many containers."""
     try:
         return Path.home()
     except RuntimeError:
@@ -89,7 +89,7 @@ def any_home() -> Iterator[None]:
 
 
 def local_target(path: str | os.PathLike[str]) -> Path:
-    """Check a path to write to and expand ``~``; raise for a URL. Every path that a user wants written passes here."""
+    """Return a path to write to, with ``~`` expanded; raise for a URL. For every path that a user wants written."""
     text = os.fspath(path)
     if (scheme := _SCHEME.match(text)) is None:
         found = expanded(path)
@@ -279,7 +279,7 @@ class _PrivateCopy(LocalStore):
         self.path = folder / "copy"
 
     def shown(self, key: str) -> str:
-        """Return the name of the original, for messages."""
+        """Return the name of the file that was copied, for messages."""
         del key
         return self._shown
 
@@ -289,7 +289,7 @@ class _PrivateCopy(LocalStore):
 
 
 def write_private_copy(blocks: Iterable[bytes], *, n_bytes: int, shown: str) -> Location:
-    """Write bytes to a private file; it is removed when nothing refers to its location any more, at the latest at exit.
+    """Write bytes to a private file, and return its location. The file is removed once nothing refers to the location.
 
     An error that ``blocks`` raises passes through, and the file is removed.
     """

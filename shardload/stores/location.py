@@ -31,7 +31,7 @@ class Location:
 
     store: Store
     key: str
-    """Names joined by ``/``; an absolute path for local files."""
+    """Path in the store: names joined by ``/``. For a local file, the absolute path."""
 
     def __lt__(self, other: Location) -> bool:
         return self.key < other.key
@@ -44,30 +44,30 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part of its path or URL."""
+        """Last part of the path or URL."""
         return (self.key or str(self)).rstrip("/").rpartition("/")[2]
 
     @property
     def parent(self) -> Location:
-        """The folder that contains it; the root is its own parent."""
+        """The folder that contains this file or folder; the root is its own parent."""
         folder = self.key.rstrip("/").rpartition("/")[0]
         # Nothing before the last slash: the parent is "/" for an absolute key, else the empty key, the store's root.
         return Location(self.store, folder or self.key[: self.key.startswith("/")])
 
     def is_file(self) -> bool:
-        """Whether it is a regular file."""
+        """Whether there is a regular file at this location."""
         return self.store.kind(self.key) == "file"
 
     def is_folder(self) -> bool:
-        """Whether it is a folder."""
+        """Whether there is a folder at this location."""
         return self.store.kind(self.key) == "folder"
 
     def exists(self) -> bool:
-        """Whether anything has this name."""
+        """Whether there is anything at this location."""
         return self.store.kind(self.key) is not None
 
     def is_link(self) -> bool:
-        """Whether it is a symbolic link."""
+        """Whether there is a symbolic link at this location."""
         return self.store.is_link(self.key)
 
     def resolved(self) -> Location:
@@ -75,11 +75,11 @@ class Location:
         return Location(self.store, self.store.resolved(self.key))
 
     def is_inside(self, folder: Location) -> bool:
-        """Whether it is ``folder`` or below it, by their paths alone: links are not followed."""
+        """Whether this location is ``folder`` or below it. Only paths are compared; links are not followed."""
         return self.relative_to(folder) is not None
 
     def relative_to(self, folder: Location) -> str | None:
-        """Return its path relative to ``folder``, empty for the folder itself; ``None`` if it is not below it."""
+        """Return this location's path relative to ``folder``: empty for the folder itself, ``None`` outside of it."""
         if self.store is not folder.store:
             return None
         if self.key == folder.key:
@@ -89,7 +89,7 @@ class Location:
         return self.key[len(prefix) :] if self.key.startswith(prefix) else None
 
     def names(self) -> list[str]:
-        """Return the names in the folder, sorted, without litter; raise a `SourceError` if it cannot be listed."""
+        """Return the names in the folder, sorted, without litter; raise a `SourceError` if this fails."""
         return [name for name in self.store.names(self.key) if not is_litter(name)]
 
     def open(self) -> File:
@@ -107,7 +107,7 @@ class Location:
             return file.n_bytes
 
     def read_header(self, count: int, *, offset: int, what: str) -> bytes:
-        """Read ``count`` bytes of a header without allocating more than the file's size."""
+        """Read ``count`` bytes of a header; if the file has fewer, raise before memory is allocated."""
         with closing(self.open()) as file:
             return read_bytes(file, count, offset=offset, path=str(self), what=what)
 
@@ -160,7 +160,7 @@ def is_nowhere(location: Location) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Identity, size and modification time of files when headers were read, to be compared after their data was read.
+    """Sizes and versions of files when their headers were read; compared after the data was read, to detect changes.
 
     Sizes alone do not show that a file changed: a training job that rewrites its checkpoint in place keeps the file
     size but changes the weights, and a load would mix both.
@@ -174,7 +174,7 @@ class Fingerprint:
         return cls({path: path.identity() for path in paths})
 
     def check(self) -> None:
-        """Raise a `TransferError` if a file has changed since."""
+        """Raise a `TransferError` if a file has changed since the fingerprint was taken."""
         for path, before in self.files.items():
             now = path.identity()
             if now != before:

@@ -23,7 +23,7 @@ _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 
 
 class RemoteStore(Store):
-    """The objects below a URL, as files; a key is the rest of an object's URL.
+    """A store whose files are the objects below a URL; a file's key is the rest of the object's URL.
 
     Objects do not change while they are read: their names are listed and their sizes determined once.
     """
@@ -84,7 +84,7 @@ class RemoteStore(Store):
 
 
 class RemoteObject:
-    """An object that is open for reading."""
+    """A file of a remote store (an object) that is open for reading."""
 
     descriptor = None
 
@@ -108,7 +108,7 @@ class RemoteObject:
         return PendingObject(fetch, stop - start, shown=self._store.shown(self._key))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """See `shardload.stores.store.File`; short reads fetch a whole MiB, which is kept for those that follow."""
+        """See `shardload.stores.store.File`; a short read fetches a whole MiB, which is kept for later reads."""
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
@@ -152,7 +152,7 @@ class PendingObject:
 
 
 class NameTree:
-    """The folders of a remote store, derived from its file names: a store lists only those, with slashes in them."""
+    """Files and folders of a remote store. Folders follow from slashes in file names, as a store lists only files."""
 
     def __init__(self, files: Collection[str]) -> None:
         self.kinds: dict[str, Kind] = {"": "folder"}
@@ -171,11 +171,11 @@ class NameTree:
 
 
 REMOTE_SCHEMES = ("s3", "gs", "http", "https")
-"""URL schemes that `RemoteStore` reads. Only training steps are read from them, as only they have digests."""
+"""Schemes of URLs that `RemoteStore` reads. Only training steps are read from URLs, since only steps have digests."""
 SCHEMES: dict[str, Callable[[str], Location]] = dict.fromkeys(
     REMOTE_SCHEMES, lambda url: Location(RemoteStore(url), "")
 )
-"""URL scheme → function that returns the location of a URL. A new scheme needs an entry, and a `Store`."""
+"""URL scheme → function that returns the location of a URL. A new scheme needs an entry here, and a `Store`."""
 
 
 def location_of(source: object) -> Location | None:

@@ -22,21 +22,21 @@ from shardload.stores.answers import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeErr
 from shardload.units import exact_bytes
 
 _DEFAULT_TIMEOUT_S = 120.0
-"""Longest time without a response: 64 MiB in flight take that long at 0.5 MB/s. TensorStore would wait forever."""
+"""Longest wait for a response; TensorStore would wait forever. In this time, 0.5 MB/s transfer 64 MiB."""
 _FIRST_ANSWER_S = 30.0
-"""Longest time until a store's first response, which is short."""
+"""Longest wait for a store's first response, which is small."""
 RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
-"""How often a failed request is repeated; TensorStore's default of 32 attempts takes a quarter of an hour."""
+"""How often a failed request is repeated, and after which delays; TensorStore's 32 attempts would take 15 minutes."""
 WAIT_S = 0.25
 """Interval at which a waiting thread checks whether other requests made progress."""
 _PROBES = 16
 """How many single bytes are requested at once to find the size of an object."""
 _MOVED_S = 60.0
-"""How long the target of a redirect is used without asking again: signed addresses expire, mostly after minutes."""
+"""How long the target of a redirect is reused: short, because signed addresses expire, mostly after minutes."""
 
 
 class Requests:
-    """Sends requests for the objects below a URL, by their names relative to it."""
+    """Sends requests for the objects below a URL. Names of objects are relative to this URL."""
 
     def __init__(self, url: str) -> None:
         scheme, _, rest = url.partition("://")
@@ -67,7 +67,7 @@ class Requests:
 
     @property
     def can_list(self) -> bool:
-        """Whether the store can list its names; HTTP cannot."""
+        """Whether the store can list the names of its objects; HTTP servers cannot."""
         return not self.url.startswith("http")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
@@ -92,7 +92,7 @@ class Requests:
         return self._kv.read(name, byte_range=asked)
 
     def follow(self, error: BaseException, name: str) -> bool:
-        """Follow the redirect if it is why a request failed; return whether to send the request again."""
+        """If a request failed because of a redirect, follow the redirect; return whether to send the request again."""
         status = answers.status_in(error)
         if self.can_list or status not in answers.REDIRECTS:
             return False
@@ -101,7 +101,7 @@ class Requests:
         return True
 
     def _redirected(self, name: str) -> Any:
-        """Follow the redirects of an object's address; return TensorStore's store for where they lead."""
+        """Follow the redirects of an object's address; return a TensorStore store for the last address."""
         first = f"{self.url}/{quote(name)}"
         target = answers.follow_redirects(first, timeout_s=timeout_s(first=not self._progress.answered))
         kv = self._opened({"driver": "http", "base_url": target})
@@ -109,7 +109,7 @@ class Requests:
         return kv
 
     def check_redirects(self, name: str, asked: slice | None, limit_s: float) -> None:
-        """Ask an HTTP server that gave no answer in time once more: return if it redirects, else raise the reason.
+        """Ask a silent HTTP server once more; return if it redirects, otherwise raise an error that gives the reason.
 
         TensorStore tells the status of an answer only after its last retry, and retries status 308 too.
         """
@@ -165,7 +165,7 @@ class Requests:
         return beyond
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names of all objects in a folder and below, relative to it."""
+        """Return the names of all objects below a folder, relative to this folder."""
         if not self.can_list:
             raise UnsupportedError(f"Cannot list {self.url}: HTTP servers do not list their files")
         import tensorstore as ts
@@ -195,19 +195,19 @@ class Requests:
 
 
 class _Progress:
-    """When a store last responded, and what is known about it; shared by all threads that wait for it."""
+    """When a store last responded, and how it answers; shared by all threads that wait for the store."""
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()
         self.answered = False
         self.asked_again = False
         self.redirects = False
-        """Whether to ask for redirects before each read, as TensorStore takes seconds to refuse status 308."""
+        """Whether to ask for redirects before each read: TensorStore takes seconds to report one with status 308."""
         self._waiting = 0
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Record that a thread starts to wait; the first one starts the clock."""
+        """Record that a thread starts to wait; if no other thread waits, the time limit starts now."""
         with self._lock:
             # After an idle time the clock is old, although no request was open.
             if not self._waiting:
@@ -215,12 +215,12 @@ class _Progress:
             self._waiting += 1
 
     def restart(self) -> None:
-        """Start the clock again, because a request was sent again."""
+        """Start the time limit again, because a request was sent again."""
         with self._lock:
             self.at_s = time.monotonic()
 
     def end(self, *, answered: bool) -> None:
-        """Record that a thread stops waiting; only if it was ``answered`` do the other threads get more time."""
+        """Record that a thread stops waiting. If it was ``answered``, the time limit of other threads starts again."""
         with self._lock:
             self._waiting -= 1
             if answered:
@@ -300,7 +300,7 @@ class Fetch:
 
 
 def timeout_s(*, first: bool) -> float:
-    """Return how long a store may stay silent, in seconds; ``first`` applies until its first response."""
+    """Return how many seconds a store may stay silent; ``first`` is for a store that has never responded."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return _FIRST_ANSWER_S if first else _DEFAULT_TIMEOUT_S

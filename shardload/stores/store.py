@@ -80,7 +80,7 @@ class RemoteFile(File, Protocol):
     """A file of a remote store that has no local copy: its bytes can be requested before they are needed."""
 
     def begin(self, start: int, stop: int) -> PendingBytes:
-        """Start to fetch bytes ``[start, stop)``, whole units if the store verifies. ``stop`` may be past the end."""
+        """Start to fetch bytes ``[start, stop)``, in whole units if the store verifies. ``stop`` may be too large."""
         ...
 
 
@@ -91,14 +91,14 @@ class FileIdentity:
     size: int
     """Size in bytes."""
     version: tuple[int, ...] = ()
-    """Device, inode and modification time of a local file; any numbers that differ between versions elsewhere."""
+    """For a local file: device, inode and modification time. For others: any numbers that differ between versions."""
 
 
 class Store(ABC):
     """Something that contains files: this machine, or a URL. Shared by threads, and compared by identity."""
 
     is_remote: bool = False
-    """Whether each read is a request over a network: make few large ones, before the bytes are needed."""
+    """Whether each read is a network request: callers then make few large reads, before they need the bytes."""
     is_verifying: bool = False
     """Whether all bytes are compared with digests before a file returns them, so that callers need not."""
 
@@ -160,7 +160,7 @@ class Store(ABC):
 
 
 def read_bytes(file: File, count: int, *, offset: int, path: str, what: str) -> bytes:
-    """Read ``count`` bytes of a header; messages name the file ``path``, and what is read: ``what="the JSON header"``.
+    """Read ``count`` bytes of a header. Errors name the file, ``path``, and what was to be read, ``what``.
 
     It never takes more memory than the file has bytes, whatever the header declares.
     """

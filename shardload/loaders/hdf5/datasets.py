@@ -51,31 +51,31 @@ from shardload.stores.store import FileStream
 from shardload.units import exact_bytes
 
 _MAX_EXPANSION = 1100
-"""Limit on decoded bytes per stored byte. Zeros compress to 1/1029 in gzip; trained weights expand by less than 10."""
+"""Limit on decoded bytes per stored byte of a dataset. gzip reaches 1029 for zeros; trained weights stay below 10."""
 _MAX_CHUNK_EXPANSION = 100
-"""Limit on the bytes of one decoded chunk per stored byte of its dataset: libhdf5 inflates chunks as a whole."""
+"""Limit on the size of one decoded chunk, in bytes per stored byte of its dataset: libhdf5 decodes whole chunks."""
 _EXPANSION_FLOOR_BYTES = 64 << 20
-"""Tensors up to this size may expand without limit: zeros that were never written, or compress to nothing."""
+"""Tensors up to this size may be stored in any number of bytes, even none: zeros need not be written."""
 _CACHE_BYTES = 1 << 20
-"""libhdf5's cache of object headers, 32 MiB by default; a small one is enough, as each header is read once here."""
+"""Size of libhdf5's cache of object headers, by default 32 MiB. Each header is read only once, so less is enough."""
 _OWN_GROUP = "vars"
 _LEGACY_ATTRIBUTES = ("layer_names", "layer_names0", "model_config")
 _MAX_COPIES = 16
-"""Limit on the bytes of all further links to datasets, as a multiple of the file's size."""
+"""Limit on the bytes of all tensors that are second names of a dataset, as a multiple of the file's size."""
 _FREE_HEADER_BYTES = 1 << 20
-"""Limit on object headers, or half of the file if that is more. libhdf5 allocates and reads the
-length that a header declares: a damaged length makes it parse tensor data as header messages."""
+"""Limit on the bytes of an object header; in a larger file, half of the file. libhdf5 reads as many bytes as a
+header declares: with a damaged length, it would parse tensor data as header messages."""
 _MAX_DEPTH = 256
-"""Limit on the nesting depth of groups; Keras writes two per level of nested layers."""
+"""Limit on the nesting depth of groups. Keras nests two groups for each level of nested layers."""
 _BYTES_PER_COPY = 512
-"""Memory that a further name of an object takes here, besides the text of the name."""
+"""Estimate of the memory for a second name of an object, without the text of the name."""
 _FREE_COPY_BYTES = 1 << 20
-"""Memory that further names of objects may always take; in a larger file, as many bytes as the file has."""
+"""Limit on the memory for second names of objects; in a larger file, the file's size."""
 _SHOWN = 20
-"""How many left-out objects of each kind the notes name at most."""
+"""Limit on the notes about links that are not followed, and on the notes about datasets without numbers."""
 _KINDS = {h5py.h5l.TYPE_HARD: HARD, h5py.h5l.TYPE_SOFT: SOFT}
 _LOCK = threading.RLock()
-"""libhdf5 is not re-entrant; h5py has a lock of its own, but not around several calls."""
+"""Held while an HDF5 file is open: libhdf5 is not re-entrant, and h5py's own lock covers single calls only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class FileRegion:
 
     path: Location
     start: int
-    """Offset in the file of the first byte of the HDF5 file."""
+    """Byte offset in ``path`` at which the HDF5 file begins."""
     nbytes: int
 
     @classmethod
     def whole(cls, path: Location) -> FileRegion:
-        """Return the region of a file that is an HDF5 file as a whole."""
+        """Return a region that is the whole file, for a file that is itself HDF5."""
         return cls(path, 0, path.size)
 
 
@@ -100,7 +100,7 @@ class H5Rows:
     region: FileRegion
     name: str
     address: int
-    """Address of its header, by which it is opened: a look-up by name reads groups, which can be damaged."""
+    """Address of the dataset's header, to open it: a look-up by name would read groups, which may be damaged."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     stored_bytes: int
@@ -141,9 +141,9 @@ class Content:
     tensors: tuple[Tensor, ...]
     """Every dataset with numbers, in no particular order; names are paths without leading slash."""
     notes: tuple[str, ...]
-    """What the file contains that is not in ``tensors``, for reports: soft links, datasets without numbers."""
+    """Descriptions of what is not in ``tensors``, for reports: soft links, and datasets without numbers."""
     is_whole: bool
-    """Whether it has the model's own group ``vars``, which Keras 3 writes to whole files and the first of several."""
+    """Whether the root has a group ``vars``, which Keras 3 writes to a whole file, or to the first of several parts."""
 
 
 def read_tensors(region: FileRegion) -> Content:
@@ -159,7 +159,7 @@ def read_tensors(region: FileRegion) -> Content:
 
 @contextmanager
 def reading(region: FileRegion) -> Iterator[Reader]:
-    """Open an HDF5 file for a with block, in which errors of libhdf5 become a `SourceError`."""
+    """Open an HDF5 file for a with block; errors of libhdf5 in this block become a `SourceError`."""
     try:
         with _LOCK, _opened(region, limit=True) as (file, stream, limit):
             yield Reader(file, stream, limit, region)
@@ -188,15 +188,15 @@ class Reader:
 
     @property
     def groups(self) -> Container[str]:
-        """Paths of all groups, once `tensors` has been exhausted."""
+        """Paths of all groups. Complete only after `tensors` has yielded its last tensor."""
         return self._walk.groups
 
     def is_legacy(self) -> bool:
-        """Whether Keras 2 wrote the file, or Keras 3 in that format."""
+        """Whether the file has the format of Keras 2, which Keras 3 can write, too."""
         return any(map(self._file.attrs.__contains__, _LEGACY_ATTRIBUTES)) or self._walk.has_in_root("model_weights")
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every dataset with numbers; two links to one dataset yield two tensors with the same ``storage``."""
+        """Yield every dataset with numbers as a tensor; one with two names yields two that share one ``storage``."""
         found: dict[int, Tensor | None] = {}
         copies = 0
         for name, address, node in self._walk.datasets():
@@ -214,7 +214,7 @@ class Reader:
                 yield tensor
 
     def notes(self) -> tuple[str, ...]:
-        """Return a note on each object that `tensors` left out, once it has been exhausted."""
+        """Return a note on each object that `tensors` left out; call this after `tensors` has yielded its last."""
         return tuple(f"left out {text}" for text in [*self._walk.left_out, *self._left_out])
 
     def _tensor(self, node: Any, name: str, address: int) -> Tensor | None:
@@ -232,11 +232,11 @@ class Reader:
             return None
 
     def has_names(self, group: str, attribute: str) -> bool:
-        """Whether a group (of `groups`, or ``""``, the root) has the attribute, a list of names."""
+        """Whether a group has an attribute with a list of names. ``group`` is in `groups`, or empty for the root."""
         return bool(h5py.h5a.exists(self._node(group), attribute.encode()))
 
     def names(self, group: str, attribute: str) -> Iterator[str]:
-        """Yield the names that a group lists in an attribute, or in several if they are long; none without a list."""
+        """Yield the names in a group's attribute, which Keras splits if it is long (``layer_names0`` and so on)."""
         node = self._node(group)
         if h5py.h5a.exists(node, attribute.encode()):
             yield from self._texts(node, attribute, rank=1)
@@ -307,7 +307,7 @@ def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedErr
 
 @contextmanager
 def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, FileStream, HeaderLimit]]:
-    """Open a region as HDF5 through a Python file object, so that libhdf5 cannot open, lock or map any other file."""
+    """Open a region of a file as HDF5, through a Python file object: libhdf5 itself then opens no files."""
     headers = HeaderLimit(region.path, n_bytes=region.nbytes)
     stream = FileStream(region.path.open(), start=region.start, n_bytes=region.nbytes, before_read=headers)
     with closing(stream):
@@ -323,7 +323,7 @@ def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, F
 
 
 def _dtype(node: Any) -> tuple[np.dtype[Any], bool]:
-    """Return the dtype that a dataset is read as, and whether its stored bytes already are elements of that dtype."""
+    """Return the dtype to read a dataset as, and whether its stored bytes need no conversion to that dtype."""
     kind = node.get_type()
     if kind.get_class() in {h5py.h5t.STRING, h5py.h5t.COMPOUND, h5py.h5t.VLEN, h5py.h5t.REFERENCE, h5py.h5t.ARRAY}:
         raise _NoNumbersError(f"it does not contain numbers (HDF5 class {kind.get_class()})")
@@ -346,7 +346,7 @@ def _dtype(node: Any) -> tuple[np.dtype[Any], bool]:
 
 
 def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
-    """Return an `Extent` if a dataset's stored bytes are its elements as they are, else ``rows`` to decode them."""
+    """Return an `Extent` if a dataset's bytes can be read in place, otherwise `Decoded` with ``rows``, through h5py."""
     region, shape, dtype = rows.region, rows.shape, rows.dtype
     where = f"{region.path}: dataset {rows.name!r}"
     plist = node.get_create_plist()
@@ -408,7 +408,7 @@ class HeaderLimit:
         self._limit: int | None = None
 
     def __call__(self, at: int, n_bytes: int) -> None:
-        """Raise if a read, of ``n_bytes`` at a position, is longer than the limit that `headers` sets."""
+        """Raise if a read of ``n_bytes`` at position ``at`` exceeds the limit; outside `headers` there is no limit."""
         if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
                 f"{self._path}: the header of the object at byte {at} or before it should take "
@@ -418,7 +418,7 @@ class HeaderLimit:
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Limit reads inside the with block. Do not iterate over HDF5 objects in it: libhdf5 must not fail there."""
+        """Limit each read in the with block. Do not iterate over HDF5 objects in it: an iteration must not fail."""
         self._limit = max(_FREE_HEADER_BYTES, self._n_bytes // 2)
         try:
             yield
@@ -433,16 +433,16 @@ class LinkWalk:
         self._root, self._structures, self._limit, self._path = file.id, structures, limit, path
         self._copy_bytes = max(_FREE_COPY_BYTES, n_bytes)
         self.groups: dict[str, int] = {}
-        """Path → address of every group that was visited."""
+        """Path of each group visited so far → address of its header."""
         self.left_out: list[str] = []
-        """Descriptions of what is not followed: soft links, and objects that are neither a group nor a dataset."""
+        """Descriptions of links that were not followed, and of objects that are neither a group nor a dataset."""
 
     def open(self, group: str) -> Any:
-        """Open a group that was visited, or the root, ``""``."""
+        """Open a group that the walk has visited; an empty path is the root."""
         return open_at(self._root, self.groups[group]) if group else h5py.h5o.open(self._root, b"/")
 
     def has_in_root(self, name: str) -> bool:
-        """Whether the root has a hard link of this name, without visiting what it links to."""
+        """Whether the root group has a link of this name. Does not open what the link leads to."""
         root = _address(self._root)
         # Of dense links, libhdf5 must not look up any.
         if has_dense_links(self._structures, root):
@@ -450,7 +450,7 @@ class LinkWalk:
         return bool(self._root.links.exists(name.encode()))
 
     def datasets(self) -> Iterator[tuple[str, int, Any]]:
-        """Yield path, header address and h5py object of every dataset, once for each of its names."""
+        """Yield path, header address and h5py object of each dataset; a dataset with two paths is yielded twice."""
         root = _address(self._root)
         seen = {root}
         # An explicit stack: recursion as deep as a hostile file nests would exhaust Python's. Only a group and its
@@ -498,7 +498,7 @@ class LinkWalk:
             )
 
     def _links(self, group: Any, address: int) -> tuple[Any, Iterator[Link]]:
-        """Return a group, for faster look-ups by name, or ``None`` where libhdf5 must not do them; and its links."""
+        """Return the object for look-ups in a group (``None`` if they may crash libhdf5), and the group's links."""
         if has_dense_links(self._structures, address):
             return None, dense_links(self._structures, address)
         return group, self._plain_links(group)
@@ -511,7 +511,7 @@ class LinkWalk:
 
 
 def _address(node: Any) -> int:
-    """Return the address of an object's header; `h5py.h5o.get_info` would visit all that a group refers to."""
+    """Return the address of an object's header. `h5py.h5o.get_info` has it, but visits all that a group refers to."""
     dataset, buffer, offset = _reference()
     reference = np.empty(1, h5py.ref_dtype)
     reference[0] = h5py.h5r.create(node, b".", h5py.h5r.OBJECT)
@@ -521,7 +521,7 @@ def _address(node: Any) -> int:
 
 
 def decoded(raw: bytes, path: Location) -> str:
-    """Decode a text in the file; raise a `SourceError` that names the file if it is not UTF-8."""
+    """Decode a text of an HDF5 file; raise a `SourceError` with the file's path if the text is not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -529,7 +529,7 @@ def decoded(raw: bytes, path: Location) -> str:
 
 
 def open_at(file: Any, address: int) -> Any:
-    """Open the object whose header is at an address."""
+    """Open the object whose header is at ``address`` in the file."""
     # HDF5 has a call for it, which h5py lacks; references are addresses, and h5py opens those.
     dataset, buffer, offset = _reference()
     buffer.seek(offset)
@@ -543,7 +543,7 @@ def open_at(file: Any, address: int) -> Any:
 
 @cache
 def _reference() -> tuple[Any, io.BytesIO, int]:
-    """Return a dataset with one object reference, in an HDF5 file in memory; the file; the reference's offset in it."""
+    """Return a dataset of one object reference, the HDF5 file in memory with it, and the reference's byte offset."""
     buffer = io.BytesIO()
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)

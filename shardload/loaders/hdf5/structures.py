@@ -35,28 +35,28 @@ _MESSAGE_2 = struct.Struct("<BHB")
 _CONTINUATION = 0x10
 _CHECKSUM_BYTES = 4
 _MAX_BLOCK_BYTES = 16 << 20
-"""Limit on the bytes of one structure; libhdf5 writes headers and collections below 64 KiB."""
+"""Limit on the bytes of one structure, such as an object header; those that libhdf5 writes stay below 64 KiB."""
 _FREE_STEPS = 1 << 20
-"""Steps of work that reading a file of any size may take; a larger file may take a step for each byte."""
+"""Limit on the steps of work for reading one file; for a larger file, one step per byte. See `Structures.spend`."""
 _BYTES_PER_STEP = 8
-"""Bytes that are read in the time of one step, such as looking at a message."""
+"""How many bytes read count as one step of work."""
 
 _Read = Callable[[int, int], bytes]
-"""Takes an address and a number of bytes, and returns these bytes; raises a `SourceError` outside the file."""
+"""A function that reads a number of bytes at an address; raises a `SourceError` for bytes outside the file."""
 _ATTRIBUTE = 0x0C
 _REFERENCE = struct.Struct("<IQI")
 _COLLECTION = struct.Struct("<4sB3xQ")
 _OBJECT = struct.Struct("<HH4xQ")
 _MAX_OBJECTS = 4096
-"""Limit on the strings in one collection; libhdf5 fills 64 KiB before it begins another one."""
+"""Limit on the strings in one collection (a block of strings). libhdf5 begins a new collection after 64 KiB."""
 _LINK_INFO = 2
 _UNDEFINED = (1 << 64) - 1
 _HEAP = struct.Struct("<4sBHHBI8x8x8x8x8x8x8x8x8x8x8x8xHQQHHQH")
 _TREE = struct.Struct("<4sBBIHHBBQHQ")
 _RECORD = struct.Struct("<4xB6s")
-"""An entry of a B-tree of links: a hash of the name, and a heap id, which is a byte of flags, offset and length."""
+"""An entry in a group's B-tree of links: hash of the name (skipped), flags, and the link's place in the heap."""
 _TREE_OVERHEAD = 10
-"""Bytes of a B-tree's node besides records and pointers: signature, version, type, checksum."""
+"""Bytes of a B-tree node that are not records or pointers: signature, version, type and checksum."""
 _LINKS_BY_NAME = 5
 _MAX_DEPTH = 8
 HARD: Final = 0
@@ -64,14 +64,14 @@ SOFT: Final = 1
 
 
 class Structures:
-    """Reads the structures of one file, and limits the work that they cause."""
+    """Reads low-level structures of one HDF5 file, and limits the work that a damaged file can cause."""
 
     def __init__(self, read: _Read, *, n_bytes: int, path: Location) -> None:
         self._read, self._path = read, path
         self._steps = max(_FREE_STEPS, n_bytes)
 
     def messages(self, header: int) -> Iterator[tuple[int, bytes]]:
-        """Yield kind and body of each message in the object header at an address."""
+        """Yield type and content of each message (entry) in the object header at address ``header``."""
         prefix = self.read(header, _PREFIX.size)
         if prefix.startswith(b"OHDR"):
             yield from self._messages_2(header)
@@ -113,14 +113,14 @@ class Structures:
                 yield kind, body
 
     def read(self, address: int, n_bytes: int) -> bytes:
-        """Return the bytes of a structure, and count the work; raise if it is too long."""
+        """Return ``n_bytes`` at an address, and count them as work; raise if they are too many for one structure."""
         if n_bytes > _MAX_BLOCK_BYTES:
             raise self.unsupported(f"a structure of {exact_bytes(n_bytes)} in one piece")
         self.spend(1 + n_bytes // _BYTES_PER_STEP)
         return self._read(address, n_bytes)
 
     def spend(self, steps: int) -> None:
-        """Count ``steps`` of work; raise if the file causes more work than its size allows."""
+        """Add ``steps`` to the work done for the file; raise if the sum is more than the file's size allows."""
         self._steps -= steps
         if self._steps < 0:
             raise self.unsupported("structures that refer to the same bytes again and again")
@@ -145,7 +145,7 @@ class Strings:
         self._collection: tuple[int, dict[int, int], bytes] = (-1, {}, b"")
 
     def of_attribute(self, header: int, name: str, *, count: int) -> Iterator[bytes]:
-        """Yield the ``count`` strings of an attribute of the object whose header is at an address."""
+        """Yield the ``count`` strings in the attribute ``name`` of the object whose header is at address ``header``."""
         body = self._find(header, name.encode())
         if len(body) < count * _REFERENCE.size:
             raise self._file.damaged(f"the attribute {name!r} is too short for {plural(count, 'string')}")
@@ -159,7 +159,7 @@ class Strings:
         raise self._file.damaged(f"an object's header lacks the attribute {name.decode()!r}")
 
     def _body(self, body: bytes, name: bytes) -> bytes | None:
-        """Return the data of the attribute in a message's ``body`` if it has this name, else ``None``."""
+        """Return the data of the attribute that a message's ``body`` describes; ``None`` if that has another name."""
         if len(body) < 9 or body[0] not in (1, 2, 3):
             raise self._file.unsupported("an attribute of an unknown version")
         unit = 8 if body[0] == 1 else 1
@@ -207,13 +207,13 @@ class Link:
 
     name: bytes
     kind: int
-    """`HARD`, `SOFT` or something else, such as a link to another file."""
+    """`HARD`, `SOFT`, or another number for other links, such as one to another file."""
     address: int
     """Address of the object's header, if the link is hard."""
 
 
 def dense_links(file: Structures, header: int) -> Iterator[Link]:
-    """Yield the links of a group that stores them densely."""
+    """Yield the links of a group that stores them densely: in a heap and a B-tree. ``header`` is its address."""
     heap_at, tree_at = _places(file, header)
     heap = _Heap.at(file, heap_at)
     for record in _records(file, tree_at):
@@ -229,7 +229,7 @@ def has_dense_links(file: Structures, header: int) -> bool:
 
 
 def _places(file: Structures, header: int) -> tuple[int, int]:
-    """Return the addresses of a group's heap and tree; `_UNDEFINED` if it does not store links densely."""
+    """Return the addresses of the heap and the B-tree with a group's links; `_UNDEFINED` if there are none."""
     info = next((body for kind, body in file.messages(header) if kind == _LINK_INFO), None)
     if info is None:
         return _UNDEFINED, _UNDEFINED
@@ -253,13 +253,13 @@ def _records(file: Structures, tree: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Byte widths of the numbers in a B-tree's nodes, which follow from how many records the nodes can have."""
+    """How many bytes the counts in a B-tree's nodes take, which follows from how many records fit into a node."""
 
     node_bytes: int
     count_bytes: int
-    """Width of the number of records in a child node."""
+    """Bytes of the field with the number of records in one child node."""
     total_bytes: tuple[int, ...]
-    """Widths of the number of records in a child and everything below it, by the depth of the child."""
+    """By the depth of a child node: bytes of the field with the number of records in this child and below it."""
 
     @classmethod
     def of(cls, node_bytes: int, depth: int) -> _Shape:
@@ -290,7 +290,7 @@ def _node(file: Structures, at: int, count: int, shape: _Shape, depth: int) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Heap:
-    """A fractal heap: rows of blocks; from the third row on, blocks are twice as large as in the row before."""
+    """A fractal heap of HDF5: rows of blocks with objects. Block sizes double with each row from the third on."""
 
     offset_bytes: int
     length_bytes: int
@@ -298,7 +298,7 @@ class _Heap:
     first: int
     """Size of the smallest blocks in bytes."""
     direct_rows: int
-    """Number of rows whose blocks contain objects; blocks in later rows contain blocks."""
+    """Number of rows, from the first one, whose blocks contain objects; blocks in later rows contain smaller blocks."""
     root: int
     root_rows: int
     """Number of rows in the root block; 0 if the root itself is a block with objects."""
@@ -318,7 +318,7 @@ class _Heap:
         return cls((bits + 7) // 8, length_bytes, columns, first, direct_rows, root, rows)
 
     def object(self, file: Structures, place: bytes) -> bytes:
-        """Return the bytes of an object; ``place`` is its heap id without the flags: offset and length."""
+        """Return the bytes of an object in the heap; ``place`` is its offset and length, as in a B-tree."""
         offset = _int(place[: self.offset_bytes])
         length = _int(place[self.offset_bytes : self.offset_bytes + self.length_bytes])
         block, rows, at = self.root, self.root_rows, offset
@@ -359,7 +359,7 @@ def _link(file: Structures, raw: bytes) -> Link:
 
 
 def _width(number: int) -> int:
-    """Return how many bytes libhdf5 takes to store numbers up to this one."""
+    """Return how many bytes libhdf5 uses for a field whose largest value is ``number``."""
     return (max(number, 1).bit_length() - 1) // 8 + 1
 
 

@@ -37,7 +37,7 @@ def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str,
 def write_shards(
     index: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str], shard_bytes: int
 ) -> tuple[TensorPlace, ...]:
-    """Make shards of at most ``shard_bytes`` (or one larger tensor) without the values, and the index, like Keras."""
+    """Make a model's shards without the values, and the index. A shard has at most ``shard_bytes`` or one tensor."""
     places: list[TensorPlace] = []
     weight_map: dict[str, list[str]] = {}
     groups = grouped(tensors, shard_bytes)
@@ -58,13 +58,13 @@ def write_shards(
 
 
 def shard_names(index: str, tensors: Sequence[Wanted], *, shard_bytes: int) -> tuple[str, ...]:
-    """Return the file names of the shards, numbered as Keras does: it opens the first one without reading the index."""
+    """Return the shards' file names, numbered from 0 as in Keras, which opens the first without reading the index."""
     stem = index.removesuffix(".weights.json")
     return tuple(f"{stem}_{i:05}.weights.h5" for i in range(len(grouped(tensors, shard_bytes))))
 
 
 def reserve(file: Any, tensor: Wanted) -> int:
-    """Make one contiguous dataset as Keras does; return the byte offset of its data."""
+    """Make a contiguous dataset for a tensor, like Keras, but without values; return the byte offset of its data."""
     # Allocated at once and never filled, so that the offset is known and the file stays sparse until values come.
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)

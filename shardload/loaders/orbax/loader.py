@@ -44,9 +44,9 @@ from shardload.units import exact_bytes, plural
 
 _MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _ITEMS = ("pytree", "default")
-"""Names of the item with the weights: of Keras and Orbax v1, and of Orbax v0."""
+"""Folder names of the item (saved tree) with the weights: the first by Keras and Orbax v1, the second by Orbax v0."""
 _ALONE = "state"
-"""Name of the only item that Orbax v1's ``save_pytree`` writes; next to other trees, it is just a name by a user."""
+"""Folder name of the one item that Orbax v1's ``save_pytree`` writes. Next to other items, a user chose this name."""
 OWN_FOLDER = "shardload"
 """Name of the folder in a step for shardload's own files."""
 _MODEL_CONFIG, _ASSETS = "model_config", "assets"
@@ -58,14 +58,14 @@ _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
 _HEADERS = frozenset({zarr.ZARR2, zarr.ZARR3})
 _MAX_EXPANSION = 40_000
-"""Limit on declared bytes per stored byte: zstd shrinks zeros, as in fresh optimizer slots, to 1/32 768."""
+"""Limit on an array's bytes per byte that all arrays take in files; zstd reaches 32 768 for zeros."""
 _EXPANSION_FLOOR_BYTES = 1 << 26
 _MAX_OVERHANG = 16
-"""Limit on the bytes of a chunk per byte of its tensor: a chunk may reach beyond the tensor's edge, but not far."""
+"""Limit on a chunk's size as a multiple of its tensor's size: a chunk may reach beyond the edge, but not far."""
 
 
 def open_orbax(folder: Location) -> Manifest:
-    """Return the manifest of a step, of the newest step in a root, or of an item by itself."""
+    """Return the manifest of a step's folder, of the newest step in a folder of steps, or of an item's folder."""
     step = _step(folder)
     item = _item(step)
     tree = read_tree(item)
@@ -90,7 +90,7 @@ def open_orbax(folder: Location) -> Manifest:
 
 
 def is_checkpoint(folder: Location) -> bool:
-    """Whether a folder itself has Orbax's marker files: it is a step or an item."""
+    """Whether a folder is itself a step or an item, which Orbax's files in it show; false for a folder of steps."""
     names = set(folder.names())
     if names.intersection(_MARKS) or TREE in names:
         return True
@@ -98,7 +98,7 @@ def is_checkpoint(folder: Location) -> bool:
 
 
 def step_names(folder: Location) -> list[str]:
-    """Return the names of the steps in a root, oldest first, without empty and foreign folders."""
+    """Return the names of the steps in a folder, oldest first; empty folders and those of other programs are none."""
     found = [
         name
         for name in possible_steps(folder.names())
@@ -109,7 +109,7 @@ def step_names(folder: Location) -> list[str]:
 
 
 def possible_steps(names: Iterable[str]) -> list[str]:
-    """Return the names that steps can have: bare numbers or, if there are none, numbers after one common prefix."""
+    """Return those ``names`` that can be steps: plain numbers or, if there are none, numbers after one prefix."""
     found = [name for name in names if step_number(name) is not None]
     if bare := [name for name in found if name.isdecimal()]:
         # Zeros in front only where they make all names equally long.
@@ -155,7 +155,7 @@ def _item(step: Location) -> Location:
 
 
 def _others(step: Location, item: Location) -> tuple[str, ...]:
-    """Return a note on a step's trees that are not read; none for shardload's steps, where the user named them."""
+    """Return a note on items of a step that are not read; none for a step by shardload, whose user named the items."""
     names = step.names()
     if item == step or OWN_FOLDER in names:
         return ()
@@ -191,7 +191,7 @@ def _metadata(
 
 
 def _empty(structure: Any, file: Location, *, known: Mapping[str, Any]) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield the variables without elements that a step's structure.json lists, with their keys: Orbax stores none."""
+    """Yield tensor and key path of each variable without elements, from structure.json: Orbax stores no such arrays."""
     leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
     for leaf in leaves if isinstance(leaves, list) else ():
         found = leaf if isinstance(leaf, Mapping) else {}
@@ -237,18 +237,18 @@ class SavedLeaf:
     """A leaf of a saved tree, as ``_METADATA`` lists it."""
 
     keys: tuple[str, ...]
-    """Its key path; sequence indices as text."""
+    """Keys that lead from the root of the tree to the leaf; the index of an item in a list is such a key, as text."""
     kind: str
-    """Orbax's value type: ``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``, ``Dict`` …"""
+    """Orbax's type of the leaf: ``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``, ``Dict`` …"""
 
     @property
     def name(self) -> str:
-        """The leaf's name as a tensor: its keys joined by ``/``."""
+        """Name of the tensor that the leaf becomes: the keys joined by ``/``."""
         return "/".join(self.keys)
 
     @property
     def stored_name(self) -> str:
-        """The name of its array in the store: its keys joined by ``.``."""
+        """Name under which Orbax stores the leaf's array: the keys joined by ``.``."""
         return ".".join(self.keys)
 
     @property
@@ -258,7 +258,7 @@ class SavedLeaf:
 
     @property
     def is_array(self) -> bool:
-        """Whether Orbax's own handlers wrote it as an array."""
+        """Whether Orbax itself, not a user's handler, stored the leaf as an array."""
         return self.kind in _ARRAYS
 
 
@@ -268,7 +268,7 @@ class SavedTree:
 
     leaves: tuple[SavedLeaf, ...]
     is_complete: bool
-    """Whether every chunk was written, including chunks of zeros."""
+    """Whether Orbax wrote every chunk of every array; otherwise, chunks that contain only zeros are left out."""
 
 
 def read_tree(item: Location) -> SavedTree:
@@ -291,13 +291,13 @@ def read_tree(item: Location) -> SavedTree:
 
 
 def read_strings(item: Location) -> dict[str, Any]:
-    """Read the leaves that are text, by the names under which Orbax stores them; empty if there are none."""
+    """Return name → text for the leaves of an item that are text; empty if there are none."""
     path = member(item, _STRINGS, named_by=str(item))
     return read_object(path) if path.exists() else {}
 
 
 class Arrays:
-    """The arrays in an item's folder; if ``is_complete``, Orbax wrote every chunk, also chunks of zeros."""
+    """The arrays in an item's folder. With ``is_complete``, a missing chunk is an error, otherwise the fill value."""
 
     def __init__(self, folder: Location, *, is_complete: bool) -> None:
         self._folder = folder
@@ -327,7 +327,7 @@ class Arrays:
 
     @property
     def files(self) -> dict[Location, int]:
-        """Size of each file with data of the tensors that `tensor` has returned so far."""
+        """Location → size in bytes of each file that contains data of a tensor returned so far."""
         return dict(sorted(self._sizes.items()))
 
     def contains(self, name: str) -> bool:
@@ -398,7 +398,7 @@ class Arrays:
 
 
 def _files(folder: Location) -> dict[str, OcdbtValue]:
-    """Return every file of a store without OCDBT, by its path relative to ``folder``; links count as files."""
+    """Return path in ``folder`` → place of each file, if every array has its own folder (no OCDBT). Links are files."""
     found: dict[str, OcdbtValue] = {}
     # Files next to the arrays' folders are Orbax' own metadata.
     waiting = [name for name in folder.names() if (folder / name).is_folder() and not (folder / name).is_link()]

@@ -25,20 +25,20 @@ from shardload.units import exact_bytes, plural
 BACKSLASH = "TensorStore takes the backslash in its path for a slash"
 MANIFEST = "manifest.ocdbt"
 _MAX_MANIFEST_BYTES = 1 << 20
-"""Limit on the manifest, which lists at most sixteen versions of the store; Orbax writes one."""
+"""Limit on the size of the manifest file. It may list sixteen versions of the store; Orbax writes one."""
 _MAX_NODE_BYTES = 1 << 27
-"""Limit on a node, stored or inflated; Orbax requests at most 100 MB inflated."""
+"""Limit on the size of a B-tree node, stored or inflated; Orbax requests at most 100 MB when it writes."""
 _MAX_HEIGHT = 16
 MAX_KEYS = 1 << 20
-"""Limit on the keys of a store, a million chunks; the largest published runs write a few hundred thousand."""
+"""Limit on the keys of a store: a million chunks. The largest published checkpoints have a few hundred thousand."""
 _MAX_VISITS, _VISITS_FLOOR_BYTES = 4, 1 << 16
-"""Limit on bytes of nodes read per byte of their files. A node has one parent, or a few where stores were merged;
-without a limit, a chain of nodes that each list the next one as a child 99 times would never end."""
+"""Limit on the bytes of nodes that are read, per byte of the files that contain nodes. A node has one parent, or a few
+where stores were merged; without a limit, a chain of nodes that each list the next one 99 times would never end."""
 _LABELS = re.compile(
     r'^[A-Z_]+: |Error (?:reading|opening|decoding)[^:]*"[^"]*": |Error parsing object member "metadata": '
 )
 _ADDED = re.compile(r" \[[a-z_ ]+=|; at (?:uncompressed )?byte ")
-"""Prefixes and suffixes of TensorStore's errors that only its developers need."""
+"""Matches what follows the cause in an error of TensorStore; only TensorStore's developers need it."""
 _NUMBER = re.compile(r"[0-9]{1,19}")
 """Matches an offset or a length; bounded, because int() raises for thousands of digits."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -52,15 +52,15 @@ class OcdbtValue:
     """One value of a key-value store: where it is, or its bytes."""
 
     path: Location
-    """The file that contains it."""
+    """The file that contains the value."""
     offset: int
-    """Offset of its first byte in the file; 0 if it is inline."""
+    """Offset of the value in the file, in bytes; 0 if the value is inline."""
     length: int
     inline: bytes | None = None
     """The value itself, if it is stored inside a B-tree node of ``path``."""
 
     def read(self, limit: int, *, what: str) -> bytes:
-        """Return the bytes of the value; raise if it has more than ``limit``."""
+        """Return the bytes of the value; raise if there are more than ``limit`` bytes."""
         if self.length > limit:
             raise UnsafeSourceError(
                 f"{self.path}: {what} should have at most {exact_bytes(limit)}, but has {exact_bytes(self.length)}"
@@ -71,7 +71,7 @@ class OcdbtValue:
 
 
 def read_values(folder: Location) -> dict[str, OcdbtValue]:
-    """Return where the value of every key in the newest version of a store is, in key order."""
+    """Return key → place of the key's value, in key order, for the newest version of a store."""
     return dict(OcdbtWalk(folder).walk())
 
 
@@ -90,7 +90,7 @@ class OcdbtWalk:
     node_file_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
-        """Yield each key and where its value is, in key order."""
+        """Yield each key with the place of its value, in key order."""
         # Fetches small remote files, the manifest among them.
         self.folder.local_path()
         manifest = self.folder / MANIFEST
@@ -156,7 +156,7 @@ class OcdbtWalk:
             )
 
     def locate(self, location: str, kind: str) -> OcdbtValue:
-        """Return the value at ``location``, a text ``kind:base:file:offset:length`` whose names are percent-encoded."""
+        """Return the value or node at a place that OCDBT writes as ``kind:base:file:offset:length``, in %-code."""
         parts = location.split(":")
         if len(parts) != 5 or parts[0] != kind or not all(map(_NUMBER.fullmatch, parts[3:])):
             raise SourceError(
@@ -178,7 +178,7 @@ class OcdbtWalk:
         return self.sizes[name]
 
     def dump(self, location: str | None, path: Location) -> Any:
-        """Return the manifest, or the node at ``location``, as TensorStore decodes it."""
+        """Return what TensorStore decodes from the node at ``location``, or, for ``None``, from the manifest."""
         import tensorstore as ts  # 0.2 s to import
 
         folder = f"{self.folder.local_path()}/"
@@ -196,13 +196,13 @@ class OcdbtWalk:
 
 
 def said(error: BaseException | None) -> str:
-    """Return the cause from the text of a TensorStore error, without status code, internal keys and specification."""
+    """Return the cause that a TensorStore error gives, without details that only TensorStore's developers need."""
     text = _LABELS.sub("", _ADDED.split(str(error))[0])
     return text.strip().rstrip(".") or "it cannot be decoded"
 
 
 def _refuse_inflation(raw: bytes, path: Location) -> None:
-    """Refuse a node whose zstd frames could inflate beyond `_MAX_NODE_BYTES`; TensorStore reports malformed ones."""
+    """Raise if zstd could inflate a node beyond `_MAX_NODE_BYTES`. TensorStore itself reports malformed data."""
     at, inflated = _NODE_HEADER_BYTES, 0
     while raw[at : at + 4] == _ZSTD_MAGIC and at + 6 <= len(raw):
         # Frame header (RFC 8878): magic and flags, window unless a single segment, dictionary id, content size. That

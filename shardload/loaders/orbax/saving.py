@@ -56,18 +56,18 @@ from shardload.stores.local import temporary_folder
 from shardload.units import format_bytes
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
-"""The item ``shardload/``, as plain Orbax loads it. Written as JSON: as a pytree, the default for strings, it
-would get its own array store, and Orbax would warn at every save that the store is empty."""
+"""What plain Orbax loads from the folder ``shardload/``. Written as JSON: a pytree, Orbax's default for texts, would
+get its own array store, and Orbax would warn at every save that the store is empty."""
 
 COMPRESSED_CHUNK_BYTES = 4 << 20
-"""Size of compressed chunks: small, as a restore decodes each as a whole, in every process that needs a part of it."""
+"""Size of compressed chunks: small, because each process that restores a part of a chunk must decode all of it."""
 _PATTERNS = set("[]*?\\")
 _DEFAULT_TIMEOUT_S = 1200
-"""Orbax's own default, 20 minutes per save."""
+"""Time limit for a save by default, 20 minutes as in Orbax."""
 STRAGGLERS_S = 30.0
-"""How long threads of Orbax and writes of TensorStore may continue after Orbax gave up."""
+"""How long threads of Orbax and writes of TensorStore may continue after a save has failed."""
 _LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
-"""Matches Python's warnings on coroutines that were not started when Orbax closed the event loop of a failed save."""
+"""Matches Python's warnings about coroutines of Orbax that never ran, because their save failed before."""
 _ADVICE = {
     **WAYS_OUT,
     errno.ENOSPC: "Free some room, or keep fewer steps (max_to_keep)",
@@ -80,7 +80,7 @@ _ADVICE = {
 }
 _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CHUNK_BYTES = 64 << 20
-"""Size of uncompressed chunks: small, so that restoring a slice reads little more than it; large, to keep files few."""
+"""Size of uncompressed chunks: small enough to read little more than a wanted slice, large enough for few files."""
 _ITEM = "pytree"
 
 
@@ -219,7 +219,7 @@ def _named_for_orbax(target: Path) -> Iterator[Path]:
 
 
 def _bytes_of(items: Any) -> int:
-    """Return the bytes of all arrays in nested containers."""
+    """Return the size in bytes of all arrays in nested dicts, lists and tuples."""
     if isinstance(items, Mapping):
         return sum(map(_bytes_of, items.values()))
     if isinstance(items, list | tuple):
@@ -280,14 +280,14 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
 
 _lock = threading.Lock()
 _saving = 0
-"""Saves in progress; more than one if several callbacks or threads save."""
+"""Number of saves in progress; more than one if several callbacks or threads save."""
 # Not 0: the monotonic clock may have started with the machine, less than STRAGGLERS_S ago.
 _failed_at = -STRAGGLERS_S
 _installed = False
 
 
 def save_began() -> None:
-    """Record that a save begins, so that what Orbax prints about its failure is suppressed."""
+    """Record that a save begins: from now on, what Orbax prints about failures is suppressed."""
     global _saving  # noqa: PLW0603
     _install()
     with _lock:
@@ -306,12 +306,12 @@ def save_ended(*, failed: bool) -> None:
 
 
 def is_from_save() -> bool:
-    """Whether what Orbax prints now may come from a save by shardload, which reports failures itself."""
+    """Whether a message that Orbax prints now may be about a save by shardload, which raises errors for failures."""
     return _saving > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """Whether to log a record: not Orbax's errors about saves by shardload, nor its warning on items without arrays."""
+    """Whether to log a record: true but for Orbax's errors in saves by shardload, and its warning on empty items."""
     if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
         return False
     # By the path of the code, not by logger: absl's logger is shared by all packages that use absl.
@@ -319,7 +319,7 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def is_late_write(error: BaseException | None, trace: TracebackType | None) -> bool:
-    """Whether a TensorStore thread failed to report a finished write because Orbax had closed the event loop."""
+    """Whether an error comes from a TensorStore thread that reports a write after Orbax closed the event loop."""
     return (
         # The write is reported by a C++ thread, so the outermost frame is the asyncio function that it calls.
         isinstance(error, RuntimeError)
@@ -354,7 +354,7 @@ def _install() -> None:
 def save_error(
     cause: BaseException, *, step: int | str, folder: str | os.PathLike[str], needed_bytes: int | None = None
 ) -> SaveError:
-    """Build the `SaveError` for a failed save that names the reason behind ``cause``: a full disk, a removed folder."""
+    """Build the error for a failed save, with the reason found in ``cause``: a full disk, a removed folder."""
     if isinstance(cause, SaveError):
         return cause
     number = errno_of(cause)
@@ -376,7 +376,7 @@ def failed_save(
     advice: str | None = None,
     others: str = "Earlier steps are untouched",
 ) -> SaveError:
-    """Build a `SaveError` with the standard wording; by default, the advice is the one for the errno ``number``."""
+    """Build a `SaveError` with the usual wording; without ``advice``, it gives the advice for the errno ``number``."""
     if advice is None and number is not None:
         advice = _ADVICE.get(number)
     fix = "" if advice is None else f". {advice}"
@@ -391,7 +391,7 @@ def write_skeleton(
     """Make an Orbax checkpoint without the values in a new folder; return where the values of each tensor belong.
 
     Tensors are named by their key path, joined by "/". ``groups`` are the top-level keys of the tree, written even if
-    empty; ``assets`` are the files that layers saved, as Keras' callback stores them: nested arrays of uint8.
+    empty; ``assets`` are the files of layers, each an array of uint8 in nested dicts, as Keras' callback stores them.
     """
     # Orbax writes one element per array, so that its files exist without the memory or the disk for real values.
     tree: dict[str, Any] = {group: {} for group in groups}

@@ -41,20 +41,20 @@ from shardload.units import exact_bytes
 ZARR3 = "zarr.json"
 ZARR2 = ".zarray"
 MAX_METADATA_BYTES = 1 << 16
-"""Limit on the metadata of one array, which is about 500 bytes long in reality."""
+"""Limit on the bytes of one array's metadata; Orbax writes about 500."""
 _PLAIN = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 _ML = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _NIBBLES = ("int2", "int4", "uint2", "uint4")
-"""Types that take one byte per element in memory, but not necessarily on disk."""
+"""Types of 2 or 4 bits. In memory, an element takes a byte; on disk, several elements may share one."""
 _DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(name) for name in _PLAIN + _FLOATS} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in (*_ML, *_NIBBLES) if hasattr(ml_dtypes, name)
 }
 _ZARR2_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
-"""Matches the type names to pass to NumPy, which accepts many more and raises many kinds of errors."""
+"""Matches the type names of zarr 2 that are passed to NumPy, which accepts many others or fails in many ways."""
 _CRC_BYTES = 4
 _MAX_DEPTH = 16
-"""Limit on the nesting depth of the JSON; codecs in nested shards reach 10."""
+"""Limit on the nesting depth of an array's JSON metadata; codecs in nested shards reach 10."""
 _NOT_PASSED_ON = ("attributes", "dimension_names")
 """Entries of zarr 3 metadata that TensorStore does not need to decode a chunk."""
 _INTEGERS = range(-(1 << 63), 1 << 64)
@@ -62,20 +62,20 @@ _INTEGERS = range(-(1 << 63), 1 << 64)
 Cell = tuple[int, ...]
 """Index of a chunk in the grid of its array."""
 _MAX_GROWTH, _GROWTH_FLOOR_BYTES = 32, 1 << 16
-"""Limit on stored bytes per byte of a decoded chunk: codecs add a little, a shard's index 16 bytes per inner chunk."""
+"""Limit on a chunk's stored bytes per decoded byte. Codecs add a little, a shard's index 16 bytes per inner chunk."""
 _MISSING = (1 << 64) - 1
-"""In a shard's index, the offset and length of an inner chunk that was never written."""
+"""Value of offset and length in a shard's index for an inner chunk that was never written."""
 _MEMORY = {"driver": "memory"}
 _FAILURES = (ValueError, RuntimeError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How each stored chunk, a shard, consists of inner chunks and an index of them."""
+    """Layout of a shard: a stored chunk that consists of inner chunks and an index of their places."""
 
     inner_shape: tuple[int, ...]
     per_shard: Cell
-    """Number of inner chunks of a shard in each dim."""
+    """Number of inner chunks in a shard, along each dim."""
     index_first: bool
     has_crc: bool
     codecs: tuple[Mapping[str, Any], ...]
@@ -83,11 +83,11 @@ class Sharding:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of a shard's index: offset and length of each inner chunk, and a checksum."""
+        """Size of a shard's index in bytes: offset and length of each inner chunk, and a checksum if there is one."""
         return 16 * math.prod(self.per_shard) + _CRC_BYTES * self.has_crc
 
     def index_codec(self, where: str) -> ZarrCodec:
-        """Return a decoder for a shard's index, as if it were an array: TensorStore then verifies its checksum."""
+        """Return a decoder that reads a shard's index like an array, so that TensorStore verifies the checksum."""
         shape = (*self.per_shard, 2)
         document = {
             "zarr_format": 3,
@@ -105,17 +105,17 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """What an array's metadata says, and what follows for reading it."""
+    """An array's shape, dtype and chunks, as its metadata describes them."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk_shape: tuple[int, ...]
     """Shape of the chunk stored under one key."""
     prefix: str
-    """Prefix of a chunk's key: ``c`` or empty."""
+    """First part of each chunk's key: ``c``, or empty."""
     separator: str
     is_raw: bool
-    """Whether chunks are little-endian row-major bytes."""
+    """Whether chunks (in a shard: inner chunks) are stored as plain little-endian bytes in row-major order."""
     sharding: Sharding | None
     driver: str
     """Name of TensorStore's driver that reads the format: ``zarr3`` or ``zarr``."""
@@ -126,7 +126,7 @@ class ZarrArray:
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
 
     def cell(self, key: str) -> tuple[int, ...] | None:
-        """Return the grid index for a chunk's key (without the array's name); ``None`` for other keys."""
+        """Return a chunk's index in the grid from its key, such as ``c/0/1``; ``None`` if it is no chunk's key."""
         rank = len(self.shape)
         if not rank:
             # The key of a scalar's only chunk: "c" in zarr 3, "0" in zarr 2.
@@ -166,7 +166,7 @@ def parse(raw: bytes, *, name: str, where: str) -> ZarrArray:
 
 
 def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes, str]:
-    """Return metadata of an array that consists of one chunk of an array, and the key of its only chunk.
+    """Return metadata that describes one chunk as an array of its own, and the key of the chunk in this array.
 
     ``inner`` is for a chunk inside a shard, to which the codecs of inner chunks apply.
     """
@@ -184,7 +184,7 @@ def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes
 
 
 def _key_of(shape: tuple[int, ...]) -> str:
-    """Return the key of the only chunk of a zarr 3 array, without the array's name."""
+    """Return the key of the chunk in a zarr 3 array that consists of one chunk."""
     return "/".join(("c", *("0" for _ in shape)))
 
 
@@ -219,7 +219,7 @@ def _parse3(document: Mapping[str, Any]) -> ZarrArray:
 
 
 def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
-    """Return the sharding (``None`` if its index is encoded in another way) and the codecs of the inner chunks."""
+    """Return the layout of shards (``None`` if their index is not plain little-endian uint64) and the inner codecs."""
     inner = _ints(configuration["chunk_shape"])
     if len(inner) != len(shard) or min(inner, default=1) < 1 or any(n % i for n, i in zip(shard, inner, strict=True)):
         raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
@@ -271,7 +271,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
-    """Refuse values that TensorStore's JSON cannot represent: TensorStore would fail without naming the file."""
+    """Raise for values that TensorStore's JSON cannot represent; TensorStore's own error would not name the file."""
     match document:
         case int() if document not in _INTEGERS:
             raise ValueError("an integer has more than 64 bits")
@@ -326,7 +326,7 @@ def _separator(found: object) -> str:
 def array_storage(
     array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes
 ) -> Storage:
-    """Return how an array is stored; missing chunks read as the fill value. ``header`` is where the metadata is."""
+    """Return the storage of an array; missing chunks read as the fill value. ``header``: the place of the metadata."""
     # A chunk that was never written reads as the fill value, which only TensorStore knows how to supply.
     found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
     if found is None:
@@ -344,7 +344,7 @@ def array_storage(
 
 
 def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
-    """Return the chunk shape and the location of each raw chunk; ``None`` when an inner chunk is missing."""
+    """Return shape and places of an array's raw chunks, inner ones if sharded; ``None`` if an inner one is missing."""
     itemsize = array.dtype.itemsize
     if (sharding := array.sharding) is None:
         nbytes = math.prod(array.chunk_shape) * itemsize
@@ -360,7 +360,7 @@ def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dic
 
 
 def _packed(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue, metadata: bytes) -> Storage:
-    """Return the storage of chunks that TensorStore decodes: each, or each inner one, is a `Packed` by itself."""
+    """Return the storage of an array that TensorStore decodes: a `Packed` for each chunk, or for each inner chunk."""
     shape, cells = array.chunk_shape, dict[Cell, OcdbtValue | None](chunks)
     sharding = array.sharding
     # Blosc is decoded on its own even where it fills a shard, so that its header can be checked first.
@@ -379,7 +379,7 @@ def _packed(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], header: OcdbtVa
 
 
 def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Packed:
-    """Return a chunk as a `Packed`, ``None`` as the fill value; raise if it takes far more bytes than it decodes to."""
+    """Return one chunk as a `Packed` (``None``: never written); raise if it is stored in too many bytes."""
     if value is None:
         return Packed(header.path, 0, 0, codec)
     nbytes = math.prod(codec.shape) * codec.dtype.itemsize
@@ -396,7 +396,7 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
 def _inner(
     array: ZarrArray, sharding: Sharding, chunks: Mapping[Cell, OcdbtValue], *, nbytes: int | None
 ) -> Iterator[tuple[Cell, OcdbtValue | None]]:
-    """Yield index and place (``None`` if unwritten) of inner chunks that overlap the tensor, of ``nbytes`` each."""
+    """Yield grid index and place of each inner chunk inside the tensor; the place is ``None`` if it is not stored."""
     index_bytes = sharding.index_bytes
     path = str(next(iter(chunks.values())).path) if chunks else ""
     # 16 bytes for each inner chunk; checked before any index is read.
@@ -450,7 +450,7 @@ def _part(value: OcdbtValue, start: int, length: int) -> OcdbtValue:
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """Reads rows from raw chunks, some of which are in memory: Orbax stores values of at most 1 KiB inline."""
+    """Reads rows of an array from raw chunks. Some are in memory: OCDBT stores values of at most 1 KiB in its nodes."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -505,13 +505,13 @@ class ZarrCodec:
     driver: str
     """Name of TensorStore's driver that reads the format: ``zarr3`` or ``zarr``."""
     metadata: bytes
-    """Metadata of an array that consists of one such chunk."""
+    """Metadata that describes one chunk as an array of its own, for TensorStore."""
     key: str
-    """The chunk's key in that array."""
+    """Key of the chunk in the array that ``metadata`` describes."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     where: str
-    """Location, for messages."""
+    """Path of the array's metadata, for messages."""
 
     def check(self) -> None:
         """Raise a `SourceError` unless TensorStore accepts the metadata."""
@@ -554,14 +554,14 @@ class ZarrCodec:
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
     def _codecs(self) -> list[Any]:
-        """Return the codecs, innermost first, without checksums, which follow the bytes they cover."""
+        """Return the codecs in the order of encoding, without checksums, which only follow the data."""
         document = json.loads(self.metadata)
         if self.driver == "zarr3":
             return [codec for codec in document["codecs"] if codec.get("name") != "crc32c"]
         return [c for c in (*(document.get("filters") or ()), document.get("compressor")) if c is not None]
 
     def _refuse_expansion(self, stored: bytes | bytearray) -> None:
-        """Raise if blosc's header declares more than a chunk: only blosc allocates that before any check."""
+        """Raise if blosc's header declares more bytes than a chunk has: blosc would allocate them before any check."""
         if stored and _is_blosc(self._codecs()[-1:]):
             declared = int.from_bytes(stored[4:8], "little")
             if declared > (most := math.prod(self.shape) * self.dtype.itemsize):
