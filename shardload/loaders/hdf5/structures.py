@@ -229,7 +229,7 @@ def has_dense_links(file: Structures, header: int) -> bool:
 
 
 def _places(file: Structures, header: int) -> tuple[int, int]:
-    """Return the addresses of the heap and the B-tree with a group's links; `_UNDEFINED` if there are none."""
+    """Return the addresses of the heap and the B-tree with a group's links; `_UNDEFINED` if it has neither."""
     info = next((body for kind, body in file.messages(header) if kind == _LINK_INFO), None)
     if info is None:
         return _UNDEFINED, _UNDEFINED

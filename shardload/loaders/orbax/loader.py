@@ -98,7 +98,7 @@ def is_checkpoint(folder: Location) -> bool:
 
 
 def step_names(folder: Location) -> list[str]:
-    """Return the names of the steps in a folder, oldest first; empty folders and those of other programs are none."""
+    """Return the names of the steps in a folder, oldest first, without empty folders and those of other programs."""
     found = [
         name
         for name in possible_steps(folder.names())

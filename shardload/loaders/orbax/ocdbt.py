@@ -156,7 +156,7 @@ class OcdbtWalk:
             )
 
     def locate(self, location: str, kind: str) -> OcdbtValue:
-        """Return the value or node at a place that OCDBT writes as ``kind:base:file:offset:length``, in %-code."""
+        """Return the value or node at ``location``, which OCDBT writes as ``kind:base:file:offset:length``."""
         parts = location.split(":")
         if len(parts) != 5 or parts[0] != kind or not all(map(_NUMBER.fullmatch, parts[3:])):
             raise SourceError(
