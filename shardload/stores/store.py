@@ -80,7 +80,7 @@ class RemoteFile(File, Protocol):
     """A file of a remote store that has no local copy: its bytes can be requested before they are needed."""
 
     def begin(self, start: int, stop: int) -> PendingBytes:
-        """Start to fetch bytes ``[start, stop)``, in whole units if the store verifies. ``stop`` may be too large."""
+        """Start to fetch bytes ``[start, stop)``, whole units if the store verifies. ``stop`` may be past the end."""
         ...
 
 
