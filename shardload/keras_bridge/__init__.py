@@ -1,11 +1,11 @@
-"""The only code that uses Keras' private parts: variables, building without allocating, saving, training.
+"""The only code that uses private parts of Keras: variables, building without allocating, saving, training.
 
-tests/keras_bridge/test_keras_contract.py checks each function's assumptions against the Keras version named there.
+tests/keras_bridge/test_keras_contract.py names a version of Keras, and checks what each function assumes about it.
 """
 
 from typing import Any
 
 Variable = Any
-"""A ``keras.Variable``; untyped upstream."""
+"""A ``keras.Variable``, as `Any`, because Keras has no type annotations."""
 Model = Any
-"""A ``keras.Model`` or layer; untyped upstream."""
+"""A ``keras.Model`` or layer, as `Any`, because Keras has no type annotations."""

@@ -171,7 +171,7 @@ def _initialise(variable: Variable) -> None:
 
 
 def _described(initializer: Any) -> str:
-    """Describe an initialiser that computes its own shards, for comparison: plain attributes, states of seeds."""
+    """Return an initialiser's plain attributes and its seeds' states as text, to compare it between processes."""
     states = [np.asarray(value_of(g.state)).tolist() for g in _generators(initializer)]
     plain = {k: v for k, v in getattr(initializer, "__dict__", {}).items() if isinstance(v, str | int | float)}
     return json.dumps([plain, states], sort_keys=True)
@@ -203,7 +203,7 @@ def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding
 
 # Keras' random functions accept an integer or a SeedGenerator as seed, and a traced seed is neither.
 class _FixedSeed(keras.random.SeedGenerator):  # type: ignore[misc]
-    """Gives a traced seed to an initialiser created with an integer seed, so that its program can be shared."""
+    """Makes a seed an argument of an initialiser's compiled program, so that programs for other seeds can share it."""
 
     def __init__(self, seed: Any) -> None:
         # Without super().__init__(), which would create a variable.
@@ -221,7 +221,7 @@ _programs: dict[Any, _Program] = {}
 
 
 def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Program, list[Any]]:
-    """Return a compiled program, shared by similar variables of Keras' own initialisers, and the seeds it takes."""
+    """Return the program that computes an initial value, and its seeds; similar variables share a program."""
     shape, dtype = tuple(variable.shape), stored_dtype(variable).name
     generators = _generators(initializer)
     if generators or not isinstance(initializer, keras.Initializer) or not is_built_in(initializer):
@@ -255,7 +255,7 @@ def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Prog
 
 
 class _Program:
-    """An initialiser traced once and run like eager Keras, one operation per dispatch.
+    """A traced initialiser, run as eager Keras would run it: each of its operations is a compiled program of its own.
 
     Each operation is compiled separately with every input as a run-time argument; results with the
     variable's shape are sharded, others replicated. So a device stores its shard of the operation's inputs,
@@ -279,7 +279,7 @@ class _Program:
         self._last_use |= {id(v): len(self._stages) for v in self._jaxpr.outvars}
 
     def __call__(self, *seeds: Any) -> list[Any]:
-        """Compute the value and the new states of the seed generators; return them in this order."""
+        """Run all operations; return the initial value, then the new states of the seed generators."""
         known = zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *seeds], strict=True)
         # As host arrays, which JAX places where a stage runs; a seed's state may be committed to another device.
         env: dict[int, Any] = {id(v): np.asarray(x) for v, x in known}
@@ -300,12 +300,12 @@ class _Program:
 
     @property
     def constants(self) -> list[Any]:
-        """Everything but the seeds that decides on the value, to compare between processes: operations, constants."""
+        """Operations and constants: with equal ones and equal seeds, two processes compute the same value."""
         return [*self._consts, *_ingredients(self._jaxpr)]
 
 
 def _ingredients(jaxpr: Any) -> Iterator[Any]:
-    """Yield names of operations, literals and constants, including those of nested programs."""
+    """Yield the names of a program's operations, its literals and its constants, also of the programs nested in it."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         yield from (v.val for v in eqn.invars if isinstance(v, Literal))

@@ -12,7 +12,8 @@ unaffected, and Keras saves, pickles or clones a plain model, because it never l
 attributes. `copy.deepcopy` asks the instance, so a deep copy is bound too. Sub-models (a task's
 backbone) are bound with the model.
 
-A batch that is not divisible by the mesh's batch axis is replicated instead of split: same numbers, no error.
+If the size of a batch is not divisible by that of the mesh's batch axis, every device gets the whole batch. Results
+are the same as of a split batch.
 """
 
 from __future__ import annotations
@@ -69,17 +70,17 @@ METHODS = (
     "enable_lora",
     "call",
 )
-"""Methods that run in the model's scope; ``call`` covers ``model(...)``, which looks it up on the instance."""
+"""Methods that run in the scope of a bound model. ``call`` is one, because ``model(...)`` calls it."""
 _COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
-"""Attributes in which Keras and KerasHub cache compiled steps; these refer to shardings on the mesh of that time."""
+"""Attributes in which Keras and KerasHub keep compiled steps, which are valid only for the mesh they were made on."""
 _ATTRIBUTE = "_shardload_binding"
 
 _Layouts = Mapping[int, Layout] | Sequence[Layout]
-"""``id(variable)`` → layout, or one layout per variable of `model_state.variables_of`, in order."""
+"""``id(variable)`` → layout; or a list of layouts, one for each variable that `model_state.variables_of` returns."""
 
 
 class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
-    """``ModelParallel`` that uses each variable's own layout, and accepts batches that are not divisible."""
+    """``ModelParallel`` that uses each variable's own layout, and accepts batches that the mesh does not divide."""
 
     lays_out_each_batch = True  # tells `training` to choose a layout for each batch
 
@@ -98,7 +99,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         self._mesh, self._devices, self._by_path, self.activations = mesh, tuple(devices), by_path, activations
 
     def get_variable_layout(self, variable: Variable) -> Any:
-        """Return the variable's own layout; for a new one, that of a bound variable with its path, else replicated."""
+        """Return a variable's layout; without one, that of a bound variable of the same path, else a replicated one."""
         own, shape = sharding_of(variable), tuple(variable.shape)
         if own is not None:
             return own
@@ -107,14 +108,14 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return sharding if namesake_shape == shape else self.replicated(len(shape))
 
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
-        """Return the layout of a batch: first dim split over the mesh's batch axis if divisible, else replicated."""
+        """Return the layout of a batch: its first dim is split over the mesh's batch axis if divisible, else whole."""
         parts = self._mesh.axis_size(self.batch_dim_name)
         splits = len(data_shape) > 0 and data_shape[0] is not None and data_shape[0] % parts == 0
         axes = [self.batch_dim_name if splits and dim == 0 else None for dim in range(len(data_shape))]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
     def get_tensor_layout(self, path: str) -> Any:
-        """Return the layout of a layer's output, if a rule has one; by default None, and XLA places activations."""
+        """Return the layout that a rule gives to a layer's output; ``None`` without a rule: XLA then chooses one."""
         found = None if self.activations is None else self.activations(path)
         # A PartitionSpec may leave dims to XLA, which works in compiled code only.
         if isinstance(found, jax.sharding.PartitionSpec):
@@ -136,10 +137,10 @@ class ModelBinding:
 
     mesh: MeshSpec
     devices: tuple[jax.Device, ...]
-    """In mesh-position order."""
+    """Devices of the mesh, in the order of their positions in it."""
     distribution: MeshParallel = field(repr=False)
     uses: Mapping[int, Use] = field(default_factory=dict, repr=False)
-    """``id(variable)`` → shardings of a variable that is gathered before it is used."""
+    """``id(variable)`` → the two shardings (`Use`) of a variable that is gathered before the model computes with it."""
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -149,7 +150,7 @@ class ModelBinding:
 
     @property
     def is_open(self) -> bool:
-        """Whether the scope is open in this thread."""
+        """Whether the model's distribution is the one that is open in this thread."""
         return keras.distribution.distribution() is self.distribution
 
 
@@ -195,7 +196,7 @@ def bind(
 
 
 def unbind(model: Model) -> None:
-    """Remove a model's binding; its variables stay where they are. Does nothing for a plain model."""
+    """Remove a model's binding to a mesh; its variables stay where they are. Does nothing if the model is not bound."""
     for part in models_in(model):
         if _ATTRIBUTE in vars(part):
             for name in (*METHODS, "stateless_call", "__deepcopy__", _ATTRIBUTE):
@@ -205,7 +206,7 @@ def unbind(model: Model) -> None:
 
 @contextmanager
 def unscoped(model: Model) -> Iterator[None]:
-    """Inside the block, calls of a bound model do not open its scope; its variables and compiled steps stay."""
+    """Inside the block, ``model(...)`` does not open a bound model's distribution; variables stay as they are."""
     parts = [part for part in models_in(model) if _ATTRIBUTE in vars(part)]
     calls = [part.__dict__.pop("call", None) for part in parts]
     try:
@@ -218,7 +219,7 @@ def unscoped(model: Model) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class BindingSnapshot:
-    """A model's binding and its variables' shardings at one moment, without values."""
+    """A model's binding and its variables' shardings at one moment, to be restored later; has no values."""
 
     model: Model
     binding: ModelBinding | None
@@ -226,12 +227,12 @@ class BindingSnapshot:
 
     @classmethod
     def of(cls, model: Model) -> BindingSnapshot:
-        """Record the current layout of ``model``."""
+        """Record the current binding of ``model`` and the shardings of its variables."""
         found = tuple((v, sharding_of(v)) for v in state_of(model))
         return cls(model, binding_of(model), found)
 
     def restore(self) -> None:
-        """Restore binding and shardings; values stay where they are."""
+        """Restore the recorded binding and shardings; values stay on the devices where they are now."""
         unbind(self.model)
         for variable, sharding in self.shardings:
             set_sharding(variable, sharding)
@@ -241,7 +242,7 @@ class BindingSnapshot:
 
 
 def binding_of(model: Model) -> ModelBinding | None:
-    """Return a model's binding, ``None`` for a plain one."""
+    """Return a model's binding to a mesh; ``None`` if it is not bound."""
     return vars(model).get(_ATTRIBUTE)
 
 
@@ -276,7 +277,7 @@ def _shardings(
 
 
 def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return path → (shape, sharding); without variables that share a path but differ in shape or sharding."""
+    """Return path → (shape, sharding); omit a path that variables of different shapes or shardings share."""
     found: dict[str, tuple[tuple[int, ...], Any]] = {}
     ambiguous = set()
     for variable, sharding in shardings:
@@ -300,7 +301,7 @@ def _install(model: Model, binding: ModelBinding) -> None:
 
 
 def forget_compiled(model: Model) -> None:
-    """Drop compiled steps, which refer to the shardings that variables had."""
+    """Drop a model's compiled steps, because they were compiled for other shardings of its variables."""
     for name in _COMPILED:
         if getattr(model, name, None) is not None:
             setattr(model, name, None)
@@ -325,7 +326,7 @@ def _layout_of(variable: Variable, sharding: Any, mesh: MeshSpec) -> Layout:
 
 
 def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]], Model]:
-    """Return the function that `copy.deepcopy` calls: it lets Keras copy the model, and binds the copy likewise."""
+    """Return a ``__deepcopy__`` for a bound model: Keras copies the model, then the copy is bound to the same mesh."""
 
     def deepcopy(memo: dict[int, Any]) -> Model:
         variables = variables_of(model)
@@ -352,7 +353,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
 
 
 def _adopt(model: Model, binding: ModelBinding) -> None:
-    """Move variables created since binding onto the mesh: a new optimizer, LoRA kernels, seeds."""
+    """Move variables that were created after `bind` onto the mesh: of a new optimizer, LoRA kernels, seeds."""
     slots = {id(slot): weight for slot, weight in slots_of(model)}
     spread = slot_layouts(model, variable_layout, batch_axis=binding.distribution.batch_dim_name)
     for variable in state_of(model):

@@ -12,11 +12,11 @@ import warnings
 from types import FrameType
 
 _INSIDE = frozenset({"shardload", "keras", "keras_hub", "contextlib", "functools"})
-"""Packages whose lines say nothing to a user; frames of contextlib and functools lie between those of the others."""
+"""Packages that a warning never names: shardload, Keras, and modules of Python that call between their functions."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn with the file and line of the innermost code that is neither shardload's nor Keras'.
+    """Issue a warning at the file and line of the innermost caller that is neither shardload nor Keras.
 
     Args:
         message: The warning.

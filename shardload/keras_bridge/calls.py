@@ -1,12 +1,12 @@
-"""Calls of a model without its values: which layer feeds which, sample inputs without computing, and pure functions.
+"""Call a model without values, to learn the order of its layers or to build it; call it as a pure function.
 
     `sole_consumers`, `arguments_of_call`   the graph that Keras keeps of functional and sequential models
     `build_by_calling`, `output_paths`      a call on sample inputs: to build a model, or to learn its outputs' paths
     `stateless`, `run_forward`              the model as a pure function of its variables' values, on any mesh
 
 Inside its block, `stateless` removes what Keras would mix in: the distribution that is set for the thread, the one that
-the model is bound to, and the variables on Keras' list of uninitialised ones. The first ``stateless_call`` would run
-the initialisers of those as a part of the traced program.
+the model is bound to, and the variables on Keras' list of uninitialised ones, whose initialisers the first
+``stateless_call`` would run as a part of the traced program.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def arguments_of_call(model: Model) -> frozenset[str] | None:
 
 
 def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of a layer and the only layer that reads its output, in the order of the calls.
+    """Yield (layer, the only layer that reads its output) for each layer that has just one reader, in call order.
 
     The first layer of a pair is called once and has one output, which is no output of the model; the second is called
     once. A model that is not functional has no pairs.
@@ -74,7 +74,7 @@ def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
 
 
 class _OutputPaths(Distribution):  # type: ignore[misc]
-    """A distribution without layouts that records the paths of outputs for which Keras requests one."""
+    """A distribution that has no layouts, but records for which layer outputs (by path) Keras asks it for a layout."""
 
     def __init__(self) -> None:
         super().__init__(device_mesh=None)
@@ -88,7 +88,7 @@ class _OutputPaths(Distribution):  # type: ignore[misc]
 
 
 def build_by_calling(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Variable]:
-    """Build a model by calling it on sample inputs without computing; return its new variables, all without values."""
+    """Build a model by tracing a call on sample inputs; return the variables that this created, all without values."""
     before = {id(v) for v in state_of(model)}
 
     def traced(leaf: Any) -> Any:
@@ -104,7 +104,7 @@ def build_by_calling(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def output_paths(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str] | None:
-    """Return the paths of layer outputs, as Keras asks for their layouts, in call order; ``None`` without inputs."""
+    """Return the paths by which Keras asks for layouts of layer outputs, in call order; ``None`` without inputs."""
     if not args and not kwargs:
         try:
             args = (model.input,)
@@ -128,7 +128,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 @contextmanager
 def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterator[None]:
-    """Inside the block, ``stateless_call`` of the model can be traced under ``distribution`` alone.
+    """Inside the block, ``distribution`` is the only one that a traced ``stateless_call`` of the model uses.
 
     Its variables keep their values and layouts. A bound model is unbound inside the block and bound again afterwards.
     """
@@ -163,6 +163,6 @@ def run_forward(
 
 
 def scaled_loss(optimizer: Any, values: Sequence[Any], loss: Any) -> Any:
-    """Return the loss to differentiate for an optimizer: ``LossScaleOptimizer`` multiplies it by its scale."""
+    """Return ``loss`` as the optimizer wants it differentiated: ``LossScaleOptimizer`` multiplies it by its scale."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
         return optimizer.scale_loss(loss)

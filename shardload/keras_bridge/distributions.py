@@ -15,18 +15,18 @@ _OF_KERAS = (keras.distribution.ModelParallel.get_variable_layout, keras.distrib
 
 
 def current() -> Any:
-    """Return the distribution that the user has set; ``None`` without one, or inside a method of a bound model."""
+    """Return the distribution that the user has set; ``None`` if there is none, or inside a method of a bound model."""
     found = keras.distribution.distribution()
     return None if isinstance(found, MeshParallel) else found
 
 
 def is_distribution(found: Any) -> bool:
-    """Whether an argument is a distribution, not a layout map, which has a mesh too."""
+    """Whether an argument is a distribution of Keras; false for a layout map, although it has a mesh too."""
     return hasattr(found, "get_variable_layout") and has_mesh(found)
 
 
 def layout_of_models(distribution: Any) -> Any:
-    """Return the method by which a distribution lays out a whole model; ``None`` if it lays out single variables."""
+    """Return a distribution's method for the layouts of a whole model; ``None`` if it only has one for a variable."""
     return getattr(distribution, "layout_of_models", None)
 
 
@@ -36,7 +36,7 @@ def layout_map_of(distribution: Any) -> Any:
 
 
 def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
-    """Return which mesh axes split each dim of a variable in a distribution: an axis, a tuple of axes, or ``None``."""
+    """Return what splits each dim of a variable in a distribution: a mesh axis, a tuple of axes, or ``None``."""
     rank = len(variable.shape)
     if type(distribution).get_variable_layout in _OF_KERAS:
         # By path: `get_variable_layout` answers with the layout that the variable has had until now.
@@ -51,5 +51,5 @@ def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
 
 
 def activation_layouts(layout_map: Any) -> Callable[[str], Any]:
-    """Return a function from the path of a layer's output to its layout in a layout map, as in ``ModelParallel``."""
+    """Return a function that looks up the layout of a layer's output in a layout map, by the output's path."""
     return lambda path: layout_map[path]

@@ -1,11 +1,11 @@
-"""Intercept the loading functions of Keras and KerasHub in contexts that opt in; leave them unchanged in all others.
+"""Intercept the loading functions of Keras and KerasHub inside `calls_to` blocks; leave them unchanged elsewhere.
 
     keras.saving.load_model ──► saving_lib.load_model, …          ─┐
     model.load_weights ───────► saving_lib.load_weights_only, …    ├─► inside `calls_to(handler)`: handler(call)
     CausalLM.from_preset ─────► loader.load_task, load_backbone   ─┘   elsewhere: the original
 
 The public functions stay Keras' own: they check their arguments and raise their errors, also where a program has
-imported one by name. What they call to load is looked up in a module at each call, so those functions are replaced.
+imported one by name. What is replaced are the functions that these call to load, which Keras looks up at each call.
 A `ContextVar` contains the open blocks of a context; the originals are restored when the last block ends.
 """
 
@@ -42,17 +42,17 @@ class EntryCall:
     """One call of a loading function of Keras or KerasHub."""
 
     kind: _CallKind
-    """``model``, ``weights`` and ``preset`` load weights; ``layer`` loads none; ``legacy`` loads HDF5 of Keras 2."""
+    """What the call loads: ``model``, ``weights``, ``preset``; ``layer``: no weights; ``legacy``: HDF5 of Keras 2."""
     text: str
     """The call as a program would write it: ``GemmaCausalLM.from_preset('./gemma')``."""
     original: Callable[[], Any] = field(repr=False)
-    """Makes the call as Keras would without shardload."""
+    """Function that makes the call as Keras would without shardload, and returns its result."""
     arguments: dict[str, Any] = field(repr=False)
     """Arguments of the call by name, including defaults; for ``preset``, also KerasHub's ``loader``."""
 
 
 _Handler = Callable[[EntryCall], Any]
-"""A function that makes an `EntryCall` in its own way, and returns what the original would return."""
+"""A function that loads what an `EntryCall` asks for, and returns what the function of Keras would return."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class Interception:
 
 
 _open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points", default=())
-"""The blocks around the current code, outermost first. A task or thread may copy them and outlive them."""
+"""The `calls_to` blocks around the current code, outermost first. A copy of the context may outlive a block."""
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def plain_keras() -> Iterator[None]:
 
 
 def handlers() -> list[_Handler]:
-    """Return the handlers of the blocks around the current code, innermost first."""
+    """Return the handlers of the `calls_to` blocks around the current code, innermost first."""
     return [block.handler for block in reversed(_open.get()) if block.is_open]
 
 
@@ -108,7 +108,7 @@ def _handler() -> _Handler | None:
 def _through(
     kind: _CallKind, text: Callable[[dict[str, Any]], str]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper that passes calls to the handler of their context, if it has one, as an `EntryCall`."""
+    """Return a decorator: inside a `calls_to` block, a call of the function goes to the handler, as an `EntryCall`."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -129,7 +129,7 @@ def _through(
 
 
 def _weights_of_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Intercept ``load_weights`` for Orbax only: for other formats it calls functions that are intercepted already."""
+    """Intercept ``load_weights`` for Orbax only: for other formats, it calls a function that is intercepted itself."""
     intercepted = _through("weights", _weights_text)(original)
 
     @functools.wraps(original)
@@ -174,7 +174,7 @@ _KERAS_PATCHES = Patches(
 
 
 def model_from_config(config_json: str, arguments: dict[str, Any]) -> Any:
-    """Build a model as ``load_model`` does, from the JSON text of its configuration and the arguments of the call."""
+    """Build a model from the JSON text of its configuration, as Keras' ``load_model`` with these ``arguments`` does."""
     options = {name: arguments[name] for name in ("custom_objects", "compile", "safe_mode")}
     return saving_lib._model_from_config(config_json, **options)
 
@@ -190,7 +190,7 @@ def saved_config(path: Path) -> str | None:
 
 
 def step_of(path: Path) -> Path | None:
-    """Return the folder of the step that Keras loads from an Orbax checkpoint, ``None`` for anything else."""
+    """Return the folder of the training step that Keras would load from ``path``; ``None`` if that is not Orbax's."""
     if not path.is_dir() or not saving_api.is_orbax_checkpoint(path):
         return None
     # Keras accepts the folder of one step, or the root that contains steps by number.
@@ -244,13 +244,13 @@ def _of_preset(loader: Any, kind: _CallKind, method: Callable[..., Any]) -> Call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Converter:
-    """A ``convert_*`` module of KerasHub that collects the objects it should fill instead of filling them."""
+    """Stands in for a ``convert_*`` module of KerasHub: collects the backbone and head instead of filling them."""
 
     module: Any
     collect: Callable[[str, Any], None]
 
     def convert_weights(self, backbone: Any, loader: Any, config: Any) -> None:
-        """Collect a backbone."""
+        """Pass the backbone to ``collect`` instead of filling it with weights."""
         self.collect("backbone", backbone)
 
     def __getattr__(self, name: str) -> Any:
@@ -260,7 +260,7 @@ class _Converter:
 
 @contextmanager
 def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator[None]:
-    """Inside the block, a preset loader calls ``collect`` with a part ("head") and its object instead of converting."""
+    """Inside the block, a preset loader converts no weights, but calls ``collect("backbone" or "head", object)``."""
     before = getattr(loader, "converter", None)
     if before is not None:
         loader.converter = _Converter(before, collect)
@@ -276,7 +276,7 @@ def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator
 
 @contextmanager
 def rewound_on_error() -> Iterator[None]:
-    """If the block fails, restore Keras' counters of names and all random states, so that a retry gives the same."""
+    """If the block fails, restore Keras' counters of names and all random states, so that a retry builds the same."""
     # Auto-generated names count on: in a second attempt, a first Dense layer would be called dense_1.
     names = copy.copy(global_state.get_global_attribute(NAMES))
     generator = global_state.get_global_attribute(GLOBAL_GENERATOR)

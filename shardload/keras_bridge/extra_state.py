@@ -1,7 +1,7 @@
 """What layers save besides variables: counters, tables, the weights of ``tf_idf``, and files such as vocabularies.
 
-A hook ``save_own_variables`` runs twice: traced, with placeholders for its variables, which tells what is computed from
-them, and then for real, which gives the values of the rest.
+The hook ``save_own_variables`` runs twice. The first run is traced, with placeholders for the layer's variables: it
+tells which stored values depend on them. The second run gives the other values.
 
 A lookup layer (``StringLookup``, ``IntegerLookup``, ``TextVectorization``) that was never adapted writes its special
 tokens to ``vocabulary.txt`` and refuses to read them again.
@@ -32,7 +32,7 @@ _FILE = "vocabulary.txt"
 
 
 def with_own_hooks(model: Model) -> list[tuple[str, Any]]:
-    """Return (path, object) of the objects whose ``save_own_variables`` may store other values than variables."""
+    """Return (path, object) for each object whose ``save_own_variables`` may store more than its variables."""
     # Keras' own hooks save variables, except those of layers with a vocabulary (``tf_idf``).
     found = []
     for path, saveable in saved_objects(model):
@@ -43,7 +43,7 @@ def with_own_hooks(model: Model) -> list[tuple[str, Any]]:
 
 
 def keys_besides_variables(saveable: Any) -> list[str] | None:
-    """Return the keys of what a hook stores that depends on no variable; ``None`` if it cannot run without values."""
+    """Return the keys of stored values that depend on no variable; ``None`` if the hook fails without values."""
     store: dict[str, Any] = {}
     computed: list[str] = []
     variables = _variables(saveable)
@@ -71,7 +71,7 @@ def keys_besides_variables(saveable: Any) -> list[str] | None:
 
 
 def values_besides_variables(saveable: Any) -> dict[str, Any]:
-    """Return the values, by key, that a hook stores and that are neither variables nor computed from variables."""
+    """Return key → value of what ``save_own_variables`` stores; omit variables and values computed from variables."""
     keys = keys_besides_variables(saveable)
     if keys is not None and not keys:
         return {}
@@ -96,7 +96,7 @@ def values_besides_variables(saveable: Any) -> dict[str, Any]:
 
 
 def load_values(saveable: Any, values: Mapping[str, Any]) -> None:
-    """Call ``load_own_variables`` with stored values, and with the layer's own variables, which keep their values."""
+    """Restore values besides variables by ``load_own_variables``; the variables themselves keep their values."""
     store: dict[str, Any] = {}
     with suppress(Exception), assignments_to(_keep):  # it may need the very values that are loaded here
         saveable.save_own_variables(store)
@@ -116,7 +116,10 @@ def _variables(saveable: Any) -> list[Variable]:
 
 
 def assets_of(model: Model) -> dict[str, Any] | None:
-    """Return the files that layers save as nested uint8 arrays, without empty vocabularies; ``None`` without files."""
+    """Return the files (assets) that layers save, as nested dicts of uint8 arrays; ``None`` if there are none.
+
+    Vocabularies of layers that were never adapted are left out.
+    """
     with WALK_PATCH.applied():
         found: dict[str, Any] | None = saving_lib._save_assets_to_dict(model)
     for path, _ in unadapted_layers(model) if found else ():
@@ -125,7 +128,7 @@ def assets_of(model: Model) -> dict[str, Any] | None:
 
 
 def _remove(tree: dict[str, Any], path: list[str]) -> None:
-    """Remove the subtree at ``path`` from nested dicts, and the dicts above it that this leaves empty."""
+    """Remove what is at ``path`` in nested dicts, and each dict on the way there that is then empty."""
     first, *rest = path
     if rest and isinstance(tree.get(first), dict):
         _remove(tree[first], rest)
@@ -134,7 +137,7 @@ def _remove(tree: dict[str, Any], path: list[str]) -> None:
 
 
 def unadapted_layers(model: Model) -> list[tuple[str, Any]]:
-    """Return the lookup layers that have no vocabulary, with their paths."""
+    """Return (path, layer) for each lookup layer, such as ``StringLookup``, that has no vocabulary."""
     found: list[tuple[str, Any]] = []
     inner: set[int] = set()
     for path, saveable in saved_objects(model):
@@ -152,7 +155,7 @@ def has_empty_vocabulary(layer: Any) -> bool:
 
 
 def is_empty_vocabulary(layer: Any, folder: Path) -> bool:
-    """Whether ``folder`` contains what ``layer`` writes without a vocabulary: special tokens only."""
+    """Whether the vocabulary file of ``layer`` in ``folder`` has special tokens only, no vocabulary."""
     lookup, file = _lookup_of(layer), folder / _FILE
     if lookup is None or not file.is_file():
         return False

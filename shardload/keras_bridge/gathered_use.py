@@ -1,16 +1,17 @@
 """Store weights split and gather them for use, as in fully sharded data parallelism.
 
-Left to itself, XLA often moves the activations instead, and far more bytes. So a model whose weights are stored split
-over axes that do not split their use runs its ``stateless_call`` on gathered values::
+Left to itself, XLA often moves the activations instead of the weights, which takes far more bytes. So if weights are
+stored split over more mesh axes than the model computes with, its ``stateless_call`` runs on gathered values::
 
     value, split as stored ─► gathered for use ─► the model            forward; gathered again for the backward pass
     gradient, split as stored ◄─────────────────── its gradient
 
-Gathered weights are not kept for the backward pass: they are rematerialised, everything else is saved as usual.
+Gathered weights are not kept for the backward pass, which gathers them again; everything else is kept as usual.
 
 On CPU and GPU, a barrier keeps XLA from merging the two gathers into one. It also keeps XLA from fusing operations
 across it, so everything that the backward pass reads is written to memory. On TPU there is no barrier: XLA gathers
-twice without one, and then needs a seventh or less of the memory for temporaries (design note 0022).
+twice even so, and its temporary arrays take at most a seventh of the memory that they take with a barrier
+(design note 0022).
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from keras.src import backend
 from shardload.keras_bridge import Model, Variable
 
 _GATHERED = "gathered weight"
-"""The name of gathered values in traced programs."""
+"""The name by which `jax.checkpoint` finds the gathered weights, so as not to keep them for the backward pass."""
 
 
 class Use(NamedTuple):
-    """The shardings of a variable: the one that the model computes with, and the one that it is stored in."""
+    """The two shardings of one variable: ``used`` when the model computes with it, ``stored`` at other times."""
 
     used: jax.sharding.NamedSharding
     stored: jax.sharding.NamedSharding
 
 
 def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``model.stateless_call`` with the weights in ``uses``, by ``id(variable)``, gathered for use."""
+    """Wrap ``call``, a model's ``stateless_call``, so that it first gathers the weights whose ``id`` is in ``uses``."""
 
     def stateless_call(trainable: Sequence[Any], other: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         # `jax.checkpoint` takes arrays only, so flags and None go around it and are put back inside.
@@ -62,7 +63,7 @@ def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -
 
 
 def _masked(outputs: Any, masks: Any) -> Any:
-    """Attach Keras' masks to outputs again: arrays lose their attributes when they leave a traced function."""
+    """Attach Keras' masks to the outputs of a traced function, in which arrays lose their attributes; return these."""
     found = jax.tree.leaves(masks, is_leaf=lambda leaf: leaf is None)
     for output, mask in zip(jax.tree.leaves(outputs), found, strict=True):
         if mask is not None:

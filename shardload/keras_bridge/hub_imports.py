@@ -1,4 +1,4 @@
-"""Look up classes of KerasHub, patch it and time its import, only if other code imports it: it takes seconds."""
+"""Look up classes of KerasHub, patch it and time its import, but never import it: that takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HUB = "keras_hub"
 
 
 def backbone_of(model: Any) -> Any:
-    """Return the backbone of a KerasHub task; of any other model, whatever its attributes, the model itself."""
+    """Return the backbone of a KerasHub task; any other model itself, even if it has an attribute ``backbone``."""
     task = getattr(sys.modules.get(f"{HUB}.src.models.task"), "Task", None)
     found = model
     while getattr(type(found), "is_its_model", False):  # what `plain_model` unwraps
@@ -24,7 +24,7 @@ def backbone_of(model: Any) -> Any:
 
 
 def held_backbone(model: Any) -> str | None:
-    """Return the name of a model's attribute that is a backbone of KerasHub; ``None`` for KerasHub's own tasks."""
+    """Return the attribute in which a user's model has a backbone of KerasHub; ``None`` for KerasHub's own tasks."""
     backbone = getattr(sys.modules.get(f"{HUB}.src.models.backbone"), "Backbone", None)
     if backbone is None or backbone_of(model) is not model:
         return None
@@ -36,7 +36,7 @@ _imports_s: list[float] = []
 
 @contextmanager
 def timed() -> Iterator[None]:
-    """Add the seconds that the block takes to `imports_s`, if KerasHub is not imported before."""
+    """Add the seconds that the block takes to `imports_s`, unless KerasHub was imported before the block."""
     if HUB in sys.modules:
         yield
         return
@@ -65,18 +65,18 @@ def hub_patched(patches: Patches) -> Iterator[None]:
 
 
 class _HubWatcher(importlib.abc.MetaPathFinder):
-    """An import hook that finds no module; on each import it checks whether KerasHub can be patched."""
+    """An import hook that finds no module itself; it only checks on each import whether KerasHub can be patched now."""
 
     def __init__(self, stack: ExitStack, patches: Patches) -> None:
         self._stack, self._patches, self._done = stack, patches, False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        """Return None: other finders do the import."""
+        """Patch KerasHub if it is imported by now; return ``None``, so that another finder does the import."""
         if fullname.startswith(f"{HUB}.") and not self._done:
             self.patched()
 
     def patched(self) -> bool:
-        """Patch KerasHub if it is loaded; return whether it was."""
+        """Patch KerasHub if it is imported; return whether it was."""
         # A module is in sys.modules before its code has run, so ask for the class that it defines.
         modules = [sys.modules.get(f"{HUB}.src.models.{name}") for name in ("backbone", "task")]
         if all(hasattr(module, cls) for module, cls in zip(modules, ("Backbone", "Task"), strict=True)):

@@ -23,11 +23,11 @@ from shardload.sharding.layout import Layout
 from shardload.units import plural
 
 FLOAT32_UPDATE = "float32_update"
-"""The JAX name scope that marks operations of an update, which run in float32 whatever the dtype of the weights."""
+"""The JAX name scope of the operations of an update, which run in float32 even if weights have another dtype."""
 
 
 class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """An optimizer that updates all its variables in one call, instead of one call for each, as in Keras.
+    """An optimizer that updates all variables in one call. Keras' own optimizers get one call for each variable.
 
     Subclasses implement `update_all`, which also applies weight decay, and create state in `build` with `add_state`.
     """
@@ -40,25 +40,25 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @abstractmethod
     def update_all(self, gradients: Sequence[Any], variables: Sequence[Variable], learning_rate: Any) -> None:
-        """Assign new values to variables and state; gradients are unscaled, averaged over the steps, and clipped."""
+        """Assign new values to variables and state. Loss scale, accumulation and clipping are already applied."""
 
     @property
     def needs_even_state(self) -> bool:
-        """Whether to refuse layouts of a variable that cannot split its optimizer state into parts of equal size."""
+        """Whether to refuse a layout of a variable if its optimizer state cannot be split into parts of equal size."""
         return False
 
     @property
     def update_bytes(self) -> int:
-        """Temporary bytes per device during an update, besides gradients and state, whatever the layouts."""
+        """Bytes of an update's temporary arrays on each device, besides gradients and state; equal for all layouts."""
         return 0
 
     @property
     def fixed_dtype_state(self) -> list[Variable]:
-        """State variables whose dtype is always the same, whatever the dtype of the weight they belong to."""
+        """State variables with a fixed dtype, which does not follow that of the weight they belong to."""
         return []
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return ``id(state)`` → layout for state of another shape than its weight, which ``layout_of`` lays out."""
+        """Return ``id(state)`` → layout for state of another shape than its weight; ``layout_of`` is for weights."""
         return {}
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
@@ -80,14 +80,14 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         super().apply(grads, None if trainable_variables is None else variables)
 
     def is_due(self) -> Any:
-        """Whether this call updates variables, not only accumulates gradients: `True`, or a traced bool."""
+        """Whether this call updates the variables instead of only accumulating gradients: `True`, or a traced bool."""
         # As in Keras, which adds 1 to the iterations after the update.
         steps = self.gradient_accumulation_steps
         return (self._iterations.value + 1) % steps == 0 if steps else True
 
     @property
     def trained(self) -> list[Variable]:
-        """The variables that the optimizer was built with, in order; empty before."""
+        """The variables that the optimizer was built with, in order; empty before it is built."""
         return list(self._trainable_variables)
 
     def position(self, variable: Variable) -> int:
@@ -95,7 +95,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return int(self._get_variable_index(variable))
 
     def is_decayed(self, variable: Variable) -> bool:
-        """Whether weight decay applies, after `exclude_from_weight_decay`."""
+        """Whether weight decay is on and applies to ``variable``: `exclude_from_weight_decay` does not exclude it."""
         return bool(self.weight_decay) and bool(self._use_weight_decay(variable))
 
     def add_state(
@@ -123,11 +123,11 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self.update_all(grads, trainable_variables, learning_rate)
 
     def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
-        """Do nothing: `update_all` applies decay, because it may scale the learning rate or skip the step."""
+        """Do nothing: `update_all` applies weight decay, because it may scale the learning rate or skip the step."""
 
 
 def sharding_on_mesh(variable: Variable) -> NamedSharding | None:
-    """Return a variable's sharding over a mesh: that of its layout, else of its value; `None` on a single device."""
+    """Return a variable's sharding over a mesh, from its layout or else its value; `None` if it is on no mesh."""
     found = sharding_of(variable)
     if found is None:
         found = getattr(current_value(variable), "sharding", None)
@@ -135,7 +135,7 @@ def sharding_on_mesh(variable: Variable) -> NamedSharding | None:
 
 
 def in_place_of(gradient: Any, variable: Variable) -> Any:
-    """Return a gradient with the sharding of its variable; a traced gradient is returned unchanged."""
+    """Move a gradient to the devices and shards of its variable; return it. A traced gradient stays unchanged."""
     sharding = sharding_on_mesh(variable)
     if sharding is None or isinstance(gradient, jax.core.Tracer):
         return gradient

@@ -5,7 +5,7 @@ constructed, not later changes. A step therefore stores these settings next to i
 them to the rebuilt model::
 
     "form": {
-        "": {"policy": "mixed_bfloat16"},                     the model's own, Keras' global one at its creation
+        "": {"policy": "mixed_bfloat16"},                     of the model: Keras' global policy when it was created
         "layers/dense": {"trainable": false, "lora": {"rank": 4, "alpha": 16}},
         "layers/dense_1": {"frozen": ["kernel"], "policy": "int8_from_float32", "quantization": "int8"},
     }
@@ -14,9 +14,9 @@ Paths are those of `mapping.roles`. Settings that cannot be reproduced (custom q
 after a layer was built) raise an error that names the layer, because the rebuilt model would compute differently.
 `with_dtype` replaces the dtype policies of a whole configuration.
 
-Attributes that were set on built layers, because the constructor of their model does not pass them on, are not
-serialised by KerasHub's classes either, so the rebuilt model would give other numbers. Files that shardload writes have
-them in their configuration::
+Some attributes are set on layers after these are built, because the constructor of the model does not pass them on.
+KerasHub's classes do not serialise them, so the rebuilt model would give other numbers. Files that shardload writes
+have them in their configuration::
 
     "shardload_attributes": {"layers/transformer_encoder_layer/_self_attention_layer_norm": {"epsilon": 1e-12}}
 """
@@ -41,13 +41,13 @@ from shardload.keras_bridge.recording import quantize_without_values
 from shardload.keras_bridge.saving import saved_objects, serialised_model
 
 ATTRIBUTES_ENTRY = "shardload_attributes"
-"""Name of the entry for attributes in a saved configuration; Keras and KerasHub ignore it."""
+"""Key in a saved configuration under which shardload stores attributes of layers; Keras and KerasHub ignore it."""
 _INT8 = "int8"
 _MAX_RANK = 1 << 20  # structure.json is untrusted input, and no real rank is larger
 
 
 def settings_of(model: Any) -> dict[str, dict[str, Any]]:
-    """Return the settings of layers of ``model`` that differ from the usual ones, by path; other layers are omitted."""
+    """Return path → settings of the layers that are frozen, quantised, have LoRA or another policy than the model."""
     found = {}
     usual = policy_name(model)
     for path, layer in saved_objects(model):
@@ -78,7 +78,7 @@ def _settings_of_layer(layer: Any, *, usual: str | None) -> dict[str, Any]:
 
 
 class _PolicyDiffersError(UnsupportedError):
-    """A layer was built with a different dtype policy than the saved one."""
+    """A layer was built with another dtype policy than the layer had that was saved."""
 
 
 def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dtype: bool) -> Any:
@@ -108,7 +108,7 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
 
 
 def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
-    """Apply saved settings, which are untrusted, to the layers of a model just built inside `shardload.abstract`.
+    """Apply saved settings (untrusted input) to the layers of a model that was just built in `shardload.abstract`.
 
     Settings of layers that the model lacks are skipped: its weights will not match either, with a clearer error.
     """
@@ -139,7 +139,7 @@ def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
 
 
 def enable_saved_lora(model: Any, saved: Any) -> None:
-    """Enable LoRA in the layers that have it in ``saved``, and apply no other setting; call in `shardload.abstract`."""
+    """Enable LoRA in the layers that ``saved`` lists with it; apply nothing else. Call it in `shardload.abstract`."""
     known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     for path, layer in saved_objects(model):
         if lora := known.get(path, {}).get("lora"):
@@ -194,7 +194,7 @@ def _mapping(path: str, found: Any) -> Mapping[str, Any]:
 
 
 def _has_kernel(layer: Any) -> bool:
-    """Whether a layer implements ``quantize`` for a kernel of its own; a model only passes it on to its layers."""
+    """Whether a layer can quantise a kernel of its own; false for models, which only quantise their layers."""
     return isinstance(layer, keras.Layer) and type(layer).quantize not in (keras.Layer.quantize, keras.Model.quantize)
 
 
@@ -207,7 +207,7 @@ def _has_plain_int8(layer: Any) -> bool:
 
 
 def _quantization_of(layer: Any) -> str | None:
-    """Return the quantisation mode of a layer with its own kernel: ``int8``, ``int4`` and so on."""
+    """Return a layer's quantisation mode, such as ``int8``; ``None`` if it is not quantised or has no own kernel."""
     mode: str | None = layer.quantization_mode if _has_kernel(layer) else None
     return mode
 
@@ -224,7 +224,7 @@ def global_policy(policy: Any) -> Iterator[None]:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """Replace every floating-point dtype policy in a Keras configuration; quantised ones keep their scheme."""
+    """Return a Keras configuration with ``dtype`` as its floating-point policies; quantised ones keep their scheme."""
     if dtype is None:
         return dict(config)
     name = str(getattr(dtype, "name", dtype))
@@ -247,7 +247,7 @@ def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 def gelu_tanh(x: Any) -> Any:
-    """The tanh form of GELU."""
+    """Compute the activation function GELU by its approximation with tanh."""
     return keras.activations.gelu(x, approximate=True)
 
 
@@ -269,13 +269,13 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
 
 
 def set_attribute(layer: Any, name: str, value: Any) -> None:
-    """Set an attribute of a built layer, and record its name, so that `attributes_of` finds it for saving."""
+    """Set an attribute of a built layer, and record the attribute's name, so that `attributes_of` finds it later."""
     setattr(layer, name, value)
     record_of(layer).set_attributes.add(name)
 
 
 def attributes_of(model: Any) -> dict[str, dict[str, Any]]:
-    """Return the current values of attributes set by `set_attribute`: path of a layer → attribute → value."""
+    """Return path of a layer → attribute → current value, for the attributes that `set_attribute` has set."""
     found = {}
     for path, layer in saved_objects(model):
         stored = {name: _stored(getattr(layer, name, None)) for name in sorted(record_of(layer).set_attributes)}
@@ -290,7 +290,7 @@ def _stored(value: Any) -> Any:
 
 
 def serialised_with_attributes(model: Any) -> str:
-    """Return `serialised_model` with what its classes leave out: some arguments, and attributes set on layers."""
+    """Return the model's configuration as JSON, with the arguments and attributes that Keras' and KerasHub's omit."""
     for one in own_layers(model):
         # `Sequential.get_config` lists each layer once, so a model rebuilt from it calls it once.
         if isinstance(one, keras.Sequential) and (
@@ -318,7 +318,7 @@ def add_arguments(config: dict[str, Any], backbone: Any) -> None:
 
 
 _NOT_SERIALISED = ("tie_word_embeddings", "router_aux_loss_coefficient")
-"""Arguments of Llama, which would else be rebuilt with an output layer that has no weights, and of QwenMoe."""
+"""Arguments of backbones (of Llama, and of QwenMoe) that KerasHub's ``get_config`` leaves out."""
 
 
 def lost_arguments(backbone: Any) -> dict[str, tuple[Any, Any]]:
@@ -329,13 +329,13 @@ def lost_arguments(backbone: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def apply_attributes(model: Any, saved: Any) -> None:
-    """Set saved attributes, from `attributes_of`, on the layers of a rebuilt model; skip those that it lacks."""
+    """Set saved attributes (see `attributes_of`) on the layers of a rebuilt model; skip attributes that they lack."""
     for layer, name, value in _saved_on(model, saved):
         set_attribute(layer, name, value)
 
 
 def differing_attributes(model: Any, saved: Any) -> tuple[str, ...]:
-    """Return the names of saved attributes that have other values in the layers of ``model``."""
+    """Return the names of the attributes whose saved values differ from those in the layers of ``model``."""
     found = set()
     for layer, name, value in _saved_on(model, saved):
         own = getattr(layer, name)
@@ -345,7 +345,7 @@ def differing_attributes(model: Any, saved: Any) -> tuple[str, ...]:
 
 
 def _saved_on(model: Any, saved: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each layer that has a saved attribute, the attribute, and its saved value."""
+    """Yield (layer, attribute, saved value) for each saved attribute that a layer of ``model`` has."""
     known = {path: _valid_attributes(path, attributes) for path, attributes in _attributes_mapping("", saved).items()}
     for path, layer in saved_objects(model) if known else ():
         for name, value in known.get(path, {}).items():

@@ -2,7 +2,7 @@
 
     kernel (frozen) + alpha / rank · a @ b   ─►  the kernel that the layer computes with
 
-Keras computes the same in ``save_own_variables``, for the whole model at once and in the dtype of the computation.
+Keras computes the same in ``save_own_variables``, but for the whole model at once, and in the compute dtype.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.variables import value_of
 
 _KERNELS = (("_kernel", "lora_kernel_a", "lora_kernel_b"), ("_embeddings", "lora_embeddings_a", "lora_embeddings_b"))
-"""Names of the attributes (kernel, a, b) in Keras' layers with LoRA: dense and convolution layers; embeddings."""
+"""Attributes of (kernel, factor a, factor b): first in dense and convolution layers, then in embeddings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraKernel:
-    """A frozen kernel of a layer with LoRA, and the two trained factors of its change."""
+    """The frozen kernel of a layer with LoRA, and the factors ``a`` and ``b`` whose product is added to it."""
 
     layer: Any
     kernel: Variable
@@ -33,7 +33,7 @@ class LoraKernel:
     b: Variable
 
     def merged(self) -> jax.Array:
-        """Compute the kernel with its factors, in float32, and round it once to the kernel's dtype."""
+        """Return kernel plus scaled product of the factors, computed in float32, rounded once to the kernel's dtype."""
         kernel = value_of(self.kernel)
         found = merge(kernel, value_of(self.a), value_of(self.b), scale=self.scale)
         return jax.device_put(found, kernel.sharding)
@@ -58,18 +58,18 @@ def lora_layers(model: Model) -> list[Any]:
 
 
 def adapters_of(layers: Iterable[Any]) -> list[tuple[Variable, Variable]]:
-    """Return the factors (a, b) of each kernel with LoRA in ``layers``, quantised or not."""
+    """Return the LoRA factors (a, b) of each kernel in ``layers`` that has some, also of quantised kernels."""
     pairs = [(getattr(layer, a, None), getattr(layer, b, None)) for layer in layers for _, a, b in _KERNELS]
     return [(a, b) for a, b in pairs if hasattr(a, "assign") and hasattr(b, "assign")]
 
 
 def changes_nothing(b: Variable) -> bool:
-    """Whether the second factor of an adapter is zero, as in a new one."""
+    """Whether an adapter's second factor ``b`` is all zeros, as in a new adapter, which does not change its kernel."""
     return not bool(jnp.any(value_of(b)))
 
 
 def lora_kernels(layers: Iterable[Any]) -> list[LoraKernel]:
-    """Return the kernels of layers with LoRA."""
+    """Return the kernel and factors of each of the ``layers``, which have LoRA; raise an error for a quantised one."""
     return [_kernel_of(layer) for layer in layers]
 
 
@@ -91,7 +91,7 @@ def _kernel_of(layer: Any) -> LoraKernel:
 
 @contextmanager
 def hidden(layers: Iterable[Any]) -> Iterator[None]:
-    """Make LoRA look disabled inside the block, so that ``layer.kernel`` is the stored kernel, without the factors."""
+    """Make LoRA look disabled inside the block: ``layer.kernel`` is then the stored kernel without the factors."""
     # Into __dict__, past Keras' tracking of attributes.
     changed = list(layers)
     for layer in changed:

@@ -1,7 +1,7 @@
 """What shardload knows about a model, a task, a backbone or a layer, besides what Keras keeps of it.
 
-One dictionary for all of it, with weak keys, outside of the objects: it keeps no model and none of the weights on its
-devices alive, and Keras neither tracks, copies nor saves what is in it. So a copy of a model has an empty record.
+One dictionary with weak keys has it all, outside of the objects: it keeps no model and no weights alive, and Keras
+neither tracks, copies nor saves what is in it. So a copy of a model has an empty record.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class ModelRecord:
     report: LoadReport | None = None
     """Report of the last load into a model."""
     devices: MeshDevices | None = None
-    """Mesh of a model whose variables have no values to show it: a failed load lost them, or a load is yet to come."""
+    """Mesh of a model whose variables have no values yet, or lost them in a failed load: else the values show it."""
     restored: Any = None
     """Step (a `StepInfo`) that a model was restored from, until ``fit`` continues from it."""
     first_epoch: int | None = None
     """Epoch that the callback set for the next ``fit`` of a model."""
     runs: dict[Path, str] = field(default_factory=dict)
-    """Folder of steps → training run of the model there: a second ``fit`` continues it, a new model starts another."""
+    """Folder of steps → the training run that a model saves there; a second ``fit`` of the same model continues it."""
     text_source: Manifest | None = None
-    """Source of a model's weights, if it may have a tokenizer."""
+    """Headers of the checkpoint that a model's weights came from, if it may contain a tokenizer."""
     text_header: Fingerprint | None = None
-    """State of the file with the tokenizer when the model was loaded, if the tokenizer is in its header."""
+    """Fingerprint, from the time of the load, of a file with the tokenizer in its header; shows if it has changed."""
     tokenizer: Any = None
     """Tokenizer of `text_source`, kept after its first use: building it takes longer than tokenizing a short text."""
     make_preprocessor: Callable[[], Any] | None = None
     """Function that makes the preprocessor of a task on first use."""
     built_from: str | None = None
-    """Source from whose configuration a backbone was built."""
+    """Name of the checkpoint from whose configuration a backbone was built."""
     build_notes: tuple[str, ...] = ()
-    """Notes about what was changed on the backbone to match that configuration, and which entries were ignored."""
+    """Notes on what was changed on a backbone to match the configuration, and which entries of it were ignored."""
     set_attributes: set[str] = field(default_factory=set)
     """Names of the attributes that `set_attribute` has set on a built layer."""
 
@@ -53,7 +53,7 @@ _records: weakref.WeakKeyDictionary[Any, ModelRecord] = weakref.WeakKeyDictionar
 
 
 def record_of(found: Any) -> ModelRecord:
-    """Return the record of an object, which callers may change; a new one if there is none yet."""
+    """Return the record of an object, for callers to read and change; a new, empty one if there is none yet."""
     try:
         return _records.setdefault(found, ModelRecord())
     except TypeError:  # without a hash, or without weak references: nothing is known about it

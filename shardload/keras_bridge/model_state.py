@@ -29,14 +29,14 @@ from shardload.keras_bridge.variables import has_value, numbered, unique, value_
 from shardload.sharding.layout import Layout
 
 _LEAF_TYPES = frozenset((bool, int, float, str, bytes, FunctionType, type(None)))
-"""Types of which no instance contains a layer, a variable or an optimizer."""
+"""Types of plain values: none of their instances contains a layer, a variable or an optimizer."""
 
 _LARGE = 1_000
-"""Number of items from which it is worth remembering that a container has nothing but `_LEAF_TYPES`."""
+"""Number of items from which a container counts as large: that it has plain values only is then remembered."""
 _VOCABULARIES: ContextVar[dict[int, Any] | None] = ContextVar("_VOCABULARIES", default=None)
-"""Large containers of `_LEAF_TYPES`, by ``id``; kept alive here, so that no other object gets their ``id``."""
+"""``id`` → large container that has plain values only; a reference, so that no other object gets the same ``id``."""
 _LEAF_TYPE_IDS = frozenset(map(id, _LEAF_TYPES))
-"""Ids of `_LEAF_TYPES`, to test types by identity: a metaclass may define how its classes are hashed and compared."""
+"""Ids of `_LEAF_TYPES`, to compare types by identity: a metaclass may define another comparison of its classes."""
 _PLAIN = _LEAF_TYPE_IDS.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
 """Ids of the types of most attributes, in which `state_of` need not look for variables."""
 _MISSING = object()
@@ -50,7 +50,7 @@ def plain_model(model: Model) -> Model:
 
 
 def variables_of(model: Model) -> list[Variable]:
-    """Return the model's own variables once each, in Keras' order: weights and seed generators' states."""
+    """Return each variable of the model once, in Keras' order: weights and states of seed generators."""
     return unique(model.variables)
 
 
@@ -61,7 +61,7 @@ def optimizer_variables_of(model: Model) -> list[Variable]:
 
 
 def weights_of(model: Model) -> list[Variable]:
-    """Return all variables a checkpoint of the model can contain: its own, then its optimizer's."""
+    """Return all variables that a checkpoint can contain: those of the model, then those of its optimizer."""
     return unique([*variables_of(model), *optimizer_variables_of(model)])
 
 
@@ -79,7 +79,7 @@ def trained_variables(model: Model) -> list[Variable]:
 
 
 def state_of(model: Model) -> list[Variable]:
-    """Return every reachable variable: `weights_of`, metrics, and those in attributes (a sampler's seeds)."""
+    """Return all variables of a model: `weights_of`, those of metrics, and those in attributes (a sampler's seeds)."""
     found = weights_of(model)
     if isinstance(model, keras.Layer):
         skipped = bookkeeping_attributes()
@@ -100,7 +100,7 @@ def state_of(model: Model) -> list[Variable]:
 
 
 def learning_rates_of(model: Model) -> dict[str, float]:
-    """Return the learning rate of each optimizer that a load can replace, by the optimizer's name for messages."""
+    """Return optimizer → learning rate, for the rates that a load can replace; keys are texts for messages."""
     found = {}
     for path, optimizer in optimizers_by_path(model).items():
         # Wrappers have a rate too, which Keras does not use.
@@ -139,19 +139,19 @@ def with_optimizer(model: Model, optimizer: Any) -> Iterator[None]:
 
 
 def other_optimizers(model: Model) -> list[tuple[str, Any]]:
-    """Return optimizers that Keras saves besides the compiled one (a GAN's), by path in ``.weights.h5``."""
+    """Return (path in ``.weights.h5``, optimizer) for each one that Keras saves besides the compiled one (a GAN's)."""
     ids = set(map(id, _attribute_optimizers(model)))
     return [(path, found) for path, found in saved_objects(model) if id(found) in ids] if ids else []
 
 
 def optimizers_by_path(model: Model) -> dict[str | None, Any]:
-    """Return the optimizers of a model by path, ``None`` for the compiled one."""
+    """Return path → optimizer for all optimizers of a model; the compiled one has the path ``None``."""
     own = getattr(model, "optimizer", None)
     return ({} if own is None else {None: own}) | dict(other_optimizers(model))
 
 
 def _attribute_optimizers(model: Model) -> list[Any]:
-    """Return candidates for `other_optimizers` without Keras' walk over all objects, which is slow for large models."""
+    """Return the optimizers in attributes of layers; faster than Keras' walk over all objects of a large model."""
     found: dict[int, Any] = {}
     without, skipped = set(_LEAF_TYPE_IDS), bookkeeping_attributes()
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
@@ -165,7 +165,7 @@ def _attribute_optimizers(model: Model) -> list[Any]:
 
 
 def _optimizers_in(attributes: Iterable[Any], without: set[int]) -> Iterator[Any]:
-    """Yield the optimizers in attributes, and in containers as deep as Keras looks.
+    """Yield the optimizers among ``attributes``, and in the lists, tuples and dicts among them, at any depth.
 
     ``without`` contains the ``id`` of types that are neither, and gets more: the thousands of attributes of a model's
     layers are of a few dozen types.
@@ -183,14 +183,14 @@ def _optimizers_in(attributes: Iterable[Any], without: set[int]) -> Iterator[Any
 
 
 def slots_of(model: Model) -> list[tuple[Variable, Variable]]:
-    """Return optimizer variables that mirror a weight in shape, each with its weight."""
+    """Return (slot, weight) for each variable of an optimizer that belongs to a weight and has the same shape."""
     return [pair for optimizer in _optimizers_of(model) for pair in slots_in(optimizer)]
 
 
 def slot_layouts(
     model: Model, layout_of: Callable[[Variable], Layout | None], *, batch_axis: str | None = None
 ) -> dict[int, Layout]:
-    """Return the layouts of slots that do not follow their weight, by ``id(slot)``.
+    """Return ``id(slot)`` → layout for slots of optimizers that have another layout than their weight.
 
     They are spread over more devices, or belong to an optimizer that chooses their layouts (`JointOptimizer`).
     """
@@ -235,7 +235,7 @@ def _variables_in(attribute: Any) -> Iterable[Variable]:
 
 
 def policy_name(layer: Any) -> str | None:
-    """Return the name of a layer's dtype policy (of a map, the default one); None for objects that are not layers."""
+    """Return the name of a layer's dtype policy (its own one in a map of policies); ``None`` for other objects."""
     policy = layer._dtype_policy if isinstance(layer, keras.Layer) else None
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         policy = policy[layer.path] if layer.path and not isinstance(layer, keras.Model) else policy.default_policy
@@ -247,7 +247,7 @@ def policy_name(layer: Any) -> str | None:
 
 
 def named_weights(layer: Any) -> list[tuple[str, Variable]]:
-    """Return a layer's own weights that can be frozen, by name; ``#2`` and so on where names repeat."""
+    """Return (name, weight) for a layer's own weights that can be frozen; a repeated name gets ``#2``, ``#3``."""
     weights = layer._trainable_variables if isinstance(layer, keras.Layer) else []
     return list(zip(numbered(v.name for v in weights), weights, strict=True))
 
@@ -263,7 +263,7 @@ def weights_optimized(optimizer: Any) -> list[Variable]:
 
 
 def are_averages(model: Model) -> bool | None:
-    """Whether a model's weights equal their moving averages (``use_ema``); ``None`` without averages or training."""
+    """Whether a model's weights equal their moving averages; ``None`` without ``use_ema``, or before training."""
     optimizer = innermost(getattr(model, "optimizer", None))
     if not getattr(optimizer, "use_ema", False) or not optimizer.built or not int(optimizer.iterations):
         return None
@@ -280,10 +280,10 @@ def own_layers(model: Model) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The attributes of an optimizer before it is built, to remove the slots that ``build`` adds to it."""
+    """A copy of an unbuilt optimizer's attributes; restoring them removes the slots that ``build`` has added since."""
 
     parts: tuple[tuple[Any, dict[str, Any], tuple[tuple[Any, Any], ...]], ...]
-    """For the optimizer, its tracker, and the optimizers it wraps: object, attributes, content of containers."""
+    """(object, attributes, content of containers) for the optimizer, its tracker, and the optimizers it wraps."""
 
     @classmethod
     def of(cls, optimizer: Any) -> OptimizerState:
@@ -299,7 +299,7 @@ class OptimizerState:
         return cls(tuple(parts))
 
     def restore(self) -> None:
-        """Restore the state, bypassing Keras' tracking of attributes and lists."""
+        """Set the recorded attributes again, without Keras' methods, which would track them."""
         for target, attributes, containers in self.parts:
             vars(target).clear()
             vars(target).update(attributes)
@@ -311,7 +311,7 @@ class OptimizerState:
 
 
 def members_of(container: Any) -> Iterable[Any]:
-    """Return the items of a list, tuple or set, or the values of a dict; none if all are of `_LEAF_TYPES`."""
+    """Return the items of a list, tuple or set, or the values of a dict; nothing if all are of `_LEAF_TYPES`."""
     known = _VOCABULARIES.get()
     if known is not None and id(container) in known:
         return ()
@@ -339,7 +339,7 @@ def walking_vocabularies_once() -> Iterator[None]:
 
 @cache
 def bookkeeping_attributes() -> frozenset[str]:
-    """Return Keras' own attributes of every layer, in which no user keeps a layer, an optimizer or a sampler.
+    """Return the names of the attributes that Keras itself sets on every layer: users keep no objects in these.
 
     Half of all attributes, and nearly all of the containers. Not ``_layers``, which lists the sub-layers.
     """
@@ -348,7 +348,7 @@ def bookkeeping_attributes() -> frozenset[str]:
 
 
 def without_walking_vocabularies() -> AbstractContextManager[None]:
-    """Inside the block, Keras does not search containers of strings, numbers and the like: it finds nothing there."""
+    """Inside the block, Keras does not search attributes that contain only strings, numbers and the like for layers."""
     return _UNWALKED.applied()
 
 

@@ -1,8 +1,9 @@
 """Slots of optimizers: the weight that each belongs to, and layouts that differ from the weight's.
 
-Keras creates a slot (a momentum, an average, an accumulated gradient) by ``add_variable_from_reference``, with the
-layout of its weight. To spread slots over more devices, an optimizer instance gets a replacement for that method, which
-passes a copy of the weight with another layout. Classes stay unchanged; copied and saved optimizers are plain ones.
+A slot is a variable that an optimizer keeps for one weight: a momentum, an average, an accumulated gradient. Keras
+creates it by ``add_variable_from_reference``, in the layout of its weight. To spread slots over more devices, an
+optimizer instance gets a replacement for that method, which passes a copy of the weight with another layout. Classes
+stay unchanged; copied and saved optimizers are plain ones.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _METHOD = "add_variable_from_reference"
 
 @dataclass(frozen=True, slots=True)
 class SlotSpread:
-    """The mesh axes over which an optimizer's slots are spread, besides those that split their weights."""
+    """The mesh axes that split an optimizer's slots in addition to the axes that split their weights."""
 
     axes: tuple[str, ...] | Literal["batch", "every"]
-    """Names of axes; ``batch``: the axis that splits the batch; ``every``: all axes, with that one last."""
+    """Names of mesh axes; or ``batch``: the axis that splits the batch; or ``every``: all axes, the batch axis last."""
 
     def on(self, mesh: MeshSpec, batch_axis: str | None = None) -> tuple[str, ...]:
-        """Return the names of the axes on ``mesh``; ``batch_axis`` splits the batch, if not the mesh's usual axis."""
+        """Return the names of these axes on ``mesh``; ``batch_axis`` splits the batch, if not the usual one does."""
         # The user's distribution may split the batch over another axis than the mesh's usual one.
         own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
         batch = batch_axis or (own if own in mesh.axes else mesh.batch_axis)
@@ -50,12 +51,12 @@ class SlotSpread:
                 return names
 
     def applied(self, layout: Layout, shape: tuple[int, ...], batch_axis: str | None = None) -> Layout:
-        """Return the layout of a slot of this shape whose weight has ``layout``."""
+        """Return the spread layout of a slot with ``shape``; ``layout`` is that of its weight."""
         return spread(layout, shape, self.on(layout.mesh, batch_axis))
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer and those in it: the one that it scales the loss for, or one for each group of weights."""
+    """Yield an optimizer, then those that it wraps (``LossScaleOptimizer`` wraps one, ``MultiOptimizer`` several)."""
     waiting = [optimizer]
     while waiting:
         if (found := waiting.pop()) is not None:
@@ -65,7 +66,7 @@ def optimizers_in(optimizer: Any) -> Iterator[Any]:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer that others wrap (``LossScaleOptimizer``), or the optimizer itself."""
+    """Return the optimizer inside all wrappers (``LossScaleOptimizer``); an optimizer that wraps none itself."""
     while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         optimizer = inner
     return optimizer
@@ -76,13 +77,13 @@ class Accumulation:
     """How one optimizer of Keras counts batches and updates."""
 
     count: Variable
-    """The number of batches so far, from which Keras computes ``iterations``, the number of updates."""
+    """Number of batches so far, a variable; Keras computes ``iterations``, the number of updates, from it."""
     steps: int
-    """Its ``gradient_accumulation_steps``: batches per update."""
+    """Batches per update: the optimizer's ``gradient_accumulation_steps``, or 1."""
     sums: tuple[Variable, ...]
-    """Gradients that wait for an update."""
+    """Sums of the gradients since the last update, one for each weight; empty without accumulation."""
     has_schedule: bool
-    """Whether its learning rate is computed from the count."""
+    """Whether the optimizer has a learning rate schedule, which computes the rate from ``count``."""
 
 
 def accumulations_in(optimizer: Any) -> Iterator[Accumulation]:
@@ -108,12 +109,12 @@ def described_accumulation(described: Any) -> int | None:
 
 
 def batches_of_update(found: Any) -> int | None:
-    """Return ``found``, from an untrusted file, if it is a valid number of batches per update; else ``None``."""
+    """Return ``found``, from an untrusted file, if it is valid as a number of batches per update, else ``None``."""
     return found if type(found) is int and 0 < found <= _LARGEST else None
 
 
 def owner_of(optimizer: Any, variable: Variable) -> Any:
-    """Return the optimizer in a ``MultiOptimizer`` that a variable belongs to; any other optimizer itself."""
+    """Return the part of a ``MultiOptimizer`` that a variable belongs to; any other optimizer is returned itself."""
     several = getattr(innermost(optimizer), "optimizers", ())
     return next((one for one in several if any(v is variable for v in one.variables)), optimizer)
 
@@ -122,12 +123,12 @@ _BASES = ("base_optimizer", "optimizer", "multi_optimizer")
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return the name of the Keras class that an optimizer has or inherits from; ``""`` if it is of no such class."""
+    """Return the name of an optimizer's class if that is Keras' own, else of its nearest base that is, or ``""``."""
     return kind_of_class(type(innermost(optimizer)))
 
 
 def kind_of_class(found: type) -> str:
-    """Like `kind_of`, for the class of an optimizer."""
+    """Return what `kind_of` returns for optimizers of the class ``found``."""
     modules = [(c.__name__, c.__module__.rpartition(".")) for c in found.__mro__]
     own = (name for name, (package, _, last) in modules if package == "keras.src.optimizers" and last not in _BASES)
     return next(own, "")
@@ -135,14 +136,14 @@ def kind_of_class(found: type) -> str:
 
 _ACCUMULATION = "gradient_accumulation_steps"
 _LARGEST = np.iinfo(np.int32).max
-"""The largest number that a count of Keras on JAX, an int32, can store."""
+"""The largest number of batches that Keras can count on JAX, where the count is an int32."""
 _SLOT_OPTIONS = ("use_ema", _ACCUMULATION, "amsgrad", "momentum", "centered", "exclude_embeddings")
 """Arguments of Keras' optimizers that decide which slots there are."""
 _WRAPPED_ARGUMENTS = ("inner_optimizer", "base_optimizer")
 
 
 def as_described(described: Any) -> Any:
-    """Return an optimizer with the same slots as the one in a configuration; ``None`` if Keras has no such class.
+    """Build an optimizer with the same slots as the one in a configuration; ``None`` if its class is not Keras' own.
 
     Takes only the class and the arguments that decide about slots from the configuration, which is untrusted.
     """
@@ -174,7 +175,7 @@ Start: TypeAlias = Variable | keras.initializers.Initializer | float
 
 
 def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Start | None:
-    """Return the initial value of slots; ``None`` if the optimizer is not Keras' and has no ``start_of_slot``."""
+    """Return the initial value of the variables in one attribute of an optimizer; ``None`` if it is not known."""
     inner, kind = innermost(optimizer), kind_of(optimizer)
     if attribute == "model_variables_moving_average" or (kind, attribute) == ("ScheduleFreeAdamW", "momentums"):
         return weight
@@ -211,7 +212,7 @@ def begin_slot(slot: Variable, start: Start) -> None:
 
 
 def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
-    """Yield the slots of an optimizer and of those it wraps that mirror a weight in shape, each with its weight."""
+    """Yield (slot, weight) for each slot of an optimizer, or of one it wraps, that has the shape of its weight."""
     for part in optimizers_in(optimizer):
         weights = getattr(part, "_trainable_variables", [])
         # Keras has no registry of slots: they are attributes with one entry per weight (Adam's ``_momentums``).
@@ -222,7 +223,7 @@ def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
 
 
 def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
-    """Yield the arrays in an optimizer's state (no scalars), each with its weight, or ``None`` if it is not a slot."""
+    """Yield (variable, weight) for each variable of an optimizer that is no scalar; weight is ``None`` if no slot."""
     seen = set[int]()
     for part in optimizers_in(optimizer):
         # `_variables` lists everything; by chance it may have as many entries as there are weights.
@@ -259,7 +260,7 @@ class _SpreadingMethod:
         functools.update_wrapper(self, original)
 
     def __call__(self, reference_variable: Variable, *args: Any, **kwargs: Any) -> Variable:
-        """Create a slot, laid out as chosen if its weight is on a mesh."""
+        """Create a slot: in the spread layout if its weight is on a mesh, else as Keras does."""
         layout = variable_layout(reference_variable)
         if layout is not None:
             # Keras reads shape, dtype and layout of the reference, so a shallow copy with another layout will do.
@@ -271,12 +272,12 @@ class _SpreadingMethod:
 
 
 def place_slot(slot: Variable, weight: Variable, layout: Layout) -> None:
-    """Move a slot to a layout on the mesh of its weight."""
+    """Give a slot a layout on the mesh of its weight, and move its value there."""
     relocate(slot, named_sharding(layout, tuple(sharding_of(weight).mesh.devices.flat)))
 
 
 def variable_layout(variable: Variable) -> Layout | None:
-    """Return the layout of a variable on its mesh; ``None`` if it has none."""
+    """Return a variable's layout on the mesh that it is on; ``None`` if it is on no mesh."""
     sharding = sharding_of(variable)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None

@@ -1,9 +1,9 @@
-"""Temporary replacements for attributes of third-party classes and modules, and those that speed up building models.
+"""Temporary replacements for attributes of third-party classes and modules; some of them make building models faster.
 
 Keras reads the signature of a layer's constructor and methods four times for each layer that it makes, which takes
 0.05 ms each: Gemma 3 270M has 330 layers of a dozen classes.
 
-Keras is imported when a replacement begins: code that runs without a model imports this module too.
+This module imports Keras only when a replacement begins, because code that runs without a model imports it too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Patch = tuple[Any, str, Callable[[Any], Any]]
 
 
 class Patches:
-    """Attributes of classes and modules, replaced while at least one block is open in any thread."""
+    """Attributes of classes and modules that are replaced while at least one `applied` block is open in any thread."""
 
     def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
         # A function, called when a block opens: the modules that it patches may not be imported yet.
@@ -63,7 +63,7 @@ class Patches:
 
 
 def replacing(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Decorate a function for use in a `Patch`: it is called with the original function, then the call's arguments."""
+    """Decorate a replacement for use in a `Patch`: it gets the original as first argument, then those of the call."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
@@ -76,7 +76,7 @@ def replacing(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def casts_by_astype(kind: type[NDArray[Any]]) -> Patches:
-    """Return patches under which functions that cast arrays of this class call ``array.astype(dtype)``.
+    """Return patches that make functions of NumPy and Keras cast arrays of this class by ``array.astype(dtype)``.
 
     The functions are ``numpy.asarray(array, dtype)``, ``numpy.array(array, dtype)`` and ``keras.ops.cast``. NumPy
     itself would read the array's memory, and JAX would copy it.
@@ -98,7 +98,7 @@ def casts_by_astype(kind: type[NDArray[Any]]) -> Patches:
 
 
 def reading_signatures_once() -> AbstractContextManager[None]:
-    """Inside the block, let Keras read the signature of each function only once, and reuse it."""
+    """Inside the block, Keras reads the signature of each function only once, which makes building models faster."""
     return _REMEMBERED.applied()
 
 

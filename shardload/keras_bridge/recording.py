@@ -1,6 +1,6 @@
 """Build layers without allocating: while recording, new variables keep their initialiser and get no buffer.
 
-Keras keeps names of layers, dtype policies and distributions per thread; `InThread` takes them along.
+Keras keeps names of layers, dtype policies and distributions per thread; `InThread` copies them to a new thread.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from shardload.keras_bridge.variables import (
 )
 
 GLOBAL_SEED, GLOBAL_GENERATOR = "global_random_seed", "global_seed_generator"
-"""Where Keras stores the seed passed to `keras.utils.set_random_seed`, and the generator seeded by it."""
+"""Keys of Keras' global state: the seed from `keras.utils.set_random_seed`, and the generator with this seed."""
 _created: ContextVar[list[weakref.ref[Variable]] | None] = ContextVar("shardload_created", default=None)
 
 NAMES = "object_name_uids"
-"""Where Keras counts the names that it gives: a second Dense layer is called dense_1."""
+"""Key of Keras' global state: counters for automatic names, by which a second Dense layer is called dense_1."""
 UNINITIALISED = "uninitialized_variables"
-"""Keras' thread-local list of variables created in a ``StatelessScope``."""
+"""Key of Keras' global state: the thread's list of variables that were created without a value."""
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside the block, Keras, Python and NumPy draw random numbers by ``seed``; their states are restored after it."""
+    """Seed the random generators of Keras, Python and NumPy inside the block; restore their states after it."""
     restore = random_states()
     try:
         random.seed(seed)
@@ -79,7 +79,7 @@ def random_states() -> Callable[[], None]:
 
 @contextmanager
 def keeping_names() -> Iterator[None]:
-    """Restore Keras' counters of automatic names after the block, so that models built in it change no later name."""
+    """Restore Keras' counters of automatic names after the block: models built in it change no names of later ones."""
     names = copy.copy(global_state.get_global_attribute(NAMES))
     try:
         yield
@@ -88,7 +88,7 @@ def keeping_names() -> Iterator[None]:
 
 
 def unregistered(since: int = 0) -> list[Variable]:
-    """Remove the variables from index ``since`` on from Keras' global list of uninitialised ones, and return them."""
+    """Remove variables from Keras' global list of uninitialised ones, from index ``since`` on, and return them."""
     waiting = global_state.get_global_attribute(UNINITIALISED) or []
     taken = list(waiting[since:])
     del waiting[since:]
@@ -102,7 +102,7 @@ def registered_variables() -> list[Variable]:
 
 @contextmanager
 def record_variables() -> Iterator[list[weakref.ref[Variable]]]:
-    """Inside the block, variables that this thread or task creates get an initialiser and no buffer; yield them."""
+    """Inside the block, new variables of this thread or task get no buffer; yield the growing list of references."""
     before = len(registered_variables())
     token = recording_flag.set(True)
     created: list[weakref.ref[Variable]] = []
@@ -184,7 +184,7 @@ def _post_build(original: Any, self: Any) -> None:
 
 
 def _unknown_behind(tensor: Any) -> Unknown | None:
-    """Return the placeholder of a variable without a value that ``tensor`` was computed from, or ``None``."""
+    """Return the placeholder of a variable without a value, if a symbolic ``tensor`` was computed from one."""
     seen: dict[int, Any] = {}
     waiting = [tensor]
     while waiting:
@@ -211,12 +211,12 @@ def without_computing(function: Callable[[], None]) -> None:
 
 
 def is_tracing_error(error: Exception | None) -> bool:
-    """Whether an error only means that code needs real values, which it does not get in `without_computing`."""
+    """Whether an error only means that code needs real values, which it cannot get inside `without_computing`."""
     return isinstance(error, jax.errors.JAXTypeError)
 
 
 def quantize_without_values(layer: Any) -> None:
-    """Do everything ``layer.quantize("int8")`` does to a kernel without a value, except computing numbers.
+    """Quantise a layer whose kernel has no value: do all that ``layer.quantize("int8")`` does, but compute no numbers.
 
     A layer built from a map of policies has the map itself as its policy, for which Keras' own hooks store no scale.
     So the layer gets its entry of the map instead.
@@ -258,7 +258,7 @@ _T = TypeVar("_T")
 
 
 class InThread(Generic[_T]):
-    """A function that runs in a new thread with the settings and name counters of this one."""
+    """A call of a function in a new thread that has the same settings and name counters of Keras as this thread."""
 
     def __init__(self, function: Callable[[], _T], *, name: str) -> None:
         self._result: _T

@@ -1,4 +1,4 @@
-"""Run Keras' own walk over all objects that it saves, but take values from another source; intercept ``assign``."""
+"""Run Keras' own walk over all objects that it saves, but with values from another source; intercept ``assign``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardload.keras_bridge.patches import Patches, replacing
 from shardload.keras_bridge.recording import without_computing
 
 _AssignHandler = Callable[[Variable, Any, Callable[[Variable, Any], Any]], Any]
-"""Called with the variable, the value and Keras' own ``assign``; returns the result of ``assign``."""
+"""Function that gets a variable, a value and Keras' own ``assign``; returns what ``assign`` should return."""
 
 _assign_handler: ContextVar[_AssignHandler | None] = ContextVar("shardload_assign_handler", default=None)
 
@@ -46,7 +46,7 @@ def _handled_assign(original: Any, self: Variable, value: Any) -> Any:
 
 
 class _InheritedPatch(Patches):
-    """Patches ``JaxVariable.assign``: sets it on this class, which only inherits it, and deletes it afterwards."""
+    """Patches ``assign`` of ``JaxVariable``, which inherits it: sets an own one, and deletes that afterwards."""
 
     def __init__(self) -> None:
         super().__init__(tuple)
@@ -63,7 +63,7 @@ class _InheritedPatch(Patches):
 
 
 class StateSource(Protocol):
-    """A source of values for `load_state`, notified of each saveable that Keras visits."""
+    """A source of values for `load_state`, which calls it for each saveable (layer or optimizer) that Keras visits."""
 
     def entry(self, path: str) -> Any:
         """Return the mapping to pass to ``load_own_variables`` of the saveable (layer or optimizer) at ``path``."""
@@ -72,11 +72,11 @@ class StateSource(Protocol):
         """Whether anything is stored below ``path``."""
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
-        """Return a context to open while a saveable and its children load; yields a function that takes its error."""
+        """Return a context in which a saveable and its children load; it yields a function to report an error to."""
 
 
 class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
-    """A `StateSource` as the type of store that Keras' ``_load_state`` requires; the HDF5 parts are unused."""
+    """Passes a `StateSource` to Keras' ``_load_state``, which requires this type of store; uses no HDF5."""
 
     def __init__(self, source: StateSource) -> None:
         self.source = source
@@ -93,7 +93,7 @@ class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
 
 
 def load_state(model: Model, source: StateSource, *, skip: Iterable[Any] = ()) -> None:
-    """Run Keras' own walk over everything that has ``load_own_variables``, reading from ``source``.
+    """Run Keras' own walk over all objects that have ``load_own_variables``; they get their values from ``source``.
 
     Errors of single saveables do not stop it (nor Keras): ``visit`` receives them. Saveables in ``skip`` are omitted.
     """
@@ -125,14 +125,14 @@ def _visited_load_state(
 
 
 def stored_variables(saveable: Any) -> list[Variable]:
-    """Return the variables that a layer or optimizer stores itself, without sub-layers, in the order of Keras' hook."""
+    """Return the variables of a layer or optimizer, without those of sub-layers, in the order in which Keras saves."""
     if isinstance(saveable, keras.Layer):
         return [*saveable._trainable_variables, *saveable._non_trainable_variables]
     return list(saveable.variables) if isinstance(saveable, keras.optimizers.Optimizer) else []
 
 
 def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, Any]]:
-    """Return (path, object) of all that Keras writes to ``.weights.h5``, each once; no optimizer, none of ``skip``."""
+    """Return (path, object) for each object in ``.weights.h5``, without the compiled optimizer and those in ``skip``."""
     found: list[tuple[str, Any]] = []
     seen = {id(getattr(model, "optimizer", None)), *map(id, skip)}
 
@@ -163,13 +163,13 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
 
 
 def stored_by_hook(saveable: Any) -> dict[str, Variable]:
-    """Return the variables that ``save_own_variables`` stores unchanged, by key; LoRA's factors are not merged in."""
+    """Return key → variable for what ``save_own_variables`` stores unchanged, with LoRA not merged into kernels."""
     stored = _run_hook(saveable) or {}  # if it needs values, callers name its variables by attribute
     return {key: value for key, value in stored.items() if isinstance(value, JaxVariable)}
 
 
 def _run_hook(saveable: Any) -> dict[str, Any] | None:
-    """Return what ``save_own_variables`` stores, computed values as tracers; ``None`` if it needs values."""
+    """Trace ``save_own_variables``; return what it stores, computed values as tracers. ``None`` if it needs values."""
     hook = getattr(saveable, "save_own_variables", None)
     if hook is None:
         return {}
@@ -184,16 +184,16 @@ def _run_hook(saveable: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class SavedLayout:
-    """The content of a ``.weights.h5`` that Keras would write, without values."""
+    """What a ``.weights.h5`` written by Keras would contain: the variable and object behind each name, no values."""
 
     variables: Mapping[str, Variable]
-    """Dataset (``layers/dense/vars/0``) → variable, in Keras' order; a shared variable under each layer that has it."""
+    """Dataset (``layers/dense/vars/0``) → variable, in Keras' order; a shared variable is listed for each layer."""
     names: Mapping[str, str]
     """Group (``layers/dense/vars``) → name of the object saved there."""
     computing: tuple[tuple[str, Any], ...]
-    """(path, object) of those whose hook stores other values than variables; none of theirs are in ``variables``."""
+    """(path, object) where ``save_own_variables`` stores more than variables; ``variables`` has nothing of these."""
     optimizers: Mapping[str, Any]
-    """Path → optimizer, except the compiled one; their state is not in ``variables``."""
+    """Path → optimizer, except the compiled one; ``variables`` does not have the state of any optimizer."""
 
 
 def saved_layout(model: Model, *, skip: Iterable[Any] = ()) -> SavedLayout:
@@ -218,14 +218,14 @@ def saved_layout(model: Model, *, skip: Iterable[Any] = ()) -> SavedLayout:
 
 
 def optimizers_of(model: Model) -> dict[str, Any]:
-    """Return the compiled optimizer and those that it wraps, by path; empty without one."""
+    """Return path → optimizer for the compiled optimizer and those that it wraps; empty for an uncompiled model."""
     optimizer = getattr(model, "optimizer", None)
     found = [] if optimizer is None else saved_objects(optimizer)
     return {f"optimizer/{p}".rstrip("/"): o for p, o in found if isinstance(o, keras.optimizers.Optimizer)}
 
 
 def model_of(config: Any, **scope: Any) -> Any:
-    """Build what a configuration describes, as Keras' ``load_model``: a layer used in several places is one layer."""
+    """Build what a configuration describes, as Keras' ``load_model`` does: a layer that it repeats is built once."""
     with serialization_lib.ObjectSharingScope():
         # Without the half for saving: layers that copy others by their configuration (`Bidirectional`) would join what
         # they keep apart everywhere else, and the weights of some copies would be lost, as in Keras.
@@ -240,12 +240,12 @@ def serialised_model(model: Model) -> str:
 
 
 def objects_with_files(model: Model) -> list[tuple[str, Any]]:
-    """Return (path below ``assets``, object) of the objects that save files, as layers with a vocabulary do."""
+    """Return (path below ``assets``, object) for each object that can save files, such as a layer with a vocabulary."""
     return [(path, found) for path, found in saved_objects(model) if hasattr(found, "load_assets")]
 
 
 def load_layer_assets(model: Model, folder: Path) -> list[tuple[str, Any, Exception]]:
-    """Call ``load_assets`` of all objects in ``model`` that saved files; return (path, object, error) of failures."""
+    """Let all objects in ``model`` load their files from ``folder``; return (path, object, error) of each failure."""
     failed: dict[int, tuple[Any, Exception]] = {}
     with WALK_PATCH.applied():
         saving_lib._load_state(

@@ -1,4 +1,4 @@
-"""Parts of ``fit`` and ``compile`` that Keras does not expose: epoch iterator, initial epoch, metric directions."""
+"""Access to parts of ``fit`` and ``compile`` that Keras does not expose, such as the iterator over epochs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shardload.keras_bridge import Model
 from shardload.keras_bridge.patches import Patches, replacing
 
 _LONGEST = "_shardload_longest_epoch"
-"""Attribute of an ``EpochIterator``: the number of batches of its longest epoch."""
+"""Attribute that shardload sets on Keras' ``EpochIterator``: the number of batches of its longest epoch so far."""
 
 
 @replacing
 def _distributed_iterator(original: Any, self: Any, distribution: Any) -> Iterator[Any]:
-    """Lay out every batch by itself if the distribution asks for it: the devices may not divide a smaller last one."""
+    """Choose a layout for every batch if the distribution asks for that: a smaller last batch may not be divisible."""
     if not getattr(distribution, "lays_out_each_batch", False):
         yield from original(self, distribution)
         return
@@ -32,7 +32,7 @@ def _distributed_iterator(original: Any, self: Any, distribution: Any) -> Iterat
 
 @replacing
 def _check_sharding_consistency(original: Any, self: Model, *shardings: Sequence[Any]) -> None:
-    """Skip Keras' check on a single device: it warns of variables without a mesh, but all shardings agree there."""
+    """Skip Keras' check on a single device: it would warn of variables without a mesh, which do no harm there."""
     devices = {device for found in shardings for sharding in found for device in sharding.device_set}
     if len(devices) > 1:
         original(self, *shardings)
@@ -46,7 +46,7 @@ def batches_laid_out_singly() -> AbstractContextManager[None]:
 def compile_as_described(
     model: Model, config: Mapping[str, Any], *, custom_objects: Mapping[str, Any] | None, safe_mode: bool
 ) -> bool:
-    """Compile a rebuilt model by its saved ``compile_config``, as Keras would; return whether it is compiled now.
+    """Compile a rebuilt model with its saved ``compile_config``, as Keras would; return whether it is compiled now.
 
     Tasks of KerasHub override ``compile``, so Keras would not call it; here it is called with the saved arguments. A
     ``compile`` that the user has overridden is not called, as in Keras, and the model stays uncompiled.
@@ -61,13 +61,13 @@ def compile_as_described(
 
 
 def has_own_compile(model: Model) -> bool:
-    """Whether the user has overridden the model's ``compile``."""
+    """Whether the model's class has a ``compile`` written by a user, not that of Keras or KerasHub."""
     own = getattr(type(model), "compile", keras.Model.compile)
     return own is not keras.Model.compile and not own.__module__.startswith("keras_hub.")
 
 
 def metric_direction(model: Model, name: str) -> Literal["min", "max"] | None:
-    """Return "min" if lower values of a metric are better, "max" if higher ones; ``None`` if the model cannot tell."""
+    """Return "min" if lower values of a metric are better, "max" if higher ones are; ``None`` if it is not known."""
     metrics: list[Any] = []
     for metric in getattr(model, "metrics", ()):
         metrics.extend(getattr(metric, "metrics", ()) or [metric])
@@ -87,23 +87,23 @@ _TRAINER_PATCHES = Patches(
 
 
 def epoch_iterator_of_caller() -> Any:
-    """Return the ``EpochIterator`` that runs the calling code, or None; Keras does not expose it."""
+    """Return Keras' iterator over epochs in whose method the calling code runs; None if it runs in none."""
     owners = (frame.f_locals.get("self") for frame in _frames(sys._getframe(1)))
     return next((owner for owner in owners if isinstance(owner, EpochIterator)), None)
 
 
 def epoch_iterator_of_fit() -> Any:
-    """Return the ``EpochIterator`` of the calling ``fit``; None outside of one."""
+    """Return Keras' iterator over epochs of the ``fit`` that runs the calling code; None outside of ``fit``."""
     return _locals_of_fit().get("epoch_iterator")
 
 
 def initial_epoch_of_fit() -> int:
-    """Return the ``initial_epoch`` of the calling ``fit``, which Keras does not pass to callbacks; 0 by default."""
+    """Return the ``initial_epoch`` of the ``fit`` that runs the calling code; 0 outside of ``fit``."""
     return int(_locals_of_fit().get("initial_epoch", 0))
 
 
 def run_after(callback: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Let ``callback`` run after all callbacks of these ``kinds`` in the calling ``fit``, and return the latter."""
+    """Move ``callback`` behind all callbacks of the classes ``kinds`` in the running ``fit``; return the latter."""
     container = _locals_of_fit().get("callbacks")
     if not isinstance(container, keras.callbacks.CallbackList) or callback not in container.callbacks:
         return []
@@ -118,7 +118,7 @@ def run_after(callback: Any, kinds: tuple[type, ...]) -> list[Any]:
 
 
 def swaps_averages_before(callback: Any) -> bool:
-    """Whether a ``SwapEMAWeights`` in the calling ``fit`` puts averages into the model before ``callback`` sees it."""
+    """Whether a ``SwapEMAWeights`` in the running ``fit`` puts averages into the model before ``callback`` runs."""
     container = _locals_of_fit().get("callbacks")
     everyone = container.callbacks if isinstance(container, keras.callbacks.CallbackList) else []
     before = everyone[: everyone.index(callback)] if callback in everyone else []
@@ -126,7 +126,7 @@ def swaps_averages_before(callback: Any) -> bool:
 
 
 def in_fit(frame: FrameType | None) -> bool:
-    """Whether a frame belongs to a running `keras.Model.fit`."""
+    """Whether a Python stack frame is that of a running `keras.Model.fit`, or was called by it."""
     return any(isinstance(found.f_locals.get("self"), keras.Model) for found in _frames(frame, "fit"))
 
 
@@ -136,7 +136,7 @@ def _locals_of_fit() -> dict[str, Any]:
 
 
 def _frames(frame: FrameType | None, name: str | None = None) -> Iterator[FrameType]:
-    """Yield a frame and its callers, only those of functions called ``name`` if it is given."""
+    """Yield a Python stack frame and its callers; with ``name``, only frames of functions with that name."""
     while frame is not None:
         if name is None or frame.f_code.co_name == name:
             yield frame
@@ -144,12 +144,12 @@ def _frames(frame: FrameType | None, name: str | None = None) -> Iterator[FrameT
 
 
 def grain_dataset(epochs: Any) -> Any:
-    """Return the Grain dataset an ``EpochIterator`` reads; None if it reads something else."""
+    """Return the Grain dataset that Keras' iterator over epochs reads; None if it reads something else."""
     return getattr(epochs.data_adapter, "_dataset", None)
 
 
 def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
-    """Set whether the data of an ``EpochIterator`` may end in this epoch; if not, Keras warns of interrupted training.
+    """Set whether data of Keras' iterator over epochs may end in this epoch. If not, Keras warns when they do.
 
     If the length of an epoch is unknown, it ends with the data. Keras then counts one batch too many, and would request
     that batch, and warn, in every later epoch.
@@ -172,12 +172,12 @@ def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
 
 
 def has_unknown_length(epochs: Any) -> bool:
-    """Whether an ``EpochIterator`` must read its data to the end to learn the length of an epoch."""
+    """Whether Keras' iterator over epochs must read its data to the end to learn the length of an epoch."""
     return epochs.steps_per_epoch is None and epochs._num_batches is None
 
 
 def forget_epoch_length(epochs: Any) -> None:
-    """Make an ``EpochIterator`` forget the length of an epoch that it has counted, and ask its data again."""
+    """Make Keras' iterator over epochs forget the epoch length that it has counted, and ask its data for it again."""
     epochs._num_batches = epochs.data_adapter.num_batches
 
 

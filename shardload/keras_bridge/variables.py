@@ -1,7 +1,7 @@
 """Values and layouts of one Keras variable, and what replaces its initialiser while it has no value.
 
-``_layout`` is a ``jax.sharding.NamedSharding`` or ``None``. Two more private attributes give the state, and the
-functions here move a variable between states::
+A variable's private attribute ``_layout`` is a ``jax.sharding.NamedSharding`` or ``None``. Two more of its private
+attributes give its state, which functions of this module change::
 
     _value        _initializer    state
     jax.Array     None            ordinary
@@ -33,14 +33,14 @@ from shardload.sharding.layout import Layout
 from shardload.transfer.placement import named_sharding
 
 BUILD_YOURSELF = "Build the model outside it, then call shardload.load_weights(model, source, mesh=…)"
-"""Advice for a model that cannot be built without values."""
+"""End of an error message: what to do if a model cannot be built without values."""
 
 
 _orders = itertools.count()
 
 
 def has_value(variable: Variable) -> bool:
-    """Whether the variable has an array now."""
+    """Whether the variable has a value (an array) now."""
     return variable._value is not None
 
 
@@ -50,14 +50,14 @@ def is_abstract(variable: Variable) -> bool:
 
 
 def stored_dtype(variable: Variable) -> np.dtype[Any]:
-    """Return the dtype of the stored value, regardless of any autocast scope."""
+    """Return the dtype in which a variable's value is stored, even inside an autocast scope of Keras."""
     # Unless jax_enable_x64 is set, JAX stores a variable that Keras calls int64 or float64 in 32 bits.
     dtype: np.dtype[Any] = jax.dtypes.canonicalize_dtype(np.dtype(getattr(jax.numpy, variable._dtype)))
     return dtype
 
 
 def set_layout(variable: Variable, layout: Layout, devices: Sequence[jax.Device]) -> None:
-    """Set the variable's layout; a value that it has already is not moved there."""
+    """Set the variable's layout for values that it gets later; the value that it has is not moved."""
     layout.shard_shape(tuple(variable.shape))
     variable._layout = named_sharding(layout, devices)
 
@@ -96,7 +96,7 @@ def forget_initializer(variable: Variable) -> None:
 
 
 def drop_value(variable: Variable) -> None:
-    """Release the variable's value, to free its memory before a load assigns the new one; until then, it has none."""
+    """Release a variable's value, to free its memory before a load assigns a new one."""
     if variable._value is not None:
         variable._value = None
         # Without an initialiser: a loaded weight must not silently become a random one.
@@ -104,7 +104,7 @@ def drop_value(variable: Variable) -> None:
 
 
 def value_of(variable: Variable) -> jax.Array:
-    """Return the array the variable stores, regardless of any autocast scope."""
+    """Return the array that a variable stores, even inside an autocast scope; raise an error if it has none."""
     # Reading a variable without a value raises the error that says what to do.
     if variable._value is None:
         variable.value  # noqa: B018
@@ -129,7 +129,7 @@ def relocate(variable: Variable, sharding: Any) -> None:
 
 
 def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
-    """Turn a value on a mesh of one device into a plain array with the same buffer, as Keras has without a layout.
+    """Turn a value on a mesh of one device into an array on no mesh, as in Keras without a layout; the buffer stays.
 
     JAX refuses to combine a ``committed`` array with arrays on other devices. Returns whether the value was changed.
     """
@@ -143,7 +143,7 @@ def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
 
 
 def unique(found: Iterable[Variable]) -> list[Variable]:
-    """Return each variable once, by identity, in order of first appearance."""
+    """Return each variable once, in order of first appearance; variables are compared by identity."""
     return list({id(v): v for v in found}.values())
 
 
@@ -158,26 +158,26 @@ def numbered(names: Iterable[str]) -> list[str]:
 
 
 def initialise_eagerly(variable: Variable, initializer: Callable[..., Any]) -> None:
-    """Give a variable its initial value now, as Keras would: on one device, or in its initialiser's ``layout``."""
+    """Give a variable its initial value now, as Keras would: in its layout if the initialiser takes one, else whole."""
     variable._value = None
     variable._initialize_with_initializer(initializer)
     variable._initializer = None
 
 
 def current_value(variable: Variable) -> jax.Array | None:
-    """Return the array the variable stores now, or ``None``."""
+    """Return the array that a variable stores now; ``None`` if it has no value."""
     value: jax.Array | None = variable._value
     return value
 
 
 def restore_value(variable: Variable, value: jax.Array | None, initializer: Any) -> None:
-    """Undo an assignment: restore the previous value and recorded initialiser."""
+    """Undo an assignment: give a variable back its previous value and its previous initialiser (`pending_of`)."""
     variable._value = value
     variable._initializer = initializer
 
 
 class HostConstant:
-    """An initialiser that returns a fixed value: that of an array passed to ``Variable`` in `shardload.abstract`."""
+    """Initialiser that returns a fixed array: the one from which a variable was created in `shardload.abstract`."""
 
     def __init__(self, value: NDArray[Any]) -> None:
         self.value = value
@@ -188,7 +188,7 @@ class HostConstant:
 
 
 class Unknown(keras.KerasTensor):  # type: ignore[misc]
-    """The result of reading a variable without a value while a layer builds: shape and dtype, for ``keras.ops``.
+    """What reading a variable without a value gives while its layer builds: a tensor of shape and dtype, no numbers.
 
     Neither it nor a result computed from it has numbers: it can be assigned to another abstract variable
     (`ComputedInBuild`); any other use that needs a value raises.
@@ -209,7 +209,7 @@ class Unknown(keras.KerasTensor):  # type: ignore[misc]
 
 
 class ComputedInBuild:
-    """Replaces the initialiser of a variable that its layer computes from other variables in ``build``.
+    """Replaces the initialiser of a variable whose value its layer's ``build`` computes from other variables.
 
     Only a checkpoint can provide its value: its initialiser gives a different one than the layer would compute.
     """
@@ -228,7 +228,7 @@ class ComputedInBuild:
 
 
 class PendingValue:
-    """Replaces a variable's initialiser until the variable gets a value.
+    """Takes the place of a variable's initialiser, which it keeps, until the variable gets a value.
 
     Keras calls it whenever the variable is read: returns a placeholder during shape inference and while
     layers build, the exact value if it is known, and raises otherwise.
@@ -243,13 +243,13 @@ class PendingValue:
 
     @property
     def exact(self) -> bool:
-        """Whether the initial value is a constant known on the host: learning rates, seeds."""
+        """Whether the initial value is known without computing on a device, as of learning rates and seeds."""
         # Keras' initialiser of seeds is a local function, so only its name tells.
         name = getattr(self.initializer, "__qualname__", "")
         return isinstance(self.initializer, HostConstant) or name == "SeedGenerator.__init__.<locals>.seed_initializer"
 
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
-        """Return what reading the variable gives, a placeholder or its exact value; raise if it has neither."""
+        """Return what reading the variable gives: its exact value, or a placeholder; raise if there is neither."""
         # Shape inference runs inside a JAX trace, where zeros take no memory.
         if in_symbolic_scope():
             return jax.numpy.zeros(shape, dtype)
@@ -270,7 +270,7 @@ class PendingValue:
 
 
 def pending_of(variable: Variable) -> Any:
-    """Return the `PendingValue` of a variable without a value, which `restore_value` takes; ``None`` for others."""
+    """Return the `PendingValue` of a variable without a value, to pass it to `restore_value`; else ``None``."""
     return variable._initializer
 
 

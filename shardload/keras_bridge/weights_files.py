@@ -1,7 +1,7 @@
 """What Keras itself would write to a weights file, and what it finds in one; building models from files of Keras 2.
 
-model ─ Keras' save_weights, into a store that keeps no file ─► Listing      names, shapes and dtypes, no values
-file  ─ Keras' own reader of files, headers only             ─► names, shapes and dtypes of what Keras finds there
+model ─ Keras' save_weights, into a store that writes no file ─► Listing     names, shapes and dtypes, no values
+file  ─ Keras' own reader of files, headers only              ─► names, shapes and dtypes of what Keras finds there
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardload.keras_bridge.variables import has_value, stored_dtype
 from shardload.transfer.casts import is_float
 
 _Form = tuple[tuple[int, ...], np.dtype[Any]]
-"""Shape and dtype of a dataset."""
+"""Shape and dtype of a dataset (a stored array) in an HDF5 file."""
 _Groups = Mapping[str, Mapping[str, _Form]]
-"""Path of an object (``layers/dense``) → its keys (``0``) → their datasets."""
+"""Path of an object (``layers/dense``) → key under which it stores an array (``0``) → shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Listing:
 
     groups: _Groups
     optimizers: Mapping[str, Any]
-    """Path → optimizer whose variables are stored there."""
+    """Path in the file → optimizer whose variables Keras stores there."""
 
 
 def dataset(path: str, key: str) -> str:
-    """Return the name of a dataset in the file, ``layers/dense/vars/0``."""
+    """Return the name of a dataset in a weights file, such as ``layers/dense/vars/0``."""
     return f"{path}/vars/{key}" if path else f"vars/{key}"
 
 
@@ -92,7 +92,7 @@ def _form(form: _Form | None) -> str:
 
 
 def found_by_keras(path: Path, groups: _Groups, *, is_index: bool) -> _Groups:
-    """Return what Keras finds in a file when it asks for these groups and keys; reads headers only."""
+    """Return the shapes and dtypes that Keras finds in a file when it asks for ``groups``; reads headers only."""
 
     def entry(store: Any, keys: Iterable[str]) -> dict[str, _Form]:
         # Layers count the keys of the outermost level, and their hooks may ask for keys below them.
@@ -104,7 +104,7 @@ def found_by_keras(path: Path, groups: _Groups, *, is_index: bool) -> _Groups:
 
 
 class _ListingStore(saving_lib.H5IOStore):  # type: ignore[misc]
-    """The type of store that Keras' ``_save_state`` requires, which only lists what Keras writes; no HDF5 is used."""
+    """Passed to Keras' ``_save_state``, which requires this type of store: lists what Keras writes, writes no file."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
@@ -126,7 +126,7 @@ class _ListingStore(saving_lib.H5IOStore):  # type: ignore[misc]
         self._h5_entry_group[key] = value
 
     def take(self, optimizer: Any) -> None:
-        """List the variables of an optimizer; Keras' own hook would convert them to NumPy."""
+        """List the variables of an optimizer; Keras' own ``save_own_variables`` would convert them to NumPy arrays."""
         self.optimizers[self._path] = optimizer
         for i, variable in enumerate(optimizer.variables):
             self[str(i)] = variable
@@ -143,7 +143,7 @@ class _Headers(saving_lib.H5IOStore):  # type: ignore[misc]
 
 
 class _ShardHeaders(saving_lib.ShardedH5IOStore, _Headers):  # type: ignore[misc]
-    """`_Headers` for an index and its shards: Keras' sharded store gets datasets by its next base, `_Headers`."""
+    """`_Headers` for sharded files (an index and its shards); Keras' class for these reads datasets by `_Headers`."""
 
 
 @replacing
@@ -190,7 +190,7 @@ def _legacy_scope(custom_objects: Mapping[str, Any] | None, safe_mode: bool) -> 
 
 
 def _decoded(value: Any) -> Any:
-    """Return a copy of a JSON value with tuples, bytes and ellipses restored, as Keras does, but without TensorFlow."""
+    """Return a copy of a value from JSON with tuples, bytes and ellipses restored, as in Keras but not by TensorFlow."""
     if isinstance(value, list):
         return [_decoded(each) for each in value]
     if not isinstance(value, Mapping):
@@ -206,7 +206,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _without_dtypes(value: Any) -> Any:
-    """Return a copy of a configuration without the float dtypes of layers, so that they follow the global policy."""
+    """Return a copy of a configuration without the float dtypes of its layers, which then follow the global policy."""
     if isinstance(value, list):
         return [_without_dtypes(each) for each in value]
     if not isinstance(value, Mapping):
@@ -225,7 +225,7 @@ def _without_dtypes(value: Any) -> Any:
 
 
 def legacy_weights(layer: Any) -> list[Variable]:
-    """Return a layer's weights, also those of layers in it, in the order of Keras 2: trainable ones first."""
+    """Return the weights of a layer and of the layers in it, in the order of Keras 2: trainable ones first."""
     return list(legacy_h5_format._legacy_weights(layer))
 
 
