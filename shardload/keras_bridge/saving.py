@@ -132,7 +132,7 @@ def stored_variables(saveable: Any) -> list[Variable]:
 
 
 def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, Any]]:
-    """Return (path, object) for each object in ``.weights.h5``, without the compiled optimizer and those in ``skip``."""
+    """Return (path, object) for each object in ``.weights.h5`` but the compiled optimizer and those in ``skip``."""
     found: list[tuple[str, Any]] = []
     seen = {id(getattr(model, "optimizer", None)), *map(id, skip)}
 

@@ -190,7 +190,7 @@ def _legacy_scope(custom_objects: Mapping[str, Any] | None, safe_mode: bool) -> 
 
 
 def _decoded(value: Any) -> Any:
-    """Return a copy of a value from JSON with tuples, bytes and ellipses restored, as in Keras but not by TensorFlow."""
+    """Return a copy of a JSON value with tuples, bytes and ellipses restored, as in Keras but not by TensorFlow."""
     if isinstance(value, list):
         return [_decoded(each) for each in value]
     if not isinstance(value, Mapping):

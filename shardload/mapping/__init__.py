@@ -1,18 +1,18 @@
 """Map tensors to variables by watching the code that would load them.
 
-One mechanism for all sources: the layers' and converters' own loading code runs on *reservations*
-(`placeholders.py`); the memory address of each assigned array identifies its part of a tensor.
+One mechanism for all sources: the loading code of layers and converters runs on *reservations*, arrays that take no
+memory (`placeholders.py`). The address of an array that it assigns tells which part of which tensor the array is.
 
     structural.py   Keras files: each layer's load_own_variables
     converters.py   Hugging Face and GGUF: KerasHub's converters
-    stored_state.py training steps: the role of each leaf
+    stored_state.py training steps: what each stored variable is for
     state_tree.py   the tree that a step stores; pairs its leaves with a model's variables
     roles.py        names of variables and slots that are the same in every process
     optimizer_pairs.py    which optimizer state is restored, and what begins as new
     built_optimizers.py   the saved optimizer of an archive, built again to learn what its numbered variables are
     adapters.py     LoRA adapters, which files of Keras do not store
     outside.py      unused tensors that the model does not need, and why
-    by_name_or_order.py   bare files: variable paths, structural keys, or a map; files of Keras 2: order
+    by_name_or_order.py   bare files: by variable paths, structural keys, or a map; files of Keras 2: by order
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def map_weights(
     optimizer: bool = True,
     as_keras: bool = False,
 ) -> VariableMap:
-    """Map tensors to variables by `map_keras`, `map_by_order`, `map_hub`, `map_state` or `map_by_name`, by the format.
+    """Map a checkpoint's tensors to a model's variables, by the function of this package for the checkpoint's format.
 
     An explicit ``names`` map selects `map_by_name`, except that a training step uses it in `map_state`. With
     ``as_keras``, an archive's optimizer state is matched by position alone, and tensors are rounded where KerasHub's

@@ -36,7 +36,7 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _RecountedStep:
-    """A step of a load that assigns counts of an optimizer, and then converts them to the model's accumulation."""
+    """A part of a load that assigns counts of batches, then converts them to the model's batches per update."""
 
     step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
@@ -46,7 +46,7 @@ class _RecountedStep:
     computes: bool
 
     def run(self, runtime: Runtime) -> None:
-        """Run the step, then compute the new counts on the devices that have the assigned ones."""
+        """Assign the stored counts, then replace them by the converted ones, computed on the same devices."""
         self.step.run(runtime)
         for variable, function in self.values:
             now = value_of(variable)
@@ -55,7 +55,7 @@ class _RecountedStep:
 
 
 def with_updates_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return a mapping that converts counts of batches where the saved optimizer accumulated another number of them."""
+    """Return a mapping that keeps the number of updates if the saved optimizer had other batches per update."""
     # The tensors of variables that are loaded whole, by ``id`` of the variable.
     tensors = {id(b.variable): b.view.tensor for b in found.bindings}
     for c in found.computed:
@@ -95,7 +95,7 @@ def _recounted(step: MappingStep, found: VariableMap, values: _Values) -> Mappin
 
 
 def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int | None:
-    """Return the ``gradient_accumulation_steps`` of the saved optimizer, 1 without; ``None`` if not known."""
+    """Return the saved optimizer's ``gradient_accumulation_steps``, 1 if it had none; ``None`` if not known."""
     structure = manifest.metadata.get("structure")
     if structure is not None:
         leaves = (Stored.of_json(leaf) for leaf in structure["leaves"])
@@ -108,7 +108,7 @@ def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int
 
 
 def described_optimizer(manifest: Manifest) -> Any:
-    """Return the configuration of the compiled optimizer that an archive or step stores, else ``None``."""
+    """Return the configuration of the compiled optimizer from an archive or step; ``None`` if it stores none."""
     compiled = manifest.config.get("compile_config")
     return compiled.get("optimizer") if isinstance(compiled, Mapping) else None
 

@@ -1,7 +1,7 @@
 """LoRA adapters of a model, and checkpoints that lack them (files of Keras) or have little else (partial steps).
 
-Files of Keras do not store adapters: its hooks merge them into kernels, and load zeros. With both factors zero, neither
-has a gradient, so such an adapter never trains. Instead:
+Files of Keras do not store adapters: Keras merges them into kernels when it saves, and loads zeros into both factors.
+Then neither factor has a gradient, so such an adapter never trains. shardload does this instead:
 
     no values yet       begin as new ones      ┐ the second factor is zero: the model computes what the file
     new, not trained    keep their values      ┘ has, and trains
@@ -35,7 +35,7 @@ from shardload.units import plural
 
 
 def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return a mapping that leaves a model's adapters unchanged, to which Keras' hooks would assign zeros."""
+    """Return a mapping that leaves a model's LoRA adapters unchanged; Keras would assign zeros to them."""
     pairs = adapters_of(lora_layers(model))
     zeroed = {id(v) for c in found.computed for v in c.variables}
     pairs = [pair for pair in pairs if zeroed.issuperset(map(id, pair))]
@@ -67,7 +67,7 @@ def with_adapters_kept(found: VariableMap, model: Any, manifest: Manifest) -> Va
 
 
 def with_adapter_advice(found: VariableMap, model: Any, manifest: Manifest) -> VariableMap:
-    """Return a mapping with advice on how to load a checkpoint without adapters into a model that has some."""
+    """Return a mapping with advice for error messages, if the model has LoRA adapters that the checkpoint lacks."""
     layers = lora_layers(model)
     left = {id(v) for v in found.missing_variables} | {id(v) for _, v in found.refused}
     if found.advice or left.isdisjoint(id(v) for pair in adapters_of(layers) for v in pair):
@@ -78,7 +78,7 @@ def with_adapter_advice(found: VariableMap, model: Any, manifest: Manifest) -> V
 
 
 def with_zeros_noted(found: VariableMap, model: Any) -> VariableMap:
-    """Return a mapping with a note on how many LoRA adapters become zero, as they do in Keras."""
+    """Return a mapping with a note on how many LoRA adapters the load sets to zero, as Keras does."""
     zeroed = {id(v) for c in found.computed for v in c.variables}
     n = sum(id(b) in zeroed for _, b in adapters_of(lora_layers(model)))
     note = f"as in Keras, {plural(n, 'LoRA adapter')} became zero and cannot train: load the file before enable_lora"
@@ -99,7 +99,7 @@ def require_values(model: Any, manifest: Manifest, left_out: Sequence[tuple[Stor
 
 
 def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismatch, ...]:
-    """Return mismatches for the left-out weights that have another shape in this model than in the saved one."""
+    """Return mismatches for the weights that a partial step leaves out, if their shapes differ in this model."""
     return tuple(
         Mismatch(
             leaf.variable.path,
@@ -115,7 +115,7 @@ def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismat
 
 
 def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
-    """Return mismatches for the layers whose adapters differ from the step's in rank or alpha."""
+    """Return mismatches for the layers whose LoRA adapters have another rank or alpha than in the step."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     found = []
     for path in own.keys() & stored.keys():
@@ -130,7 +130,7 @@ def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
 
 
 def lora_advice(model: Any, form: Any) -> str:
-    """Return a sentence on how to give a model the same adapters as a step has; empty if they are the same already."""
+    """Return a sentence on how to give a model the same LoRA adapters as a step; empty if it has the same ones."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     if own == stored:
         return ""
@@ -146,7 +146,7 @@ def lora_advice(model: Any, form: Any) -> str:
 
 
 def described_adapters(form: Any) -> str:
-    """Return the number of layers with adapters, with rank and alpha: ``2 layers (rank 4)``."""
+    """Return a text with the number of layers with adapters, their rank and alpha: ``2 layers (rank 4)``."""
     return _layers(_adapters(form))
 
 
@@ -172,7 +172,7 @@ def _call(model: Any, adapters: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _adapters(form: Any) -> dict[str, dict[str, Any]]:
-    """Return rank and alpha of each layer's adapters, by the layer's path; ``form`` is untrusted input."""
+    """Return path of a layer → rank and alpha of its adapters; ``form`` (saved settings) is untrusted input."""
     found = {}
     for path, settings in form.items() if isinstance(form, Mapping) else ():
         lora = settings.get("lora") if isinstance(settings, Mapping) else None

@@ -3,7 +3,7 @@
 .keras archive    members below assets/                      ─┐
 training step     item "assets": a tree of arrays of bytes   ─┴► a temporary folder ─► each layer's load_assets
 
-The folder is written, and its bytes are verified, before a model is changed; layers read it once the weights are there.
+The folder is written and verified before a model is changed. Layers read it when their weights are loaded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from shardload.transfer.byte_source import Verifier, check_tensor
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 _ITEM = "assets"
-"""The item of a training step that contains these files; Keras' own callback names it so too."""
+"""Name of the item (a folder) in a training step with the files of layers; Keras' own callback uses it too."""
 _ROWS_BYTES = 1 << 20
-"""Number of bytes to copy at once, so that a large file is never in memory as a whole."""
+"""Number of bytes to copy at a time, so that a large file is never in memory as a whole."""
 
 
 @contextmanager
 def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Iterator[Path | None]:
-    """Write the files that layers saved to a temporary folder; yield it, or ``None`` if there are no files.
+    """Copy the files that layers saved into a temporary folder; yield the folder, or ``None`` if there are no files.
 
     Refuses a file whose path leaves its folder, or whose declared size far exceeds what is stored.
     """
@@ -56,7 +56,7 @@ def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Itera
 
 
 def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
-    """Load the files that layers saved into a new model that already has its weights, as hooks may use these."""
+    """Load the files that layers saved into a new model; its weights come first, because layers may use them."""
     if folder is None:
         return
     for path, layer, error in load_keras_assets(model, folder):
@@ -76,7 +76,7 @@ def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
 def restore_assets(
     model: Any, manifest: Manifest, folder: Path | None, *, rename: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Load the files that layers saved into an existing model, as its restored weights belong to them; return notes."""
+    """Load the files that layers saved into an existing model, whose restored weights belong to them; return notes."""
     if folder is None:
         return ()
     folders = ["", *(path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_dir())]
@@ -109,7 +109,7 @@ def restore_assets(
 
 
 def empty_vocabularies(model: Any, source: str) -> tuple[str, ...]:
-    """Return a sentence for each layer of a filled model that has no vocabulary."""
+    """Return a sentence for each lookup layer that still has no vocabulary after a load."""
     return tuple(
         Note(
             f"{type(layer).__name__} at {path or 'the root'!r} has no vocabulary, as {source} contains none for it: "
@@ -121,7 +121,7 @@ def empty_vocabularies(model: Any, source: str) -> tuple[str, ...]:
 
 
 def _own_files(layer: Any) -> dict[str, bytes]:
-    """Return the names and contents of the files that a layer would save now; empty if its ``save_assets`` fails."""
+    """Return name → content of the files that a layer would save now; empty if its ``save_assets`` fails."""
     with temporary_folder("shardload-assets-") as made:
         try:
             layer.save_assets(str(made))
@@ -135,12 +135,12 @@ def _content(file: Path) -> bytes | None:
 
 
 def has_assets(manifest: Manifest) -> bool:
-    """Whether layers saved files in a checkpoint; reads no content."""
+    """Whether a checkpoint contains files that layers saved; does not read them."""
     return next(_files(manifest, None), None) is not None
 
 
 def read_assets(manifest: Manifest) -> dict[str, Any]:
-    """Return the files that layers saved as nested arrays of uint8, unverified; raises like `load_assets`."""
+    """Return the files that layers saved, as nested dicts of uint8 arrays; checks paths and sizes, not the bytes."""
     files = _files(manifest, None)
     if (first := next(files, None)) is None:
         return {}
@@ -159,7 +159,7 @@ def _nested(folder: Path) -> dict[str, Any]:
 
 
 def _write(files: Iterable[tuple[str, Any]], manifest: Manifest, folder: Path) -> None:
-    """Write files, given as (name, function that writes to an open file), below ``folder``."""
+    """Write files below ``folder``; each is given as a name and a function that writes the content to an open file."""
     for name, write in files:
         path = descendant(located(folder), name, named_by=manifest.source).local_path()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,14 +33,14 @@ from shardload.mapping.variable_map import MappingStep, VariableMap
 from shardload.units import plural
 
 _ReadTensor = Callable[[str], NDArray[Any]]
-"""Reads a whole stored tensor by name."""
+"""Function that takes the name of a stored tensor and reads the whole tensor."""
 _Place = Callable[[Variable, NDArray[Any]], Any]
-"""Copies a host array of the variable's shape and dtype to a sharded ``jax.Array`` in the variable's layout."""
+"""Function that copies a host array of a variable's shape and dtype to the devices, in the variable's layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Which variables have new values, old values or none after a failed load, by name."""
+    """The names of the variables that have new values, old values or no value after a failed load."""
 
     new: tuple[str, ...]
     old: tuple[str, ...]
@@ -55,7 +55,7 @@ class Interrupted:
 
 @dataclass(slots=True)
 class _Before:
-    """A variable's value (only if ``atomic``) and recorded initialiser before the load."""
+    """What a variable had before the load: its value (kept only if ``atomic``) and its initialiser."""
 
     variable: Variable
     value: Any
@@ -64,7 +64,7 @@ class _Before:
 
 @dataclass(slots=True)
 class Assigner:
-    """Assigns arrays to variables: those of a layer as soon as all of them were read, computed ones at the end."""
+    """Assigns arrays to variables: a layer's as soon as all of them have been read, computed values at the end."""
 
     variables: VariableMap
     read_tensor: _ReadTensor
@@ -101,14 +101,14 @@ class Assigner:
                 self._waiting |= dict.fromkeys(step.needs, step)
 
     def starting(self, name: str) -> None:
-        """Release the old value of a binding's variable, unless ``atomic``: its new array is about to take memory."""
+        """Release the old value of a variable, unless ``atomic``, because its new value is about to take memory."""
         before = self._before[name]
         if not self.atomic and name in self._untouched:
             self._untouched.discard(name)
             drop_value(before.variable)
 
     def ready(self, name: str, array: Any) -> None:
-        """Receive the finished, sharded array of a binding; assign its layer if this was its last missing array."""
+        """Receive the sharded array for a variable; if its layer waits for no other one, assign all of the layer."""
         step = self._waiting.pop(name, None)
         if step is None and (name in self._arrays or name not in self._late_needs):
             raise KeyError(f"no binding expects an array named {name!r}")
@@ -120,7 +120,7 @@ class Assigner:
                 self._run(step)
 
     def finish(self, agreed: Callable[[], None] = lambda: None) -> None:
-        """Run all computing steps, call ``agreed`` while `abort` can still roll back, and release the old values."""
+        """Assign the computed values, call ``agreed`` while `abort` is still possible, then release the old values."""
         absent = [n for n in self._waiting if n not in self._arrays]
         absent += [n for step in self._late for n in step.needs if n not in self._arrays]
         if absent:
@@ -139,7 +139,7 @@ class Assigner:
         self._before.clear()
 
     def abort(self) -> Interrupted:
-        """End a failed load: release received arrays, restore old values if ``atomic``, and report."""
+        """End a failed load: release received arrays, restore old values if ``atomic``; return what variables have."""
         self._arrays.clear()
         self._waiting.clear()
         if self.atomic:
@@ -160,23 +160,23 @@ class Assigner:
     # ---- called by steps: mapping.variable_map.Runtime ------------------------------------------
 
     def read(self, tensor: str) -> NDArray[Any]:
-        """Read a whole tensor as loading code expects it: a separate, writable array."""
+        """Read a whole tensor; return a writable array that nothing else uses, as loading code expects."""
         value = self.read_tensor(tensor)
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> Any:
-        """Return the finished, sharded array of a binding."""
+        """Return the received, sharded array for the variable called ``name``."""
         return self._arrays[name]
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Assign a finished array to a variable by ``assign``, Keras' own method."""
+        """Assign an array that is already sharded to a variable, by ``assign``, which is Keras' own method."""
         self._untouched.discard(self._names[id(variable)])
         result = assign(variable, value)
         forget_initializer(variable)
         return result
 
     def compute(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Assign a computed value, in the variable's dtype and layout."""
+        """Cast a computed value to the variable's dtype, place it in the variable's layout, and assign it."""
         if tuple(getattr(value, "shape", ())) != tuple(variable.shape):
             return assign(variable, value)  # raises Keras' own error
         # Cast on the host and placed shard by shard: Keras' `assign` would first put the whole value on device 0.
@@ -196,7 +196,7 @@ class Assigner:
 
 
 def as_keras_casts(value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Cast a host array to the same values as ``Variable.assign``: JAX casts float64 to bfloat16 through float32."""
+    """Cast a host array as ``Variable.assign`` would: JAX rounds float64 to float32 first if it casts to bfloat16."""
     if dtype.name == "bfloat16" and value.dtype.name == "float64":
         value = value.astype("float32")
     return value.astype(dtype, copy=False)

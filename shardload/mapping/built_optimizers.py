@@ -40,11 +40,11 @@ from shardload.mapping.variable_map import AssignStep, VariableMap, unsharded_bi
 
 _GROUP, _INNER = "optimizer/vars/", "optimizer/inner_optimizer/"
 _STORED = ("optimizer/vars/", "optimizer_variables/")
-"""Where Keras stores the variables of a model's optimizer: in each of its own formats, and in a training step."""
+"""How names of optimizer variables begin: in all of Keras' own formats, and in a training step."""
 
 
 def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
-    """Pair the optimizer state in an archive with the compiled optimizer; ``None`` if it cannot be told apart."""
+    """Pair an archive's optimizer state with the compiled optimizer; ``None`` if it is not known what is what."""
     stored = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(_GROUP)}
     saved = _saved_optimizer(model, manifest)
     if saved is None or len(saved.variables) != len(stored):
@@ -66,7 +66,7 @@ def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
 
 
 def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, paired: Paired) -> VariableMap:
-    """Return a mapping with bindings for the state of the compiled optimizer, taken from an archive, added."""
+    """Return a mapping that also restores the compiled optimizer, from the state that an archive has (``paired``)."""
     paired, notes = resolve_optimizers(model, paired, manifest, every=True)
     names = variable_names([*model.weights, *state_of(model)])
     fits = [(tensor, leaf) for tensor, leaf in paired.pairs if tensor.shape == leaf.shape]
@@ -85,7 +85,7 @@ def with_archived_state(found: VariableMap, model: Any, manifest: Manifest, pair
 
 
 def needs_roles(paired: Paired, manifest: Manifest, optimizer: Any) -> bool:
-    """Whether to map an archive's optimizer state by role: by position, Keras would load wrong values, or nothing."""
+    """Whether Keras' own loading by position would not restore an archive's optimizer state, or would do it wrongly."""
     if not optimizer.built and not is_untrained(paired, manifest, None):
         return True
     # Keras would warn that the file has nothing for the optimizer inside.
@@ -102,7 +102,7 @@ def needs_roles(paired: Paired, manifest: Manifest, optimizer: Any) -> bool:
 
 
 def _saved_optimizer(model: Any, manifest: Manifest) -> Any:
-    """Return the optimizer that an archive describes, built for the weights of ``model``, without values."""
+    """Build the optimizer that an archive describes, for the weights of ``model``; its variables have no values."""
     described = described_optimizer(manifest)
     if getattr(model, "optimizer", None) is None or not isinstance(described, Mapping):
         return None
@@ -148,7 +148,7 @@ def slots_as_stored(
 
 
 def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[str | None, Any, list[Any], int]]:
-    """Yield (path, optimizer, weights it trains, number of its stored variables) for each optimizer to build."""
+    """Yield (path, optimizer, weights it trains, number of stored variables) for each unbuilt optimizer with state."""
     optimizer, structure = getattr(model, "optimizer", None), manifest.metadata.get("structure")
     leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
     stored_roles = [Stored.of_json(leaf).role for leaf in leaves] if isinstance(leaves, list) else []
@@ -169,7 +169,7 @@ def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[str | None, Any, 
 
 
 def _class_name(described: object) -> str | None:
-    """Return the class name in an optimizer's configuration; that of the wrapped optimizer for a wrapper."""
+    """Return the class name in an optimizer's configuration; for a wrapper, that of the optimizer that it wraps."""
     if not isinstance(described, Mapping):
         return None
     config, name = described.get("config"), described.get("class_name")

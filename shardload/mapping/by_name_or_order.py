@@ -48,7 +48,7 @@ _NO_STATE = (
 
 
 def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
-    """Map tensors to variables with the path in ``names``, with the same path, or with the same structural key."""
+    """Map each tensor to the variable that ``names`` gives for it, or that has its name as path or structural key."""
     variables: dict[str, list[Variable]] = {}
     for variable in state_of(model):
         variables.setdefault(variable.path, []).append(variable)
@@ -129,7 +129,7 @@ class _Pair(NamedTuple):
 
 
 def map_by_order(model: Any, manifest: Manifest) -> VariableMap:
-    """Map the tensors of a file of Keras 2 to variables: by the order of layers, and of the weights in each layer."""
+    """Map tensors of a Keras 2 file to variables by order: the n-th weight of the n-th layer in file and model."""
     pairs = _ordered_pairs(model, manifest)
     weights = list(model.weights)
     everything = unique([*weights, *state_of(model)])

@@ -45,14 +45,14 @@ _SPELLINGS = (
     ("vision_tower.vision_model.", "vision_tower."),
     ("cls_classifier.", "classifier."),
 )
-"""Name in converters → name in old TensorFlow checkpoints, in ESM and vision towers of transformers 5,
-and in DeiT's classifier without a teacher."""
+"""(part of a name in converters, part in some checkpoints): old ones of TensorFlow (``gamma``, ``beta``), ESM and
+vision towers of transformers 5, and DeiT's classifier without a teacher."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A function of a converter, such as ``convert_weights``, with the object that it fills, and the checkpoint."""
+    """One call of a converter's function, such as ``convert_weights``: with the object to fill and the checkpoint."""
 
     function: Callable[[Any, Any, Any], Any]
     target: Any
@@ -62,7 +62,7 @@ class Run:
     """``"computed"`` casts tensors as the converter does, which may round them; ``"viewed"`` ignores such casts."""
 
     def __call__(self, loader: Loader) -> str:
-        """Run the function; return what it printed."""
+        """Call the function with ``loader``; return what it printed, which is how converters warn."""
         # Converters warn with print(); the report shows it as notes.
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), loader:
@@ -71,7 +71,7 @@ class Run:
 
 
 class Loader(contextlib.ExitStack):
-    """KerasHub's ``SafetensorLoader`` without files: finds names in the same way; subclasses provide the tensors."""
+    """Replaces KerasHub's ``SafetensorLoader``: finds names as that does; its subclasses say what a tensor is."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Loader(contextlib.ExitStack):
 
     @property
     def prefix(self) -> str | None:
-        """The prefix with which the last name was found, which converters read."""
+        """The prefix under which the last requested name was found; some converters read it."""
         return self._names.prefix
 
     def get_prefixed_key(self, hf_weight_key: str, dict_like: Any) -> str:
@@ -96,7 +96,7 @@ class Loader(contextlib.ExitStack):
         return self._names.find(hf_weight_key, dict_like)
 
     def find(self, hf_weight_key: str) -> Tensor:
-        """Find the tensor that a converter requests; raise the `KeyError` by which converters detect its absence."""
+        """Return the tensor that a converter requests; raise a `KeyError`, which converters expect, if it is absent."""
         return self.tensors[self.get_prefixed_key(hf_weight_key, self.tensors)]
 
 
@@ -108,20 +108,20 @@ class ConverterAssign:
     view: View | None
     tensors: frozenset[str]
     ported: bool
-    """Whether the converter assigned one tensor by ``port_weight``, not any value by ``variable.assign``."""
+    """True if the converter called ``port_weight``, which assigns one tensor; false if ``variable.assign``."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """Requests and assignments of one converter run."""
+    """What a converter requested and assigned in one run."""
 
     run: Run
     assigned: list[ConverterAssign] = field(default_factory=list)
     fetched: set[str] = field(default_factory=set)
     computing: set[str] = field(default_factory=set)
-    """Tensors whose values ``get_tensor`` must return in the second run, as the converter computes with them."""
+    """Tensors whose values the converter computes with: in the second run, ``get_tensor`` must return them."""
     rounded: dict[str, str] = field(default_factory=dict)
-    """Tensor that the converter casts to a less precise dtype to compute with it → that dtype."""
+    """Tensor → the less precise dtype to which the converter casts it before it computes with it."""
     mismatched: list[Mismatch] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     """Names that the converter requested and the checkpoint lacks."""
@@ -129,7 +129,7 @@ class Recording:
 
 
 class RecordingLoader(Loader):
-    """KerasHub's loader, which returns reservations (arrays without memory) and records where they are assigned."""
+    """Loader for the first run: returns reservations (arrays that take no memory), and records where they end up."""
 
     def __init__(self, run: Run, recording: Recording, *, lenient: bool) -> None:
         super().__init__(run)
@@ -140,13 +140,13 @@ class RecordingLoader(Loader):
         self._lenient = lenient
 
     def get_tensor(self, hf_weight_key: str) -> Any:
-        """Return a reservation, which the converter may use until the end of the run."""
+        """Return a reservation for the requested tensor, valid until the end of the run."""
         tensor = self.find(hf_weight_key)
         self.recording.fetched.add(tensor.name)
         return self.shared.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Reserve the tensor, apply ``hook_fn`` and record the assignment of the result."""
+        """Make a reservation for the tensor, apply ``hook_fn`` to it, and record the assignment of the result."""
         try:
             tensor = self.find(hf_weight_key)
         except KeyError:
@@ -248,17 +248,17 @@ def _watch(recording: Recording, lenient: bool) -> None:
 
 
 class HubNames:
-    """Finds the names in a checkpoint that a converter means; remembers the last prefix, as KerasHub's loader does."""
+    """Finds a converter's names in a checkpoint that may spell them differently; remembers the last prefix found."""
 
     def __init__(self, manifest: Manifest, prefix: str | None) -> None:
         self.prefix = prefix
         self._source = manifest.source
         self._config = manifest.config
         self._bare: dict[str, str] = {}
-        """Prefix of a base model in the converter's names → prefix in this checkpoint, mostly empty."""
+        """Prefix of a base model in the converter's names → its prefix in this checkpoint, which is mostly empty."""
 
     def find(self, wanted: str, names: Mapping[str, Any]) -> str:
-        """Return the stored name for ``wanted``, or ``wanted`` itself if there is none."""
+        """Return the name in ``names`` that a converter means by ``wanted``; ``wanted`` itself if there is none."""
         spellings = [wanted, *(wanted.replace(own, other) for own, other in _SPELLINGS if own in wanted)]
         for look_up in (self._plain, self._without_base):
             for spelling in spellings:

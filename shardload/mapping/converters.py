@@ -140,7 +140,7 @@ def _notes(recording: Recording) -> list[str]:
 
 
 class ReplayLoader(Loader):
-    """Loader for the second run: returns values of tensors that the converter computes with, else reservations."""
+    """Loader for the second run: returns values of tensors that the converter computes with, reservations of others."""
 
     def __init__(self, step: ConverterStep, runtime: Runtime) -> None:
         super().__init__(step.run_of)
@@ -157,7 +157,7 @@ class ReplayLoader(Loader):
         return self._reservations.make(tensor)
 
     def port_weight(self, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None) -> None:
-        """Read, convert and assign a tensor if its variable is computed; the others already have their values."""
+        """Read, convert and assign a tensor if its variable is computed; other variables already have their values."""
         if id(keras_variable) not in self._wanted:
             return
         value: Any = self._runtime.read(self.find(hf_weight_key).name)
@@ -166,7 +166,7 @@ class ReplayLoader(Loader):
         keras_variable.assign(value)
 
     def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
-        """Assign a computed value; skip views, which are already assigned."""
+        """Assign a computed value; do nothing for a variable that is a view of a tensor: it already has its value."""
         # A variable that is a view already has its sharded array; `value` is a reservation without data.
         if id(variable) not in self._wanted:
             return value
@@ -181,15 +181,15 @@ class ConverterStep:
     variables: tuple[Variable, ...]
     computing: frozenset[str]
     reassigned: frozenset[int] = frozenset()
-    """``id`` of the variables it assigns more than once; only the last value counts."""
+    """``id`` of the variables that the converter assigns more than once; only the last value counts."""
     saveable: ClassVar[None] = None
     needs: ClassVar[tuple[str, ...]] = ()
-    """Empty: the step waits for no binding by name, as it runs after all of them."""
+    """Names of arrays to wait for: none, because this part of a load runs after all others anyway."""
     computes: ClassVar[bool] = True
 
     @property
     def owner(self) -> str:
-        """The converter, for messages."""
+        """Name of the converter, for messages."""
         return f"converter {self.run_of.function.__module__.rpartition('.')[2]}"
 
     def run(self, runtime: Runtime) -> None:

@@ -43,20 +43,20 @@ _LEGACY = "_layer_checkpoint_dependencies"
 
 
 def has_keras_hook(saveable: Any) -> bool:
-    """Whether the ``load_own_variables`` of a layer or optimizer is Keras' own, not one written by a user."""
+    """Whether a layer or optimizer inherits its ``load_own_variables`` from Keras; false if a user wrote one."""
     module = getattr(getattr(type(saveable), "load_own_variables", None), "__module__", "")
     return str(module).split(".")[0] == "keras"
 
 
 class Entry:
-    """The mapping that ``load_own_variables`` gets as its ``store``: the keys of one group, each read on access."""
+    """The mapping that ``load_own_variables`` gets as its ``store``: key → value, which is read when accessed."""
 
     def __init__(self, tensors: Mapping[str, Tensor], read: Callable[[str], Any]) -> None:
         self._tensors = tensors
         self._read = read
 
     def keys(self) -> list[str]:
-        """Return the parts of the keys before the first slash, as an HDF5 group does."""
+        """Return each key up to its first slash, as an HDF5 group does."""
         return list(dict.fromkeys(key.split("/")[0] for key in self._tensors))
 
     def __len__(self) -> int:
@@ -76,34 +76,34 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStep:
-    """The call of a saveable's ``load_own_variables`` (its hook) that assigns values, after a recorded call."""
+    """A part of a load: calls ``load_own_variables`` (the hook) of a layer or optimizer again, now to assign arrays."""
 
     saveable: Any
     path: str
     tensors: dict[str, Tensor]
-    """The tensors stored for the saveable, by key."""
+    """Key in the hook's ``store`` → tensor, for all that is stored for this layer or optimizer."""
     computing: frozenset[str]
-    """Names of tensors whose values the hook needs, as it computes with them."""
+    """Names of the tensors whose values the hook gets, because it computes with them."""
     bindings: tuple[Binding, ...]
-    """Bindings of the views that the hook assigns, without those that a later assignment replaces."""
+    """Bindings of the variables to which the hook assigns views of tensors; if it assigns one twice, to the last."""
     variables: tuple[Variable, ...]
-    """Variables whose values the hook computes."""
+    """Variables to which the hook assigns values that it computes."""
     kept: tuple[Variable, ...] = ()
     """Variables that keep their values: what the hook assigns to them is ignored."""
 
     @property
     def owner(self) -> str:
-        """The layer or other saveable, for messages."""
+        """Class and path of the layer or optimizer, for messages."""
         return f"{type(self.saveable).__name__} at {self.path or 'the root'!r}"
 
     def keeping(self, kept: Mapping[int, Variable]) -> LayerStep:
-        """Return a copy of the step that leaves the values of the variables whose ``id`` is in ``kept`` unchanged."""
+        """Return a copy that leaves the values of the variables whose ``id`` is in ``kept`` unchanged."""
         own = [v for v in self.variables if id(v) in kept]
         return replace(self, variables=tuple(v for v in self.variables if id(v) not in kept), kept=tuple(own))
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the bindings whose arrays it assigns."""
+        """Names of the variables whose arrays must be ready before `run`, which assigns them."""
         return tuple(b.name for b in self.bindings)
 
     @property
@@ -112,7 +112,7 @@ class LayerStep:
         return bool(self.computing or self.variables)
 
     def run(self, runtime: Runtime) -> None:
-        """Call the hook with arrays in place of the recorded placeholders, so that it assigns its variables."""
+        """Call the hook; replace the placeholders that it assigns by the arrays that were read for them."""
         # The hook gets the bytes of tensors that it computes with, and reservations of others, as when it was recorded.
         # A view that it assigns is then found by variable and view, and replaced by the binding's sharded array.
         reservations = Reservations()
@@ -165,7 +165,7 @@ class LayerStep:
             raise self._deviates(f"assigned nothing to {left[0]!r}, but assigned a value")
 
     def _whole(self, tensor: Tensor) -> str | None:
-        """Return the name of the binding whose array the hook can get directly; ``None`` if it must get a placeholder.
+        """Return the variable whose array the hook can read directly as ``tensor``; ``None`` if it needs a placeholder.
 
         It can if one binding uses the whole tensor, as in plain layers. That saves reserving an address range, which is
         slow while other threads fill memory. Only Keras' own hooks assign what they read, unchanged; other hooks may
@@ -178,7 +178,7 @@ class LayerStep:
 
     @staticmethod
     def _refuse_overflow(variable: Variable, value: Any) -> None:
-        """Raise an error if computed integers do not fit in the narrower integer dtype of the variable."""
+        """Raise an error if computed integers do not fit in the integer dtype of their variable."""
         wanted, found = stored_dtype(variable), getattr(value, "dtype", None)
         if not isinstance(value, np.ndarray) or found == wanted or {value.dtype.kind, wanted.kind} - {"i", "u"}:
             return
@@ -198,7 +198,7 @@ class LayerStep:
 
 @dataclass(frozen=True, slots=True)
 class AttributeSnapshot:
-    """The attributes that one object had at some time, and the content of its lists, dicts and sets, one level deep."""
+    """A copy of an object's attributes, and of the lists, dicts and sets among them, to undo later changes."""
 
     target: Any
     attributes: dict[str, Any]
@@ -213,7 +213,7 @@ class AttributeSnapshot:
         return cls(target, attributes, tuple((c, c.copy()) for c in containers))
 
     def restore(self) -> None:
-        """Restore the attributes, bypassing Keras' tracking, which has them all already."""
+        """Set the recorded attributes again, without Keras' methods, which would track them twice."""
         current = getattr(self.target, "__dict__", None)
         if current is None:
             return
@@ -230,31 +230,31 @@ class AttributeSnapshot:
 
 @dataclass(slots=True, eq=False)
 class RecordedAssign:
-    """A recorded assignment of a value to a variable by a hook."""
+    """One assignment that a hook made while it was recorded: a variable, and which part of a tensor it got."""
 
     variable: Variable
     view: View | None
-    """``None`` if the value was computed."""
+    """Which elements of which tensor were assigned; ``None`` if the value was computed."""
 
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """What one recorded call of a saveable's ``load_own_variables`` (its hook) read and assigned."""
+    """What one recorded call of ``load_own_variables`` (the hook of a layer or optimizer) read and assigned."""
 
     path: str
     tensors: Mapping[str, Tensor]
-    """The tensors stored for the saveable, by key."""
+    """Key in the hook's ``store`` → tensor, for all that is stored for this layer or optimizer."""
     reservations: Reservations = field(default_factory=Reservations)
     saveable: Any = None
     real: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """The tensors of which the hook gets the values instead of a placeholder, by name."""
+    """Name → values of the tensors for which the hook gets values instead of a placeholder."""
     read: set[str] = field(default_factory=set)
     assigned: list[RecordedAssign] = field(default_factory=list)
     mismatch: Mismatch | None = None
     error: Exception | None = None
 
     def reserve(self, key: str) -> Any:
-        """Return what the hook reads at ``key``: a placeholder, or a copy of the values of a tensor in `real`."""
+        """Return what the hook reads at ``key``: a copy of the tensor's values if `real` has them, or a placeholder."""
         tensor = self.tensors[key]
         self.read.add(tensor.name)
         if tensor.name in self.real:
@@ -263,7 +263,7 @@ class Visit:
 
     @property
     def computing(self) -> set[str]:
-        """Names of the tensors whose values the hook needs, because it does more than assign views of them."""
+        """Names of the tensors whose values the hook needs, because it does more with them than assign views."""
         # A tensor read for no variable is kept elsewhere (the idf weights of a StringLookup), so it needs real bytes.
         used = self.reservations.used | (self.read - {e.view.tensor for e in self.assigned if e.view})
         dtypes = {t.name: t.dtype for t in self.tensors.values()}
@@ -281,7 +281,7 @@ class Visit:
 
 
 class Walk:
-    """Keras' walk over ``root``, recorded; without ``has_values``, the file has headers only, and hooks see zeros."""
+    """Records what hooks do in Keras' walk over ``root``. Without ``has_values`` (headers only), they see zeros."""
 
     def __init__(
         self, root: Any, tensors: Mapping[str, Tensor], *, skip: Iterable[Any] = (), has_values: bool = True
@@ -307,7 +307,7 @@ class Walk:
         self._close_reservations()
 
     def entry(self, path: str) -> Entry:
-        """Begin the next visit; Keras calls this right before ``load_own_variables``."""
+        """Begin the `Visit` of the object at ``path``; Keras calls this right before its ``load_own_variables``."""
         self._close_reservations()
         # As in `H5IOStore.get`: files of Keras 2.13 name the folder of layers differently.
         group = self._groups.get(path, {})
@@ -322,7 +322,7 @@ class Walk:
 
     @contextmanager
     def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
-        """Attach ``saveable`` to the visit that begins in the block; then undo what its hook did to attributes."""
+        """Note that the `Visit` begun in the block is of ``saveable``; then undo what its hook did to attributes."""
         before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
 
         # The block contains the visits of children, too, so this one's is the first that it opens, if it opens any.
@@ -339,7 +339,7 @@ class Walk:
             self._settle(before, snapshot)
 
     def _settle(self, index: int, snapshot: AttributeSnapshot) -> None:
-        """Run a hook again until it has all values that it computes with; not in a JAX trace if it cannot be traced."""
+        """Run a hook again until it gets the values of all tensors that it computes with; untraced if tracing fails."""
         visit, real, traced = self.visits[index], dict[str, NDArray[Any]](), True
         tensors = {t.name: t for t in visit.tensors.values()}
         while True:
@@ -356,7 +356,7 @@ class Walk:
     def _again(
         self, visit: Visit, real: Mapping[str, NDArray[Any]], snapshot: AttributeSnapshot, *, traced: bool
     ) -> Visit:
-        """Run a hook again, with real values in place of placeholders for the tensors in ``real``."""
+        """Record a hook once more, which now gets the values in ``real`` instead of placeholders for these tensors."""
         again = Visit(visit.path, visit.tensors, saveable=visit.saveable, real=real)
         self.visits.append(again)  # which receives what is assigned
         try:

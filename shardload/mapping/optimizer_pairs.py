@@ -1,6 +1,6 @@
-"""Which state of a step's optimizers is restored into a model's optimizers, and which of theirs begins as new.
+"""Decide which state of a step's optimizers is restored into a model's, and which of the model's begins as new.
 
-    stored ─► pairs      the same variable in both (`roles`)
+    stored ─► pairs      in step and model, with the same role (`roles`)
               missing    only in the model: begins as in a new optimizer; moving averages begin with the weights
               left       only in the step: not used
 
@@ -27,12 +27,12 @@ from shardload.units import plural
 
 OPTIMIZER_KINDS = frozenset({"slot", "optimizer"})
 UNTRAINED = "the step was saved before training and has no optimizer slots; the model's are unchanged"
-"""Note of a restore that left slots unchanged, because the step's optimizer had none yet."""
+"""Note in reports: the model's slots are unchanged, because the step's optimizer had none yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A tensor of the step that has no variable in the model."""
+    """A tensor of the step that no variable of the model corresponds to."""
 
     tensor: str
     kind: str
@@ -40,11 +40,11 @@ class Left:
     part: str = ""
     is_core: bool = False
     weight: str | None = None
-    """Key of the slot's weight in the model, if its other slots must begin as new because this one is not used."""
+    """For a slot: key of its weight in the model, if the weight's other slots must begin as new without this one."""
 
     @classmethod
     def of(cls, stored: Stored, tensor: str, found: Pairing) -> Left:
-        """Return the record of a stored leaf that has no variable in the model; ``tensor`` is its name."""
+        """Return the record for ``stored``, a leaf of the step's tree whose name is ``tensor``."""
         role, forms = stored.role, found.stored_forms
         if role.kind not in OPTIMIZER_KINDS:
             return cls(tensor, role.kind, role.optimizer)
@@ -57,32 +57,32 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Tensors of a step paired with variables of a model, and what is left over on both sides."""
+    """Tensors of a step paired with variables of a model; ``missing`` variables and ``left`` tensors have no pair."""
 
     pairs: tuple[tuple[Tensor, StateLeaf], ...]
     missing: tuple[StateLeaf, ...]
     left: tuple[Left, ...]
     forms: Forms
     left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
-    """Leaves that a partial step lists as left out, and the model's variables for them."""
+    """(stored leaf, model's leaf) for what a partial step lists, but does not store."""
     dropped: tuple[tuple[Tensor, StateLeaf], ...] = ()
-    """Pairs that are not used, because the optimizer is not restored from the step."""
+    """Pairs that are not used, because state of this optimizer or weight is not restored from the step."""
     begun: tuple[StateLeaf, ...] = ()
-    """Variables that the step lacks and that begin as new, in optimizers that are restored otherwise."""
+    """Variables that begin as in a new optimizer, although the rest of their optimizer is restored."""
 
     def part(self, leaf: StateLeaf) -> str:
-        """Return the optimizer's attribute that contains a variable, such as ``momentums`` (see `part_of`)."""
+        """Return the attribute of its optimizer that contains a variable, such as ``momentums`` (see `part_of`)."""
         return part_of(leaf.role, self.forms)
 
     def is_core(self, leaf: StateLeaf) -> bool:
-        """Whether restored iterations would be wrong for the optimizer if this slot began as in a new optimizer."""
+        """Whether the variable is a slot that must be restored if iterations are: updates would else be wrong."""
         return leaf.kind == "slot" and is_core(self.part(leaf), kind_in(self.forms, leaf.role))
 
 
 def resolve_optimizers(
     model: Any, paired: Paired, manifest: Manifest, *, every: bool
 ) -> tuple[Paired, tuple[str, ...]]:
-    """Decide which optimizers of a model are restored from a step; return the pairs to use, and notes for reports."""
+    """Apply the rules of this module to each optimizer of a model; return what to restore, and notes for reports."""
     noted: list[str] = []
     if every and is_untrained(paired, manifest, None):
         kept = _without(paired, None)
@@ -133,7 +133,7 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
 
 
 def takes_state(paired: Paired, optimizer: str | None) -> bool:
-    """Whether an optimizer can be restored from a step: the step has the slots to which its iterations belong."""
+    """Whether an optimizer can be restored from a step: the step has the slots that its iterations count for."""
     incomplete = _incomplete(paired, optimizer)
     core = [leaf for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and paired.is_core(leaf)]
     if any(leaf.role.of not in incomplete for leaf in core):
@@ -144,7 +144,7 @@ def takes_state(paired: Paired, optimizer: str | None) -> bool:
 
 
 def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
-    """Return keys of the weights for which step and model share some slots, but not all: equal names then mislead.
+    """Return the keys of the weights of which step and model share some slots, but not all: none is then restored.
 
     These are all weights if the optimizer's class differs; some weights if a Muon now excludes them, or a REKLS now
     leaves them to AdamW. There the step may also have more slots.
@@ -155,7 +155,7 @@ def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
 
 
 def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Restore one optimizer by the rules of this module; add notes about the state that is not restored."""
+    """Decide what is restored of one optimizer, by the rules of this module; add notes about the rest to ``noted``."""
     if not any(leaf.role.optimizer == name and leaf.kind in OPTIMIZER_KINDS for _, leaf in paired.pairs):
         return paired
     paired = _with_own_rate(paired, name, noted)
@@ -200,7 +200,7 @@ def _continue(model: Any, paired: Paired, name: str | None, noted: list[str]) ->
 
 
 def _beginning_whole(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Let all slots of a weight begin as new if the step has only some: Adam's momentum is useless without velocity."""
+    """Let all slots of a weight begin as new if the step lacks one: Adam's momentum is useless without velocity."""
     own = [pair for pair in paired.pairs if pair[1].role.optimizer == name and pair[1].kind == "slot"]
     reshaped = {leaf.role.of for tensor, leaf in own if paired.is_core(leaf) and tensor.shape != leaf.shape}
     incomplete = _incomplete(paired, name) | reshaped
@@ -227,7 +227,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Leave out the learning rate if only the step or only the model stores it: the other one has a schedule."""
+    """Do not restore a learning rate if step or model has none, because its optimizer had a schedule instead."""
     stored = [found for found in paired.left if found.optimizer == name and attribute_of(found.part) == RATE]
     own = [leaf for leaf in paired.missing if leaf.role.optimizer == name and attribute_of(paired.part(leaf)) == RATE]
     if stored and not own:
@@ -240,31 +240,31 @@ def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired
 
 
 def _without(paired: Paired, optimizer: str | None) -> Paired:
-    """Return a copy that does not list an optimizer's variables as missing."""
+    """Return a copy of ``paired`` that does not list an optimizer's variables as missing."""
     missing = (m for m in paired.missing if m.kind not in OPTIMIZER_KINDS or m.role.optimizer != optimizer)
     return replace(paired, missing=tuple(missing))
 
 
 def _without_pairs(paired: Paired, optimizer: str | None) -> Paired:
-    """Return a copy without an optimizer's pairs, so that the model's state of it stays unchanged."""
+    """Return a copy of ``paired`` without the pairs of an optimizer, whose state in the model then stays unchanged."""
     own = [p for p in paired.pairs if p[1].role.optimizer == optimizer and p[1].kind in OPTIMIZER_KINDS]
     pairs = tuple(pair for pair in paired.pairs if pair not in own)
     return replace(paired, pairs=pairs, dropped=(*paired.dropped, *own))
 
 
 def _skipping(paired: Paired, optimizer: str | None) -> Paired:
-    """Return a copy in which tensors of an optimizer without a variable count as skipped, not as unused."""
+    """Return a copy of ``paired`` in which leftover tensors of an optimizer count as skipped, not as unused."""
     # An empty kind belongs to no item.
     return replace(paired, left=tuple(replace(f, kind="") if f.optimizer == optimizer else f for f in paired.left))
 
 
 def _is_of_inner_model(optimizer: str) -> bool:
-    """Whether the optimizer belongs to a compiled submodel, so the outer ``fit`` does not use it."""
+    """Whether a path is that of a compiled submodel's optimizer, which ``fit`` of the outer model does not use."""
     return optimizer.endswith("/optimizer")
 
 
 def is_untrained(paired: Paired, manifest: Manifest, optimizer: str | None) -> bool:
-    """Whether a step's optimizer had not trained: it has zero iterations, and no slots, which ``fit`` would create.
+    """Whether a step's optimizer had never trained: its iterations are zero, and it has no slots yet.
 
     With iterations but without slots, it is of a class like SGD, and does not fit an optimizer that has slots.
     """

@@ -5,7 +5,7 @@ results without it::
 
     buffers         position_ids, inv_freq, causal masks    computed from the configuration; known by name and kind
     heads, poolers  classifier.*, cls.*, pooler.*           parts of a task that the built class lacks
-    copies          lm_head.weight                          equal, bit for bit, to the embedding the model uses for both
+    copies          lm_head.weight                          equal, bit for bit, to the embedding used in their place
     zeros           final_logits_bias                       an added term that is all zeros
 
 There is no rule for "everything else": biases, layers beyond ``num_hidden_layers`` and an output layer that differs
@@ -35,7 +35,7 @@ from shardload.reports.facts import NoteKind, of_kind
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 _READ_BYTES = 8 << 20
-"""Bytes of each tensor read at once to compare values."""
+"""Number of bytes of a tensor that are read at a time to compare values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class OutsideTensor:
     tensor: str
     reason: str
     is_weight: bool = False
-    """Whether it is a trained weight, of a part that the model lacks; otherwise nothing is lost without it."""
+    """True for a trained weight of a part that the model lacks; false if nothing is lost without the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Sorted:
     unused: tuple[str, ...]
     """Tensors that the model should use but does not."""
     why: Mapping[str, str]
-    """Explanations for some of the unused tensors, by name."""
+    """Name → why the model should use the tensor, for some of the unused ones."""
     read_bytes: int = 0
-    """Bytes read to compare values."""
+    """Number of bytes that were read to compare values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ _ADDED = {
     "final_logits_bias": "added to the logits",
     "embeddings.token_type_embeddings.weight": "added to the embeddings",
 }
-"""Name suffixes of tensors that matter unless they are all zeros (BART; RoBERTa, where KerasHub lacks token types)."""
+"""End of a tensor's name → what the model does with the tensor, which is not needed only if it is all zeros."""
 
 
 def sort_unused(
@@ -113,7 +113,7 @@ def sort_unused(
     ignore: Iterable[str] = (),
     compare: bool = True,
 ) -> Sorted:
-    """Sort the tensors that no variable uses by whether the model needs them; without ``compare``, reads no values."""
+    """Tell which of the tensors without a variable the model should use; without ``compare``, reads no values."""
     patterns = tuple(ignore)
     ignored = {name: p for name in mapping.unused for p in patterns if fnmatchcase(name, p)}
     if unmatched := [p for p in patterns if not any(fnmatchcase(name, p) for name in mapping.unused)]:
@@ -139,7 +139,7 @@ def sort_unused(
 
 
 def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
-    """Return a mapping in which model parts that the checkpoint's class lacks are initialised, not missing.
+    """Return a mapping in which a part of the model that the checkpoint's class never has is initialised, not missing.
 
     KerasHub's BERT and ALBERT always have a pooler, its Mistral, Mixtral and GPT-OSS an output layer; `transformers`
     stores neither for tasks that use none.
@@ -168,7 +168,7 @@ def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
 
 
 def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | None:
-    """Return why the architecture does not contain a tensor, judged by name, dtype and shape; ``None`` if it may."""
+    """Return why a tensor is outside of the architecture, judged by name, dtype and shape; ``None`` if unknown."""
     name, known = tensor.name, model_type_of(manifest.config)
     if not tensor.size:
         return OutsideTensor(name, "has no elements")
@@ -190,7 +190,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
 def _by_value(
     tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, values: _Comparer | None
 ) -> OutsideTensor | str:
-    """Return why the model does not need a tensor, judged by its values; else, as text, why it does, or ``""``."""
+    """Return why the model does not need a tensor, judged by its values; or a text why it does, if that is known."""
     for end, use in _ADDED.items():
         if tensor.name == end or tensor.name.endswith(f".{end}"):
             if values is None:

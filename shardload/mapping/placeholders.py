@@ -39,9 +39,9 @@ from shardload.transfer.casts import is_float
 from shardload.units import exact_bytes
 
 FloatCasts = Literal["computed", "viewed"]
-"""What a cast between floating dtypes of a placeholder returns: a computed value, or the placeholder itself."""
+"""What casting a placeholder to another floating dtype returns: a computed value, or the placeholder itself."""
 _MINCORE_PAGES = 1 << 20
-"""Pages per `mincore` query, which returns a byte for each."""
+"""Number of memory pages to ask `mincore` about at a time: it returns one byte for each page."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Reservations:
 
     float_casts: FloatCasts = "computed"
     used: set[str] = field(default_factory=set)
-    """Tensors that were used in a computation, or are still referenced."""
+    """Tensors that were used in a computation, or whose placeholders were still referenced at the end."""
     computed: set[str] = field(default_factory=set)
     """Tensors that were used in a computation."""
     rounding: dict[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Reservations:
         return array
 
     def locate(self, value: Any) -> View | None:
-        """Return the view of a reserved tensor that ``value`` is; ``None`` if it is not a view of one."""
+        """Return which elements of which tensor the array ``value`` is, by its address; ``None`` if it is no view."""
         if not isinstance(value, np.ndarray):
             return None
         # The last range that starts at or before the address; a tensor without elements still has one byte.
@@ -95,7 +95,7 @@ class Reservations:
         return _as_view(value, found)
 
     def close(self) -> None:
-        """Free every address range, and complete `used` and `computed`."""
+        """Free all address ranges; first add tensors that were read to `computed`, these and referenced ones to `used`."""
         for entry in self._ranges:
             # Before `is_referenced`, which unmaps the pages.
             if _touched(entry.start, entry.tensor.nbytes):
@@ -144,7 +144,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return super().__array_function__(func, types, args, kwargs)
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the same view for the same dtype (and see `FloatCasts`), else a placeholder for the cast array."""
+        """Return a view of the placeholder if the dtype stays the same (see also `FloatCasts`), else a computed one."""
         wanted = np.dtype(dtype)
         owner = self.reservations
         if wanted == self.dtype:
@@ -157,11 +157,11 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return _derived((self,), self.shape, wanted)
 
     def copy(self, order: Any = "C") -> Any:
-        """Return the view itself: a copy has the same values."""
+        """Return a view instead of a copy, because a copy would have the same values."""
         return self[...]
 
     def reshape(self, *shape: Any, order: Any = "C", copy: bool | None = None) -> Any:
-        """Return a view if NumPy can create one, else a placeholder for the copy."""
+        """Return a view if NumPy can reshape without copying, else a placeholder for the copy."""
         # Left to NumPy: where another order needs a copy, it reads the zeros, and the tensor counts as used.
         if order != "C":
             return super().reshape(*shape, order=order)
@@ -180,11 +180,11 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
 
 
 CASTS = casts_by_astype(Reserved)
-"""While applied, functions that cast a placeholder call its `astype` instead of reading it."""
+"""Patches: while applied, functions of NumPy and Keras cast a placeholder by its `astype` instead of reading it."""
 
 
 def tensors_behind(value: Any) -> frozenset[str]:
-    """Return the stored tensors a value was computed from; empty if unknown."""
+    """Return the names of the stored tensors that a value was computed from; empty if they are not known."""
     return value.tensors if isinstance(value, Reserved) else frozenset()
 
 
@@ -219,7 +219,7 @@ _JOINS: dict[Any, Callable[[Any, Any], Reserved]] = {np.stack: _stack, np.concat
 
 
 def _plain(values: Any) -> Any:
-    """Convert arguments to base-class arrays: NumPy then really reads the zeros, which `mincore` detects."""
+    """Convert placeholders to plain arrays: NumPy then really reads their zeros, which `mincore` detects."""
     if isinstance(values, (tuple, list)):
         return type(values)(_plain(v) for v in values)
     return values.view(np.ndarray) if isinstance(values, Reserved) else values

@@ -36,15 +36,15 @@ from shardload.keras_bridge.saving import saved_objects, stored_by_hook, stored_
 from shardload.keras_bridge.variables import numbered
 
 _INNER = "inner_optimizers/"
-"""Begins keys of a ``MultiOptimizer``: ``inner_optimizers/1/Adam/iteration``, with position and class of each one."""
+"""How keys of a ``MultiOptimizer`` begin; then come position and class: ``inner_optimizers/1/Adam/iteration``."""
 _NOT_SLOTS = frozenset({"_variables", "_trainable_variables"})
 _SHORT = {"iterations": "iteration"}
-"""Attribute → key, where the key is Keras' name of the variable instead."""
+"""Attribute of an optimizer → name in keys, where they differ: Keras calls the variable itself ``iteration``."""
 AVERAGE = "model_variables_moving_average"
-"""The attribute with the slots of ``use_ema``: moving averages of the weights."""
+"""The attribute of an optimizer with the moving averages of the weights (``use_ema``)."""
 RATE = "learning_rate"
 WRAPPER = "wrapper/"
-"""Begins the `part_of` of a ``LossScaleOptimizer``'s own variables."""
+"""How `part_of` begins for the variables that a ``LossScaleOptimizer`` itself has."""
 _ADAM = {"momentums": "first moment", "velocities": "second moment", "velocity_hats": "largest second moment"}
 _OWN: Mapping[str, str] = {}
 _SHARED: Mapping[str, Mapping[str, str]] = {
@@ -53,7 +53,7 @@ _SHARED: Mapping[str, Mapping[str, str]] = {
     "RMSprop": {"velocities": "second moment"},
     **dict.fromkeys(("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Muon", "SGD", "ScheduleFreeAdamW"), _OWN),
 }
-"""Class of Keras → attribute → quantity in its slots, if another class has it too; all others are its own."""
+"""Class of Keras → attribute → quantity in its slots. Only quantities that several classes share are listed."""
 SLOT_KINDS = frozenset(_SHARED)
 _BY_SUFFIX = {
     "average": AVERAGE,
@@ -65,36 +65,36 @@ _BY_SUFFIX = {
 _SCALARS = ("iteration", RATE, "step_counter", "dynamic_scale")
 _OF_EVERY_CLASS = {AVERAGE, "accumulated_gradients"}
 _MAY_BEGIN_LATER = {*_OF_EVERY_CLASS, "velocity_hats"}
-"""Slots that may begin at zero in an optimizer whose iterations are restored: their values do not depend on these."""
+"""Slots that may begin as new although iterations are restored, because their values do not depend on iterations."""
 _OF_OPTIONS: Mapping[str, frozenset[str]] = {
     "RMSprop": frozenset({"momentums", "average_gradients"}),
     "SGD": frozenset({"momentums"}),
 }
-"""Class → slots of an option (``momentum=``, ``centered=``) that may begin at zero: iterations do not correct them."""
+"""Class → slots that an option adds (``momentum=``, ``centered=``); they may begin as new though iterations go on."""
 _WRAPPED = "inner_optimizer/"
 _POSITION = re.compile(rf"^{_INNER}\d+/")
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The role of a variable in its model."""
+    """What a variable is for in its model: the name by which a step stores and finds it."""
 
     kind: str
-    """``weight``, ``seed``, ``slot``, ``optimizer`` or ``metric``."""
+    """What the variable is: ``weight``, ``seed``, ``slot``, ``optimizer`` (a count, a rate) or ``metric``."""
     key: str
     """Structural key of the variable, unique among the roles of its kind."""
     slot: str | None = None
-    """The kind of slot: the optimizer's attribute, such as ``momentums``."""
+    """For a slot: the attribute of the optimizer that contains it, such as ``momentums``."""
     of: str | None = None
-    """Key of a slot's weight; for the count or rate of an optimizer in a ``MultiOptimizer``, of its first weight."""
+    """For a slot: key of its weight. For a count or rate in a ``MultiOptimizer``: key of the first weight it is for."""
     name: str | None = None
-    """A metric's own name."""
+    """For a variable of a metric: the metric's name."""
     optimizer: str | None = None
-    """Path of the optimizer of a slot or optimizer variable, unless it is the compiled one."""
+    """For a variable of an optimizer: the optimizer's path in the model; ``None`` for the compiled one."""
 
 
 def roles_of(model: Any) -> dict[int, Role]:
-    """Return the role of every variable of ``model`` that a training step stores, by ``id``."""
+    """Return ``id(variable)`` → role for every variable of ``model`` that a training step stores."""
     roles = _weights(model)
     keys = {i: role.key for i, role in roles.items()}
     optimizer = getattr(model, "optimizer", None)
@@ -126,7 +126,7 @@ def _weights(model: Any) -> dict[int, Role]:
 
 
 def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -> dict[int, Role]:
-    """Return the roles of an optimizer's variables, by ``id``; ``weights`` gives the keys of weights by ``id``."""
+    """Return ``id(variable)`` → role for an optimizer's variables; ``weights`` is ``id(weight)`` → key."""
     roles: dict[int, Role] = {}
     own = {id(v) for v in optimizer.variables}
     for attribute, value in vars(optimizer).items():
@@ -149,12 +149,12 @@ def optimizer_roles(optimizer: Any, weights: dict[int, str], prefix: str = "") -
 
 
 def owner_in(role: Role) -> str | None:
-    """Return the optimizer in a ``MultiOptimizer`` that a slot belongs to: ``inner_optimizers/1/Adam``; or ``None``."""
+    """Return which part of a ``MultiOptimizer`` a slot belongs to (``inner_optimizers/1/Adam``), else ``None``."""
     return None if role.slot is None or _INNER not in role.slot else role.slot.rpartition("/")[0]
 
 
 def _of_several(optimizers: Sequence[Any], weights: dict[int, str], prefix: str) -> dict[int, Role]:
-    """Return the roles of variables of the optimizers in a ``MultiOptimizer``, each of which trains some weights."""
+    """Return ``id(variable)`` → role for the optimizers in a ``MultiOptimizer``, each of which trains some weights."""
     roles: dict[int, Role] = {}
     for position, optimizer in enumerate(optimizers):
         first = next((weights.get(id(weight)) for weight in weights_optimized(optimizer)), None)
@@ -165,7 +165,7 @@ def _of_several(optimizers: Sequence[Any], weights: dict[int, str], prefix: str)
 
 
 def _attribute_roles(optimizer: Any, value: Any, name: str, weights: dict[int, str]) -> Iterator[tuple[Variable, Role]]:
-    """Yield the variables in one attribute with their roles: a single one, or a list with an entry for every weight."""
+    """Yield (variable, role) for an optimizer's attribute: a single variable, or a list with one for every weight."""
     if not isinstance(value, (list, tuple, dict)):
         yield value, Role("optimizer", name)
         return
@@ -195,20 +195,20 @@ def _numbered(variables: Sequence[Variable]) -> Iterator[tuple[str, Variable]]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerForm:
-    """The properties of an optimizer that decide what the keys of its variables mean."""
+    """The class of an optimizer, and whether it is wrapped: they decide what the keys of its variables mean."""
 
     kind: str | None = None
-    """Name of its class in Keras, ``""`` if the class is not Keras' own, ``None`` if it is not known."""
+    """Name of the optimizer's class in Keras; ``""`` if the class is not Keras' own, ``None`` if it is not known."""
     is_wrapped: bool = False
-    """Whether a ``LossScaleOptimizer`` wraps it: keys without ``inner_optimizer/`` are then those of the wrapper."""
+    """Whether a ``LossScaleOptimizer`` wraps it: keys without ``inner_optimizer/`` then belong to the wrapper."""
 
 
 Forms = Mapping[str | None, OptimizerForm]
-"""`Role.optimizer` → the form of that optimizer of a model."""
+"""Path of an optimizer in a model, as in `Role.optimizer` → its `OptimizerForm`."""
 
 
 def forms_of(roles: Iterable[Role], kinds: Mapping[str, str]) -> Forms:
-    """Return the forms of the optimizers whose variables have these roles; ``kinds`` gives their classes by path."""
+    """Return the `OptimizerForm` of each optimizer, from its variables' roles; ``kinds`` is path → class."""
     found: dict[str | None, OptimizerForm] = {}
     for role in roles:
         if role.kind in ("slot", "optimizer"):
@@ -219,7 +219,7 @@ def forms_of(roles: Iterable[Role], kinds: Mapping[str, str]) -> Forms:
 
 
 def kind_in(forms: Forms, role: Role) -> str | None:
-    """Return the class of the optimizer that a variable belongs to, if known."""
+    """Return the name of the class of the optimizer that a variable belongs to; ``None`` if it is not known."""
     return forms.get(role.optimizer, OptimizerForm()).kind
 
 
@@ -235,31 +235,31 @@ def part_of(role: Role, forms: Forms) -> str:
 
 
 def meaning_of(part: str, kind: str | None) -> str:
-    """Return what the slots in an attribute are; equal for slots of two optimizers that can replace each other."""
+    """Return which quantity the slots in an attribute are: optimizers with equal ones can continue each other's."""
     if not kind or part in _OF_EVERY_CLASS:
         return part
     return _SHARED.get(kind, _OWN).get(part, f"{kind} {part}")
 
 
 def part_of_name(name: str) -> str:
-    """Return `part_of` for a variable of an optimizer of which only the name is known: ``dense_kernel_velocity``."""
+    """Return `part_of` for a variable, from its name alone: ``velocities`` for ``dense_kernel_velocity``."""
     found = (part for suffix, part in _BY_SUFFIX.items() if name.endswith(f"_{suffix}"))
     return name if name in _SCALARS else next(found, name)
 
 
 def is_scalar(part: str) -> bool:
-    """Whether a variable belongs to an optimizer as a whole, not to one of its weights."""
+    """Whether a `part_of` is a scalar of the whole optimizer, such as ``iteration``, not slots of its weights."""
     return part in _SCALARS
 
 
 def kind_of_name(name: str) -> str | None:
-    """Return the class of an optimizer with a generated name, such as ``adam_w_1``; ``None`` for names of others."""
+    """Return the class that Keras named an optimizer after (``AdamW`` for ``adam_w_1``); ``None`` for other names."""
     plain = name.rstrip("0123456789").replace("_", "")
     return next((kind for kind in SLOT_KINDS if kind.lower() == plain), None)
 
 
 def is_core(part: str, kind: str | None) -> bool:
-    """Whether slots of this kind must be restored with the iterations: updates would be wrong if they began at zero."""
+    """Whether these slots must be restored if iterations are: updates would be wrong if the slots began as new."""
     own = part.removeprefix(_INNER).partition("/")[0] if part.startswith(_INNER) else kind
     return attribute_of(part) not in _MAY_BEGIN_LATER | _OF_OPTIONS.get(own or "", frozenset())
 
