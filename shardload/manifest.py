@@ -33,7 +33,7 @@ from shardload.units import plural
 
 
 class RowReader(Protocol):
-    """Reader for ranges of rows (dim 0) of one stored tensor; must be thread-safe."""
+    """Reads ranges of rows (along dim 0) of one stored tensor; several threads may use it at once."""
 
     @property
     def paths(self) -> tuple[Location, ...]:
@@ -86,7 +86,7 @@ class Extent:
 
 
 class Codec(Protocol):
-    """Decoder from a chunk's stored bytes to its elements; must be thread-safe."""
+    """Decodes the stored bytes of a chunk to its elements; several threads may use it at once."""
 
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
         """Return a chunk's elements, C-contiguous, in the tensor's dtype; ``stored`` is empty if it was never written.
@@ -122,7 +122,7 @@ class UnreadableRows(EncodedRows):
     """Rows of a tensor that is listed, but cannot be decoded by any package."""
 
     stored: tuple[tuple[Location, int, int], ...]
-    """(file, offset, number of bytes) of each range of stored bytes; at most so many, if `is_size_known` is false."""
+    """(file, offset, number of bytes) of each range of stored bytes; an upper limit if `is_size_known` is false."""
     why: str
     """Why the rows cannot be decoded: completes ``Cannot read tensor 'x': …``."""
     way_out: str = "Convert it with the library that wrote it"
@@ -307,7 +307,7 @@ class View:
     """Position in the stored tensor of the view's first element, in elements."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Elements to step per index, one number per dim."""
+    """For each dim of the view: how many stored elements lie between neighbours along it."""
 
     @classmethod
     def whole(cls, tensor: Tensor) -> View:

@@ -27,7 +27,7 @@ _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgtp]?)(i?b?)", re
 
 
 UNIT_NEEDED = 1 << 20
-"""In bytes: a smaller number without a unit is refused, as it is more likely meant in GiB."""
+"""Number of bytes; a smaller number without a unit is refused, because it probably means GiB."""
 
 
 def is_integer(value: object) -> bool:
@@ -41,7 +41,7 @@ def is_real(value: object) -> bool:
 
 
 def check_kind(argument: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise a `UsageError` unless an argument is an instance of the class or union ``kind``; ``expected`` says it."""
+    """Raise a `UsageError` unless an argument is an instance of ``kind``; ``expected`` is the error's text for it."""
     if kind is bool:
         import numpy as np  # here, as the command prints its help without it
 
@@ -190,7 +190,7 @@ def exact_bytes(n: int) -> str:
 FLOATS = ("bfloat16", "float16", "float32")
 """Dtypes that weights can be loaded in."""
 _ALSO = ("float64", "mixed_bfloat16", "mixed_float16")
-"""Accepted in Python but not by the command: float64 in JAX's 64-bit mode, and dtype policies of Keras."""
+"""Names accepted in Python, not by the command: float64 (in JAX's 64-bit mode), and dtype policies of Keras."""
 _SPELLINGS = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),

@@ -95,7 +95,7 @@ class Reservations:
         return _as_view(value, found)
 
     def close(self) -> None:
-        """Free all address ranges; first add tensors that were read to `computed`, these and referenced ones to `used`."""
+        """Complete `used` and `computed` with the tensors that were read or are referenced, then free all ranges."""
         for entry in self._ranges:
             # Before `is_referenced`, which unmaps the pages.
             if _touched(entry.start, entry.tensor.nbytes):

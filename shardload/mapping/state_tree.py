@@ -28,11 +28,11 @@ _ACCUMULATES = "gradient_accumulation_steps"
 _VERSION = 1
 """Version of ``structure.json``."""
 WEIGHT_ITEMS = ("trainable_variables", "non_trainable_variables")
-"""The groups of variables that a step saved with ``save_weights_only`` contains."""
+"""The groups of variables that a step contains if it was saved with ``save_weights_only``."""
 
 
 Identity = tuple[str, str, str]
-"""(kind, optimizer and slot, key of the weight): a stored leaf and a variable with the same one are paired."""
+"""(kind, optimizer and slot, key of the weight): a stored leaf and a variable are paired if these are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StateLeaf:
     """Stored dtype, such as ``bfloat16``."""
     variable: Variable
     accumulates: int | None = None
-    """The optimizer's ``gradient_accumulation_steps``, if the leaf is its count of batches."""
+    """If the leaf is an optimizer's count of batches: the optimizer's ``gradient_accumulation_steps``."""
 
     @property
     def kind(self) -> str:
@@ -60,7 +60,7 @@ class StateLeaf:
         return self.role.key
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry for ``structure.json``."""
+        """Return the leaf's entry in ``structure.json``."""
         role = {k: v for k in ("slot", "of", "name", "optimizer") if (v := getattr(self.role, k)) is not None}
         place = {"path": list(self.path), "kind": self.kind, "key": self.key}
         accumulates = {} if self.accumulates is None else {_ACCUMULATES: self.accumulates}
@@ -69,19 +69,19 @@ class StateLeaf:
 
 @dataclass(frozen=True, slots=True)
 class StateTree:
-    """The state of one model; refers to its variables, not to their values."""
+    """The variables of one model and their roles, as a training step stores them; contains no values."""
 
     leaves: tuple[StateLeaf, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that the configuration omits (`layer_settings`)."""
+    """Settings of layers that the model's configuration omits (see `layer_settings`)."""
     left_out: tuple[StateLeaf, ...] = ()
     """Weights of the model that a partial step does not store, and their slots."""
     optimizers: Mapping[str, str] = field(default_factory=dict)
-    """Class of each optimizer by its path, ``""`` for the compiled one."""
+    """Path of an optimizer (``""`` for the compiled one) → name of its class."""
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The current values, nested by path, not copied; without arrays of no elements, which Orbax refuses."""
+        """The current values in nested dicts, not copied. Omits arrays without elements, which Orbax refuses."""
         empty = [leaf.variable.path for leaf in self.leaves if not has_value(leaf.variable)]
         if empty:
             shown = ", ".join(map(repr, empty[:5])) + (f" and {len(empty) - 5} more" if len(empty) > 5 else "")
@@ -149,7 +149,7 @@ def state_tree_of(model: Any) -> StateTree:
 
 
 def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
-    """Return the variables of Keras' four groups, by the group's name; one in two groups counts for the first."""
+    """Return group → variables, for Keras' four groups; a variable in two groups is listed in the first."""
     others = (v for _, other in other_optimizers(model) for v in other.variables)
     optimizer = [*optimizer_variables_of(model), *others]
     groups = {
@@ -167,7 +167,7 @@ def _variables_by_group(model: Any) -> list[tuple[str, list[Variable]]]:
 
 
 def free_path(group: str, path: str, taken: set[str]) -> tuple[str, ...]:
-    """Return the variable's path, numbered if it conflicts with another's once Orbax joins the parts with dots."""
+    """Return a variable's path, with a number if it would equal another one once Orbax joins its parts with dots."""
     # `taken` has each path ("a.b.c"), and with a slash at its end each node above it ("a.b/").
     first, *rest = path.split("/")
     *start, last = path.split("/")
@@ -263,7 +263,7 @@ def find_stored(
 
 
 def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]) -> dict[Identity, StateLeaf]:
-    """Pair a ``MultiOptimizer``'s state with stored leaves by position where an older step has no other role for it."""
+    """Pair a ``MultiOptimizer``'s state with stored leaves by position, if an older step stores only positions."""
     own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
     for position, (identity, leaf) in enumerate(own):
         older = ("optimizer", f":variables/{position}", "")
@@ -275,7 +275,7 @@ def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, St
 def _by_shared_weights(
     wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]
 ) -> dict[Identity, StateLeaf]:
-    """Pair counts and rates in a ``MultiOptimizer`` by the slots of their optimizer if its first weight has changed."""
+    """Pair an inner optimizer's counts and rates by its slots, if the first weight that it trains has changed."""
     scalars = {s.role.key: i for i, s in stored.items() if i[0] == "optimizer"}
     found: dict[Identity, StateLeaf] = {}
     for identity, leaf in wanted.items():
@@ -291,7 +291,7 @@ def _by_shared_weights(
 
 
 def kinds_in(structure: Any) -> dict[str, str]:
-    """Return path → class of each optimizer in a step; empty for steps of older versions, which do not store it."""
+    """Return path → class of each optimizer in a step; empty for steps of older versions, which lack classes."""
     found = structure.get("optimizers", {}) if isinstance(structure, Mapping) else {}
     if not isinstance(found, Mapping) or not all(isinstance(text, str) for pair in found.items() for text in pair):
         raise SourceError(f"structure.json has no valid classes of optimizers: {str(found)[:80]}. Restore another step")

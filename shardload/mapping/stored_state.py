@@ -68,14 +68,14 @@ _KINDS = {
 }
 _OPTIMIZER_GROUP, _SCALING = "optimizer_variables", "loss_scale_optimizer"
 _MINOR = {"seed", "metric"}
-"""Kinds of leaves that may be missing or unused without an error: another dropout or metric changes no weight."""
+"""Kinds of leaves that may be missing or unused without an error, because they change no weight."""
 _GROUPS = {
     "trainable_variables": "weight",
     "non_trainable_variables": "weight",
     "optimizer_variables": "optimizer",
     "metrics_variables": "metric",
 }
-"""Keras' group of variables → kind of its leaves, for steps without ``structure.json``."""
+"""Keras' group of variables → kind of the variables in it, for steps without ``structure.json``."""
 
 
 def map_state(
@@ -87,7 +87,7 @@ def map_state(
     names: Mapping[str, str] | None = None,
     has_base: bool = False,
 ) -> VariableMap:
-    """Map the leaves of a step to variables; with ``has_base``, a base checkpoint has the weights left out of it."""
+    """Map the leaves of a step to variables. With ``has_base``, a base checkpoint has the weights that it lacks."""
     if items not in get_args(Items):
         raise UsageError(f"items={items!r} is not valid, expected one of {', '.join(get_args(Items))}")
     others = items == "optimizer" and other_optimizers(model)
@@ -186,7 +186,7 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> Paired
 def _in_another_optimizer(
     names: Iterable[str], leaves: Iterable[StateLeaf], kinds: Mapping[str, str]
 ) -> dict[str, StateLeaf]:
-    """Pair stored names of a renamed optimizer (``adam_1/…``) with leaves of the compiled one, by the rest of each."""
+    """Pair stored names of a renamed optimizer (``adam_1/…``) with the compiled one's, by the rest of the names."""
     own = [leaf for leaf in leaves if leaf.path[0] == _OPTIMIZER_GROUP and leaf.role.optimizer is None]
     own = [leaf for leaf in own if not leaf.path[1].startswith(_SCALING)]
     stored = [tuple(name.split("/")) for name in names]

@@ -100,7 +100,7 @@ def stored_values(manifest: Manifest) -> _Values:
 
 
 def lacking_values(model: Any, values: _Values, *, where: str = "the step") -> tuple[str, ...]:
-    """Return a sentence for each object that saves values besides variables which a checkpoint lacks."""
+    """Return a sentence for each object whose values besides variables are not in a checkpoint."""
     found: list[str] = []
     for path, saveable in with_own_hooks(model):
         stored = values.get(path, {})

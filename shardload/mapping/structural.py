@@ -146,7 +146,7 @@ def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]
 
 
 def _declined(visit: Visit) -> list[str]:
-    """Return tensors that a layer's custom hook did not read, because it creates those values itself."""
+    """Return the tensors that a user's ``load_own_variables`` was offered but did not read."""
     if has_keras_hook(visit.saveable):
         return []
     return [t.name for t in visit.tensors.values() if t.name not in visit.read]

@@ -36,11 +36,11 @@ class Computed:
     """Variables whose values are computed by a layer's or converter's code, instead of copied from a tensor."""
 
     owner: str
-    """The code: ``layer 'dense' (layers/dense)``, ``converter convert_mixtral``."""
+    """Name of the code that computes them, for messages: ``converter convert_mixtral``."""
     names: tuple[str, ...]
     variables: tuple[Variable, ...]
     tensors: tuple[str, ...]
-    """Tensors to read whole; empty if the code needs none (LoRA's zeros)."""
+    """Names of the tensors that the code needs whole; empty if it needs none (LoRA's zeros)."""
 
     def without(self, others: Mapping[int, Variable]) -> Computed:
         """Return a copy of this record without the variables whose ``id`` is in ``others``."""
@@ -54,11 +54,11 @@ class Mismatch:
 
     variable: str
     tensor: str
-    """Empty if the layer failed before any tensor."""
+    """Name of the tensor; empty if the layer's hook failed before it read one."""
     expected: tuple[int, ...] | None
-    """The variable's shape."""
+    """Shape of the variable; ``None`` if shapes are not what differs."""
     found: tuple[int, ...] | None
-    """The tensor's shape."""
+    """Shape of the tensor; ``None`` if shapes are not what differs."""
     message: str
 
     @classmethod
@@ -104,7 +104,7 @@ class MappingStep(Protocol):
 
     @property
     def owner(self) -> str:
-        """The code that runs, for messages."""
+        """Name of the layer, variable or converter whose code runs, for messages."""
 
     @property
     def saveable(self) -> Any:
@@ -112,7 +112,7 @@ class MappingStep(Protocol):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the bindings whose arrays it assigns."""
+        """Names of the bindings whose arrays must be there before `run`, which assigns them."""
 
     @property
     def computes(self) -> bool:
@@ -128,7 +128,7 @@ class VariableMap:
 
     bindings: tuple[Binding, ...]
     steps: tuple[MappingStep, ...]
-    """In the order Keras would run them."""
+    """The parts of the load, in the order in which Keras would run them."""
     missing: tuple[str, ...]
     """Weights of the model without a source."""
     missing_variables: tuple[Variable, ...]
@@ -198,12 +198,12 @@ class AssignStep:
 
     @property
     def owner(self) -> str:
-        """The layer or variable, for messages."""
+        """Name of the layer or variable, for messages."""
         return f"variable {self.bindings[0].name!r}" if self.saveable is None else f"layer {self.saveable.name!r}"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The names of its bindings."""
+        """Names of the bindings whose arrays `run` assigns."""
         return tuple(binding.name for binding in self.bindings)
 
     def run(self, runtime: Runtime) -> None:
