@@ -249,7 +249,7 @@ _WORDS = {
     "Cannot allocate memory": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
 }
-"""Text in a library's message → the errno that it means, if the error has none; the longer of similar texts first."""
+"""Text in a library's error message → errno that it stands for. Of similar texts, the longer one comes first."""
 
 
 def errno_of(error: BaseException) -> int | None:
@@ -285,7 +285,7 @@ WAYS_OUT = {
     errno.EACCES: "Check its owner and mode, or choose another place",
     errno.EPERM: "Check its owner and mode, or choose another place",
 }
-"""errno → advice, for errors of the operating system that do not mean that the file is damaged."""
+"""errno → how to fix it, for errors of the operating system that do not mean that a file is damaged."""
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 _SYSTEM = frozenset({*_LIMITS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
@@ -343,7 +343,7 @@ _OWN = (
 )
 _OF_HUB = ("keras_hub", "kagglehub", "huggingface_hub", "safetensors", "sentencepiece", "tokenizers")
 _EXTRAS = {**dict.fromkeys(_OWN, ""), **dict.fromkeys(_OF_HUB, "hub"), "gguf": "gguf", "grain": "data"}
-"""Module → the extra of shardload that installs it; empty if shardload installs it without any extra."""
+"""Name of a module → the extra of shardload that installs it; ``""`` if shardload needs no extra for it."""
 
 
 class MissingExtraError(ShardloadError, ImportError):

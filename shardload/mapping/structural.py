@@ -153,7 +153,7 @@ def _declined(visit: Visit) -> list[str]:
 
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
-    """Return the visits without an error; then, for each saveable that has none, its failed visit with most tensors."""
+    """Return the successful visits; then, for each object without one, its failed visit with the most tensors."""
     # Keras visits the parents of what failed again, so the last visit of an object counts.
     good = list({(id(v.saveable), v.path): v for v in visits if v.error is None}.values())
     done = {id(v.saveable) for v in good}

@@ -143,7 +143,7 @@ class VariableMap:
     notes: tuple[str, ...] = ()
     """Sentences for reports: warnings and output of loading code, and what the mapping leaves out."""
     refused: tuple[tuple[str, Variable], ...] = ()
-    """(name, variable) of weights that get no value, because a tensor of theirs, or of their layer, does not fit."""
+    """(name, variable) of weights that get no value, because a tensor for them, or for their layer, does not fit."""
     absent: tuple[str, ...] = ()
     """Names that a converter requested and the checkpoint lacks."""
     kept: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ class VariableMap:
         return tuple(dict.fromkeys(found))
 
     def without_mismatched(self) -> VariableMap:
-        """Return a copy that lists mismatched weights, and others of their layers, as missing instead."""
+        """Return a copy without mismatches, in which the weights in `refused` are listed as missing."""
         return replace(
             self,
             mismatched=(),
