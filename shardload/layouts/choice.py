@@ -20,27 +20,27 @@ from shardload.sharding.mesh import AXIS_NAMES, DEFAULT_AXES, MeshSpec
 from shardload.units import plural
 
 KEEP_LAYOUT = "as it was"
-"""Mode of a `LayoutChoice` that keeps the current layout."""
+"""The ``mode`` of a `LayoutChoice` in which every variable keeps the layout that it has now."""
 _ARTICLES = {"batch": "the batch", "fsdp": "an fsdp", "model": "the model", "expert": "the expert"}
 
 
 @dataclass(frozen=True, slots=True)
 class VariableLayout:
-    """One variable and its layout."""
+    """The layout of one variable, what led to it, and the variable's path, shape and bytes."""
 
     path: str
     shape: tuple[int, ...]
     nbytes: int
-    """Bytes of the whole value."""
+    """Bytes of the whole value of the variable, over all devices."""
     layout: Layout
     rule: str
     """What led to the layout: a role (``heads out``), the pattern of a user's rule, or ``default``."""
     fallback: Fallback | None = None
-    """Why the rule's own layout could not be used."""
+    """What the rule wanted and why the mesh did not allow it; ``None`` if ``layout`` is what the rule wanted."""
 
     @classmethod
     def of(cls, variable: Any, layout: Layout, rule: str, fallback: Fallback | None = None) -> VariableLayout:
-        """Record a layout together with the Keras variable that it is for; the variable may have no value yet."""
+        """Return an entry for a Keras variable with its path, shape and bytes; the variable may have no value yet."""
         return cls(variable.path, tuple(variable.shape), nbytes(variable), layout, rule, fallback)
 
     @property
@@ -59,14 +59,14 @@ class LayoutChoice:
     by_id: Mapping[int, VariableLayout]
     """Layouts by ``id(variable)``: those of ``model.variables``, then of compiled metrics and optimizer slots."""
     batch_axis: str | None = None
-    """The axis that splits the batch; ``None`` for `MeshSpec.batch_axis`."""
+    """The mesh axis that splits the batch; ``None`` means the axis that `MeshSpec.batch_axis` returns."""
     uses: Mapping[int, Layout] = field(default_factory=dict)
-    """Layouts of variables while they are used, by ``id(variable)``, where they are stored split over more axes."""
+    """By ``id(variable)``, the layout during use of each variable that is stored split over more axes than that."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
-    """Returns how to lay out the output of a layer, given its path (``dense/output``): a ``TensorLayout`` of the user's
-    own map, a `jax.sharding.PartitionSpec`, or ``None`` to leave it to XLA."""
+    """A function from the path of a layer's output (``dense/output``) to the layout of that output: a ``TensorLayout``
+    from the user's LayoutMap, a `jax.sharding.PartitionSpec`, or ``None`` where XLA shall choose."""
     rule_notes: tuple[str, ...] = ()
-    """One sentence for each rule of a distribution that matches no variable; rules of other layouts raise instead."""
+    """One sentence for each rule of a Keras distribution that matches no variable (an error for other rules)."""
 
     def of(self, variable: Any) -> Layout:
         """Return the layout of a variable."""
@@ -74,12 +74,12 @@ class LayoutChoice:
 
     @property
     def variables(self) -> tuple[VariableLayout, ...]:
-        """The layouts in the order of their variables."""
+        """The values of ``by_id``: one `VariableLayout` for each variable, in the order of the model's variables."""
         return tuple(self.by_id.values())
 
     @property
     def layouts(self) -> Mapping[int, Layout]:
-        """The layouts alone, by ``id(variable)``."""
+        """The `Layout` of each variable, by ``id(variable)``, without the rule that led to it."""
         return {key: planned.layout for key, planned in self.by_id.items()}
 
     @property
@@ -99,14 +99,14 @@ class LayoutChoice:
 
     @property
     def replicated_large(self) -> tuple[str, ...]:
-        """Paths of variables of at least 1 MiB replicated by default although the mesh could split them."""
+        """Paths of replicated variables of at least 1 MiB; empty if nothing was to be split, or no axis could do so."""
         if self.mode == "replicated" or not weight_axes(self.mesh):
             return ()
         return tuple(v.path for v in self.variables if v.layout.is_replicated and v.nbytes >= LARGE_BYTES)
 
     @property
     def idle_axes(self) -> tuple[str, ...]:
-        """Mesh axes that are meant to split weights but split none, although a variable is large enough (1 MiB)."""
+        """Mesh axes that are meant to split weights but split none, although some variable has at least 1 MiB."""
         # No warning for a layout that was requested or kept, or where every variable is too small to split.
         if self.mode in ("replicated", KEEP_LAYOUT) or all(v.nbytes < LARGE_BYTES for v in self.variables):
             return ()
@@ -115,7 +115,7 @@ class LayoutChoice:
 
     @property
     def idle_notes(self) -> tuple[str, ...]:
-        """One sentence for each of `idle_axes`."""
+        """One sentence for each axis in `idle_axes`: the devices along it store the same weights."""
         return tuple(
             f"axis {axis!r} of the mesh {self.mesh} splits no weight: the "
             f"{plural(self.mesh.axis_size(axis), 'device')} along it store the same weights"
@@ -133,22 +133,22 @@ class LayoutChoice:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all variables, each counted once."""
+        """Bytes of all variables together, each counted once however many devices have a copy."""
         return sum(v.nbytes for v in self.variables)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on each device; equal for all, because every split is even."""
+        """Bytes of all variables on one device. Every device has as many, because every split is even."""
         return sum(v.device_bytes for v in self.variables)
 
     @property
     def rules(self) -> Mapping[str, str]:
-        """The rule of each variable, by path; ``#2``, ``#3`` … is appended where several variables share a path."""
+        """The rule of each variable, by path. Of variables with one path, the second has ``#2`` appended, and so on."""
         variables = self.variables
         return dict(zip(numbered(v.path for v in variables), (v.rule for v in variables), strict=True))
 
     def summary(self) -> str:
-        """Return a few lines of text: how many variables are split, bytes per device, fallbacks, axes without use."""
+        """Return a few lines of text: number of split variables, bytes per device, fallbacks, and unused mesh axes."""
         lines = [
             f"layout {self.mode} on {self.mesh}: {plural(self.sharded, 'variable')} split, {self.replicated} "
             f"replicated; {self.device_bytes:,} of {plural(self.nbytes, 'byte')} on each device"
@@ -167,7 +167,7 @@ class LayoutChoice:
 
 
 def weight_axes(mesh: MeshSpec) -> tuple[str, ...]:
-    """Return the axes of more than one device that are meant to split weights, as their name or position says."""
+    """Return the mesh axes of more than one device that are meant to split weights, judging by name or position."""
     return tuple(axis for axis in mesh.axes if mesh.axis_size(axis) > 1 and mesh.axis_kind(axis) != "batch")
 
 
@@ -180,7 +180,7 @@ def weight_axes(mesh: MeshSpec) -> tuple[str, ...]:
 
 
 def current_devices(model: Any) -> MeshDevices | None:
-    """Return the mesh that a model's variables are on, ``None`` if on none yet; raise if they are on several."""
+    """Return the mesh that a model's variables are on, ``None`` if they are on none; raise if they are on several."""
     shardings = [s for v in all_variables(model).values() if (s := _sharding(v)) is not None]
     meshes = {s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)}
     if len(meshes) > 1:
@@ -204,7 +204,7 @@ def _sharding(variable: Any) -> Any:
 
 
 def current_layout(model: Any, devices: MeshDevices) -> LayoutChoice:
-    """Return the layouts that the variables have on the model's current mesh."""
+    """Return the layouts that a model's variables have now on ``devices``, its current mesh."""
     by_id = {}
     for key, variable in all_variables(model).items():
         sharding = _sharding(variable)

@@ -35,7 +35,7 @@ MODES = ("auto", "keras_hub", "replicated", "search")
 
 
 def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
-    """Choose layouts for a ``layout`` that is a mode (``auto`` …), rules, or a LayoutMap: no plan, no distribution."""
+    """Choose layouts if ``layout`` is a mode (``"auto"`` …), rules, or a LayoutMap, but no plan and no distribution."""
     variables = model_variables.all_variables(model)
     mode, rule_set = _rule_set(model, mesh, layout)
     # 'replicated' does not call users' layer rules: it must stay a way out of a broken one.
@@ -57,7 +57,7 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
 
 
 def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutChoice:
-    """Ask a distribution of Keras for the layout of each variable, as Keras would."""
+    """Return the layouts that a Keras distribution gives to a model's variables; slots follow their weights."""
     variables, known = model_variables.all_variables(model), roles(model, by_user=False)
     fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, roles=known)
     placed = decide_layouts(variables, known, mesh, fixed=fixed)
@@ -73,7 +73,7 @@ def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> Lay
 
 
 def with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis: str) -> dict[int, VariableLayout]:
-    """Return ``placed`` with new layouts for the slots that their optimizer spreads over further axes."""
+    """Return ``placed`` with new layouts for the slots of optimizers that spread them over more axes (ZeRO-1)."""
 
     # A spread slot has its weight's layout, with more axes.
     def layout_of(variable: Any) -> Layout | None:
@@ -100,7 +100,7 @@ def _rule_set(model: Any, mesh: MeshSpec, layout: Any) -> tuple[str, rule_sets.R
 
 
 def rules_in_file(file: PathLike) -> rule_sets.RuleSet:
-    """Read the rules in a TOML file; if there is no such file, raise an error that also lists the named layouts."""
+    """Read the layout rules in a TOML file. If it is missing, the error also lists the named layouts (``"auto"`` …)."""
     if not Path(file).exists():
         raise LayoutError(
             f"Unknown layout {str(file)!r}, and no file has that name.{did_you_mean(str(file), MODES)} "
@@ -151,15 +151,17 @@ def _replicate(variables: dict[int, Any], mesh: MeshSpec, *, rule: str) -> dict[
 # ---- features that are whole between blocks ------------------------------------------------------------
 
 _WHOLE_FEATURES = PartitionSpec(PartitionSpec.UNCONSTRAINED)
-"""Sharding for the output of a layer: XLA decides about the batch dim, and every device gets all of the other dims."""
+"""Sharding for the output of a layer: XLA chooses how to split the batch dim, and the other dims are not split."""
 _Layers = Sequence[tuple[Any, Sequence[Any]]]
-"""Each layer of a model with its direct sub-layers."""
+"""A list of pairs: each layer of a model, and the direct sub-layers of that layer."""
 _OTHER_NORMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
-"""Words in the class names of normalisation layers that do not normalise over the model's features."""
+"""A normalisation layer with one of these words in its class name does not normalise over the model's features."""
 
 
 def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callable[[str], Any] | None:
-    """Return a function of the path of a layer's output: `_WHOLE_FEATURES` to gather it, ``None`` to leave it to XLA.
+    """Return a function that says, for the path of a layer's output, whether XLA shall gather the features there.
+
+    The function returns `_WHOLE_FEATURES` if so, else ``None``, which leaves the output to XLA.
 
     An embedding whose vocabulary does not divide is split by its features, and so is the input of a kernel whose
     outputs do not divide. XLA then keeps features split through the sums and norms of every block: GPT-2 with two
@@ -184,7 +186,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
 
 def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
-    """Return the layers whose outputs have split features: embeddings split by features, convolutions in no pair."""
+    """Return the layers whose outputs are split by features: embeddings split so, and convolutions in no pair."""
     layers = []
     for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}

@@ -38,7 +38,7 @@ _REDUCE: dict[str, Callable[..., Any]] = {
 def all_reduce(
     x: Any, op: _Op = "sum", axis_name: _Axes = "model", mesh: Mesh | None = None, *, spec: PartitionSpec | None = None
 ) -> Any:
-    """Combine the shards along mesh axes, element by element; all devices along them get the result.
+    """Combine the shards along mesh axes, element by element; all devices along these axes get the result.
 
     Args:
         x: An array of any shape. Its dims that are split over ``axis_name`` become as short as one shard. An array that
@@ -67,7 +67,7 @@ def all_reduce(
 def all_gather(
     x: Any, axis: int, axis_name: _Axes = "model", mesh: Mesh | None = None, *, spec: PartitionSpec | None = None
 ) -> Any:
-    """Concatenate the shards along mesh axes; all devices along them get the result.
+    """Concatenate the shards along mesh axes; all devices along these axes get the result.
 
     Args:
         x: An array. If dim ``axis`` is split over ``axis_name`` only, its values stay as they are and it becomes
@@ -96,7 +96,7 @@ def reduce_scatter(
     op: Literal["sum", "mean"] = "sum",
     spec: PartitionSpec | None = None,
 ) -> Any:
-    """Add the shards along mesh axes; every device along them gets one part of the result.
+    """Add the shards along mesh axes; every device along these axes gets one part of the sum.
 
     Args:
         x: An array; the length of dim ``axis`` of a shard is divisible by the size of the axes.
@@ -134,7 +134,7 @@ def reduce_scatter(
 
 
 def split_tensor_for_parallelism(tensor: Any, index: int, device_count: int, dim: int) -> Any:
-    """Return one of ``device_count`` parts of an array along a dim, as `numpy.array_split` cuts them.
+    """Cut an array along a dim into ``device_count`` parts, as `numpy.array_split` does, and return one of them.
 
     Args:
         tensor: A NumPy or JAX array.
@@ -185,7 +185,7 @@ def _dim(x: Any, axis: int) -> int:
 
 
 def _is_manual(axes: tuple[str, ...]) -> bool:
-    """Whether an enclosing `jax.shard_map` runs this code once per device along these axes."""
+    """Whether this code is inside a `jax.shard_map` that runs it once per device along all of ``axes``."""
     # Inside shard_map, the axes that it maps over are "manual": code sees one device's shard along them.
     manual = set(jax.sharding.get_abstract_mesh().manual_axes)
     missing = [axis for axis in axes if axis not in manual]
@@ -207,7 +207,7 @@ def _on_mesh(
     scattered: int | None = None,
     derivative: str | None = None,
 ) -> Any:
-    """Run ``local``, a collective over ``axes``, on every device's shard of ``x``.
+    """Run ``local``, a function of one shard that is a collective over ``axes``, on every device's shard of ``x``.
 
     ``scattered`` is the dim of the result that is split over ``axes``, if one is. Where ``local`` has no derivative,
     ``derivative`` names it in the error.
@@ -248,7 +248,7 @@ def _on_mesh(
 
 
 def _onto(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
-    """Put an array that is on no mesh onto the caller's mesh; return any other array unchanged."""
+    """Put an array onto ``mesh`` if it is on no mesh yet; return any other array unchanged."""
     # A tracer has no devices: `_placed` reads its sharding, or the caller's.
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)):
         return x
@@ -261,7 +261,7 @@ def _onto(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
 
 
 def _placed(x: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> tuple[Mesh, Spec]:
-    """Return the mesh of an array and how it is split there."""
+    """Return the mesh that an array is on, and the mesh axes that split each of its dims."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
         # Axes of type Auto, JAX's default, hide the sharding inside jit. Guessing "replicated" would add a gather.
@@ -303,7 +303,7 @@ def _as_spec(split: Spec) -> PartitionSpec:
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """Return the ids of all devices, those of other processes included.
+    """Return the ids (``cpu:0``) of all devices, including those that belong to other processes.
 
     Args:
         device_type: ``"cpu"``, ``"gpu"`` or ``"tpu"``; JAX's default platform otherwise.
@@ -315,7 +315,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str]:
-    """Return the ids of the devices to use for ``count`` parts: the first ones, which JAX lists by locality.
+    """Return the ids of the first ``count`` devices, which are near each other: JAX lists devices by locality.
 
     Warns and returns all of them if there are fewer; returns an empty list for a count below one.
 
@@ -331,7 +331,7 @@ def get_best_devices(count: int = 1, device_type: str | None = None) -> list[str
 
 
 def devices_of(ids: str | Sequence[str]) -> list[Any]:
-    """Return the `jax.Device`s with these ids, such as ``cpu:0``, or with one id.
+    """Return the `jax.Device`s with the given ids, such as ``["cpu:0", "cpu:1"]``, or with one id.
 
     Raises:
         MeshError: When there is no device with one of the ids.
@@ -350,7 +350,7 @@ def devices_of(ids: str | Sequence[str]) -> list[Any]:
 
 
 def device_id(device: Any) -> str:
-    """Return the id of a `jax.Device`, as Keras writes it: ``cpu:0``."""
+    """Return the id of a `jax.Device` in the form that Keras uses: platform and number, ``cpu:0``."""
     return f"{device.platform}:{device.id}"
 
 

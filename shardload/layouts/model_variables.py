@@ -13,11 +13,11 @@ from shardload.keras_bridge.model_state import bookkeeping_attributes, members_o
 from shardload.keras_bridge.variables import stored_dtype
 
 LARGE_BYTES = 1 << 20
-"""Bytes of the smallest vector that is split, and of the smallest replicated variable that a report names."""
+"""Bytes from which a vector of unknown meaning is split, and from which reports name a replicated variable."""
 
 
 def nested_layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Yield every layer with its direct sub-layers, outermost first, each once."""
+    """Yield each layer of a model once, together with its direct sub-layers; outer layers come before inner ones."""
     seen: set[int] = set()
     queue = [model]
     # The list grows while it is read: breadth first, and no recursion limit for deep models.
@@ -31,13 +31,13 @@ def nested_layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def own_variables(layer: Any, children: Iterable[Any] | None = None) -> list[Any]:
-    """Return a layer's own variables, without its sub-layers' (see `nested_layers`), in order of creation."""
+    """Return a layer's variables, in order of creation, without those of its sub-layers (see `nested_layers`)."""
     inherited = {id(v) for child in (_children(layer) if children is None else children) for v in child.weights}
     return [v for v in layer.weights if id(v) not in inherited]
 
 
 def _children(layer: Any) -> list[Any]:
-    """Return direct sub-layers, each once, in order of attachment: attributes, and lists and dicts of them."""
+    """Return the layers that ``layer`` holds in attributes, or in lists and dicts there; each once, as they were attached."""
     found: dict[int, Any] = {}
     skipped = bookkeeping_attributes()
     # Only models have a public `layers`; attributes are what every layer has.
@@ -51,7 +51,7 @@ def _children(layer: Any) -> list[Any]:
 
 
 def check_model(model: Any, *, to: str) -> None:
-    """Raise unless ``model`` is a Keras model or layer; the message begins "Cannot {to} …", with a verb as ``to``."""
+    """Raise unless ``model`` is a Keras model or layer. ``to`` is a verb: the message begins "Cannot {to} …"."""
     if not isinstance(model, keras.Layer):
         raise UsageError(
             f"Cannot {to} {model!r:.60}: expected a keras.Model. Build it first, inside shardload.abstract() to "
@@ -60,7 +60,7 @@ def check_model(model: Any, *, to: str) -> None:
 
 
 def all_variables(model: Any) -> dict[int, Any]:
-    """Return ``id(variable)`` → variable for a model's own variables, optimizer, metrics and seeds of samplers."""
+    """Return all variables of a model, its optimizer, metrics and samplers' seeds, as ``{id(variable): variable}``."""
     return {id(v): v for v in state_of(model)}
 
 

@@ -21,12 +21,12 @@ from shardload.sharding.mesh import MeshSpec
 _LEAST_SPLIT_BYTES = 1 << 10
 """Bytes of the smallest variable that is split: splitting a smaller one saves nothing and costs a collective."""
 MATRICES = "matrices"
-"""Noun for a dim that stacks matrices, one for each expert."""
+"""What reports call the elements of a dim along which matrices are stacked, one for each expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A dim that may be split, with the plural noun for its elements in reports (``heads``)."""
+    """A dim that may be split, and ``what`` reports call its elements: a plural noun (``heads``)."""
 
     index: int
     what: str
@@ -34,34 +34,34 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """The role of a variable that is split along its own dims."""
+    """The role of a variable that is split by its own shape, not like another variable: which dims to split."""
 
     rule: str
-    """The rule's name, for reports."""
+    """Name of the rule that gave this role, for reports: ``heads out``."""
     dims: tuple[Dim, ...]
-    """Dims to split, best first; none for variables that stay replicated on purpose."""
+    """Dims to split, best first; empty for a variable that stays replicated on purpose."""
     exact: bool = True
-    """Whether splitting another dim than the first is a fallback to report; ``False`` for roles of `by_shape`."""
+    """Whether reports call it a fallback if another dim than the first is split; ``False`` for roles of `by_shape`."""
     even_small: bool = False
-    """Whether to split the variable even if it is small, because a user's rule says so."""
+    """Whether to split the variable even if it is smaller than 1 KiB, because a user's rule says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Follows:
-    """The role of a variable that is split like another one, its leader: a bias like its kernel."""
+    """The role of a variable that is split like another variable, the *leader*: a bias is split like its kernel."""
 
     rule: str
     leader: Any
-    """The variable to follow."""
+    """The Keras variable whose layout this variable follows."""
     dims: tuple[int | None, ...]
-    """For each own dim, the dim of the leader that it is split like, or ``None`` for one that is not split."""
+    """For each dim of the follower, the dim of the leader that it is split like, or ``None`` if it stays whole."""
 
 
 LayoutRole = Wants | Follows
 
 
 def by_shape(variable: Any) -> Wants:
-    """Return the role of a variable of unknown meaning: split its largest dim, and of equal ones the last."""
+    """Return the role of a variable of unknown meaning: its largest dim is split, of equally large dims the last."""
     shape = tuple(variable.shape)
     if len(shape) < 2 and nbytes(variable) < LARGE_BYTES:
         return Wants("vector", ())
@@ -71,7 +71,7 @@ def by_shape(variable: Any) -> Wants:
 
 
 def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
-    """Choose the layout of a variable that is split along its own dims, in the order that its role prefers."""
+    """Choose the layout of a variable: each mesh axis splits the first dim in ``role.dims`` whose length it divides."""
     shape = tuple(int(n) for n in variable.shape)
     if not role.dims or (nbytes(variable) < _LEAST_SPLIT_BYTES and not role.even_small):
         # Replicated on purpose, so no fallback is reported.
@@ -102,7 +102,7 @@ def lay_out(variable: Any, role: Wants, mesh: MeshSpec) -> VariableLayout:
 
 
 def lay_out_along(variable: Any, role: Follows, leader: Layout) -> VariableLayout:
-    """Return the layout of a variable that is split like its leader; replicated if its own dims are not divisible."""
+    """Return the layout of a variable that is split like its leader, or replicated if that split would be uneven."""
     layout = Layout(leader.mesh, tuple(() if d is None else leader.spec[d] for d in role.dims))
     if not layout.divides(tuple(variable.shape)):
         layout = Layout.replicated(leader.mesh, len(variable.shape))
@@ -116,7 +116,7 @@ def decide_layouts(
     *,
     fixed: Mapping[int, VariableLayout] | None = None,
 ) -> dict[int, VariableLayout]:
-    """Choose the layouts of all variables: those ``fixed`` by a rule, then leaders, then their followers."""
+    """Choose the layout of every variable. The ones in ``fixed`` are kept, and followers come after their leaders."""
     placed: dict[int, VariableLayout] = dict(fixed or {})
     waiting: dict[int, Follows] = {}
     for key, variable in variables.items():
@@ -140,7 +140,7 @@ def decide_layouts(
 
 
 def as_far_as_it_divides(variable: Any, role: LayoutRole, wanted: Layout, *, rule: str) -> VariableLayout:
-    """Return the layout that a rule wants for a variable; axes that do not divide a dim split another one, or none."""
+    """Return the layout that a rule wants. Axes that do not divide a dim evenly split another dim instead, or none."""
     shape = tuple(int(n) for n in variable.shape)
     if wanted.divides(shape):
         return VariableLayout.of(variable, wanted, rule)

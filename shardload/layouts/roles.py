@@ -77,7 +77,7 @@ def roles(model: Any, *, by_user: bool = True) -> dict[int, LayoutRole]:
 
 
 def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) -> dict[int, LayoutRole]:
-    """Return the roles of a layer's own variables."""
+    """Return the roles of a layer's own variables, without those of sub-layers, by ``id(variable)``."""
     own = {v.name: v for v in variables}
     if kernels and kernels[0].variable.name == "kernel":
         return roles_by_shapes(kernels) | _followers(layer, kernels[0], own)
@@ -108,7 +108,7 @@ def _own_roles(layer: Any, variables: Sequence[Any], kernels: Sequence[Kernel]) 
 
 
 def _followers(layer: Any, kernel: Kernel, own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return the roles of bias, scale and LoRA factors of a Dense or EinsumDense: they are split like its kernel."""
+    """Return the roles of bias, scale and LoRA factors of a Dense or EinsumDense: all are split like the kernel."""
     _, labels, output = equation_of(layer) or ("", "", "")
     aligned = {"bias": output, "kernel_scale": output}  # both are broadcast against the output
     # LoRA adds a @ b to the kernel: a has its leading dims, b its last one; "?" is the rank, too short to split.
@@ -134,7 +134,7 @@ def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) ->
 
 
 def _embedding_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return roles that split an embedding by rows (the vocabulary) if it is tall, by features if it is wide."""
+    """Return roles that split an embedding by its longer dim first: by rows (the vocabulary), or by features."""
     if (embedding := own.get("embeddings")) is None:
         return {}
     rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")
@@ -163,7 +163,7 @@ def _embedding_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
 
 
 def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return roles that split a convolution by its output channels, else by its input channels; its bias follows."""
+    """Return roles that split a convolution by output channels, or if these do not divide, by input channels."""
     kernel = own["kernel"]
     last = len(kernel.shape) - 1
     # A depthwise kernel ends in (channels, multiplier), a transposed one in (outputs, inputs): there the next to last
@@ -178,7 +178,7 @@ def _conv_roles(layer: Any, own: dict[str, Any]) -> dict[int, LayoutRole]:
 
 
 def _separable_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Split the pointwise kernel by output channels; where a pair splits it by inputs, the depthwise one follows."""
+    """Return the roles of a separable convolution: depthwise kernel and bias are split like the pointwise kernel."""
     pointwise, depthwise = own["pointwise_kernel"], own["depthwise_kernel"]
     inputs, outputs = len(pointwise.shape) - 2, len(pointwise.shape) - 1
     by_id: dict[int, LayoutRole] = {
@@ -193,41 +193,41 @@ def _separable_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
 # ---- kernels, and pairs by their shapes ---------------------------------------------------------------
 
 _CONVOLUTIONS = ("BaseConv", "BaseConvTranspose", "BaseDepthwiseConv", "BaseSeparableConv", "ConvLSTMCell")
-"""Keras' classes of layers whose kernels slide over a window."""
+"""Keras' base classes of convolution layers, by name."""
 _BY_FEATURE = """
 Activation ActivityRegularization AlphaDropout BaseGlobalPooling BasePooling BatchNormalization Dropout ELU
 GaussianDropout GaussianNoise Identity LeakyReLU ReLU BaseSpatialDropout UpSampling1D UpSampling2D UpSampling3D
 ZeroPadding1D ZeroPadding2D ZeroPadding3D
 """
-"""Classes of layers that compute each feature (each index of the last dim) from that feature alone."""
+"""Names of Keras layers that compute each feature (index of the last dim) from the same feature of the input alone."""
 _OVER_FEATURES = ("softmax", "log_softmax", "sparsemax", "glu")
-"""Activations that compute each feature from all features."""
+"""Names of activations that compute each feature of the output from all features of the input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A variable that maps input features to output features; dims as indices into its shape."""
+    """A variable that maps input features to output features, and which of its dims belong to which."""
 
     variable: Any
     labels: str
-    """One letter per dim, as in an einsum equation."""
+    """One letter per dim of the variable, as in an einsum equation."""
     inputs: tuple[int, ...]
-    """Contracted dims, in the order of the layer's input."""
+    """Indices of the dims that are contracted (summed over), in the order of the layer's input."""
     outputs: tuple[int, ...]
-    """Produced dims, in the order of the layer's output."""
+    """Indices of the dims that the output has, in the order of the layer's output."""
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has one input dim and one output dim."""
+        """Whether the kernel has one input dim and one output dim."""
         return len(self.inputs) == len(self.outputs) == 1
 
     def size(self, dims: tuple[int, ...]) -> int:
-        """Return the product of the lengths of ``dims``."""
+        """Return the product of the lengths of ``dims``, which are indices into the kernel's shape."""
         return math.prod(int(self.variable.shape[d]) for d in dims)
 
 
 def kernels_of(layer: Any, own: Sequence[Any]) -> list[Kernel]:
-    """Return a layer's own kernels: that of a Dense or EinsumDense, or stacked matrices of experts."""
+    """Return the kernels of a layer: the one of a Dense or EinsumDense, or the stacked matrices of experts."""
     named = {v.name: v for v in own}
     if equation := equation_of(layer):
         kernel = named.get("kernel")
@@ -241,7 +241,7 @@ def kernels_of(layer: Any, own: Sequence[Any]) -> list[Kernel]:
 
 
 def equation_of(layer: Any) -> tuple[str, str, str] | None:
-    """Return the labels of input, kernel and output of a layer that is one einsum, without a leading ellipsis."""
+    """Return the einsum labels of a layer's input, kernel and output (``i``, ``io``, ``o``), if it computes an einsum."""
     if is_kind(layer, "EinsumDense"):
         left, _, output = re.sub(r"[\s.]", "", layer.equation).partition("->")
         data, _, kernel = left.partition(",")
@@ -259,7 +259,7 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel
 
 
 def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
-    """Return the roles of a block's kernels, in order of creation: ``row`` for one that an earlier one feeds."""
+    """Return the roles of a block's kernels: ``row`` for a kernel that an earlier one feeds, else mostly ``column``."""
     by_id: dict[int, LayoutRole] = {}
     before: list[Kernel] = []
     for kernel in kernels:
@@ -279,7 +279,7 @@ def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
 
 
 def _feeds(first: Kernel, second: Kernel) -> bool:
-    """Whether ``second`` maps the outputs of ``first`` back to the block's width.
+    """Whether two kernels form a pair by shape: ``second`` maps the outputs of ``first`` back to the block's width.
 
     A gate fused into a first matrix doubles its outputs; key and value fused into heads triple them.
     For two square matrices this is undecidable.
@@ -295,7 +295,7 @@ def _feeds(first: Kernel, second: Kernel) -> bool:
 
 
 def _projection(kernel: Kernel) -> Wants:
-    """Return the role of a kernel with several dims on one side: heads, and dims within a head.
+    """Return the role of an attention kernel, whose inputs or outputs have several dims: heads, and dims within a head.
 
     If the number of heads is not divisible, the model's width is next: it costs one small all-reduce of the
     kernel's output. A split inside a head would cut through the halves of rotary embeddings, the cache and
@@ -321,7 +321,7 @@ def _projection(kernel: Kernel) -> Wants:
 def roles_by_graph(
     model: Any, kernels: dict[int, FeatureKernel], known: dict[int, LayoutRole], by_rule: dict[int, LayoutRole]
 ) -> dict[int, LayoutRole]:
-    """Return the roles of kernels that follow each other in a model's graph, and of the variables between them."""
+    """Return the roles of kernels that form pairs in a functional model's graph, and of variables between the two."""
     changed: dict[int, LayoutRole] = {}
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
     ends = {key for key, one in kernels.items() if getattr(known.get(id(one.kernel)), "rule", "") == "row"}
@@ -360,7 +360,7 @@ class FeatureKernel:
 
 
 def feature_kernel(layer: Any, own: Sequence[Any]) -> FeatureKernel | None:
-    """Return the kernel of a layer that maps the last dim of its input to the last dim of its output, if it has one."""
+    """Return a layer's kernel if it maps the last dim of the input to the last dim of the output; ``None`` if not."""
     kernel = next((v for v in own if v.name in ("kernel", "pointwise_kernel")), None)
     if kernel is None:
         return None
@@ -397,5 +397,5 @@ def _passes(layer: Any) -> bool:
 
 
 def _by_feature(layer: Any) -> bool:
-    """Whether a layer has no activation, or one that computes each feature from that feature alone."""
+    """Whether a layer's activation, if any, computes each feature of the output from the same feature alone."""
     return getattr(getattr(layer, "activation", None), "__name__", "") not in _OVER_FEATURES

@@ -43,13 +43,13 @@ _DEFAULTS = ("auto", "replicated")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule: how to split the variables whose path matches a pattern."""
+    """One rule: which mesh axes split each dim of the variables whose path matches a pattern."""
 
     pattern: str
-    """A regular expression for the whole path, or the exact path."""
+    """A regular expression that must match the whole path of a variable, or the exact path."""
     spec: Spec
     is_open: bool = False
-    """Whether ``spec`` may have fewer entries than a variable has dims, like a ``PartitionSpec``: others stay whole."""
+    """Whether ``spec`` may have fewer entries than a variable has dims; the last dims then stay whole."""
 
     @property
     def is_of_outputs(self) -> bool:
@@ -59,16 +59,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RuleSet:
-    """Rules, and the default for variables without a matching rule."""
+    """Layout rules from one origin, and the default for variables that no rule matches: ``auto`` or ``replicated``."""
 
     origin: str
-    """Where the rules come from, for messages."""
+    """Where the rules come from, as text for messages: a file's path, or ``the LayoutMap``."""
     rules: tuple[Rule, ...]
     default: str = "replicated"
 
 
 def read_rules(path: Path) -> RuleSet:
-    """Read layout rules from a TOML file, as the module docstring shows one."""
+    """Read layout rules from a TOML file with ``[[rule]]`` tables and a default (example in the module docstring)."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -93,7 +93,7 @@ def read_rules(path: Path) -> RuleSet:
 
 
 def from_mapping(rules: Mapping[str, Any], *, origin: str = "the layout") -> RuleSet:
-    """Return the rules of a mapping: the pattern of a variable's path, and a mesh axis or ``None`` for each dim."""
+    """Convert a mapping to rules: from a pattern for paths to one entry per dim, each a mesh axis or ``None``."""
     for pattern, spec in rules.items():
         if (
             not isinstance(pattern, str)
@@ -144,7 +144,7 @@ def from_layout_map(layout_map: Any, mesh: MeshSpec, *, origin: str) -> RuleSet:
 def apply(
     rules: RuleSet, variables: Iterable[Any], *, mesh: MeshSpec, roles: Mapping[int, LayoutRole]
 ) -> dict[int, VariableLayout]:
-    """Return the layouts of variables with a matching rule, by ``id(variable)``; others are left to the default."""
+    """Return the layout of each variable that a rule matches, by ``id(variable)``; raise for a rule without effect."""
     variables = list(variables)
     used: set[str] = set()
     placed: dict[int, VariableLayout] = {}
@@ -170,7 +170,7 @@ def apply(
 
 
 def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
-    """Check that each rule for outputs of layers (``model/dense/output``) matches one of ``paths``, if known."""
+    """Raise if a rule for outputs of layers (``model/dense/output``) matches none of ``paths``; ``None``: not known."""
     if paths is None:
         return
     for rule in (Rule(key, ()) for key in layout_map):
@@ -179,7 +179,7 @@ def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
 
 
 def unmatched(layout_map: Any, paths: Sequence[str]) -> tuple[str, ...]:
-    """Return one sentence for each rule for variables that matches none of ``paths``.
+    """Return one sentence for each rule of a LayoutMap that is for variables and matches none of ``paths``.
 
     The layout map of a distribution may be for more models than one; ``None`` has no rules.
     """
@@ -232,7 +232,8 @@ def _matches_nothing(rule: Rule, paths: Sequence[str], origin: str, *, of: str =
 # ---- rules for classes of layers ---------------------------------------------------------------------
 
 _LayerRule = Callable[[Any], Mapping[str, Sequence[int]]]
-"""Takes a built layer; returns variable name → dims to split, best first. An empty sequence keeps it replicated."""
+"""A user's function: takes a built layer, and returns ``{variable name: dims to split, best first}``. An empty sequence
+keeps the variable replicated."""
 _R = TypeVar("_R", bound=_LayerRule)
 
 # By class, for the life of the process: `layout_rule` decorates functions at module level.
@@ -277,7 +278,7 @@ def layout_rule(layer_class: type) -> Callable[[_R], _R]:
 
 
 def roles_by_layer_rules(layers: Iterable[Any]) -> dict[int, Wants]:
-    """Return the roles that users' layer rules give to the variables of layers, by ``id(variable)``."""
+    """Call the functions that users registered with `layout_rule`, and return the roles by ``id(variable)``."""
     by_id = {}
     for layer in layers:
         # The most derived class with a rule decides, as method lookup does.
