@@ -35,13 +35,13 @@ from shardload.units import is_function, plural
 
 _NUMBER = re.compile(r"_(\d+)$")
 _MOST_PROBLEMS = 3
-"""The most mismatches between a model and a plan that an error lists."""
+"""How many mismatches between a model and a plan an error lists at most."""
 GivenLayouts = LayoutChoice | LayoutPlan | Callable[[Any], LayoutChoice | LayoutPlan]
-"""A choice, a plan, or a function that takes the model and returns one of them."""
+"""Layouts for a model: a `LayoutChoice`, a `LayoutPlan`, or a function from the model to one of these."""
 
 
 def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
-    """Return the layouts that ``given`` has for a model; raise if they are for another model or lack a weight."""
+    """Return ``given`` as a `LayoutChoice` for a model; raise if it is for another model or lacks a weight's layout."""
     check_model(model, to="take layouts for")
     match given:
         case LayoutChoice():
@@ -58,7 +58,7 @@ def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
 
 
 def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
-    """Return the choice, or raise if it lacks a weight, which would count as replicated and pass any check."""
+    """Return ``choice`` if it has a layout for every weight; else raise, as the others would count as replicated."""
     weights = list(model.weights)
     # By path as well: Python reuses the id of a variable that is gone.
     strange = [v for v in weights if (planned := choice.by_id.get(id(v))) is None or planned.path != v.path]
@@ -76,7 +76,7 @@ def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
 
 
 def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice:
-    """Return the layouts of a plan as a choice for the variables of a model and the slots that follow them."""
+    """Return the layouts of a plan as a `LayoutChoice` for a model; optimizer slots are split like their weights."""
     if plan.mesh != mesh:
         raise LayoutError(f"Cannot use the plan for {plan.mesh} on the mesh {mesh}. Plan again for this mesh")
     # `uses` has the weights that the plan stores split further than they are used: a bound model gathers them.
@@ -93,7 +93,7 @@ def choose_by_plan(model: Any, mesh: MeshSpec, plan: LayoutPlan) -> LayoutChoice
 
 
 def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVariable]]:
-    """Pair each variable of a model with its layout in a plan, as the module docstring shows; raise where one lacks."""
+    """Pair each variable of a model with its layout in a plan, by path or order; raise for a variable without one."""
     variables, by_path = list(model.variables), {v.path: v for v in plan.variables}
     if [tuple(v.shape) for v in variables] == [v.shape for v in plan.variables]:
         in_order = list(zip(variables, plan.variables, strict=True))
@@ -122,7 +122,7 @@ def planned_variables(model: Any, plan: LayoutPlan) -> list[tuple[Any, PlannedVa
 
 
 def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
-    """Whether two lists of paths are equal but for numbers (``dense_3``), and the numbers rise alike in both.
+    """Whether two lists of paths differ only in numbers (``dense_3``), and the numbers are in the same order in both.
 
     Keras numbers layers without a name in the order in which they are made, across all models of a process.
     """
@@ -140,7 +140,7 @@ def _renumbered(paths: Sequence[str], planned: Sequence[str]) -> bool:
 
 
 def _parts(path: str) -> list[tuple[str, int]]:
-    """Split a path at its slashes into pairs of a name and its number: ``block/dense_3`` has (dense, 3)."""
+    """Split a path at its slashes, and each part into name and number: ``block/dense_3`` ─► (block, 0), (dense, 3)."""
     return [(_NUMBER.sub("", part), int(n[1]) if (n := _NUMBER.search(part)) else 0) for part in path.split("/")]
 
 
@@ -148,7 +148,7 @@ def _parts(path: str) -> list[tuple[str, int]]:
 
 
 def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
-    """Return the layouts that a search must keep, by ``id(variable)``: from users' layer rules and from ``pins``."""
+    """Return the layouts that users fixed for a search, by ``id(variable)``: those of layer rules, and of ``pins``."""
     ruled = roles_by_layer_rules(layer for layer, _ in model_variables.nested_layers(model))
     # Pins come last and win: they are for this search, a layer rule is for every layout.
     fixed = {id(v): lay_out(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}

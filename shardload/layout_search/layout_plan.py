@@ -45,35 +45,35 @@ class LayoutPlan:
     """Name of the model."""
     mesh: MeshSpec
     batch_axis: str
-    """The axis that splits the batch."""
+    """The mesh axis that splits the batch."""
     training: bool
     inputs: str
-    """Shapes and dtypes of the inputs."""
+    """Shapes and dtypes of the inputs of the planned step, as text."""
     variables: tuple[PlannedVariable, ...]
-    """Layouts in the order of ``model.variables``."""
+    """The variables with their layouts, in the order of ``model.variables``."""
     device: DeviceBytes
     device_memory_bytes: int | None
-    """Memory limit that the plan keeps; ``None`` without one: the plan has the least product of time and memory."""
+    """The limit of memory per device that the plan keeps. ``None``: no limit; the plan has the least time x memory."""
     step_s: float
-    """Estimated seconds of a step."""
+    """Estimated seconds of one step, without the work that takes the same time under every plan."""
     exchanges: tuple[PlannedExchange, ...]
     decisions: tuple[Decision, ...]
     constants: Mapping[str, Any]
-    """The rates that costs were estimated with: the fields of `Hardware` by name."""
+    """The rates with which costs were estimated: the fields of `Hardware`, by name."""
     notes: tuple[str, ...] = ()
     compiled: CompiledCheck | None = None
-    """Memory and collectives of the compiled step, if it was compiled."""
+    """Memory and collectives of the planned step as XLA compiled it; ``None`` if it was not compiled."""
     numbers: ComparedNumbers | None = None
-    """Comparison of the results of a sample batch with those of one device, if it was made."""
+    """How the results of a sample batch under the plan differ from those of one device; ``None`` if not compared."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each variable: its path, with ``#2``, ``#3`` … appended where several variables share a path."""
+        """A name for each variable: its path. Of variables with one path, the second has ``#2`` appended, and so on."""
         return tuple(numbered(v.path for v in self.variables))
 
     @property
     def exchanged_bytes(self) -> int:
-        """Bytes that the results of all collectives of a step have on each device."""
+        """Bytes on each device of the results of all collectives in one step, added up."""
         return sum(e.nbytes for e in self.exchanges)
 
     def with_checks(
@@ -103,7 +103,7 @@ class LayoutPlan:
         )
 
     def layouts(self) -> Iterator[tuple[PlannedVariable, Layout]]:
-        """Yield every variable with its layout."""
+        """Yield pairs of a variable of the plan and its `Layout` on the plan's mesh."""
         return ((v, Layout(self.mesh, v.spec)) for v in self.variables)
 
     def why(self, path: str) -> str:
@@ -198,7 +198,7 @@ class LayoutPlan:
 
     @classmethod
     def from_json(cls, data: Any) -> LayoutPlan:
-        """Return the plan that `to_json` wrote."""
+        """Return the plan whose data `to_json` returned."""
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise LayoutError(f"Cannot read the plan: its format is not {_FORMAT!r}. {_WRITTEN}")
         try:

@@ -40,10 +40,10 @@ from shardload.units import format_bytes, format_bytes_down, format_bytes_up, pl
 _TIME_LIMIT_S = 60.0
 """Seconds after which HiGHS returns the best decisions it has."""
 _TIE_BREAK = 1e-4
-"""Factor on the time in the sum that is minimised for memory: of solutions with equal memory, the faster one wins."""
+"""Weight of the step time in the sum that is minimised for memory: if memory is equal, the faster solution wins."""
 
 _Moment = tuple[tuple[tuple[int, ...], float], ...]
-"""Bytes that are stored at one moment of the program, by the dim groups of the values."""
+"""What is stored at one moment of the program: pairs of some values' dim groups, and the bytes of these values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ class Demand:
 
     minimise: Literal["time", "memory"] = "time"
     limit_bytes: float | None = None
-    """Limit on each device for weights, gradients, slots and activations, the latter at the moments in ``buffers``."""
+    """Limit on each device for weights, gradients and slots, together with the activations at each of ``buffers``."""
     weight_limit_bytes: float | None = None
     """Limit on each device for weights alone."""
     storage_axes: tuple[str, ...] = ()
-    """Axes that may split the storage of any large weight, which is then gathered for use."""
+    """Mesh axes that may split any large weight in storage only: devices then gather the weight for use."""
     small: bool = False
-    """Whether the storage of weights below `weight_options.LEAST_STORED_BYTES` may be split too."""
+    """Whether weights below `weight_options.LEAST_STORED_BYTES` may be split in storage, too."""
     buffers: tuple[_Moment, ...] = ()
     """Moments of the program at which memory must keep the limit."""
     forced: tuple[tuple[int, str, bool], ...] = ()
-    """Decisions taken beforehand: dim group, axis and whether the axis splits it."""
+    """Decisions that are given to the solver: a dim group, an axis, and whether the axis splits the dim group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Solution:
 
 
 def solve(problem: Problem, demand: Demand) -> Solution | None:
-    """Return the best decisions, or ``None`` where no decision meets the limits."""
+    """Return the best solution of a planning problem, or ``None`` if no solution keeps the limits of ``demand``."""
     model = _Model(problem, demand)
     result = model.run()
     if result is None:
@@ -91,19 +91,19 @@ def solve(problem: Problem, demand: Demand) -> Solution | None:
 
 @dataclass(slots=True)
 class _Model:
-    """The linear program: columns are its variables, rows its constraints."""
+    """The linear program. Each variable of it is a column, and each constraint a row."""
 
     problem: Problem
     demand: Demand
     binaries: dict[tuple[int, str], int] = field(default_factory=dict)
-    """The column of each decision whether an axis splits a dim group, by the pair of both."""
+    """For each pair of a dim group and an axis, the column of the decision whether the axis splits the dim group."""
     options: list[list[tuple[WeightOption, int]]] = field(default_factory=list)
-    """For each kind of weights, its possible layouts with their columns."""
+    """For each kind of weights, pairs of a possible layout and the column that is 1 if it is chosen."""
     _integral: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
-    """Seconds that a step takes longer if a column is 1, for each column."""
+    """For each column, how many seconds a step takes longer if the variable of the column is 1 and not 0."""
     _objective: list[float] = field(default_factory=list)
-    """Coefficient of each column in the sum that is minimised."""
+    """For each column, the coefficient of its variable in the sum that is minimised."""
     _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
     _shares: dict[tuple[int, ...], list[tuple[Assignment, int]]] = field(default_factory=dict)
 
@@ -143,7 +143,7 @@ class _Model:
         return len(self.time) - 1
 
     def _exclusive(self) -> None:
-        """Add constraints: an axis splits at most one dim of a tensor, and the parts of a dim divide its length."""
+        """Add constraints: an axis splits at most one dim of a tensor, and all axes of a dim together divide it."""
         for (dim_group, axis), column in self.binaries.items():
             for (other, again), second in self.binaries.items():
                 if column >= second:
@@ -160,7 +160,7 @@ class _Model:
                     self._rows.append(({column: 1.0}, 0.0, 0.0))
 
     def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
-        """Return an assignment of axes and its share column for each way to split a combination of dim groups."""
+        """Return, for each way to split some dim groups over axes, the assignment and the column of its share."""
         dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
         if dim_groups in self._shares:
             return self._shares[dim_groups]
@@ -179,7 +179,7 @@ class _Model:
                     self._rows.append(({**row, self.binaries[dim_group, axis]: -1.0}, 0.0, 0.0))
 
     def _weights(self) -> dict[int, float]:
-        """Add a column for every option of every kind of weights, and return the bytes on each device, by column."""
+        """Add a column for each possible layout of each kind of weights; return the bytes per device of each column."""
         memory: dict[int, float] = {}
         only: dict[int, float] = {}
         for weight in self.problem.weights:
@@ -214,7 +214,7 @@ class _Model:
         return memory
 
     def run(self) -> np.ndarray | None:
-        """Solve, and return the value of every column; ``None`` where no solution meets the constraints."""
+        """Run the solver, and return the value of each column's variable; ``None`` if no solution is possible."""
         count = len(self.time)
         data, rows, columns, low, high = [], [], [], [], []
         for i, (row, lower, upper) in enumerate(self._rows):
@@ -249,13 +249,13 @@ class _Model:
 # ---- what is minimised: the product of time and memory, or time within a memory limit ----------------
 
 _TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""Limits for weights, as multiples of the least memory for them, that are tried where the caller gives no limit."""
+"""Memory limits for weights that are tried if the caller gives none, as multiples of the least memory for weights."""
 MOMENTS = 4
-"""How often a search solves again with the peak of the last solution added to the moments that must keep the limit."""
+"""How often a search adds the memory peak of its last solution to the moments that must keep the limit, at most."""
 
 
 def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
-    """Return the best solution, and the demand to the solver that it is the answer to.
+    """Return the best solution under a memory limit, and the demand with which the solver found it.
 
     Without a limit of bytes on each device, the product of step time and bytes of weights is minimised.
     """
@@ -269,7 +269,7 @@ def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
 
 
 def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
-    """Return the solution with the least product of step time and weight bytes per device."""
+    """Return the solution with the least product of step time and bytes of weights per device, and its demand."""
     # A product is not linear. So solve for time under rising limits of memory, and take the best product of the curve.
     least = state_memory(problem, _solved(problem, replace(demand, minimise="memory"))).weights
     best: tuple[float, Demand, Solution] | None = None
@@ -296,7 +296,7 @@ def _solved(problem: Problem, demand: Demand) -> Solution:
 
 
 def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
-    """Return the fastest solution that keeps the limit at its peak; store small weights split only if none does."""
+    """Return the fastest solution within ``limit`` bytes per device; small weights may be split if no other fits."""
     demand, fastest = fastest_that_fits(problem, replace(demand, limit_bytes=float(limit)))
     if fastest is not None:
         return demand, fastest
@@ -326,7 +326,7 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
 
 
 def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:
-    """Return the fastest solution that keeps the limit at its peak, or ``None``, and the demand that it answers."""
+    """Return the fastest solution within the limit of ``demand``, or ``None``, and the demand with the peaks found."""
     for _ in range(MOMENTS + 1):
         solution = solve(problem, demand)
         if solution is None or demand.limit_bytes is None:
@@ -341,7 +341,7 @@ def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solutio
 
 
 def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
-    """Return the solution that needs least memory, with its memory; each round adds the peak of the last one."""
+    """Return the solution that needs least memory, and how much; each round adds the memory peak of the one before."""
     demand = replace(demand, minimise="memory", limit_bytes=None)
     best: tuple[Solution, DeviceBytes] | None = None
     for _ in range(MOMENTS):
@@ -361,12 +361,12 @@ def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
 
 
 def chosen_options(problem: Problem, solution: Solution) -> Iterator[tuple[WeightKind, WeightOption]]:
-    """Yield each kind of weights with the layout that a solution chose for it."""
+    """Yield pairs of a kind of weights and the layout that a solution chose for these weights."""
     return zip(problem.weights, solution.options, strict=True)
 
 
 def state_memory(problem: Problem, solution: Solution) -> DeviceBytes:
-    """Return the bytes of weights, gradients and slots on each device."""
+    """Return the bytes of weights, gradients and slots on each device under a solution, with 0 for activations."""
     weights = gradients = slots = 0.0
     for weight, option in chosen_options(problem, solution):
         layout, count = Layout(problem.mesh, option.spec), len(weight.members)
@@ -379,9 +379,9 @@ def state_memory(problem: Problem, solution: Solution) -> DeviceBytes:
 
 
 def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]:
-    """Return the peak of activations in bytes on each device, and what is stored at that moment, by dim groups.
+    """Return the most bytes of activations that a device stores at one moment, and what is stored at that moment.
 
-    The update of an optimizer is such a moment: activations are gone then.
+    The update of an optimizer counts as a moment, too: no activations are stored then, but what the update needs.
     """
     update: tuple[int, _Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
     program = problem.traced.program
@@ -415,5 +415,5 @@ def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]
 
 
 def assignment_of(problem: Problem, solution: Solution, dim_groups: Sequence[int]) -> Assignment:
-    """Return for each mesh axis which of ``dim_groups`` it splits in a solution, or ``None``."""
+    """Return, for each mesh axis, the one of ``dim_groups`` that the axis splits in a solution, or ``None``."""
     return tuple(next((k for k in dim_groups if (k, axis) in solution.split), None) for axis in problem.mesh.axes)

@@ -30,21 +30,21 @@ _SplitBy = Literal["weight", "rows", "nothing"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An array of an optimizer's state, which belongs to a weight."""
+    """One array that an optimizer keeps for a weight, such as a moment of Adam."""
 
     shape: tuple[int, ...]
     nbytes: int
     """Bytes of the whole array."""
     follows: _SplitBy
-    """How the slot is split: like its ``weight``; into as many parts as the weight, but along its own ``rows``, if they
-    divide; or by ``nothing``, as it is whole on every device."""
+    """How the slot is split. ``weight``: like its weight. ``rows``: along dim 0, into as many parts as its weight, if
+    that is even. ``nothing``: it is whole on every device."""
     spread: SlotSpread | None = None
-    """Further axes that the slot is spread over, if `shard_optimizer` or its optimizer spreads it."""
+    """How the slot is split over more axes than its weight, by `shard_optimizer` or its optimizer; ``None`` if not."""
     even: bool = False
-    """Whether it is an error if the number of parts does not divide the slot's rows; otherwise it stays whole then."""
+    """Whether rows that the number of parts does not divide are an error; if not, such a slot stays whole."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the slot can be split as it must be if its weight has this layout."""
+        """Whether a weight may have this layout: ``False`` if the slot must be even and its rows would not divide."""
         return not self.even or self.shape[0] % math.prod(layout.parts) == 0
 
     def device_bytes(self, layout: Layout) -> float:
@@ -63,16 +63,16 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """The state of an optimizer for each weight, and the memory that its update needs in addition."""
+    """The arrays that an optimizer keeps for each weight, and the memory that an update needs in addition."""
 
     slots: Mapping[int, tuple[Slot, ...]] = field(default_factory=dict)
-    """The state for each weight, by ``id(weight)``."""
+    """The arrays that the optimizer keeps for each weight, by ``id(weight)``."""
     update_bytes: int = 0
-    """Bytes that every device needs during the update under any layout; 0 where nothing is gathered for it."""
+    """Bytes that an update needs on every device in addition, under any layout; 0 for one that gathers nothing."""
 
 
 def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemory:
-    """Return the memory that an optimizer needs for these weights.
+    """Return the memory that an optimizer needs for the given weights.
 
     An optimizer that is not built is built without values, and is not built afterwards.
     """
@@ -105,7 +105,7 @@ def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemo
 
 
 def checked_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that a caller passes, or one of Keras' by its name; raise for a class or an unknown name."""
+    """Return an optimizer that a caller passes, or names as Keras does; raise for classes and unknown names."""
     if isinstance(optimizer, type):
         raise LayoutError(
             f"Cannot plan for the class {optimizer.__name__}: expected an optimizer. Create one: {optimizer.__name__}()"
@@ -121,7 +121,7 @@ def checked_optimizer(optimizer: Any) -> Any:
 
 @contextmanager
 def built_on(optimizer: Any, weights: Sequence[Any], shardings: Sequence[Any], *, is_own: bool) -> Iterator[Any]:
-    """Build an optimizer without values, as if its weights had these shardings; undo both after the block.
+    """In the block, yield an optimizer that is built without values, as if its weights had these shardings.
 
     Slots that mirror a weight take its sharding, which may be ``None``. An optimizer that is built, but not for
     these weights (``is_own``), is built again from its configuration.

@@ -33,7 +33,7 @@ from shardload.units import format_bytes, plural
 def plan_of_solution(
     model: Any, problem: Problem, demand: Demand, solution: Solution, *, inputs: Any, batch_axis: str, limit: int | None
 ) -> LayoutPlan:
-    """Return a solution of the linear program as a plan for a model; ``demand`` is what the solver was asked for."""
+    """Turn a solution of the linear program into a `LayoutPlan`; ``demand`` is what the solver was asked for."""
     activations, _ = activation_peak(problem, solution)
     names = dict(zip(map(id, model.variables), numbered(v.path for v in model.variables), strict=True))
     return LayoutPlan(
@@ -87,7 +87,7 @@ def _notes(model: Any, problem: Problem, inputs: Any, batch_axis: str) -> Iterat
 
 
 def _cached_per_token(backbone: Any) -> int | None:
-    """Return how many numbers the KV cache has for a token; ``None`` if layers differ or the model does not say."""
+    """Return how many numbers a backbone's KV cache has per token; ``None`` if layers differ or it does not say."""
     if any(hasattr(backbone, name) for name in ("num_kv_shared_layers", "linear_num_key_heads")):
         return None
 

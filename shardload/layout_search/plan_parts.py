@@ -14,11 +14,11 @@ _Record_co = TypeVar("_Record_co", covariant=True)
 
 
 class PlanCheck(Protocol[_Record_co]):
-    """A check of a plan, such as a `shardload.parallel.CompiledStep`."""
+    """The result of a check of a plan, such as a `shardload.parallel.CompiledStep`."""
 
     @property
     def mesh(self) -> MeshSpec:
-        """The mesh that was checked."""
+        """The mesh of the plan that was checked."""
         ...
 
     def for_plan(self) -> _Record_co:
@@ -28,12 +28,12 @@ class PlanCheck(Protocol[_Record_co]):
 
 @dataclass(frozen=True, slots=True)
 class PlannedVariable:
-    """The layout of one variable."""
+    """One variable of a plan: its path, shape and layout, and the reason for the layout."""
 
     path: str
     shape: tuple[int, ...]
     nbytes: int
-    """Bytes of the whole value."""
+    """Bytes of the whole value of the variable, over all devices."""
     spec: Spec
     stored: tuple[str, ...]
     """Axes that split the variable in storage only: devices gather it for use, as in fully sharded data parallelism."""
@@ -42,7 +42,7 @@ class PlannedVariable:
 
     @property
     def used(self) -> Spec:
-        """The layout while it is used: ``spec`` without the axes in ``stored``."""
+        """The layout while the variable is used: ``spec`` without the axes in ``stored``."""
         return tuple(tuple(axis for axis in axes if axis not in self.stored) for axes in self.spec)
 
     @classmethod
@@ -54,14 +54,14 @@ class PlannedVariable:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether an axis splits a group of dims, and what the opposite would cost."""
+    """A decision of a plan: whether a mesh axis splits a group of dims, and what the opposite would cost."""
 
     axis: str
     split: bool
     length: int
-    """Greatest common divisor of the lengths of the dims; the number of devices along an axis must divide it."""
+    """Greatest common divisor of the lengths of ``dims``. An axis can split them if its size divides this number."""
     dims: tuple[str, ...]
-    """The dims in the group, as the name of the variable (`LayoutPlan.names`) and the index: ``dense/kernel[1]``."""
+    """The dims in the group, each as the variable's name (`LayoutPlan.names`) and an index: ``dense/kernel[1]``."""
     opposite_s: float | None
     """Seconds that a step takes longer with the opposite decision. Negative where it is faster, but needs more memory
     than that is worth; ``None`` where the opposite exceeds the memory limit, or contradicts other decisions."""
@@ -89,7 +89,7 @@ class PlannedExchange:
     """The mesh axis, or several axes joined by ``+``: ``batch+model``."""
     count: int
     nbytes: int
-    """Bytes of their results on each device."""
+    """Bytes on each device of the results of all ``count`` collectives, added up."""
     seconds: float
 
 
@@ -101,11 +101,11 @@ class DeviceBytes:
     gradients: int
     slots: int
     activations: int
-    """Activations, or what the update of the optimizer needs in addition to its state, if that is more."""
+    """Bytes of activations. If an optimizer's update needs more than that in addition to its state, those bytes."""
 
     @property
     def total(self) -> int:
-        """Sum of all four."""
+        """Bytes of weights, gradients, slots and activations together."""
         return self.weights + self.gradients + self.slots + self.activations
 
 
@@ -125,17 +125,17 @@ class CompiledCheck:
     """Memory and collectives of the compiled step of a plan; bytes are those of one device."""
 
     kind: str
-    """``forward``, ``gradients`` or ``training``."""
+    """Which step was compiled: ``forward``, ``gradients`` or ``training``."""
     platform: str
-    """The platform it was compiled for, such as ``cpu``."""
+    """The platform that the step was compiled for, such as ``cpu``."""
     total_bytes: int
     argument_bytes: int
     temporary_bytes: int
     collectives: Mapping[str, tuple[int, int]]
-    """By kind, such as ``all-gather``: the number of collectives in a step, and the bytes of their results."""
+    """For each kind, such as ``all-gather``, the number of collectives in a step, and the bytes of all results."""
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = field(default=())
-    """Plans that were compiled before this one, and needed more than the limit."""
+    """Plans that were compiled before this one and rejected, because a step needed more memory than the limit."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CompiledCheck:
@@ -154,14 +154,14 @@ class CompiledCheck:
 
 @dataclass(frozen=True, slots=True)
 class ComparedNumbers:
-    """Results of a sample batch under a plan, compared with one device."""
+    """How the results of a sample batch under a plan differ from the results on one device."""
 
     results: int
     """Number of outputs, losses, gradients and variables that were compared."""
     wrong: tuple[str, ...]
-    """Names of results that differ by more than rounding, or cannot be compared."""
+    """Names of results that differ from one device by more than rounding, or cannot be compared."""
     largest_share: float
-    """The largest difference, as a fraction of the difference that rounding explains."""
+    """The largest difference from one device, as a fraction of the difference that rounding explains."""
     variables: int
     """Number of variables whose shards were compared with the plan."""
     misplaced: tuple[str, ...]

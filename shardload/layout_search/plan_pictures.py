@@ -22,11 +22,11 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.units import format_bytes
 
 _WIDTH = 40
-"""Characters of a full bar."""
+"""Width of a full bar in the text picture, in characters."""
 _NAME_WIDTH = 56
-"""Characters of the column of names; a longer name moves the following columns of its line to the right."""
+"""Width of the column of names, in characters; a longer name moves the next columns of that line to the right."""
 _PARTS = ("weights", "gradients", "slots", "activations")
-"""Parts of the memory of a device, as fields of `DeviceBytes`."""
+"""The fields of `DeviceBytes` that a picture shows as parts of a device's memory."""
 
 SVG_WIDTH, MARGIN = 960, 24
 BAR_TOP, BAR_HEIGHT = 96, 36
@@ -36,7 +36,7 @@ BYTES_RIGHT, SPARK_WIDTH = 856, 72
 _NAME_CHARACTERS = 46
 _SUBTITLE_CHARACTERS = 130
 _MOST_MARKS = 16
-"""Most parts that the box of a dim is divided into by marks, even if the dim has more: more marks would look grey."""
+"""A dim with more parts than this is drawn with this many, because more marks would look like a grey area."""
 _PART_COLOURS = {"weights": "#6ea8fe", "gradients": "#f4a582", "slots": "#c2a5cf", "activations": "#8fd19e"}
 _AXIS_COLOURS = ("#7cc4e8", "#f6c971", "#d9a6d6", "#9fd8a8", "#f29e8e")
 _STYLE = """\
@@ -53,7 +53,7 @@ text{fill:#e6edf3}.back{fill:#0d1117}.soft{fill:#9198a1}.dark{fill:#16191d}
 
 @dataclass(frozen=True, slots=True)
 class VariableRow:
-    """Variables that share one row of a picture: shape and layout are equal, and paths differ only in numbers."""
+    """One row of a picture: variables of equal shape and layout whose paths differ only in numbers."""
 
     name: str
     """Path of the variables, with ``*`` in place of the numbers."""
@@ -67,7 +67,7 @@ class VariableRow:
 
     @property
     def dims(self) -> str:
-        """The shape with the axes that split each dim: ``(4608, 36864/model)``."""
+        """The shape as text, with the axes that split each dim: ``(4608, 36864/model)``."""
         dims = zip(self.shape, self.layout.spec, strict=True)
         return f"({', '.join(f'{n}/' + '+'.join(axes) if axes else f'{n}' for n, axes in dims)})"
 
@@ -94,14 +94,14 @@ def variable_rows(
 
 @dataclass(frozen=True, slots=True)
 class PlanPicture:
-    """What a picture of a plan shows."""
+    """The numbers that a picture of a plan shows: memory per device and its limit, and rows of variables."""
 
     title: str
     inputs: str
     mesh: MeshSpec
     device: DeviceBytes
     limit: int | None
-    """Memory of a device, if the plan has to keep a limit."""
+    """Bytes of memory that a device may use under the plan; ``None`` if there is no limit."""
     rows: tuple[VariableRow, ...]
 
     def memory_lines(self, block: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from shardload.layout_search.program import UNSPLIT, Exchange, Lookup, Program, Value
 
 PrimitiveRule = Callable[[Program, Any, Sequence[Value]], list[Value]]
-"""Takes the program, an equation of JAX's program, and the `Value`s of its operands; returns those of its results."""
+"""Takes the program, an equation of JAX, and the `Value`s of the operands; returns the `Value`s of the results."""
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
@@ -36,17 +36,17 @@ SOURCES = frozenset(_SOURCES.split())
 
 
 def itemsize(aval: Any) -> int:
-    """Return the bytes of one entry of an array; keys of random generators count as 8."""
+    """Return the bytes of one entry of an array with this shape and dtype; a random key counts as 8 bytes."""
     return int(getattr(aval.dtype, "itemsize", 8))
 
 
 def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
-    """Return a new value for a result of an equation; ``dims`` are nodes, ``None`` for a dim that follows no other."""
+    """Return a new `Value` for a result of an equation. ``dims`` has a node for each dim, or ``None`` for a new one."""
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
 
 def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Unite the dims of all operands that have the result's rank; scalars and dims of length 1 are broadcast."""
+    """Rule of operations on each element: all operands and the result are split alike, but for dims of length 1."""
     # Binary primitives broadcast dims of length 1 implicitly. To require equal shapes here would split one group in
     # two: for a transformer block, the residual stream.
     results = []
@@ -74,7 +74,7 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Return results whose dims follow those of no operand, as for ``iota`` or random numbers."""
+    """Rule of ``iota`` and random numbers: the dims of the results may be split in any way, as no operand has them."""
     made = [fresh(program, var, [program.any_length() for _ in var.aval.shape]) for var in eqn.outvars]
     for value in made:
         value.recomputed = True
@@ -82,7 +82,7 @@ def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims that keep their length; others are new."""
+    """Rule of ``broadcast_in_dim``: dims that keep their length are split as before, and repeated dims in any way."""
     value, shape = operands[0], eqn.params["shape"]
     dims: list[int | None] = [program.any_length() for _ in shape]
     for d, at in enumerate(eqn.params["broadcast_dimensions"]):
@@ -94,20 +94,20 @@ def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> l
 
 
 def transpose(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Permute the dims."""
+    """Rule of ``transpose``: each dim of the result is split like the dim that it was in the operand."""
     value = operands[0]
     return [fresh(program, eqn.outvars[0], [value.dims[d] for d in eqn.params["permutation"]], view_of=value)]
 
 
 def squeeze(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Drop dims of length 1."""
+    """Rule of ``squeeze``: dims of length 1 go, and the others are split as in the operand."""
     value, gone = operands[0], set(eqn.params["dimensions"])
     kept = [n for d, n in enumerate(value.dims) if d not in gone]
     return [fresh(program, eqn.outvars[0], kept, view_of=value)]
 
 
 def expand_dims(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Insert dims of length 1."""
+    """Rule of ``expand_dims``: dims of length 1 are added, and the others are split as in the operand."""
     value, new = operands[0], set(eqn.params["dimensions"])
     kept = iter(value.dims)
     rank = len(eqn.outvars[0].aval.shape)
@@ -115,7 +115,7 @@ def expand_dims(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the outermost dim of each block of dims that is merged or divided; the operand needs the others whole."""
+    """Rule of ``reshape``: of dims that are merged or divided, the outermost may be split; the others must be whole."""
     value, new = operands[0], tuple(eqn.outvars[0].aval.shape)
     dims: list[int | None] = [None] * len(new)
     heads: dict[int, int] = {}
@@ -157,7 +157,7 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
 def _carried(
     program: Program, value: Value, new: tuple[int, ...], olds: list[int], news: list[int]
 ) -> tuple[int, int, int] | None:
-    """Return which old dim of a block carries its group to which new dim, and the node of the latter.
+    """Return which old dim of a reshaped block may stay split as which new dim, and the node of the new dim.
 
     8 query heads become (4 groups, 2 heads each), as for grouped-query attention. Over 2 or 4 devices the groups are
     split like the heads. Over 8 devices, groups and heads are split together, which XLA does without communication: the
@@ -194,7 +194,7 @@ def _carried(
 
 
 def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Pair runs of dims of two shapes that have equally many entries, as short as possible: (6, 4) and (2, 3, 4)."""
+    """Divide two shapes into blocks of dims with equally many entries: 6 | 4 and 2, 3 | 4 for (6, 4) and (2, 3, 4)."""
     blocks: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -219,7 +219,7 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
-    """Return results whose dims follow the ``kept`` dims of ``value``; the others are sliced, and follow none."""
+    """Return results whose ``kept`` dims are split like those of ``value``; the other dims are sliced, so not split."""
     results = [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
     for d in range(len(value.dims)):
         if not kept(d):
@@ -231,19 +231,19 @@ def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], boo
 
 
 def same_length(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims that keep their length (slice, pad)."""
+    """Rule of ``slice`` and ``pad``: dims that keep their length are split as in the operand; others must be whole."""
     shape, value = eqn.outvars[0].aval.shape, operands[0]
     return _keeping(program, eqn, value, lambda d: value.shape[d] == shape[d])
 
 
 def windowed(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims over which the window has length 1 (pooling), or that are not repeated (``tile``)."""
+    """Rule of pooling and ``tile``: dims that are neither pooled nor repeated are split as before; others are whole."""
     window = eqn.params.get("window_dimensions") or eqn.params.get("reps") or (1,) * len(operands[0].shape)
     return _keeping(program, eqn, operands[0], lambda d: window[d] == 1)
 
 
 def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims of source and operand over which the window has length 1: the gradient of max pooling."""
+    """Rule of the gradient of max pooling: dims that are not pooled are split alike in all arrays; others are whole."""
     window, (src, value) = eqn.params["window_dimensions"], operands[:2]
     for d, n in enumerate(src.dims):
         if window[d] == 1:
@@ -254,7 +254,7 @@ def select_and_scatter_add(program: Program, eqn: Any, operands: Sequence[Value]
 
 
 def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry every dim but the one along which a cumulative sum, a sort or a split runs."""
+    """Rule of cumulative sums, sorts and splits: the dim along which they run must be whole; others stay split."""
     params = eqn.params
     # The parameter differs by primitive: cumsum and split say axis, sort says dimension; others use the last dim.
     named = [params[key] for key in ("axis", "dimension", "dimensions", "axes") if key in params]
@@ -269,7 +269,7 @@ def along_one_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> list
 
 
 def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry every dim; where a dim that is reversed is split, each device swaps its shard with another device."""
+    """Rule of ``rev``: all dims stay split. If a dim that is reversed is split, devices swap their shards."""
     value = operands[0]
     reversed_dims = [value.dims[d] for d in eqn.params["dimensions"]]
     exchanges = [Exchange("collective-permute", n, value.nbytes, value.dims) for n in reversed_dims]
@@ -278,7 +278,7 @@ def rev(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Unite every dim of the operands but the one along which they are joined."""
+    """Rule of ``concatenate``: the dim along which operands are joined must be whole; others are split alike."""
     along = eqn.params["dimension"]
     first = operands[0]
     for other in operands:
@@ -292,14 +292,14 @@ def concatenate(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def top_k(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry every dim but the last; the operand is needed whole, as XLA gathers it on every device for this."""
+    """Rule of ``top_k``: XLA gathers the whole operand on every device; the last dim of the results is new."""
     value = operands[0]
     program.need_all(value, why="top_k")
     return [fresh(program, var, [*value.dims[:-1], None]) for var in eqn.outvars]
 
 
 def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Unite all dims of the operands; the new dim follows none."""
+    """Rule of ``stack``: dims of all operands are split alike, and the new dim may be split in its own way."""
     axis, first = eqn.params["axis"], operands[0]
     for other in operands[1:]:
         program.unite_dims(first, other)
@@ -309,7 +309,7 @@ def stack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry every dim but the one along which the operand is cut into results."""
+    """Rule of ``unstack``: the dim along which the operand is cut must be whole; the results keep the other dims."""
     axis, value = eqn.params["axis"], operands[0]
     program.slice_dim(value, axis, why="unstack")
     dims = [n for d, n in enumerate(value.dims) if d != axis]
@@ -317,7 +317,7 @@ def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
 
 
 def dynamic_update_slice(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Unite the dims that the update fills; the operand needs the others whole."""
+    """Rule of ``dynamic_update_slice``: dims that the update fills are split alike in both arrays; others are whole."""
     value, update = operands[:2]
     for d, n in enumerate(update.dims):
         if update.shape[d] == value.shape[d]:
@@ -331,7 +331,7 @@ def dynamic_update_slice(program: Program, eqn: Any, operands: Sequence[Value]) 
 
 
 def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Drop the reduced dims: where one is split, devices combine their results."""
+    """Rule of sums, maxima and the like: the reduced dims go. If one is split, an all-reduce combines the results."""
     axes = eqn.params.get("axes", eqn.params.get("dimensions", ()))
     # A variadic reduce has its initial values as operands too: scalars, without dims.
     for other in operands[1:]:
@@ -356,7 +356,7 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Unite contracted and batch dims: where a contracted dim is split, devices add their results."""
+    """Rule of ``dot_general``: dims of both operands are split alike. If a summed dim is split, results are added."""
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = operands[:2]
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
@@ -380,7 +380,7 @@ def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the batch and the output channels; input channels are contracted, spatial dims needed whole."""
+    """Rule of convolutions: batch and output channels stay split, input channels are summed over, others are whole."""
     numbers, (image, kernel) = eqn.params["dimension_numbers"], operands[:2]
     space, (_, in_channels, *window) = numbers.lhs_spec[2:], numbers.rhs_spec
     shape = tuple(eqn.outvars[0].aval.shape)
@@ -405,7 +405,7 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[int | None, int | None]:
-    """Return the nodes of the batch and of the channels of a convolution's result, ``None`` for one that is new.
+    """Return the nodes of a convolution's result for batch and channels; ``None`` for a dim that no operand has.
 
     A depthwise convolution has as many groups as channels, each with filters of its own: nothing is contracted. The
     gradient of its kernel has them in the place of the batch, and contracts the batch in the place of the channels.
@@ -431,7 +431,7 @@ def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[
 
 
 def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the dims of the indices and those taken whole; where an indexed dim is split, devices add results."""
+    """Rule of ``gather``, a lookup: all dims but the indexed one stay split. If it is split, results are added."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     embedding, indices = operands[:2]
     shape = eqn.outvars[0].aval.shape
@@ -462,7 +462,7 @@ def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def scatter(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Carry the operand's dims; updates that are split along indices are added up by an all-reduce."""
+    """Rule of ``scatter``: the operand's dims stay split. Updates that are split by index need an all-reduce."""
     numbers, (value, indices, updates) = eqn.params["dimension_numbers"], operands[:3]
     batching = tuple(numbers.operand_batching_dims)
     window = [d for d in range(len(value.shape)) if d not in (*numbers.inserted_window_dims, *batching)]

@@ -24,11 +24,11 @@ from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 
 _LEAST_DECIDED_BYTES = 1 << 10
-"""Bytes of the smallest variable whose dims may be split: seeds and scalars of layers are smaller."""
+"""A search makes no decision about dims that only smaller variables have, such as seeds and scalars of layers."""
 _ROUNDS = 3
 """How far groups are compared: two are alike if all operations up to this many steps away from each are alike."""
 Assignment = tuple[int | None, ...]
-"""For each mesh axis, the dim group that it splits, or ``None``."""
+"""For each mesh axis, in the order of the mesh, the dim group that the axis splits, or ``None`` if it splits none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Hardware:
     flops_per_s: float = 1e14
     memory_bytes_per_s: float = 6e11
     link_bytes_per_s: float = 4.5e10
-    """Bandwidth of an axis without an entry in ``axis_bytes_per_s``."""
+    """Bandwidth of the links along each axis that has no entry in ``axis_bytes_per_s``."""
     latency_s: float = 1e-6
     """Seconds that each step of a collective takes at least; a ring of k devices takes k - 1 steps."""
     axis_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Hardware:
             )
 
     def rate_of(self, axis: str) -> float:
-        """Return the bandwidth of an axis in bytes per second."""
+        """Return the bandwidth of the links along an axis, in bytes per second."""
         return self.axis_bytes_per_s.get(axis, self.link_bytes_per_s)
 
     def exchange_s(self, kind: CollectiveKind, nbytes: float, *, axis: str, size: int) -> float:
@@ -107,7 +107,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingUse:
-    """How a step uses an embedding in which it looks up rows once."""
+    """Sizes of a lookup in an embedding, if it is the only lookup in that embedding in a step."""
 
     dim: int
     """The dim of the embedding that indices refer to."""
@@ -126,23 +126,23 @@ class WeightKind:
     shape: tuple[int, ...]
     nbytes: int
     dim_groups: tuple[int, ...]
-    """The dim group of each dim, `UNSPLIT` where it has none."""
+    """For each dim of the variables, its dim group, or `UNSPLIT` if it is in none."""
     trainable: bool
     pin: Spec | None
-    """The layout that the user has fixed, if any."""
+    """The layout that the user has fixed for the variables; ``None`` if the search may choose it."""
     slots: tuple[Slot, ...]
-    """The state of the optimizer for one variable."""
+    """The optimizer's state for one of the variables."""
     members: tuple[int, ...]
     """Positions of the variables in `Traced.weights`."""
     embedding: EmbeddingUse | None = None
-    """The lookup of rows, if a step looks up rows of the variable exactly once."""
+    """Sizes of the lookup, if a step looks up rows of the variable exactly once; else ``None``."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the layout divides the variables evenly, and their slots where they must be."""
+        """Whether a layout splits the variables evenly, and so those of their slots that must be even."""
         return layout.divides(self.shape) and all(slot.allows(layout) for slot in self.slots)
 
     def slot_bytes(self, layout: Layout) -> float:
-        """Return the bytes of one variable's slots on each device."""
+        """Return the bytes of one variable's optimizer slots on each device, if the variable has this layout."""
         return sum(slot.device_bytes(layout) for slot in self.slots)
 
 
@@ -155,36 +155,36 @@ class WorkKind:
     flops: float
     nbytes: float
     exchanges: tuple[Exchange, ...]
-    """Collectives that a split causes; their ``group`` and ``dims`` are dim groups here."""
+    """Collectives that a split causes. In them, ``group`` and ``dims`` are dim groups, where `Exchange` has nodes."""
     count: int = 0
 
 
 @dataclass(slots=True)
 class Problem:
-    """What the solver decides about and what it costs: dim groups, weights and work, for one mesh."""
+    """A planning problem on one mesh: dim groups, which a plan decides about, and weights and work, which cost time."""
 
     mesh: MeshSpec
     hardware: Hardware
     traced: Traced
     dim_group_of: Mapping[int, int]
-    """The dim group of each group of the program."""
+    """The number of the dim group to which each group of the traced program belongs."""
     length: Mapping[int, int]
-    """Greatest common divisor of the lengths of each dim group's dims; the number of devices that split it divides
-    this."""
+    """For each dim group, the greatest common divisor of the lengths of its dims, which the number of parts must
+    divide."""
     weights: tuple[WeightKind, ...]
     work: tuple[WorkKind, ...]
     conflicts: frozenset[frozenset[int]]
-    """Pairs of dim groups that one tensor has: an axis can split only one of them."""
+    """Pairs of dim groups that occur in one tensor: an axis can split only one of the two."""
     pinned: Mapping[str, int]
-    """The axis that splits the batch under every plan, with the dim group of the batch; empty if it does not divide."""
+    """The dim group of the batch, by the axis that splits it under every plan; empty if the split would be uneven."""
     update_bytes: int = 0
-    """Bytes that the optimizer's update needs on every device, as in `OptimizerMemory`."""
+    """Bytes that the optimizer's update needs on every device in addition to its state (see `OptimizerMemory`)."""
     candidates: tuple[tuple[int, str], ...] = ()
     """Pairs of a dim group and an axis that may split it: the decisions of the plan."""
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def assignments(self, dim_groups: Sequence[int]) -> Iterator[Assignment]:
-        """Yield every way to split ``dim_groups``: each axis splits one of them, or none."""
+        """Yield every way to split ``dim_groups`` over the mesh, in which each axis splits one dim group or none."""
         allowed = set(self.candidates)
         choices: list[list[int | None]] = []
         for axis in self.mesh.axes:
@@ -233,7 +233,7 @@ def make_problem(
     pins: Mapping[int, Spec],
     optimizer: OptimizerMemory,
 ) -> Problem:
-    """Reduce a traced program to the dim groups that a plan decides about; ``pins`` are fixed, by ``id(variable)``."""
+    """Reduce a traced program to a planning problem; ``pins`` has the layouts that must stay, by ``id(variable)``."""
     program = traced.program
     dim_groups = _dim_groups(traced)
     # Decided beforehand: the batch axis splits the batch, if it divides.
@@ -281,7 +281,7 @@ def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, s
 
 
 def _dim_groups(traced: Traced) -> dict[int, int]:
-    """Return the number of the dim group of each group: one number for groups that operations and weights use alike.
+    """Number the groups of a program: groups that operations and weights use alike are one dim group with one number.
 
     This is colour refinement on the graph of groups, weights and operations, for `_ROUNDS` rounds. Groups
     that are alike but meet in one tensor are kept apart.
@@ -317,7 +317,7 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
 
 
 def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Return the groups of an operation's dims, and all its other properties, which are equal for operations alike."""
+    """Return the groups of an operation's dims, and a tuple of its other properties, equal for operations alike."""
     dims = [program.group(n) for n in op.dims]
     exchanges = []
     for e in op.exchanges:
@@ -349,7 +349,7 @@ def _weights(
 
 
 def _work(program: Program, dim_groups: Mapping[int, int], relevant: set[int]) -> tuple[WorkKind, ...]:
-    """Return the operations whose time depends on the plan; those that cost the same become one with a count."""
+    """Return the operations whose time depends on the plan; operations of equal cost are merged, with their count."""
 
     def dim_group(node: int) -> int:
         found = _dim_group(program, dim_groups, node)

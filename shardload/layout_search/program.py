@@ -22,43 +22,43 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 UNSPLIT = -1
-"""The group of dims that nothing splits: those of length 1."""
+"""The node and the group of every dim of length 1, which nothing can split."""
 CollectiveKind = Literal["all-reduce", "all-gather", "collective-permute"]
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One array of the program."""
+    """One array of a traced program: shape, and what splits it and how long it is stored."""
 
     shape: tuple[int, ...]
     itemsize: int
     dims: tuple[int, ...]
-    """For each dim its node, which `Program.group` maps to its group; `UNSPLIT` where its length is 1."""
+    """For each dim, its node: a number that `Program.group` maps to the dim's group; `UNSPLIT` for length 1."""
     view_of: Value | None = None
-    """The value whose buffer this one shares, being a reshape or transpose of it."""
+    """The value that this one is a reshape or transpose of, and whose buffer it shares; ``None`` if it is no view."""
     born: int = 0
     last_use: int = 0
     stored: bool = False
-    """Whether the value needs a buffer of its own; an intermediate of a fused operation does not."""
+    """Whether the value needs a buffer, unlike an intermediate result of a fused operation."""
     recomputed: bool = False
-    """Whether it is a constant or a broadcast, which XLA computes again wherever it is read instead of storing it."""
+    """Whether the value is a constant or a broadcast, which XLA does not store, but computes wherever it is read."""
     cast_of: Value | None = None
-    """The value that this one is a conversion of, to another dtype."""
+    """The value from which this one was converted to another dtype; ``None`` if it is no conversion."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole value."""
+        """Bytes of the whole value, over all devices."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def origin(self) -> Value:
-        """The value before any casts and views that keep the shape, such as the weight before its cast to bfloat16."""
+        """The value before all casts and views that kept its shape: for a weight cast to bfloat16, the weight."""
         before = self.view_of if self.cast_of is None else self.cast_of
         return self if before is None or before.shape != self.shape else before.origin
 
     @property
     def root(self) -> Value:
-        """The value that owns the buffer."""
+        """The value that owns the buffer of this one: itself, or the value of which it is a view."""
         return self if self.view_of is None else self.view_of.root
 
 
@@ -69,18 +69,18 @@ class Exchange:
     kind: CollectiveKind
     group: int
     nbytes: int
-    """Bytes of the result over all devices; on each device, they are fewer if axes split its ``dims``. Those of a
-    collective-permute count all shards."""
+    """Bytes of the whole result. A device has fewer of them if axes split ``dims``. Those of a collective-permute count
+    all shards."""
     dims: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Arithmetic and memory traffic of one primitive, which a split of its dims divides over devices."""
+    """Arithmetic and memory traffic of one primitive. A split of one of ``dims`` divides both over devices."""
 
     name: str
     dims: tuple[int, ...]
-    """Nodes of all dims whose split divides the work."""
+    """Nodes (see `Value.dims`) of all dims whose split divides the work over devices."""
     flops: float
     nbytes: float
     """Bytes written to memory over all devices."""
@@ -107,22 +107,22 @@ class Program:
     operations: list[Operation] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     tensors: set[tuple[int, ...]] = field(default_factory=set)
-    """Dims of every value with several dims, of which a mesh axis can split only one."""
+    """For every value with several dims, their nodes: a mesh axis can split only one dim of a value."""
     lookups: list[Lookup] = field(default_factory=list)
     sliced: set[int] = field(default_factory=set)
     """Nodes of dims that an operation slices, or joins from slices. A search splits none of them: XLA would move slices
     between devices in ways that the cost model does not know."""
     members: dict[int, int] = field(default_factory=dict)
-    """Group of a dim that counts groups of heads → node of all heads (grouped-query attention); both split together."""
+    """Group of a dim that counts groups of heads (grouped-query attention) → node of the dim of all heads."""
     unknown: Counter[str] = field(default_factory=Counter)
-    """Primitives without a rule, with how often each occurs."""
+    """How often each primitive occurs that has no rule in `primitives`."""
     clock: int = 0
     _parent: list[int] = field(default_factory=list)
     _length: list[int] = field(default_factory=list)
     _repeat: int = 1
 
     def group(self, node: int) -> int:
-        """Return the representative of a node's group."""
+        """Return the group of a node, as the one node in it that stands for all."""
         if node == UNSPLIT:
             return UNSPLIT
         parent = self._parent
@@ -137,7 +137,7 @@ class Program:
         return 1 if node == UNSPLIT else self._length[self.group(node)]
 
     def unite(self, first: int, second: int) -> int:
-        """Merge two groups and return the result; a dim of length 1 leaves the other as it is."""
+        """Merge the groups of two nodes and return the result; if one is `UNSPLIT`, the other is returned unchanged."""
         # UNSPLIT is -1: the maximum is the other node.
         if UNSPLIT in (first, second):
             return max(first, second)
@@ -151,12 +151,12 @@ class Program:
         return a
 
     def unite_dims(self, first: Value, second: Value) -> None:
-        """Merge the groups of two values of one shape, dim by dim."""
+        """Merge the groups of each dim of two values that have the same shape: the values are then split alike."""
         for a, b in zip(first.dims, second.dims, strict=True):
             self.unite(a, b)
 
     def node(self, length: int) -> int:
-        """Return a new node, for a dim of this length."""
+        """Return a new node for a dim of this length, in a group of its own; `UNSPLIT` for length 1."""
         if length == 1:
             return UNSPLIT
         self._parent.append(len(self._parent))
@@ -175,7 +175,7 @@ class Program:
         *,
         view_of: Value | None = None,
     ) -> Value:
-        """Return a new value; ``None`` among ``dims`` stands for a dim that follows no other."""
+        """Return a new value. ``dims`` has a node for each dim, or ``None`` for a dim that is split like no other."""
         shape = tuple(int(n) for n in shape)
         known = [None] * len(shape) if dims is None else dims
         nodes = tuple(
@@ -190,19 +190,19 @@ class Program:
         return made
 
     def store(self, *values: Value) -> None:
-        """Record that values need buffers, so they count as activations while they are alive."""
+        """Record that values need buffers: from birth to last use, they count as activations."""
         for value in values:
             value.root.stored = True
 
     def keep_for_later(self, boundary: int) -> None:
-        """Record that values made up to ``boundary`` and read after it need buffers: those that backward uses."""
+        """Record that values made up to ``boundary``, the end of the forward pass, and read after it need buffers."""
         for value in self.values:
             # Views share their root's buffer, and what is recomputed needs none.
             if value.view_of is None and not value.recomputed and value.born <= boundary < value.last_use:
                 value.stored = True
 
     def use(self, *values: Value) -> None:
-        """Record that the current operation reads values, so their buffers live at least until now."""
+        """Record that the current operation reads values: their buffers are needed at least until now."""
         for value in values:
             value.root.last_use = self.clock
 
@@ -222,14 +222,14 @@ class Program:
             self.work(why, value.dims, exchanges=(gather,))
 
     def need_all(self, value: Value, *, why: str) -> None:
-        """Record that an operation needs all dims whole: XLA gathers the last one first, so each result is larger."""
+        """Record that an operation needs all dims whole: one gather for each, the last dim first, as XLA does it."""
         for d, node in enumerate(value.dims):
             if node != UNSPLIT:
                 gather = Exchange("all-gather", node, value.nbytes, value.dims[: d + 1])
                 self.work(why, value.dims, exchanges=(gather,))
 
     def heads_of(self, groups: int) -> int | None:
-        """Return the node of all heads, given the node of a dim that counts groups of heads; see `members`."""
+        """Return the node of the dim of all heads, given that of a dim that counts groups of heads (`members`)."""
         return self.members.get(self.group(groups))
 
     def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
@@ -244,18 +244,18 @@ class Program:
         return made.nbytes // math.gcd(length // value.shape[dim], max(k for k in self.divisors if length % k == 0))
 
     def slice_dim(self, value: Value, dim: int, *, why: str) -> None:
-        """Record that an operation slices a dim, which it needs whole for that."""
+        """Record that an operation slices a dim: the dim must be whole, and a search does not split it."""
         self.need_whole(value, dim, why=why)
         self.mark_sliced(value.dims[dim])
 
     def mark_sliced(self, node: int) -> None:
-        """Record that a dim is joined from slices, or is a slice, so that a search does not split it."""
+        """Record that a dim is a slice or is joined from slices: a search does not split it."""
         if node != UNSPLIT:
             self.sliced.add(node)
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Count operations recorded inside the block ``times`` times, as the body of a loop."""
+        """Count each operation that is recorded in the block ``times`` times, as it is in a loop."""
         # Nested loops multiply.
         before, self._repeat = self._repeat, self._repeat * max(times, 1)
         try:
@@ -264,5 +264,5 @@ class Program:
             self._repeat = before
 
     def can_follow(self, outer: int, inner: int) -> bool:
-        """Whether every mesh axis that divides ``outer`` divides ``inner``: a dim of one can follow the other."""
+        """Whether each mesh axis that divides length ``outer`` also divides ``inner``: both can be split alike."""
         return all(inner % k == 0 for k in self.divisors if k > 1 and outer % k == 0)

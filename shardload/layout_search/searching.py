@@ -35,13 +35,13 @@ from shardload.typing import LayoutMap, MeshLike
 from shardload.units import check_kind
 
 BATCH_PER_POSITION = 8
-"""Rows of the default batch for each device along the batch axis."""
+"""Rows of the batch for each device along the batch axis, if the caller gives neither inputs nor a batch size."""
 MAX_DEVICES = 4096
 """The most devices that the search for the smallest mesh tries."""
 
 
 class StepOptions(TypedDict, total=False):
-    """The step to plan for, as `search` documents it."""
+    """Options that describe the step to plan for; `search` documents them."""
 
     inputs: Any
     arguments: Mapping[str, Any] | None
@@ -52,7 +52,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class SearchOptions(StepOptions, total=False):
-    """Options of a search on one mesh, as `search` documents them."""
+    """Options of a search on one mesh; `search` documents them."""
 
     device_memory_bytes: int | None
     pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None
@@ -97,7 +97,7 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
 
 
 class MeshSearch:
-    """A search on one mesh, whose memory limit may change from call to call."""
+    """A search for layouts on one mesh: each call of `within` may have another memory limit."""
 
     def __init__(self, caller: str, model: Any, mesh: MeshLike | MeshSpec, options: SearchOptions) -> None:
         """Check the options of `search`, and trace the step; ``caller`` is the public function that errors name."""
@@ -116,7 +116,7 @@ class MeshSearch:
 
 
 def traced_step(model: Any, mesh: MeshSpec, options: StepOptions, *, rows: int) -> LayoutSearch:
-    """Check the options of a step, and trace it; ``rows`` is the batch of default inputs if the options state none."""
+    """Check the options of a step, and trace the step; ``rows`` is the batch size if the options state none."""
     batch, sequence, inputs = options.get("batch"), options.get("sequence"), options.get("inputs")
     check_positive(batch=batch, sequence=sequence)
     hardware = Hardware.of(options.get("hardware"))
@@ -129,7 +129,7 @@ def traced_step(model: Any, mesh: MeshSpec, options: StepOptions, *, rows: int) 
 
 
 class LayoutSearch:
-    """Searches layouts for one step of a model; JAX records the step once for all meshes and limits."""
+    """Searches layouts for one step of a model, on any mesh: JAX records the step once for all searches."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class LayoutSearch:
         optimizer: Any = None,
         hardware: Hardware | None = None,
     ) -> None:
-        """Trace the step."""
+        """Let JAX record a step of the model, a training step if there is an optimizer."""
         optimizer = None if optimizer is None else checked_optimizer(optimizer)
         self.model, self.inputs, self.hardware = model, inputs, Hardware.of(hardware)
         with collector_paused():
@@ -156,7 +156,7 @@ class LayoutSearch:
         batch_axis: str | None = None,
         pins: LayoutMap | Mapping[str, Any] | LayoutPlan | None = None,
     ) -> LayoutPlan:
-        """Return the best plan on a mesh."""
+        """Return the best plan for the step on a mesh, under a memory limit per device if there is one."""
         axis = batch_axis_of(mesh, batch_axis)
         fixed = fixed_specs(self.model, mesh, pins)
         with collector_paused():
@@ -264,7 +264,7 @@ def batch_axis_of(mesh: MeshSpec, given: str | None) -> str:
 
 
 def check_positive(**numbers: Any) -> None:
-    """Raise unless each of these arguments is a positive integer or ``None``."""
+    """Raise unless every keyword argument is a positive integer or ``None``; the message names the argument."""
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, Integral) or number < 1):
             raise LayoutError(f"Cannot plan with {name}={number!r}: expected a positive integer")

@@ -28,28 +28,28 @@ from shardload.layouts.model_variables import nested_layers
 from shardload.units import check_kind, check_no_iterator
 
 _DEFAULT_SEQUENCE = 512
-"""Length of dims that a model leaves open, where the caller does not give inputs."""
+"""Length of the dims that a model's inputs leave open, such as the sequence, if the caller gives no inputs."""
 
 _MOST_INPUTS = 16
-"""The most inputs whose shapes a plan or an error lists."""
+"""A plan or an error lists the shapes of at most so many inputs."""
 
 _OTHER_INPUTS = "Pass inputs= that the model accepts, or another length of its open dims as sequence= (--sequence)"
 _VALUES_NEEDED = (
     "Its call reads values of tensors (float(), if, NumPy), but a search has only shapes. Use keras.ops (where, cond), "
     "which jit_compile=True needs as well"
 )
-"""What an error about a model that cannot be traced advises: this one if its call reads values, else the one above."""
+"""Advice in the error for a model that cannot be traced because its call reads values; else it is `_OTHER_INPUTS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A model's program for meshes with axes of certain sizes, and which of its values are weights."""
+    """A model's program as a `Program`, for meshes with axes of certain sizes, and which of its values are weights."""
 
     program: Program
     weights: tuple[tuple[Any, Value], ...]
-    """Every variable of the model with its value in the program."""
+    """Pairs of each Keras variable of the model and its `Value` in the program."""
     batch: tuple[int, ...]
-    """Nodes of the first dims of the inputs, but for inputs that have one row."""
+    """Nodes (see `Value.dims`) of the first dims of all inputs that have more than one row."""
     training: bool
 
 
@@ -82,12 +82,12 @@ def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
 
 
 def _spec(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Return a shape with the dtype that JAX stores: it warns of 64-bit dtypes from 0.12 on unless x64 is enabled."""
+    """Return a shape with the dtype that JAX stores: ``int32`` for ``int64``, for example, unless x64 is enabled."""
     return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def rows_of(inputs: Any) -> set[int]:
-    """Return the lengths that the first dims of all inputs have."""
+    """Return the different numbers of rows (lengths of the first dim) among the inputs."""
     return {leaf.shape[0] for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())}
 
 
@@ -114,7 +114,7 @@ def _declared(model: Any) -> Any:
 
 
 def as_specs(inputs: Any) -> Any:
-    """Return inputs with shapes and dtypes in the place of arrays; a flag or a number stays, as it is not traced."""
+    """Replace each array in the inputs by its shape and dtype; flags and numbers stay, as JAX does not trace them."""
     return jax.tree.map(lambda leaf: _spec(leaf.shape, leaf.dtype) if is_array(leaf) else leaf, inputs)
 
 
@@ -128,7 +128,7 @@ class Recorded:
     """A model's program as JAX records it; it depends on no mesh."""
 
     variables: tuple[Any, ...]
-    """Trainable variables, then the others: the first arguments of the program."""
+    """The Keras variables that are the first arguments of the program, trainable ones first."""
     trainable: int
     """Number of trainable variables."""
     closed: ClosedJaxpr
@@ -279,7 +279,7 @@ def read_program(program: Program, jaxpr: ClosedJaxpr | Jaxpr, arguments: Sequen
 
 
 def arguments_of(program: Program, closed: ClosedJaxpr) -> list[Value]:
-    """Return a new value for each argument of a program."""
+    """Return a new `Value` for each argument of a program that JAX recorded."""
     return [program.value(v.aval.shape, itemsize(v.aval)) for v in closed.jaxpr.invars]
 
 
@@ -301,7 +301,7 @@ def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Val
 
 
 def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Read the body once; the carry is split alike before and after it, and the dim that is scanned must be whole."""
+    """Rule of ``scan``: read the body once. The carry is split alike before and after, and the scanned dim is whole."""
     params = eqn.params
     if "num_consts" in params:
         n_consts, n_carry = params["num_consts"], params["num_carry"]
@@ -327,7 +327,7 @@ def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Read the body, and count it once: how often it runs is not known before it runs."""
+    """Rule of ``while``: read the body, and count it once, as it is not known how often it will run."""
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     carry = operands[n_cond + n_body :]
@@ -340,7 +340,7 @@ def _while(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def _cond(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Read every branch, and unite the dims of their results, which are split alike."""
+    """Rule of ``cond``: read every branch; the results of all branches are split alike."""
     # The first operand chooses the branch. All branches count, as if they all ran.
     per_branch = [read_program(program, branch, operands[1:]) for branch in eqn.params["branches"]]
     for results in per_branch[1:]:

@@ -25,13 +25,13 @@ from shardload.layout_search.program import CollectiveKind
 from shardload.sharding.layout import Layout, Spec
 
 LEAST_STORED_BYTES = 1 << 16
-"""Bytes of the smallest variable that may be split in storage and gathered before use: for smaller ones, the gather
-costs more than it saves. They are stored split only where nothing fits otherwise (`Demand.small`)."""
+"""Smaller variables are not split in storage and gathered before use, because the gather would cost more than the split
+saves. They are stored split only if nothing fits otherwise (`Demand.small`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOption:
-    """One layout of a kind of weights."""
+    """One possible layout of a `WeightKind`: how it is split in use, and how in storage."""
 
     spec: Spec
     assignment: Assignment
@@ -39,11 +39,11 @@ class WeightOption:
     stored: tuple[tuple[str, int], ...]
     """(axis, dim) pairs: the axis splits this dim of the weight in storage only; the weight is gathered before use."""
     moved: str = ""
-    """The batch axis if it also splits the rows of an embedding, so that the batch is moved to the rows; else empty."""
+    """The batch axis, if it splits the rows of an embedding, too, and the batch is moved to the rows; else empty."""
 
 
 def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
-    """Return bytes on each device of one weight, and in training of its gradient and slots."""
+    """Return the bytes of one weight on each device; in training, its gradient and optimizer slots are included."""
     layout = Layout(problem.mesh, option.spec)
     local = weight.nbytes / math.prod(layout.parts)
     return 2 * local + weight.slot_bytes(layout) if problem.traced.training and weight.trainable else local
@@ -52,7 +52,7 @@ def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOptio
 def weight_options(
     problem: Problem, weight: WeightKind, *, storage_axes: Collection[str], small: bool
 ) -> Iterator[WeightOption]:
-    """Yield the layouts that a kind of weights can have; ``storage_axes`` and ``small`` are those of a `Demand`."""
+    """Yield the layouts that a kind of weights can have, given ``storage_axes`` and ``small`` of the `Demand`."""
     for assignment in problem.assignments(weight.dim_groups):
         use: list[tuple[str, ...]] = [()] * len(weight.shape)
         for axis, dim_group in zip(problem.mesh.axes, assignment, strict=True):
@@ -92,12 +92,12 @@ def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Co
 
 @dataclass(frozen=True, slots=True)
 class WeightExchange:
-    """Collectives for one weight: its gather, if it is stored split, or those that moving the batch adds or saves."""
+    """Collectives for one weight: gathers, if it is stored split, or what moving the batch to its rows changes."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     count: int
-    """How often a step runs the collective; negative, as are bytes and seconds, for one that is saved."""
+    """How often a step runs the collective. If it is saved, count, bytes and seconds are negative."""
     nbytes: float
     """Bytes of the result on each device."""
     seconds: float
@@ -105,7 +105,7 @@ class WeightExchange:
 
 
 def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption) -> Iterator[WeightExchange]:
-    """Yield the collectives for one weight; XLA gathers one dim after the other, the last first, over all its axes."""
+    """Yield the collectives for one weight. One that is stored split is gathered dim by dim, the last dim first."""
     if option.moved:
         yield from batch_move(problem, weight, option.assignment, option.moved)
     hardware, sizes = problem.hardware, problem.sizes

@@ -37,7 +37,7 @@ def own_variables(layer: Any, children: Iterable[Any] | None = None) -> list[Any
 
 
 def _children(layer: Any) -> list[Any]:
-    """Return the layers that ``layer`` holds in attributes, or in lists and dicts there; each once, as they were attached."""
+    """Return the layers that ``layer`` holds in attributes, or in lists and dicts there, each once, oldest first."""
     found: dict[int, Any] = {}
     skipped = bookkeeping_attributes()
     # Only models have a public `layers`; attributes are what every layer has.

@@ -241,7 +241,7 @@ def kernels_of(layer: Any, own: Sequence[Any]) -> list[Kernel]:
 
 
 def equation_of(layer: Any) -> tuple[str, str, str] | None:
-    """Return the einsum labels of a layer's input, kernel and output (``i``, ``io``, ``o``), if it computes an einsum."""
+    """Return the einsum labels of a layer's input, kernel and output (``i``, ``io``, ``o``), if it is an einsum."""
     if is_kind(layer, "EinsumDense"):
         left, _, output = re.sub(r"[\s.]", "", layer.equation).partition("->")
         data, _, kernel = left.partition(",")
