@@ -53,9 +53,9 @@ class ComparedArray:
     dtype: str
     elements: int
     largest: float
-    """Largest absolute value on one device."""
+    """Largest absolute value in the array that one device computed."""
     max_abs: float
-    """Largest absolute difference; infinite if one of the two is not finite where the other is."""
+    """Largest absolute difference of the two arrays; infinite if an element is finite in only one of them."""
     allowed: float
     """Largest absolute difference that rounding explains."""
     undefined: int = 0
@@ -118,7 +118,7 @@ def nudged(values: Any, eps: float, *, seed: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Results compared with those of one device."""
+    """All arrays that the sharded model computed, each compared with the same array on one device."""
 
     arrays: tuple[ComparedArray, ...]
     movements: int
@@ -158,7 +158,7 @@ def compare_all(
 def compare(
     name: str, result: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1
 ) -> ComparedArray:
-    """Compare a result with the one device's, ``expected``; ``moved`` are its results from `nudged` values."""
+    """Compare a result with ``expected``, that of one device; ``moved`` has one device's results of `nudged` values."""
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
     if not jnp.issubdtype(expected.dtype, jnp.floating):
@@ -183,7 +183,7 @@ def compare(
 
 
 def _difference(a: _Doubles, b: _Doubles) -> float:
-    """Return the largest absolute difference; infinite if a value is not finite in one of the two only."""
+    """Return the largest absolute difference of two arrays; infinite if they are not finite in the same elements."""
     finite = np.isfinite(a) & np.isfinite(b)
     same = np.array_equal(a[~finite], b[~finite], equal_nan=True)
     return float(np.abs(a[finite] - b[finite]).max(initial=0.0)) if same else math.inf

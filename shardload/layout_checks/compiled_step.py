@@ -97,24 +97,24 @@ class CompiledStep:
     mesh: MeshSpec
     kind: StepKind
     platform: str
-    """The platform it was compiled for, such as ``cpu``."""
+    """The platform that the step was compiled for, such as ``cpu``."""
     argument_bytes: int
-    """Weights, optimizer slots and the batch."""
+    """Bytes of the step's arguments: weights, optimizer slots and the batch."""
     output_bytes: int
-    """Results: outputs, gradients, or the new state."""
+    """Bytes of the step's results: outputs, gradients, or the new state."""
     alias_bytes: int
-    """Results that reuse the memory of arguments."""
+    """Bytes of results that reuse the memory of arguments."""
     temporary_bytes: int
-    """Activations and everything else that the program allocates while it runs."""
+    """Bytes of activations and everything else that the program allocates while it runs."""
     float32_argument_bytes: int
-    """Float32 arguments that would be 16-bit in a 16-bit model."""
+    """Bytes of float32 arguments that would be 16-bit in a 16-bit model."""
     float32_output_bytes: int
-    """Float32 results that would be 16-bit in a 16-bit model."""
+    """Bytes of float32 results that would be 16-bit in a 16-bit model."""
     collectives: tuple[Collective, ...]
-    """Every collective instruction."""
+    """Every collective instruction in the compiled program."""
     compile_s: float
     float32_update_bytes: int = 0
-    """Temporaries that an optimizer needs in float32 even if the model is 16-bit."""
+    """Bytes of temporaries that an optimizer needs in float32 even if the model is 16-bit."""
     notes: tuple[str, ...] = ()
     """Remarks on how to read these numbers."""
 
@@ -302,7 +302,7 @@ def _compiled(program: StepProgram, batch: Any, choice: LayoutChoice, devices: S
 
 
 def _float32_bytes(specs: Any) -> int:
-    """Return the bytes that all float32 arrays together have on one device."""
+    """Return the bytes on one device of all arrays in ``specs`` that are float32."""
     leaves = [leaf for leaf in jax.tree.leaves(specs) if leaf.dtype == np.float32]
     return sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 

@@ -112,7 +112,7 @@ SAMPLE_BATCH, SAMPLE_LENGTH = 2, 8
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check and its result."""
+    """One of the checks of `check_setup`, and whether it passed."""
 
     name: str
     """``shardings``, ``bytes``, ``split`` or ``outputs``."""

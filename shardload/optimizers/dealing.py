@@ -41,10 +41,10 @@ _Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What decides about the batch of a matrix; matrices for which all of it is equal can be dealt out."""
+    """What decides into which batch a matrix goes. Matrices with equal `Sized` can be dealt out to devices."""
 
     sides: tuple[int, int]
-    """Rows and columns."""
+    """Numbers of rows and columns of the matrix."""
     nbytes: int
     """Bytes of the whole matrix and its state."""
     is_split: bool
@@ -59,7 +59,7 @@ class Batch:
     """Matrices that are updated at the same time."""
 
     places: tuple[int, ...]
-    """Positions of the matrices among all; if dealt out to k devices, the first k go to one device each, and so on."""
+    """Positions of the batch's matrices among all. If dealt out to k devices, each device gets every k-th of them."""
     is_dealt: bool
     """Whether each matrix is whole on one device only, which updates it; otherwise all are whole on all devices."""
 
@@ -103,7 +103,7 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
-    """Decide which device decomposes which factors: equal numbers of every size, the rest to those with least to do."""
+    """Decide which device decomposes which factors: equal numbers of each size, then evenly by work."""
     load = [0] * devices
     found = []
     # Largest first, so that smaller factors even out what is left over of larger ones.
@@ -147,7 +147,7 @@ def decompose_dealt(
 
 
 def decompose_repeated(factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: _Decompose) -> list[Eigenpairs]:
-    """Decompose all factors on every device, those of one size together."""
+    """Decompose all factors on every device; factors of one size are decomposed as one stack."""
     found: dict[int, Eigenpairs] = {}
     for group in deal([factor.shape[0] for factor in factors], 1):
         pairs = decompose(jnp.stack([factors[i] for i in group.factors]), stacked([old[i] for i in group.factors]))
@@ -156,7 +156,7 @@ def decompose_repeated(factors: Sequence[Array], old: Sequence[Eigenpairs], deco
 
 
 def stacked(trees: Sequence[Any]) -> Any:
-    """Stack the arrays of trees of one structure: eigenpairs of one size, or states of one kind."""
+    """Return one tree in which each array is the stack of the arrays at that place in ``trees``."""
     return jax.tree.map(lambda *each: jnp.stack(each), *trees)
 
 
@@ -266,7 +266,7 @@ def spread_dealt(arrays: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def split_axes(spec: PartitionSpec) -> set[str]:
-    """Return the mesh axes over which an array is split."""
+    """Return the mesh axes that a `PartitionSpec` splits an array over."""
     return set(_dims_of_axes(spec))
 
 

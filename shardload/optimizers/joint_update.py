@@ -79,7 +79,7 @@ class JointPlan:
     settings: Settings
     batches: tuple[Batch, ...]
     mesh: Mesh | None
-    """`None` on one device."""
+    """The mesh of all matrices; `None` on one device."""
     frequency: int = 1
     """Factors are decomposed in step 1, step 1 + frequency, and so on."""
     decomposition: str = "eigh"
@@ -102,7 +102,7 @@ class StepNumbers(NamedTuple):
 def update(
     plan: JointPlan, states: Sequence[MatrixState], gradients: Sequence[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Return the states after the step, and how many factors kept their old eigenpairs."""
+    """Return the states of all matrices after one step, and how many factors kept their old eigenpairs."""
     if not plan.matrices:
         return [], jnp.int32(0)
     local = partial(_local, plan)
@@ -124,7 +124,7 @@ def update(
 def _local(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards, batch by batch."""
+    """Update this device's shards of all matrices, one batch of matrices after the other."""
     after, failures = list(states), jnp.int32(0)
     for batch in plan.batches:
         part = replace(plan, matrices=tuple(plan.matrices[place] for place in batch.places))
@@ -181,7 +181,7 @@ def _update_everywhere(
 
 
 def _moving(plan: JointPlan, states: Sequence[MatrixState]) -> Array:
-    """Return which matrices change: those that had a gradient before, so that a factor is no longer all zeros."""
+    """Return for each matrix whether the step changes W: only if L or R is not all zeros, after an earlier gradient."""
     if not plan.settings.skip_first_update:
         return jnp.ones(len(states), bool)
     own = jnp.stack([jnp.array([jnp.any(x != 0) for x in jax.tree.leaves(state.factors)]).any() for state in states])
@@ -203,7 +203,7 @@ class _OneMatrix:
     step: StepNumbers
 
     def old_pairs(self) -> Sides:
-        """Return the eigenpairs before the step, whole."""
+        """Gather this device's shards of the old eigenpairs, and return the whole eigenpairs before the step."""
         found: Sides = gather_shards(self.state.pairs, self.matrix.specs.pairs)
         return found
 
@@ -234,7 +234,7 @@ class _OneMatrix:
         return Sides(*found), failed
 
     def moved(self, factors: Sides, old: Sides, new: Sides) -> MatrixState:
-        """Return the shards of weight and state after the step, if it moves the weight."""
+        """Return the shards of W and of its state as they are after a step that moves W."""
         state, specs, view = self.state, self.matrix.specs, self.matrix.view
         # Moments start one step later if the first update is skipped. Its own result is dropped, but must not be 0 / 0.
         count = self.step.number - self.settings.skip_first_update
@@ -259,7 +259,7 @@ class _OneMatrix:
 def _decomposed(
     plan: JointPlan, factors: Sequence[Sides], olds: Sequence[Sides], step: StepNumbers
 ) -> tuple[list[Sides], Array]:
-    """Return the new eigenpairs of all factors, whole, or the old ones between decompositions."""
+    """Return the whole eigenpairs of all factors (the old ones in a step without decomposition), and failures."""
     # A side that is the identity has None, which is no leaf: the three lists are of the same factors.
     is_pair = lambda x: isinstance(x, Eigenpairs)  # noqa: E731
     old, structure = jax.tree.flatten(list(olds), is_leaf=is_pair)
@@ -337,7 +337,7 @@ class Counts:
 
 
 class WholeState(NamedTuple):
-    """Everything that a step changes."""
+    """All arrays that a step of REKLS changes: matrices and other variables with their state, and counters."""
 
     matrices: list[MatrixState]
     others: list[AdamwState]
@@ -353,7 +353,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WholePlan:
-    """What a compiled step depends on, besides the arrays."""
+    """What a compiled step of REKLS depends on besides the arrays: a step with another plan is compiled anew."""
 
     joint: JointPlan
     decays: tuple[bool, ...]
@@ -364,7 +364,7 @@ class WholePlan:
 
 @partial(jax.jit, static_argnames=("plan",))
 def whole_step(plan: WholePlan, state: WholeState, gradients: Gradients, rate: Array, due: Array) -> WholeState:
-    """Return the state after a step; it is unchanged unless ``due``, as gradients are only accumulated then."""
+    """Return the state after a step. If not ``due``, Keras only accumulates gradients, and the state is unchanged."""
     # One flag for all variables: a step updates all of them or none.
     finite = jnp.array([jnp.isfinite(g).all() for g in (*gradients.matrices, *gradients.others)]).all()
     rate = jnp.asarray(rate, jnp.float32)

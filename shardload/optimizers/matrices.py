@@ -72,17 +72,17 @@ class MatrixView:
 
 @dataclass(frozen=True, slots=True)
 class MatrixRules:
-    """Which variables are matrices."""
+    """Rules that say which variables REKLS treats as matrices; the others get AdamW."""
 
     max_dimension: int = MAX_DIMENSION
     """A longer side has the identity as its factor; a variable with two longer sides is not treated as a matrix."""
     adamw_for: tuple[str, ...] = ADAMW_FOR
-    """Regular expressions, matched anywhere in a path and ignoring case; such variables are not matrices."""
+    """Regular expressions, case ignored: a variable with a match anywhere in its path gets AdamW."""
     row_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Regular expressions for paths, and the dims that form the rows there."""
+    """From a regular expression for paths to the dims that form the rows of the variables with such a path."""
 
     def view(self, path: str, shape: tuple[int, ...]) -> MatrixView | None:
-        """Return the view of a variable as a matrix, or `None` for AdamW."""
+        """Return how a variable is viewed as a matrix, or `None` if it gets AdamW."""
         if any(_matches(pattern, path) for pattern in self.adamw_for):
             return None
         # Checked before a shape is turned away: a pattern that also matches a bias is an error, not ignored.
@@ -103,7 +103,7 @@ class MatrixRules:
         return MatrixView(plain.shape, plain.rows, *(side <= self.max_dimension for side in sides))
 
     def check_patterns(self, paths: Sequence[str]) -> None:
-        """Check that every pattern but the default ones matches one of these paths."""
+        """Raise if a pattern that is not a default matches none of ``paths``."""
         own = [("adamw_for", pattern) for pattern in self.adamw_for if pattern not in ADAMW_FOR]
         for argument, pattern in own + [("row_dims", pattern) for pattern in self.row_dims]:
             if not any(_matches(pattern, path) for path in paths):

@@ -122,13 +122,13 @@ def root_mean_square(array: Array) -> Array:
 
 
 def blended(factor: Array, contribution: Array, step: Array, beta: float) -> Array:
-    """Return a factor (or a shard of it) after one step, element by element."""
+    """Return L or R (or a shard of it) after one step: the moving average of the old factor and ``contribution``."""
     keep = kept_share(step, beta)
     return keep * factor + (1 - keep) * contribution
 
 
 def eigenpairs(factors: Array) -> Eigenpairs:
-    """Decompose symmetric matrices (n, n) or (b, n, n), largest eigenvalue first. NaN where that fails."""
+    """Decompose symmetric matrices (n, n) or (b, n, n), largest eigenvalue first; NaN if a decomposition fails."""
 
     def together(stack: Array) -> Eigenpairs:
         # eigh ascends.
@@ -188,7 +188,7 @@ def _orthogonalised(images: Array) -> tuple[Array, Array]:
 
 
 def _columns(matrices: Array, order: Array) -> Array:
-    """Return the columns of (..., m, n) in another order, (..., n)."""
+    """Return matrices (..., m, n) with their columns in the given ``order``, indices of shape (..., n)."""
     return jnp.take_along_axis(matrices, order[..., None, :], -1)
 
 
@@ -218,7 +218,7 @@ def into_basis(matrix: Array, pairs: Sides) -> Array:
 
 
 def out_of_basis(matrix: Array, pairs: Sides) -> Array:
-    """Return a matrix X, given in coordinates of the eigenbases, in its own: Q_L X Q_Rᵀ."""
+    """Return a matrix X, given in coordinates of the eigenbases, in the coordinates of W: Q_L X Q_Rᵀ."""
     rows = matrix if pairs.left is None else product(pairs.left.vectors, matrix)
     return rows if pairs.right is None else product(rows, pairs.right.vectors.T)
 
@@ -244,7 +244,7 @@ def decayed(weight: Array, rate: Array, settings: Settings, *, decays: bool) -> 
 
 
 def l2_gradient(gradient: Array, weight: Array, settings: Settings, *, when: str, decays: bool) -> Array:
-    """Return the gradient, with wd · W added if ``when`` is the chosen method of decay."""
+    """Return the gradient, plus ``weight_decay`` · W if ``when`` is the decay method in ``settings``."""
     return gradient + settings.weight_decay * weight if decays and settings.decay == when else gradient
 
 
@@ -289,5 +289,5 @@ def moments_and_direction(
 
 
 def moved(weight: Array, direction: Array, rate: Array, settings: Settings, *, decays: bool) -> Array:
-    """Return W after weight decay and the step, element by element."""
+    """Return W after weight decay and one step: the decayed W minus ``rate`` times ``direction``."""
     return decayed(weight, rate, settings, decays=decays) - rate * direction

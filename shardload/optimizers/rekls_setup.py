@@ -120,7 +120,7 @@ class Options:
             _refuse("row_dims", self.row_dims, example)
 
     def settings(self, weight_decay: float | None) -> Settings:
-        """Return the constants of the arithmetic."""
+        """Return the constants that `rekls_math` computes with."""
         return Settings(
             beta_1=self.beta_1,
             beta_2=self.beta_2,
@@ -176,7 +176,7 @@ def canonical_dtype(wanted: Any) -> Any:
 
 
 def check_bytes(name: str, value: Any) -> int:
-    """Return an argument in bytes, given as an int or as text."""
+    """Return a number of bytes that a user gives as an integer or as text (``4GiB``); raise for anything else."""
     try:
         return parse_bytes(value)
     except ValueError:
@@ -238,7 +238,7 @@ class NewSlot:
 
 
 def check_variable(variable: Variable) -> None:
-    """Check that a variable can be optimized."""
+    """Raise unless REKLS can optimize a variable: a `keras.Variable` of floats that is not empty."""
     if not isinstance(variable, keras.Variable):
         raise UsageError(
             f"Cannot optimize an object of type {type(variable).__name__}: expected a keras.Variable, as in "
@@ -313,7 +313,7 @@ def partition_spec_of(variable: Variable) -> PartitionSpec:
 
 
 def common_mesh(optimizer: JointOptimizer, variables: Sequence[Variable]) -> Mesh | None:
-    """Return the mesh of variables and their state; `None` on one device."""
+    """Return the one mesh that all of ``variables`` are on, or `None` on one device; raise if there are several."""
     meshes: dict[Mesh, str] = {}
     for variable in variables:
         if (found := sharding_on_mesh(variable)) is not None:

@@ -155,17 +155,17 @@ class SlotLayout:
 
     @property
     def is_spread(self) -> bool:
-        """Whether it is split over more axes than its weight."""
+        """Whether the slot is split over more axes than its weight."""
         return self.before != self.after
 
     @property
     def device_bytes_before(self) -> int:
-        """Bytes on each device in the layout ``before``."""
+        """Bytes of the slot on each device in the layout ``before``."""
         return self.nbytes // math.prod(self.before.parts)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on each device now."""
+        """Bytes of the slot on each device in the layout ``after``, which it has now."""
         return self.nbytes // math.prod(self.after.parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -180,11 +180,11 @@ class SlotReport:
 
     optimizer: str
     mesh: MeshSpec | None
-    """``None`` while no weight is on a mesh."""
+    """The mesh of the weights; ``None`` while no weight is on a mesh."""
     axes: tuple[str, ...]
     """The axes over which slots are spread."""
     slots: tuple[SlotLayout, ...] = ()
-    """Empty while the optimizer is not built: its slots are spread as they are created."""
+    """Each slot with its layout; empty while the optimizer is not built, as slots are spread when they are created."""
 
     @property
     def spread(self) -> tuple[SlotLayout, ...]:

@@ -161,7 +161,7 @@ class MeshFit:
 
     @property
     def fits(self) -> bool:
-        """Whether the weights fit."""
+        """Whether the weights fit into the usable memory of a device."""
         return self.device_bytes <= self.usable_bytes
 
 
@@ -229,7 +229,7 @@ _PlanForLimit = Callable[[int | None], LayoutPlan]
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlan:
-    """A plan, with its compiled step."""
+    """A plan from a search, with the compiled step that was checked against the memory limit."""
 
     plan: LayoutPlan
     step: CompiledStep

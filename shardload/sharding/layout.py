@@ -63,7 +63,7 @@ class Bounds:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent of the box in each dim."""
+        """Length of the box in each dim: ``stop`` minus ``start``."""
         return tuple(map(sub, self.stop, self.start))
 
     @property
@@ -77,7 +77,7 @@ class Bounds:
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Bounds) -> Bounds | None:
-        """Return the overlap, or ``None`` if there is none (rank-0 boxes always overlap)."""
+        """Return the overlap of two boxes, or ``None`` if there is none (rank-0 boxes always overlap)."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         # Boxes that only touch do not overlap. In rank 0 there is no dim that could keep two boxes apart.
@@ -134,7 +134,7 @@ class Layout:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Number of parts along each dim."""
+        """Number of parts into which each dim of the variable is split."""
         return tuple(math.prod(self.mesh.axis_size(a) for a in axes) for axes in self.spec)
 
     @property
@@ -151,7 +151,7 @@ class Layout:
         return _shard_shape(self, tuple(shape))
 
     def bounds(self, shape: tuple[int, ...]) -> tuple[Bounds, ...]:
-        """Return the box of the shard at each mesh position, row-major; raise as `shard_shape` does."""
+        """Return the box of the shard at each mesh position, in row-major order; raise if a dim is not divisible."""
         return _bounds(self, tuple(shape))
 
     def __str__(self) -> str:
