@@ -224,7 +224,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         return model
 
     def choice(self, model: Model) -> LayoutChoice:
-        """Return the layouts that `shard` chose for a model, with their reasons.
+        """Return the layouts that `shard` chose for a model, and the reason for each.
 
         Raises:
             UsageError: When this distribution has not sharded it.

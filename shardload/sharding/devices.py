@@ -24,7 +24,7 @@ from shardload.units import plural
 
 @dataclass(frozen=True, slots=True)
 class MeshDevices:
-    """A mesh and its devices."""
+    """A mesh, and the device at each of its positions."""
 
     mesh: MeshSpec
     devices: tuple[Any, ...]
@@ -59,7 +59,7 @@ def mesh_spec(mesh: MeshLike | MeshSpec | None, *, axes: str | None = None) -> M
 
 
 def mesh_of(found: Any) -> Any:
-    """Return the mesh of a Keras distribution or layout map; anything else is returned unchanged."""
+    """Return the device mesh of a Keras distribution or LayoutMap; return anything else unchanged."""
     return found.device_mesh if has_mesh(found) else found
 
 

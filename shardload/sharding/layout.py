@@ -84,7 +84,7 @@ class Bounds:
         return None if any(b <= a for a, b in zip(start, stop, strict=True)) else Bounds(start, stop)
 
     def relative_to(self, origin: tuple[int, ...]) -> Bounds:
-        """Return the same box in indices that count from ``origin``."""
+        """Return this box with its indices counted from ``origin`` instead of from 0."""
         return Bounds(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -192,9 +192,9 @@ class Fallback:
     variable: str
     """Path of the variable."""
     wanted: str
-    """The rule's layout, as text."""
+    """The layout that the rule asks for, as text."""
     got: str
-    """The actual layout, as text."""
+    """The layout that the variable got instead, as text."""
     why: str
     """One line for people, such as ``4 heads do not divide by 8``."""
 
