@@ -259,7 +259,7 @@ class _OneMatrix:
 def _decomposed(
     plan: JointPlan, factors: Sequence[Sides], olds: Sequence[Sides], step: StepNumbers
 ) -> tuple[list[Sides], Array]:
-    """Return the whole eigenpairs of all factors (the old ones in a step without decomposition), and failures."""
+    """Return the whole eigenpairs of all factors (old ones between decompositions), and how many were not finite."""
     # A side that is the identity has None, which is no leaf: the three lists are of the same factors.
     is_pair = lambda x: isinstance(x, Eigenpairs)  # noqa: E731
     old, structure = jax.tree.flatten(list(olds), is_leaf=is_pair)
