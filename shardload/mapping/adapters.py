@@ -1,17 +1,17 @@
-"""LoRA adapters of a model, and checkpoints that lack them (files of Keras) or have little else (partial steps).
+"""LoRA adapters of a model. Keras' files lack adapters; partial steps store little besides adapters.
 
 Files of Keras do not store adapters: Keras merges them into kernels when it saves, and loads zeros into both factors.
 Then neither factor has a gradient, so such an adapter never trains. shardload does this instead:
 
     no values yet       begin as new ones      ┐ the second factor is zero: the model computes what the file
     new, not trained    keep their values      ┘ has, and trains
-    trained             missing: an error under ``strict``, as they belong to other kernels
+    trained             reported as missing, an error under ``strict``: they were trained with other kernels
 
 A partial step has the adapters, and leaves out weights that the model must have to load it:
 
     step                                   model
     lora_kernel_a, lora_kernel_b     ─►    replaced
-    left out: kernel, embeddings, …        keeps its own, of the same shapes; must have values
+    left out: kernel, embeddings, …        keeps its own kernel, …: same shapes, and it must have values
 
 `layer_settings` stores rank and alpha of each layer's adapters with every step, partial or not.
 """

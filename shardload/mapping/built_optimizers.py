@@ -6,8 +6,8 @@ the optimizer's configuration too: an optimizer built from it, without values, t
     config.json ─► the optimizer that was saved ─► optimizer/vars/3 is the velocity of layers/dense/vars/0
 
 ``compile`` creates an optimizer without slots; Keras creates them in the first step of training, or when it restores a
-whole model. A load into a compiled model restores them as well: the slots are built, without values, before
-names are mapped, and removed again if nothing is loaded after all.
+whole model. A load into a compiled model restores slots as well: they are built, without values, before
+names are mapped, and removed again if the mapping raises.
 """
 
 from __future__ import annotations

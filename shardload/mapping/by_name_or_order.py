@@ -9,8 +9,8 @@ A file of Keras 2 goes by order, as in Keras:
               │                                       │                            │
     model   embed [kernel, bias]  (input_layer)     head [kernel, bias]          its own variables [scale]
 
-Layers without weights are left out on both sides. Counts that differ are an error, also without ``strict``: everything
-after the first difference would go to the wrong layer.
+Layers without weights are left out on both sides. If file and model differ in the number of layers or weights, that is
+an error, also without ``strict``: everything after the first difference would go to the wrong layer.
 """
 
 from __future__ import annotations

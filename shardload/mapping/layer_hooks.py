@@ -10,8 +10,8 @@ no others. What it assigns in that run is what counts::
     "2" is int32 (), "0" and "1" are float32      run 1: int(store["2"]) is 0 ─► a ← "1", b ← "0"      discarded
                                                   run 2: int(store["2"]) is 2 ─► a ← "0", b ← "1"
 
-Keras' own hooks decide by shapes and keys only. Some hooks do more than assign: ``Normalization`` derives its mean,
-``Dense`` records that it is calibrated. While recording, such attributes come from placeholders, so they are undone.
+Keras' own hooks decide by shapes and keys only. Some hooks also set attributes: ``Normalization`` derives its mean,
+``Dense`` records that it is calibrated. While recording, such values come from placeholders, so they are undone.
 """
 
 from __future__ import annotations

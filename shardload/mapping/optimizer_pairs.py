@@ -1,4 +1,4 @@
-"""Decide which state of a step's optimizers is restored into a model's, and which of the model's begins as new.
+"""Decide which optimizer state of a step is restored into a model, and which state of the model begins as new.
 
     stored ─► pairs      in step and model, with the same role (`roles`)
               missing    only in the model: begins as in a new optimizer; moving averages begin with the weights

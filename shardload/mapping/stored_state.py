@@ -5,16 +5,17 @@ callback, plain Orbax) only have names, and are matched by the names under which
 an explicit map; nothing is matched by similarity.
 
     items         taken                              left alone ("skipped")
-    all           everything the model also has      an optimizer that the model lacks, metrics
+    all           everything the model also has      an optimizer or metrics that the model lacks
     weights       weights and seeds                  optimizer, metrics
     optimizer     the optimizer's variables          weights, seeds, metrics
     metrics       sums and counts of an epoch        weights, seeds, optimizer
 
-A partial step (``save_trainable_only``) lists the weights that it leaves out; the model's keep their values
-(`adapters`).
+A partial step (``save_trainable_only``) lists the weights that it leaves out. Those weights keep the values that they
+have in the model (see `shardload.mapping.adapters`).
 
 If a step lacks the state of an optimizer (it has weights alone, or was saved before training), that optimizer stays
-unchanged, with a note. This applies to each optimizer: a GAN has two, besides the compiled one.
+unchanged, with a note. This is decided for each optimizer by itself; a GAN, for instance, holds optimizers as
+attributes, besides the compiled one.
 """
 
 from __future__ import annotations

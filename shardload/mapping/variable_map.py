@@ -3,7 +3,7 @@
     Binding    variable ◄── view of one tensor            streamed: planned, read in blocks, never whole on the host
     Computed   variables ◄─ a hook's arithmetic ◄─ tensors  read whole, one layer at a time, on the host
     missing    weights without a source                   state        seeds, metrics, slots: to be initialised
-    unused     tensors that no loading code read          skipped      the same, for parts that the model lacks
+    unused     tensors that no loading code read          skipped      tensors of parts that the model lacks
     mismatched variable and tensor disagree
 
 Names of bindings are variable paths; where two variables share a path, the later ones get ``#2``, ``#3``.

@@ -1,7 +1,7 @@
 """Messages between the processes of one `jax.distributed` run, through its coordination service.
 
-Device collectives would have to be ordered with the collectives of training. The service's key-value store (JAX runs
-it in every such run, and Orbax uses it too) is independent of them, so a background thread can use it at any time.
+A background thread can use the service's key-value store at any time. It could not use device collectives: these would
+have to be ordered with the collectives of training. JAX runs the store in every such run, and Orbax uses it too.
 
     together    every process runs a function and sends its result    ─► process 0 collects the results
                 ─► every process receives all of them, or raises the first failure
@@ -9,7 +9,7 @@ it in every such run, and Orbax uses it too) is independent of them, so a backgr
 A `Channel` numbers its exchanges, so all processes must make them in the same order. In a run of one process
 nothing is sent.
 
-`jax.distributed` has no public API for the store: only this module uses the private one.
+`jax.distributed` has no public API for the store. No module but this one uses its private API.
 """
 
 from __future__ import annotations

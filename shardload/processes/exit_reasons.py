@@ -1,7 +1,7 @@
 """Record why a run of several processes ended: in the folder of the steps or, without one, on stderr.
 
 exit of this process     noticed by a helper process (`watchdog`)
-exit of another one      noticed by the heartbeat (`heartbeats`)
+exit of another process  noticed by the heartbeat (`heartbeats`)
 failure of a save        recorded by the code that raises it
 """
 

@@ -2,12 +2,12 @@
 
     every process, once a second    alive/3  = "41 host-b pid 977"
     process 0 reads all keys        alive/3 unchanged for 15 s ─► lost = "process 3 (host-b, pid 977) …"
-    the others read two keys        alive/0 and lost
+    other processes read two keys   alive/0 and lost
 
-JAX notices a dead process after 100 s, and then aborts the others; the keys show it within 20 s, early enough to
-raise an error and record the cause. If process 0, which runs the key-value store, dies, JAX aborts the others at once:
-`watchdog` records why. A stopped process 0 does not answer requests, and requests have no time limit:
-one thread makes the requests, and another thread notices if one does not return.
+JAX notices a dead process after 100 s, and then aborts the other processes. The keys show the death within 20 s, early
+enough to raise an error and record the cause. Process 0 runs the key-value store: if it dies, JAX aborts the other
+processes at once, and `watchdog` records why. If process 0 is stopped, it does not answer requests, and requests have
+no time limit. So one thread makes the requests, and another thread notices if a request does not return.
 """
 
 from __future__ import annotations

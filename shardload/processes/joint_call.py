@@ -4,8 +4,9 @@
     process 1   ──────●━━━━━━━━━━━━━●━━━ fails ─────────►●         a process that fails reports it at once, and
     process 2   ──────●━━━━━━━━━━━━━●━━━━━━━━━━━━ stops ►●         the others notice within a second or two
 
-A process that fails still goes to the next meeting, so that all raise for the same reason. A process that cannot come,
-because it waits for the others on its devices, is terminated. Messages name their meeting, so a mismatch is an error.
+A process that fails still goes to the next meeting, so that all processes raise for the same reason. A process that
+cannot come, because its devices wait for other processes, is terminated. Each message names its meeting: if two
+processes are at different meetings, that is an error.
 """
 
 from __future__ import annotations

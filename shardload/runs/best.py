@@ -1,6 +1,6 @@
 """Which step is the best, and which steps stay.
 
-The value that a new step has to beat is the best of the undamaged steps in the folder, of the runs that count::
+A new step has to beat the best value of the undamaged steps in the folder. ``best_of`` says which runs' steps count::
 
     best_of="folder"    all runs that saved to the folder
     best_of="run"       this run and the steps it resumed; Keras' own callbacks compare like this

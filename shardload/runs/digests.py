@@ -1,4 +1,4 @@
-"""Verify a step: all of it, or the parts that are read, each MiB by the thread that needs it first.
+"""Verify a step: all of it, or only the MiB that are read, each by the thread that needs it first.
 
                 start          stop
 |----unit----|--[-unit-----|--]-unit----|     the range overlaps two units: both are checked as a whole

@@ -2,8 +2,8 @@
 
 A step is a folder named by digits without leading zeros that contains ``shardload/`` (saved by shardload) or Orbax's
 ``_CHECKPOINT_METADATA`` (a foreign step: readable, but without digests). Other folders, such as empty ones, are never
-steps. A shardload step without digests is listed with a problem: treated as a foreign step, it
-would be used unchecked. At a URL, only shardload's steps can be read::
+steps. A shardload step without digests is listed with a problem; as a foreign step, it would be used unchecked.
+At a URL, only shardload's steps can be read::
 
     s3://bucket/run          the store lists its names; digests and ``step.json`` of each step are fetched
     s3://bucket/run/7        a single step, recognized by its digests

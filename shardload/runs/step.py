@@ -3,7 +3,8 @@
 No other module reads or writes ``step.json``. The file may come from an older version or be manipulated: a field that
 is missing or of the wrong type is read as if absent.
 
-A step's folder name is compared with the number in ``step.json``, which the digests protect: copies and renames differ.
+A step's folder name is compared with the number in ``step.json``, which the digests protect. In a copied or renamed
+folder, the two differ.
 
 9/shardload/step.json  {"step": 4, …}      step 4 in folder 9: refused, since it would pass for a newer step
 final/                 {"step": 4, …}      a name that is not a number: accepted

@@ -1,30 +1,30 @@
 """Where the threads of a transfer get the bytes of blocks from, chosen by two properties of a store.
 
 ============  ====================================  ========================================================
-store         not verified                          verified: by the store, or by a `Verifier`
+store         bytes are not verified                bytes are verified, by the store or by a `Verifier`
 ============  ====================================  ========================================================
 local         `FileReads`: ``preadv``               `UnitReads`: whole MiB, each read, compared and kept once
 remote        `RangeReads`: requested in advance    `RangeReads`, if the store verifies; else `UnitReads`
 ============  ====================================  ========================================================
 
-A digest covers a MiB of a file (a *unit*), and blocks end where rows end, so neighbours share a unit. The first block
-that needs a unit reads all of it; it is kept until the last block that overlaps it is done::
+A digest covers a MiB of a file (a *unit*). Blocks end where rows end, so neighbouring blocks share a unit. The first
+block that needs a unit reads all of it. The unit is kept until the last block that overlaps it is done::
 
     file     |────unit────|────unit────|────unit────|
     blocks   [  block 0     )[ 1 )[  block 2       )
                           └ read, compared, kept for blocks 0, 1 and 2
 
-A request of any length costs a round trip, so neighbouring MiB of a remote file are fetched together, and several such
-ranges are in flight while others are used, in the order of the plan::
+A request of any length costs a round trip. So neighbouring MiB of a remote file are fetched together, as a *range*.
+Ranges are requested in the order of the plan, several of them in advance::
 
     file      |unit|unit|unit|unit|unit|unit|unit|unit|
     blocks       [ block 0   )[ block 1       )
     ranges    [ range 0      )[ range 1      )             only units that some block needs; whole ones if verified
                  in use          on its way                a range is released when its last byte was used
 
-Only *staged* and *packed* blocks, which pass through scratch memory, come from units and ranges. All others are
-verified by a separate read first: decoded tensors, and all blocks if the budget has no room for whole units. Nothing
-reaches a shard before it has been verified.
+Only *staged* and *packed* blocks, which pass through scratch memory, are read as units and ranges. If a load is
+verified, other blocks are read once to be verified and once more to be used. So are all blocks if the budget has no
+room for whole units. No byte reaches a shard before it has been verified.
 
 Longer than other modules: the sources are alternatives, read together.
 """
@@ -63,7 +63,10 @@ _MIN_REMOTE_BUDGET_BYTES = 16 << 20
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
 """Smallest host-memory budget in bytes with room for units; with less, bytes are read twice: to verify, and to use."""
 _IN_SCRATCH = ("staged", "packed")
-"""Values of ``how`` of the blocks that pass through scratch memory; only their bytes come from units or ranges."""
+"""The values of `Block.how` for which a block passes through scratch memory.
+
+Only such blocks are filled by `UnitReads` or `RangeReads`.
+"""
 
 Unit = tuple[Location, int]
 """A file, and the number of a unit in it (`UNIT_BYTES` each, counted from 0)."""

@@ -15,16 +15,16 @@ A block is moved in one of four ways (``how``):
   need more Python calls, and share more huge pages of the shards.
 * ``staged``: transposed, cast, shared between variables, or with short runs. The block goes row by row through a
   2 MiB scratch buffer, which mostly stays in a core's L2, so the second copy does not come from memory.
-* ``packed``: a chunk that is compressed or otherwise decodes as a whole, once, in any layout.
-* ``decoded``: rows come from a `RowReader`; 2 MiB, to spread its per-call cost.
+* ``packed``: a chunk that is compressed, or can only be decoded as a whole; it is decoded once, for any layout.
+* ``decoded``: a `RowReader` returns the rows. Such a block is 2 MiB long, because each call has a fixed cost.
 
 Small blocks next to each other are read together, through scratch, in *runs*::
 
     file   ─[ a )[ b )[ c )[        d        )[ e )[ f )─
     runs    └──── 0 ───┘└──────── 1 ────────┘└─── 2 ──┘
 
-A block of a few KiB is copied in microseconds, but a read of its own, with everything Python does around it, takes
-thirty.
+Copying a block of a few KiB takes a few microseconds. A separate read for it, with all that Python does around the
+read, takes thirty.
 """
 
 from __future__ import annotations

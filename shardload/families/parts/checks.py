@@ -54,7 +54,10 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class SameAttribute:
-    """An attribute of KerasHub's backbone that must equal a configuration field: its key in `Checks.attributes`."""
+    """An attribute of KerasHub's backbone that must equal a field of the configuration.
+
+    The field's name is the key of this entry in `Checks.attributes`.
+    """
 
     attribute: str
     default: Any
