@@ -8,7 +8,7 @@
             checkpointer.save(step, model, optimizer=optimizer, iterator=iterator, metrics={"loss": loss})
     checkpointer.wait()
 
-The steps on disk are the same, so ``fit`` can continue from them, and such a loop from steps that ``fit`` saved.
+Both write the same kind of steps: ``fit`` can continue from steps that such a loop saved, and the loop from ``fit``'s.
 """
 
 from __future__ import annotations

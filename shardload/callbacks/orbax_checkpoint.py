@@ -4,8 +4,8 @@
 
     runs/7/100  runs/7/200  runs/7/…      docs/design/0005 describes their content
 
-A step's number is the number of batches the model was trained on, over all runs that saved to the folder. Keras
-numbers steps by epoch, from 0 in every ``fit``, so that a second run saves nothing or raises.
+A step's number is the number of batches the model was trained on, over all runs that saved to the folder. Keras' own
+callback numbers steps by epoch, from 0 in every ``fit``, so its second run in a folder saves nothing or raises.
 """
 
 from __future__ import annotations

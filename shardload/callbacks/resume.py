@@ -4,14 +4,14 @@ saved                          the next fit continues
 at the end of epoch 4          with epoch 5
 after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position was saved, else from batch 1
 
-The state of Keras' own callbacks that decide by earlier epochs, ``EarlyStopping`` and ``ReduceLROnPlateau``, continues
-with it (`OtherCallbacks`)::
+Two callbacks of Keras decide by earlier epochs: ``EarlyStopping`` and ``ReduceLROnPlateau``. Their state is saved in
+each step and continues, too (`OtherCallbacks`)::
 
     step.json    "callbacks": [{"callback": "EarlyStopping", "monitor": "val_loss", "wait": 2, "best": 0.25, …}]
 
-Keras resets them when ``fit`` begins, and a resumed run would count its patience again. So the state is restored with
-the first epoch. `OrbaxCheckpoint` moves behind them in ``fit``: a step saved at the end of an epoch then contains
-their decision about this epoch, with the learning rate that it led to.
+Keras resets both callbacks when ``fit`` begins, and a resumed run would count its patience again. So their state is
+restored when the first epoch begins. `OrbaxCheckpoint` runs after both callbacks in ``fit``: a step saved at the end of
+an epoch then contains their decision about this epoch, and the learning rate that follows from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The registry of families: all that are known, and look-ups by ``model_type``, GGUF architecture or KerasHub's class.
+"""The registry of families: all known families, and look-ups by ``model_type``, GGUF architecture or KerasHub's class.
 
     built in      `BUILT_IN`: name → "module:FAMILY" in this package                          ─┐
     installed     an entry point of the group ``shardload.families``: name = "package.module:FAMILY"  ├─► families()

@@ -1,7 +1,7 @@
 """Models of images: ViT and DeiT, Swin, DINO, and the vision parts SigLIP, CLIP and SAM 3.
 
-Transformers supports more sizes of images and patches than KerasHub's classes, so some are refused here. DINOv2, with
-and without registers, and DINOv3 need no whole number of patches: they cut off the rest of an image.
+Transformers supports more sizes of images and patches than KerasHub's classes, so some sizes are refused here. DINOv2,
+with and without registers, and DINOv3 need no whole number of patches: they cut off the rest of an image.
 """
 
 from __future__ import annotations

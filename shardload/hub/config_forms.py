@@ -1,9 +1,9 @@
 """Bring Hugging Face configurations into the form that KerasHub's converters read.
 
 A converter knows the keys that one version of `transformers` wrote. Other versions omit values that equal a default, or
-rename keys; `read_config` fills them in, without changing a value. `check_representable` refuses features for which
-KerasHub's class has no argument, and names the field; `transformers_tensors` lists a checkpoint's tensors without its
-weights. What differs by ``model_type`` is in `shardload.families`.
+rename keys; `read_config` adds the keys that are missing, without changing a value. `check_representable` refuses
+features for which KerasHub's class has no argument, and names the field; `transformers_tensors` lists a checkpoint's
+tensors without its weights. What differs by ``model_type`` is in `shardload.families`.
 """
 
 from __future__ import annotations

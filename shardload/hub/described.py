@@ -1,10 +1,10 @@
 """List the tensors that a checkpoint would have, from its configuration alone, without weight files.
 
-    Hugging Face   config.json              ─► the tensors that transformers saves for its model_type, if they are known
+    Hugging Face   config.json              ─► the tensors that transformers saves for this model_type, if known;
                      otherwise ─► model ─┐
     KerasHub       config.json, task.json   ─► the variables of the model, built without allocating, as Keras saves them
 
-No file contains them, so ``Manifest.files`` is empty: such a checkpoint can be planned, but not loaded.
+No file contains these tensors, so ``Manifest.files`` is empty: such a checkpoint can be planned, but not loaded.
 """
 
 from __future__ import annotations

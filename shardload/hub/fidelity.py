@@ -1,7 +1,7 @@
 """Make the model that was built compute what its checkpoint describes, or refuse it.
 
-A Hugging Face configuration contains more than KerasHub's converters read. A field that they drop changes what a model
-computes, and nothing else shows it, as every tensor fits. These modules look for such fields::
+A Hugging Face configuration contains more than KerasHub's converters read. A field that a converter drops may change
+what a model computes, although every tensor fits. These modules look for such fields::
 
     before the build     quantised    are the tensors weights, or quantisation codes and adapters?
     during the build     `arguments`  what could the constructor be given that KerasHub's converter does not pass?

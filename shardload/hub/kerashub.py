@@ -2,7 +2,7 @@
 
 Families declare converters for models that KerasHub has a class for, but no converter; callers of
 `transformers_loader` use both kinds of converters alike. Constructors of some preprocessors raise without TensorFlow,
-although only calls need it, so a model that was saved with one could not be built: `lacks_tensorflow` finds those.
+although only calls need it. A model saved with such a preprocessor could not be built: `lacks_tensorflow` finds them.
 """
 
 from __future__ import annotations

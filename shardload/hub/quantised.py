@@ -1,4 +1,4 @@
-"""Refuse Hugging Face checkpoints whose tensors are not the weights themselves: quantised ones, and adapters.
+"""Refuse Hugging Face checkpoints whose tensors are not the weights themselves: quantised models, and adapters.
 
 A quantised folder stores codes, and scales that turn them into weights. KerasHub reads neither: it would use the codes
 as weights (FP8), or find no tensor and leave random values (GPTQ, AWQ). Three things identify such a folder:

@@ -16,9 +16,9 @@ word, with nothing but separators between them::
     model-00002-of-00003.safetensors            00002-of-00003.safetensors            model (2 of 3).safetensors
     model-00002-of-00003.fp16.safetensors       model-part2of3-Q4_K_M.gguf            model-00002-of-000163.safetensors
 
-The names of one checkpoint's parts differ in the first number only; parts of a variant (``.fp16``) are another one.
-The claim is checked: all parts are opened, or an error names the missing ones. A file that only seems to be a
-part (``weights-3-of-5-epochs``) is refused too, as half a checkpoint that loads as a whole one would be worse.
+The names of one checkpoint's parts differ in the first number only; a variant's parts (``.fp16``) are a checkpoint of
+their own. Either all parts are opened, or an error names the missing parts. A file that only seems to be a part
+(``weights-3-of-5-epochs``) is refused too: loading half a checkpoint as if it were a whole one would be worse.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What writers share: there is one per format, and it makes a checkpoint's files complete except for the values.
+"""What the writers share. Each format has one writer, which makes a checkpoint's files complete except for the values.
 
     Wanted(name, shape, dtype) ─► safetensors │ h5 │ orbax ─► TensorPlace(name, shape, dtype, pieces)
 

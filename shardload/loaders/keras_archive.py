@@ -6,9 +6,9 @@
 In an archive that was unzipped and zipped again, that member is compressed; then it is unpacked to a private file.
 
 The zip is untrusted. The central directory lists where members start; each local header must agree with it, members may
-not overlap, repeat or be encrypted, and nothing may precede the first one: such archives are built to be read in two
-ways. `zipfile` decompresses bzip2 and LZMA without a limit, and 40 bytes of bzip2 can hold 45 MB; here blocks are
-limited.
+not overlap, repeat or be encrypted, and nothing may precede the first one. Archives that break these rules can be read
+in two ways. `zipfile` decompresses bzip2 and LZMA without a limit, and 40 bytes of bzip2 can hold 45 MB; here blocks
+are limited.
 """
 
 from __future__ import annotations

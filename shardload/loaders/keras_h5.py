@@ -1,7 +1,7 @@
 """Keras' weights, in one ``.weights.h5`` file or in shards: tensors have the paths of their datasets as names.
 
-A name like ``model_00001.weights.h5`` says that the file is a part of the checkpoint ``model.weights.json``, or is
-a user's name for a step. A whole file has the model's own group ``vars``; of several parts, only the first has it.
+A file with a name like ``model_00001.weights.h5`` is a part of the checkpoint ``model.weights.json``, or a whole file
+that a user named after a step. A whole file has the model's own group ``vars``; of several parts, only the first does.
 
 Sharded weights are a ``model.weights.json`` and the HDF5 files it lists::
 

@@ -5,9 +5,10 @@
     │   └─ dense/kernel:0 …
     └─ top_level_model_weights   weight_names = [ … ]
 
-Keras loads them by order: the n-th layer with weights gets those of the n-th group that has any. Names say nothing, as
-Keras makes them up. So the manifest has the order in its metadata, for `shardload.mapping`. A whole model also has its
-configuration, and that of `compile` as `training_config`; if they are damaged, the file is read as one of weights.
+Keras loads weights by order: the n-th layer with weights gets the weights of the n-th group with weights. Names say
+nothing, as Keras makes them up. So the manifest has the order in its metadata, for `shardload.mapping`. A file of a
+whole model also has `model_config`, and the arguments of `compile` as `training_config`. If these are damaged, the file
+is read as a file of weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Detect a checkpoint's format from its bytes or its folder's contents; a contradicting file ending is an error.
 
 Formats of other libraries are recognised, too, to say which call converts them to a format that shardload reads. They
-come last, after every `FormatSpec`: a package may add a format that reads such files.
+are tried last, after every `FormatSpec`, because an installed package may add a format that reads such files.
 """
 
 from __future__ import annotations

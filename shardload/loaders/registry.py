@@ -5,8 +5,8 @@
     registered    `register(spec)`, in this process                                    ─┘
 
 A loader module declares one `FormatSpec` for each of its formats. Code elsewhere reads these properties from
-``spec_of(manifest)`` and never compares names, so that a format is one module. Listing names imports no loader; a
-loader is imported when its `FormatSpec` is first needed.
+``spec_of(manifest)`` and never compares names of formats, so that a new format is one module. Listing names imports
+no loader; a loader is imported when its `FormatSpec` is first needed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the optimizer's configuration too: an optimizer built from it, without values, t
 
 ``compile`` creates an optimizer without slots; Keras creates them in the first step of training, or when it restores a
 whole model. A load into a compiled model restores slots as well: they are built, without values, before
-names are mapped, and removed again if the mapping raises.
+names are mapped, and removed again if the load raises.
 """
 
 from __future__ import annotations

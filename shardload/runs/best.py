@@ -9,9 +9,10 @@ It is determined each time ``fit`` begins, because earlier steps may have been r
 `Monitor` compares the values as Keras' callbacks do, except that NaN and infinities are never an improvement: no later
 value could beat them.
 
-A step stays if any rule of `Retention` keeps it; without a limit for the latest steps, all stay. Only undamaged steps
-saved by shardload are counted and removed. Users remove damaged and foreign steps themselves. The best steps that
-another callback or run keeps also stay, so one callback for the latest steps and one for the best can share a folder.
+A step stays if any rule of `Retention` keeps it; without a limit for the latest steps, all steps stay. Only undamaged
+steps saved by shardload are counted and removed. Users remove damaged and foreign steps themselves. A step
+also stays if another callback or run keeps it as one of its best. So one callback for the latest steps and one for the
+best can share a folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The content of a step: a model's state, the configuration from which it can be rebuilt, and positions of the data.
 
-`Selection` says which weights a step stores: all, those that training changes, or those that the user names. Positions
-of data iterators are in ``shardload/iterator.json``: one record per process, or one for all if they are equal.
+`Selection` says which weights a step stores: all weights, those that training changes, or those that the user names.
+Positions of data iterators are in ``shardload/iterator.json``: one record per process, or a single record if the
+positions of all processes are equal.
 """
 
 from __future__ import annotations

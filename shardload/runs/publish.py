@@ -1,4 +1,4 @@
-"""Publish a step with one rename, after all its bytes are on disk; remove it with one rename, too.
+"""Publish a step with one rename, after all its bytes are on disk; remove a step with one rename, too.
 
     root/.staging/7-ab12cd34/lock     locked (flock) by the writing process; unlocked by the kernel when it dies
     root/.staging/7-ab12cd34/step/    the step being written

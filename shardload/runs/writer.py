@@ -9,7 +9,7 @@ still refers to it; then XLA allocates new memory. Orbax keeps arrays of CPU dev
 slow Python code first. Arrays of accelerators, which must be copied off before the next batch, and objects that only
 their handlers understand go to Orbax in the training thread; if several processes save together, all items do.
 
-Several processes do each of these stages together: process 0 begins, publishes and removes, each process writes its own
+Several processes do each stage together: process 0 begins, publishes and removes, each process writes its own
 shards and computes the digests of its files, and a failure on one process fails on all.
 
 A process that exits, even through an exception in ``fit``, first finishes the current save. A failure is kept until

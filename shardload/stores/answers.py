@@ -8,10 +8,10 @@ The answer of the last address is read like any other: the same limits, and each
 redirect is refused if it leaves HTTP, goes from https to http, or has a user or password. No credentials are sent.
 
 TensorStore gives status, code and cause of a failure in its text only, mixed with text of the server, and says nothing
-about an incomplete answer. An HTTP server is asked once more where that explains the failure::
+about an incomplete answer. In two cases, a second request to an HTTP server explains the failure::
 
-    no answer in time   ─► the same range again, for a moment: a redirect, an error, or how many bytes arrive
-    wrong bytes         ─► which type it gives the object: a web page, for instance, on which to log in
+    no answer in time   ─► asks for the same range again: finds a redirect, an error, or how many bytes arrive
+    wrong bytes         ─► asks for the object's type: it may be a web page on which to log in
 """
 
 from __future__ import annotations

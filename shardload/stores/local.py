@@ -1,8 +1,8 @@
 """Files on this machine, read at positions: no function moves a file position, so threads can share a descriptor.
 
 Opening raises a `SourceError` for every failure (the checkpoint is bad); after that, a failed read is a
-`TransferError` (the file changed, or the disk failed). Copies of files are in private folders, which a process removes
-when it ends, also by ``os._exit``.
+`TransferError` (the file changed, or the disk failed). Copies of files are in private folders. A process removes its
+folders when it ends, even if shardload ends it by ``os._exit``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Requests to remote stores (``s3://``, ``gs://``, ``http(s)://``), sent by TensorStore's drivers.
 
 TensorStore sends, signs and retries the requests; this module adds time limits and readable error messages. A request
-raises a `TransferError` after the retries of `RETRIES`, or if the store sends nothing for the
-time returned by `timeout_s`.
+raises a `TransferError` if all retries (`RETRIES`) fail, or if the store sends nothing for `timeout_s()` seconds.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ the text only if the header says so.
 ``gpt2`` is byte-level BPE: the header has vocabulary and merges, and names the regular expression that first splits
 text into words (``tokenizer.ggml.pre``); families define these expressions.
 
-``gemma4`` is both: pieces as in SentencePiece, and merges.
+``gemma4`` combines the two: pieces as in SentencePiece, and merges as in BPE.
 
-``bert`` (WordPiece) and ``t5`` (XLM-RoBERTa's unigrams) are those of encoders. GGUF marks the beginning of a word with
-▁ in every vocabulary, so BERT's mark for the inside of a word is gone::
+``bert`` (WordPiece) and ``t5`` (XLM-RoBERTa's unigrams) are tokenizers of encoders. GGUF marks the beginning of a word
+with ▁ in every vocabulary, so BERT's mark for the inside of a word is gone::
 
     vocab.txt   [CLS]   hello    ##ing
     GGUF        [CLS]   ▁hello   ing

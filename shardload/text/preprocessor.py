@@ -6,9 +6,10 @@
 On first use, the tokens of a text are compared with those of the file's own tokenizer, because KerasHub splits some
 texts differently (byte pairs of models other than Llama 3).
 
-Keras tracks every string of a vocabulary: Gemma's 262,144 take a second, which a load should not spend if nobody
-generates text. KerasHub returns a task's preprocessor as ``getattr(task, "_preprocessor", None)``. If the task has no
-such attribute, Python looks it up on the class, where `_Deferred` makes it. Tasks that have one are not affected.
+Keras tracks every string of a vocabulary. Gemma's 262,144 strings take a second, which a load should not spend if
+nobody generates text. KerasHub returns a task's preprocessor as ``getattr(task, "_preprocessor", None)``. If the task
+has no such attribute, Python looks it up on the class, where `_Deferred` makes it. Tasks that have one are not
+affected.
 """
 
 from __future__ import annotations

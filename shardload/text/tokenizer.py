@@ -2,7 +2,7 @@
 
     hugging-face   tokenizer.json ─► tokenizers      tokenizer.model ─► sentencepiece     vocab.json ─► tokenizers
     keras-hub      tokenizer.json, assets/ ─► KerasHub
-    header         GGUF's own ─► sentencepiece or tokenizers, rebuilt by `gguf_tokenizer`
+    header         GGUF file  ─► sentencepiece or tokenizers, rebuilt by `gguf_tokenizer`
     synthetic      UTF-8 bytes as token ids: the output is meaningless, but generation runs
 
 Nothing here needs TensorFlow.

@@ -22,9 +22,9 @@ Ranges are requested in the order of the plan, several of them in advance::
     ranges    [ range 0      )[ range 1      )             only units that some block needs; whole ones if verified
                  in use          on its way                a range is released when its last byte was used
 
-Only *staged* and *packed* blocks, which pass through scratch memory, are read as units and ranges. If a load is
-verified, other blocks are read once to be verified and once more to be used. So are all blocks if the budget has no
-room for whole units. No byte reaches a shard before it has been verified.
+Only *staged* and *packed* blocks, which pass through scratch memory, are read as units and ranges. With a
+`Verifier`, all other blocks are read twice: first to be verified, then to be used. So is every block if the budget has
+no room for whole units. No byte reaches a shard before it has been verified.
 
 Longer than other modules: the sources are alternatives, read together.
 """

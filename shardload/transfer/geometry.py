@@ -1,8 +1,8 @@
 """Where the elements of a tensor and of its views lie in files.
 
 A tensor is one run of a file, or several chunks: its *regions*. A chunk of shape ``chunk_shape`` stores its elements in
-C order (after decoding, if it is packed), including those past the tensor's edge. Seen from one chunk, a variable is
-a view with the chunk's own strides; the chunk contains only a box of it::
+C order (after decoding, if it is packed), including elements past the tensor's edge. Seen from one chunk, a variable
+is a view with the chunk's own strides, and the chunk contains only a box of the variable::
 
     tensor (4, 6), chunks (4, 3)      variable = tensor, seen from chunk (0, 1)
         0  1  2 │ 3  4  5                 strides (3, 1), offset -3: index (0, 3) is element 0 of the chunk

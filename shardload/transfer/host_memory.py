@@ -6,7 +6,7 @@ shards of one variable lie in one arena::
 
     arena ─[ shard 0 │pad│ shard 1 │pad│ … ]      each shard on a 64-byte boundary
 
-First touch of fresh memory dominates a load from the page cache: 4.9 GB/s with 4 KiB pages, 17.8 GB/s with
+A load from the page cache spends most time on first touching fresh memory: 4.9 GB/s with 4 KiB pages, 17.8 GB/s with
 huge pages (2 threads). So arenas from 2 MiB on are advised to use huge pages, except for the
 last partial one, which would waste up to 2 MiB of resident memory per variable.
 """

@@ -1,8 +1,8 @@
 """Stage variables in host buffers and place them as sharded `jax.Array`s, never through device 0.
 
-A variable is *staged* in shard buffers, in chunks: one `Chunk` for all of it where the buffers become device memory or
-fit the budget, else boxes of it, each gathered from consecutive blocks, uploaded and released before the last of them
-is read.
+A variable is *staged* in shard buffers, in chunks. One `Chunk` is the whole variable if the buffers become device
+memory or fit the budget. Otherwise each `Chunk` is a box of the variable: it is gathered from consecutive blocks,
+uploaded and released, without waiting for the rest of the variable.
 
 `assemble` passes one buffer per distinct shard to all its devices in one call (27 µs for eight shards;
 `device_put` per shard takes 200 µs). On CPU the devices adopt the buffers: no copy. `IncrementalArray` is

@@ -1,7 +1,7 @@
 """Decide which bytes are read, in which order, and where they go: pure arithmetic, printable without reading data.
 
 `plan_transfers` checks the request and the budget; `Planner` goes tensor by tensor: all views of a tensor are cut at
-the same rows (`shardload.transfer.geometry.cut`), ranges that touch are joined into one read while this stays short,
+the same rows (`shardload.transfer.geometry.cut`), ranges that touch are joined into one read unless it gets too long,
 and the most demanding variable decides how the block is moved (see the picture in `shardload.transfer.load_plan`).
 
 Views of one tensor whose byte ranges overlap (fused kernels, tied weights) share blocks, so that each byte is read

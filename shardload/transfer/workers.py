@@ -2,8 +2,8 @@
 
 The caller competes with its workers for cores, so it states how many jobs must finish before it wakes. The threads
 start before there is work: starting one while another touches fresh memory took 3 ms, a tenth of the time to read
-300 MB. A `Task` is everything that can be computed about a block before it is read; the caller prepares some tasks ahead. Scratch memory belongs to one thread, is reused from
-block to block and never leaves this module.
+300 MB. A `Task` is everything that can be computed about a block before it is read; the caller prepares some tasks
+ahead. Scratch memory belongs to one thread, is reused from block to block and never leaves this module.
 
 Ctrl-C may interrupt the caller between any two instructions. An interrupted `threading.Condition` (or an executor or
 event, which use one) keeps its lock, and a worker would wait for that lock forever. So all shared objects are

@@ -6,14 +6,14 @@ Keras writes each dataset contiguous and little-endian, so its bytes can be read
     file       ├─ … ─┤ superblock, groups, headers ├─ dataset ─┤─ dataset ─┤
                0     start                         start + get_offset()
 
-``start`` is not 0 where the HDF5 file is itself part of a file, as in a ``.keras`` archive. Files reached from outside
-(external links, external storage, virtual datasets) are refused, as Keras refuses them. What contains no numbers is
-left out, and so are soft links, which Keras does not follow.
+``start`` is not 0 where the HDF5 file is itself part of a file, as in a ``.keras`` archive. Datasets that lead to
+other files (external links, external storage, virtual datasets) are refused, as Keras refuses them. Datasets without
+numbers are left out, and so are soft links, which Keras does not follow.
 
 Datasets are found by hard links only, every one of them. Keras reads a dataset under each of its names, so one with two
 links is found twice. Groups may be linked twice, too, but not in a circle; what that can cost is limited by the size of
-the file. Objects are opened by address, so that libhdf5 never looks up a name in a group of a kind that makes it crash
-where it is damaged; `shardload.loaders.hdf5.structures` reads those, and more that libhdf5 cannot be trusted with. This
+the file. libhdf5 crashes when it looks up a name in a damaged group of some kinds, so objects are opened by address.
+`shardload.loaders.hdf5.structures` reads such groups, and other structures that libhdf5 cannot be trusted with. This
 module is long because all of it is one pass over a file under one lock.
 """
 

@@ -13,8 +13,8 @@ What Orbax and TensorStore print about a failed save is suppressed, so that shar
     TensorStore    prints "Event loop is closed" for each write that finishes after Orbax gave up
     Python         warns of Orbax coroutines that were "never awaited" when they are garbage-collected
 
-All of it repeats that error. The first two are suppressed during a save by shardload and for a while after a
-failed one, the third after the first failure. At other times they concern other users of Orbax and are shown.
+All three repeat shardload's error. The first two are suppressed during a save by shardload and for a while after a
+failed save, the third after the first failure. At other times they concern other users of Orbax and are shown.
 
 The error names the operating system's reason, which is found in nested exceptions. TensorStore
 reports a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax reports a removed folder as
@@ -26,7 +26,7 @@ A conversion writes arrays as plain files: Orbax makes tiny arrays, which then g
                                             c/0/0  c/1/0  rows [0, n), rows [n, 2n): raw, the last one padded
 
 Everything else (the tree's description, Orbax's marker files, the model's configuration) is as Orbax wrote it, so Orbax
-reads the result as its own. Chunks are cut along dim 0, so each is one run of the array.
+can read the result. Chunks are cut along dim 0, so each is one run of the array.
 """
 
 from __future__ import annotations
