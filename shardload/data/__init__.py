@@ -3,9 +3,9 @@
     ds = shardload.data.resumable(grain_dataset)
     model.fit(ds, callbacks=[OrbaxCheckpoint(directory)])
 
-Keras opens many iterators over one dataset: two or three to inspect a batch, a new one for every epoch (one for
-all of them with ``steps_per_epoch``), and reads one batch ahead on accelerators. So the state of the live iterator is
-not the state after the last *trained* batch. A resumable dataset keeps the state after each of the last
+Keras opens many iterators over one dataset: two or three to inspect a batch, then a new one for every epoch (with
+``steps_per_epoch``, one for all epochs). On accelerators Keras also reads one batch ahead. So the state of the live
+iterator is not the state after the last *trained* batch. A resumable dataset keeps the state after each of the last
 batches it returned, and the callback reports how many of them were trained::
 
     returned       b0  b1  b2  b3            states  s0  s1  s2  s3
@@ -19,12 +19,12 @@ Global batches are the same examples in the same order, for any number of proces
     part 1 of 2                          4  5  6  7 │             12 13 14 15
 
 The parts of a batch are concatenated in the order of the mesh, so the model sees the same array with one
-process and with many, and the number of global batches determines for all of them which examples come next. With
-``dataset[process::processes]`` the order within a batch would depend on the number of processes, and with a shuffle
-after the slice so would the examples.
+process and with many, and the number of global batches alone determines which examples come next. With
+``dataset[process::processes]`` the order within a batch would depend on the number of processes. With a shuffle after
+the slice, that number would also change which examples a batch has.
 
-The part that a process reads follows from the mesh, not from the process index: on a 1x8 mesh over two processes both
-have all rows of a batch, so both read all of it.
+The part that a process reads follows from the mesh, not from the process index: on a 1x8 mesh over two processes, both
+processes have all rows of a batch, so both read the whole batch.
 """
 
 from __future__ import annotations

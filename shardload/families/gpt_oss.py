@@ -1,4 +1,4 @@
-"""GPT-OSS, with a converter for experts in plain weights, as training saves them: KerasHub's reads MXFP4 codes only.
+"""GPT-OSS, with a converter for experts in plain weights, as saved by training; KerasHub's converter reads MXFP4 only.
 
 experts.gate_up_proj   (experts, in, 2 * out), gate and up columns alternate, as in KerasHub's class
 experts.down_proj      (experts, in, out)

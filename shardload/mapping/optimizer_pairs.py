@@ -4,8 +4,8 @@
               missing    only in the model: begins as in a new optimizer; moving averages begin with the weights
               left       only in the step: not used
 
-Iterations and learning rate are restored with the slots only. If step or model lacks a slot without which the count of
-iterations would be wrong (Adam's velocities, in a step of SGD), the model's optimizer stays unchanged. Under
+Iterations and learning rate are restored only together with the slots. If step or model lacks a slot without which the
+count of iterations would be wrong (Adam's velocities, in a step of SGD), the model's optimizer stays unchanged. Under
 ``strict``, any of this raises, except for the learning rate of an optimizer with a schedule.
 """
 

@@ -5,7 +5,7 @@ results without it::
 
     buffers         position_ids, inv_freq, causal masks    computed from the configuration; known by name and kind
     heads, poolers  classifier.*, cls.*, pooler.*           parts of a task that the built class lacks
-    copies          lm_head.weight                          equal, bit for bit, to the embedding used in their place
+    copies          lm_head.weight                          equal, bit for bit, to the embedding used instead
     zeros           final_logits_bias                       an added term that is all zeros
 
 There is no rule for "everything else": biases, layers beyond ``num_hidden_layers`` and an output layer that differs

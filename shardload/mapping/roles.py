@@ -16,11 +16,11 @@ A weight that its layer's hook does not store unchanged (LoRA's factors) is name
 The state of one optimizer can continue in another if its slots are the same quantities:
 
     Adam          momentums of dense/kernel   ─►  first moment of dense/kernel    ◄─   AdamW
-    RMSprop       momentums of dense/kernel   ─►  its own: it contains the learning rate
+    RMSprop       momentums of dense/kernel   ─►  a quantity of RMSprop only: it contains the learning rate
 
-Optimizers of Keras use one attribute for different quantities: the momentum of SGD contains the learning rate, Adam's
-is a mean of gradients. A step therefore stores the class of each optimizer. For steps without it, only the names of
-attributes are compared.
+Optimizers of Keras use one attribute for different quantities: SGD's momentum contains the learning rate, Adam's
+momentum is a mean of gradients. A step therefore stores the class of each optimizer. For steps without the class, only
+the names of attributes are compared.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     find_stored(model, leaves)      read back: stored leaves paired with the variables of another model, by role
 
 The tree's own names are auto-generated (``dense_7``, ``adam_1``) and never matched. Keras refuses models in which
-two variables share a path; here the later ones get ``#2``, ``#3``, so such trees have names Keras does not know.
+two variables share a path. Here the later variables get ``#2``, ``#3``, which are names that Keras does not know.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     "values": {"layers/counting": {"count": {"dtype": "<i8", "shape": [], "base64": "BwAAAAAAAAA="}}}
 
-They come back through the layer's ``load_own_variables``, as from a ``.weights.h5``. Older steps lack them.
+The values are restored by the layer's ``load_own_variables``, as from a ``.weights.h5``. Older steps lack these values.
 """
 
 from __future__ import annotations

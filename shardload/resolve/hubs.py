@@ -2,7 +2,7 @@
 
 ``kaggle://ORG/MODEL/keras/VARIANT[/VERSION]`` goes through kagglehub, ``hf://ORG/MODEL[@REVISION][/FILE]`` through
 huggingface_hub; both come with KerasHub, and both store downloads in caches that they share with other programs.
-Without a network they would retry for half a minute, so one short connection attempt comes first.
+Without a network, both libraries retry for half a minute, so one short connection attempt comes first.
 """
 
 from __future__ import annotations

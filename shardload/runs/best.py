@@ -5,14 +5,13 @@ A new step has to beat the best value of the undamaged steps in the folder. ``be
     best_of="folder"    all runs that saved to the folder
     best_of="run"       this run and the steps it resumed; Keras' own callbacks compare like this
 
-It is determined each time ``fit`` begins, because earlier steps may have been removed or damaged in the meantime.
-`Monitor` compares the values as Keras' callbacks do, except that NaN and infinities are never an improvement: no later
-value could beat them.
+The value is determined each time ``fit`` begins, because earlier steps may have been removed or damaged in the
+meantime. `Monitor` compares the values as Keras' callbacks do, except that NaN and infinities are never an improvement:
+no later value could beat them.
 
 A step stays if any rule of `Retention` keeps it; without a limit for the latest steps, all steps stay. Only undamaged
-steps saved by shardload are counted and removed. Users remove damaged and foreign steps themselves. A step
-also stays if another callback or run keeps it as one of its best. So one callback for the latest steps and one for the
-best can share a folder.
+steps saved by shardload are counted and removed. Users remove damaged and foreign steps themselves. The best steps
+of another callback or run stay, too, so one callback for the latest steps and one for the best can share a folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write checkpoints with the exact architecture of published models and random weights from a seed.
 
 Any size can be tried without a hub: the files have the names, shapes, dtypes and layout of the real
-checkpoint, and load with Keras, KerasHub or safetensors like it::
+checkpoint, and Keras, KerasHub or safetensors can load them::
 
     preset        NAME/config.json, task.json, metadata.json, model.weights.h5      KerasHub
     h5            NAME.weights.h5 and NAME.json (the model's configuration)         Keras

@@ -8,8 +8,7 @@ texts differently (byte pairs of models other than Llama 3).
 
 Keras tracks every string of a vocabulary. Gemma's 262,144 strings take a second, which a load should not spend if
 nobody generates text. KerasHub returns a task's preprocessor as ``getattr(task, "_preprocessor", None)``. If the task
-has no such attribute, Python looks it up on the class, where `_Deferred` makes it. Tasks that have one are not
-affected.
+has no such attribute, Python looks it up on the class, where `_Deferred` makes it. Other tasks are not affected.
 """
 
 from __future__ import annotations

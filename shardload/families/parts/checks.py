@@ -1,6 +1,6 @@
 """Declare which fields of a configuration to compare with the built model, because they change what it computes.
 
-Fields mean what transformers reads; a missing one means transformers' default. Unlisted fields are not compared.
+Fields mean what transformers reads; a missing field means transformers' default. Unlisted fields are not compared.
 Features with tensors of their own (biases, output layers) need no field: those tensors would be missing or left over.
 """
 

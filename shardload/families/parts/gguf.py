@@ -4,7 +4,7 @@ GGUF has one name table for all models (``blk.0.attn_q.weight``); KerasHub's con
 configuration. shardload has small tables of its own, because the gguf package maps in the other direction and to
 several names for each tensor; a test compares the tables with that package.
 
-The experts of a mixture are one tensor in GGUF, and one tensor each in Hugging Face; ``{}`` is an expert's number::
+GGUF has one tensor for all experts of a layer, Hugging Face one for each expert; ``{}`` is an expert's number::
 
     blk.0.ffn_up_exps.weight   (experts, out, in)   ─►   model.layers.0.mlp.experts.{}.up_proj.weight   (out, in)
 """

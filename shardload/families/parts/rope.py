@@ -4,7 +4,7 @@ A configuration has one of three forms, and `rotation` makes a `Rotation` of eac
 
     transformers 4   rope_theta, rope_scaling {rope_type | type, factor, …}
     transformers 5   rope_parameters {rope_theta, rope_type, factor, …}
-    Gemma 3          the same for each kind of layer, or rope_local_base_freq for sliding layers
+    Gemma 3          these fields for each kind of layer, or rope_local_base_freq for sliding layers
 
 The rules come from ``transformers.modeling_rope_utils``; a test compares them with values that PyTorch computed.
 """
