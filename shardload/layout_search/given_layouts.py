@@ -3,8 +3,8 @@
 The variables of a model are matched with those of a plan:
 
     the same paths                                   ─► by path
-    paths that differ in numbers only (dense_7)      ─► in order: layers that were built again
-    no path in common                                ─► in order, if all shapes agree: layers with other names
+    paths that differ in numbers only (dense_7)      ─► in order: the same layers, built again
+    no path in common                                ─► in order, if all shapes agree: the same layers under other names
     anything else                                    ─► an error, with the variables that the plan does not have
 """
 

@@ -1,14 +1,14 @@
 """Solve the planning problem as a mixed-integer linear program, with SciPy's HiGHS.
 
 Binary variables say which axis splits which dim group, and where a weight is only stored split. Costs are products of
-such decisions. To make them linear, every combination of dim groups that an operation, weight or buffer has gets share
-variables, one for each way to assign axes to it: the shares of a combination add up to one, and those in which an axis
-splits a dim group to the binary variable of that decision. So all mesh axes are chosen together, and the optimum is
-exact for the cost model.
+such decisions. *Share* variables make the products linear. The dims of an operation, weight or buffer belong to a few
+dim groups, and there is one share for each way to assign axes to these groups. All shares of such a combination of
+groups add up to one. The shares of those ways in which a given axis splits a given group add up to the binary variable
+of that decision. So all mesh axes are chosen together, and the optimum is exact for the cost model.
 
-`optimum` says what is minimised. The peak of activations depends on the decisions, so it is found by iteration: the
-moment of the program at which a solution stores most is added to the moments that must keep the limit, and the program
-is solved again.
+`optimum` says what is minimised. The peak of activations depends on the decisions, so it is found by iteration.
+Memory is limited only at some moments of a step: the moment at which a solution stores most becomes one of them, and
+the linear program is solved again.
 """
 
 from __future__ import annotations

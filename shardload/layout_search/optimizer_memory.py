@@ -1,7 +1,8 @@
 """The state of an optimizer for each weight, found by building the optimizer without values.
 
-How much state a weight has depends on more than its size: REKLS has factors of its rows and columns, Adafactor sums of
-rows and columns, and both, like Muon, treat some weights in another way, by name or shape.
+How much state a weight has depends on more than its size. REKLS keeps one factor for the rows of a weight and one for
+its columns; Adafactor keeps sums of rows and columns. REKLS, Adafactor and Muon treat weights of some names or shapes
+in another way.
 """
 
 from __future__ import annotations

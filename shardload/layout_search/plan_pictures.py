@@ -1,4 +1,4 @@
-"""Pictures of a plan, as text and as SVG: the memory used per device of the limit, and which axes split which dims.
+"""Pictures of a plan, as text and as SVG: how much of the memory limit a device uses, and which axes split which dims.
 
     ┌ weights ┬ gradients ┬ slots ────┬ activations ┬ free ┊ limit
     decoder_block_*/ffw_gating/kernel x46   [ 4608 ] [ 36864 ÷8 ]   1.2 GiB ▇▇▇▇

@@ -1,8 +1,9 @@
-"""How each primitive of JAX maps the dims of its operands to those of its results: one rule, a function, for each.
+"""How each primitive of JAX maps the dims of its operands to those of its results: one function, its rule, for each.
 
 A rule *carries* a dim if it gives a dim of the result the same group, and *unites* groups whose dims must be split
-alike. Primitives that move or combine entries come first, then those that sum over dims or look up entries: where such
-a dim is split, devices add results. This module has more than 400 lines, as it is read like a table.
+alike. Primitives that move or combine entries come first, then those that sum over dims or look up entries: if a dim
+that they sum over or look up in is split, devices add their results. This module has more than 400 lines, as it is read
+like a table.
 """
 
 from __future__ import annotations

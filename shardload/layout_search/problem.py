@@ -1,9 +1,9 @@
 """The planning problem: which mesh axis splits which dim group, and what operations cost then.
 
-A *dim group* is what a plan decides about: an axis splits all its dims or none. It merges the groups of the program
-that play the same part, such as the hidden dims of all layers of a transformer, and is a number here. Operations and
-weights are merged likewise: the size of the problem depends on how many different layers a model has, not on how many
-layers.
+A *dim group* is what a plan decides about: an axis splits all dims of the group or none. One dim group merges all
+groups of the program that play the same part, such as the hidden dims of all layers of a transformer. Here it is
+identified by a number. Equal operations and equal weights are merged, too: the size of the problem depends on how many
+different layers a model has, not on how many layers.
 """
 
 from __future__ import annotations

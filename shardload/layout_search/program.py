@@ -1,15 +1,16 @@
 """A traced program, reduced to dims: which of them must be split alike, and which collectives a split would cause.
 
-Dims of values that an operation maps onto each other form one *group*: splitting one over a mesh axis splits them all.
-The hidden dim of a feed-forward layer is one group, with a dim of two kernels, a bias and an activation:
+If an operation maps a dim of an operand onto a dim of its result, both dims belong to one *group*: a mesh axis that
+splits one dim of a group splits all of them. In a feed-forward layer, the hidden dims of the kernel ``up``, of the
+kernel ``down`` and of the activation ``h`` are one group:
 
     x [batch, features] · up [features, hidden] ─► h [batch, hidden] · down [hidden, features] ─► y [batch, features]
                                      └────────────────────┴──────────────────┘ one group
 
-`Program` collects groups (a union-find over dims), operations with their work, and the communication that a split of a
-group would cause: contracting a split dim needs an all-reduce of the result, an operation that needs a dim whole an
-all-gather of its operand. Dims of length 1 belong to no group. Of the mesh, only the sizes of its axes are known here:
-they decide whether a dim can follow another through a reshape.
+A split can cause communication. If an operation sums over a split dim, its result needs an all-reduce. If an operation
+needs a dim whole, its operand needs an all-gather. `Program` collects the groups (a union-find over dims), the
+operations with their work, and this communication. Dims of length 1 belong to no group. Of the mesh, this module knows
+only the sizes of axes: they decide whether a reshape can keep a dim split.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """The layouts that a kind of weights can have, and what each costs: memory, gathers, and moving the batch.
 
-A weight is split as the operations that read it are, and axes that do not split its use may still split its storage:
-devices then gather it for use, as in fully sharded data parallelism.
+A weight is split like the operations that read it. It may be stored split over further axes: devices then gather it
+before use, as in fully sharded data parallelism.
 
 An embedding that a step only looks up in has one layout more, in which the batch axis splits its rows, too:
 
-    rows split over model          every position of the batch axis has all rows: the gradient of the whole embedding
+    rows split over model          at every position of the batch axis are all rows: the gradient of the whole embedding
                                    is added up over the batch axis, however few rows a batch looks up
     rows split over model, batch   the batch is moved to the rows: every device looks the whole batch up in its rows,
                                    and results are added up; backward, the gradients of the results are gathered
 
-The second moves fewer bytes if the vocabulary is large and a batch has few tokens. XLA does it by itself wherever rows
-have that layout.
+The second layout moves fewer bytes if the vocabulary is large and a batch has few tokens. XLA moves the batch by itself
+wherever rows are split like this.
 """
 
 from __future__ import annotations
