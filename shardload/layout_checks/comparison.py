@@ -2,17 +2,17 @@
 
 The tolerance follows from the arithmetic. Devices add partial sums in another order, so intermediate results are
 rounded differently. How far that moves a result depends on the model: depth, cancellation, gradients that are zero in
-exact arithmetic, steps of Adam that depend on a sign. So it is measured: every weight is moved by one unit in the last
-place of the model's coarsest dtype, up or down by a seeded coin, and the model runs again on one device; three times,
-and fifteen times where three do not explain a difference.
+exact arithmetic, steps of Adam that depend on a sign. So the check measures this: it moves every weight by one unit in
+the last place of the model's coarsest dtype, up or down at random (seeded), and runs the model again on one device. It
+does so three times, or fifteen times where three runs do not explain a difference.
 
 A result that is NaN on one device too, or infinite everywhere, cannot be compared and counts as wrong. Infinite
-elements among finite ones, such as masked logits, must be the same. Elements that a movement makes infinite or NaN, or
-finite again, cannot be compared either: any difference would be within their tolerance.
+elements among finite ones, such as masked logits, must be equal in both results. Elements that a movement makes
+infinite or NaN, or finite again, cannot be compared either: any difference would be within their tolerance.
 
-The tolerance is 8 times the largest movement of the same array, and at least 8 units in the last place of its largest
-value: 8 = √64 is how far 64 independent roundings add up. The loss is one sum over all n elements of the output, whose
-order alone moves it by √n roundings of float32; the tolerance of a loss includes them.
+The tolerance of an array is 8 times its largest movement in these runs, and at least 8 units in the last place of its
+largest value: 8 = √64 is how far 64 independent roundings add up. The loss is one sum over all n elements of the
+output. The order of that sum alone moves the loss by √n roundings of float32, which the tolerance of a loss includes.
 
 A missing reduction, a bias added on every device, or a wrong shard changes a result by about its own size: some 10⁵
 times the tolerance in float32, and a few times in bfloat16.

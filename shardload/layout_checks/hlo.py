@@ -1,14 +1,14 @@
 """The collectives of a compiled program, read from its text (HLO): which, how many bytes, between which devices.
 
     compiled.as_text() ─► computations ─► walk from ENTRY ─► one `Collective` per instruction
-                                          │ a ``while`` with a known trip count: its body that often
-                                          │ without one: once, marked ``loop``
+                                          │ a ``while`` with a known trip count: its body, that many times
+                                          │ a ``while`` without one: its body once, marked ``loop``
                                           └ a branch of a ``conditional``: once, marked ``branch``
 
-Bytes are those of an instruction's result on one device, all operands of a combined instruction together. Pairs of
-``-start`` and ``-done`` count once.
+The bytes of a collective are the size of its result on one device. If one instruction combines several arrays, their
+bytes are added up. A pair of ``-start`` and ``-done`` counts once.
 
-XLA writes groups in several forms, all for the same four groups of two::
+XLA writes groups in several forms. Each line here means the same four groups of two devices::
 
     {{0,4},{1,5},{2,6},{3,7}}                          each group
     [4,2]<=[2,4]T(1,0)                                 reshape 0…7 to 2x4, transpose, reshape to 4 groups of 2

@@ -1,4 +1,4 @@
-"""Check a layout by numbers: does the sharded model compute what it computes on one device?
+"""Check a layout by numbers: does the sharded model compute the same values as on one device?
 
     the same values ─► one device ───────────────────► outputs, loss, gradients, weights after some steps ─┐
                     ─► one device, weights rounded ──► how far rounding alone moves each of them ──────────┼─► compare

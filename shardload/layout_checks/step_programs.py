@@ -5,8 +5,8 @@
                    ─► training   loss, state after one step of the optimizer
 
 ``state`` has lists of values under ``trainable``, ``non_trainable`` and ``optimizer``; ``batch`` has ``inputs``,
-``kwargs`` and ``target``. As Keras' trainer does it: ``stateless_call``, `jax.value_and_grad` over the trainable
-variables, ``stateless_apply``.
+``kwargs`` and ``target``. The functions call what Keras' trainer calls: ``stateless_call``, `jax.value_and_grad` over
+the trainable variables, ``stateless_apply``.
 """
 
 from __future__ import annotations
