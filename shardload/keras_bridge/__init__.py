@@ -1,6 +1,7 @@
 """The only code that uses private parts of Keras: variables, building without allocating, saving, training.
 
-tests/keras_bridge/test_keras_contract.py names a version of Keras, and checks what each function assumes about it.
+tests/keras_bridge/test_keras_contract.py names a version of Keras, and checks what each function assumes about that
+version.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Bind a model to a mesh: `bind` it once, then use it as usual.
 
-Keras keeps one distribution per thread, for all code that runs next. Instead, a bound model opens its own
+Keras keeps one distribution per thread, for all code that the thread runs next. Instead, a bound model opens its own
 ``ModelParallel`` scope around each of its public methods, and closes it afterwards::
 
     bind(a, mesh=1x8)   bind(b, mesh=2x4)      plain c
@@ -12,8 +12,8 @@ unaffected, and Keras saves, pickles or clones a plain model, because it never l
 attributes. `copy.deepcopy` asks the instance, so a deep copy is bound too. Sub-models (a task's
 backbone) are bound with the model.
 
-If the size of a batch is not divisible by that of the mesh's batch axis, every device gets the whole batch. Results
-are the same as of a split batch.
+If the size of a batch is not divisible by the size of the mesh's batch axis, every device gets the whole batch.
+Results are the same as with a split batch.
 """
 
 from __future__ import annotations

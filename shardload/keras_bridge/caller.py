@@ -1,4 +1,4 @@
-"""Warn at the line of the user's program that called shardload, or called Keras, which called shardload.
+"""Warn at a line of the user's program: the line that called shardload, directly or through Keras.
 
 train.py:12           model.fit(…)                 ◄── the warning names this line
 keras/…               fit, CallbackList

@@ -4,9 +4,9 @@
     `build_by_calling`, `output_paths`      a call on sample inputs: to build a model, or to learn its outputs' paths
     `stateless`, `run_forward`              the model as a pure function of its variables' values, on any mesh
 
-Inside its block, `stateless` removes what Keras would mix in: the distribution that is set for the thread, the one that
-the model is bound to, and the variables on Keras' list of uninitialised ones, whose initialisers the first
-``stateless_call`` would run as a part of the traced program.
+Inside its block, `stateless` removes what Keras would mix in: the distribution of the thread, the distribution that the
+model is bound to, and the variables on Keras' list of uninitialised ones. The first ``stateless_call`` would run the
+initialisers of these variables as a part of the traced program.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
     CausalLM.from_preset ─────► loader.load_task, load_backbone   ─┘   elsewhere: the original
 
 The public functions stay Keras' own: they check their arguments and raise their errors, also where a program has
-imported one by name. What is replaced are the functions that these call to load, which Keras looks up at each call.
-A `ContextVar` contains the open blocks of a context; the originals are restored when the last block ends.
+imported one by name. This module replaces the inner functions that the public ones call to load: Keras looks those up
+at each call. A `ContextVar` contains the open `calls_to` blocks of a context; the original functions are restored when
+the last block ends.
 """
 
 from __future__ import annotations

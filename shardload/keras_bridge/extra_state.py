@@ -1,7 +1,7 @@
 """What layers save besides variables: counters, tables, the weights of ``tf_idf``, and files such as vocabularies.
 
 The hook ``save_own_variables`` runs twice. The first run is traced, with placeholders for the layer's variables: it
-tells which stored values depend on them. The second run gives the other values.
+tells which stored values depend on variables. The second run gives the stored values that depend on none.
 
 A lookup layer (``StringLookup``, ``IntegerLookup``, ``TextVectorization``) that was never adapted writes its special
 tokens to ``vocabulary.txt`` and refuses to read them again.

@@ -1,7 +1,8 @@
 """Store weights split and gather them for use, as in fully sharded data parallelism.
 
-Left to itself, XLA often moves the activations instead of the weights, which takes far more bytes. So if weights are
-stored split over more mesh axes than the model computes with, its ``stateless_call`` runs on gathered values::
+Left to itself, XLA often moves the activations instead of the weights, which transfers far more bytes. So if weights
+are stored split over more mesh axes than the model computes with, the model's ``stateless_call`` runs on gathered
+values::
 
     value, split as stored ─► gathered for use ─► the model            forward; gathered again for the backward pass
     gradient, split as stored ◄─────────────────── its gradient

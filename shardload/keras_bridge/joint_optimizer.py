@@ -1,4 +1,4 @@
-"""A base class for optimizers that update all variables in one call, and what it needs from Keras' optimizers.
+"""A base class for optimizers that update all variables in one call, and what that class needs from Keras' optimizers.
 
 Keras calls `update_step` once per variable. An optimizer that works on several variables together (batched
 decompositions, or one per device) needs all gradients at once. It also needs to know whether a step counts: with

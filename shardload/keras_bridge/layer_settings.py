@@ -1,8 +1,8 @@
 """Settings and attributes of layers that a configuration omits: dtype policies, frozen and quantised layers, LoRA.
 
 Functional models store most settings, layer by layer; subclassed ones and KerasHub's store only how they were
-constructed, not later changes. A step therefore stores these settings next to its leaves, and `apply_settings` applies
-them to the rebuilt model::
+constructed, not later changes. A saved step therefore stores these settings next to its leaves, and `apply_settings`
+applies them to the rebuilt model::
 
     "form": {
         "": {"policy": "mixed_bfloat16"},                     of the model: Keras' global policy when it was created
@@ -16,7 +16,7 @@ after a layer was built) raise an error that names the layer, because the rebuil
 
 Some attributes are set on layers after these are built, because the constructor of the model does not pass them on.
 KerasHub's classes do not serialise them, so the rebuilt model would give other numbers. Files that shardload writes
-have them in their configuration::
+store these attributes in the model's configuration::
 
     "shardload_attributes": {"layers/transformer_encoder_layer/_self_attention_layer_norm": {"epsilon": 1e-12}}
 """

@@ -2,7 +2,7 @@
 
     kernel (frozen) + alpha / rank · a @ b   ─►  the kernel that the layer computes with
 
-Keras computes the same in ``save_own_variables``, but for the whole model at once, and in the compute dtype.
+Keras merges kernels too, in ``save_own_variables``, but for the whole model at once, and in the compute dtype.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What shardload knows about a model, a task, a backbone or a layer, besides what Keras keeps of it.
 
-One dictionary with weak keys has it all, outside of the objects: it keeps no model and no weights alive, and Keras
+One dictionary with weak keys has all records, outside of the objects: it keeps no model and no weights alive, and Keras
 neither tracks, copies nor saves what is in it. So a copy of a model has an empty record.
 """
 

@@ -1,4 +1,4 @@
-"""Run Keras' own walk over all objects that it saves, but with values from another source; intercept ``assign``."""
+"""Let Keras walk over all objects that it saves, but take values from another source; intercept ``assign``."""
 
 from __future__ import annotations
 
