@@ -3,8 +3,8 @@
 checkpoint ─► abstract model ─► value of each variable: a view of a stored tensor      `source.py`
 live model ───────────────────► value of each variable: an array on devices            `live_source.py`
 variable ─► a view of a tensor of the target           `targets.py`
-every file of the target, without its values                                           `writers/`
-each value, block by block; of a conversion, noted in a journal       `conversion.py`, `strided_copy.py`
+make every file of the target, without its values                                      `writers/`
+copy each value, block by block; a conversion notes it in a journal  `conversion.py`, `strided_copy.py`
 open the result's headers as its readers do                                            `checking.py`
 flush ─► one rename                                                                    `publishing.py`
 """

@@ -1,7 +1,7 @@
 """The small files next to a checkpoint's weights: configurations, tokenizers, licences. Also KerasHub's preprocessor.
 
-KerasHub and Hugging Face have different families of these files. Each format has its own family where its library
-expects it, and the other family in a folder, so that a round trip loses nothing::
+KerasHub and Hugging Face have different families of these files. Each format has the family of its own library
+where that library expects it, and the other family in a folder, so that a round trip loses nothing::
 
                    KerasHub's                    Hugging Face's
     preset         .                             transformers/
@@ -9,8 +9,8 @@ expects it, and the other family in a folder, so that a round trip loses nothing
     orbax          shardload/keras/              shardload/transformers/
 
 KerasHub cannot generate from a preset without a preprocessor: it would look for an ``image_converter.json`` of Gemma 3,
-for example. So one is made from Hugging Face's tokenizer. Where KerasHub has only a tokenizer (BERT), the
-preset has that. In the other direction, the tokenizer of a preset becomes Hugging Face's files:
+for example. So a preprocessor is made from Hugging Face's tokenizer. Where KerasHub has only a tokenizer (BERT), the
+preset has only the tokenizer. In the other direction, the tokenizer of a preset becomes Hugging Face's files:
 
     vocabulary.spm                tokenizer.model: the same file
     vocabulary.json, merges.txt   tokenizer.json, with the word-splitting expression of the family (Llama 3, Qwen), or

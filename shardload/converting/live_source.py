@@ -11,7 +11,7 @@ Values are read a block at a time:
      └──┴──┘                  └─────┘
 
 A `jax.Array` keeps the host copy that NumPy makes of it. So the bytes are taken through another array over the same
-buffers, which goes at once: a model that was saved has no copy on the host, and training may reuse its memory.
+buffers, which is dropped at once: a model that was saved has no copy on the host, and training may reuse its memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The name of a target: what it may replace, the working folder next to it, and the rename that publishes the result.
 
     .model.converting/         next to ``model``
-      lock                     locked (flock) by the converting process; the kernel unlocks it when that dies
+      lock                     locked (flock) by the converting process; the kernel unlocks it if the process dies
       journal.jsonl            {"plan": …} {"places": […]} {"done": "layers/dense/vars/0", "xxh3": "9f3c…"} …
       result                   becomes ``model`` by one rename
 
@@ -9,7 +9,7 @@ A plan is everything that determines the output. If the plan differs from the jo
 otherwise it reads finished tensors back, and copies again those whose digest differs. Replacing removes everything in a
 folder, so a folder is only replaced if its content is a checkpoint.
 
-The module is long because the checks of the first part are repeated in the second one, just before the rename.
+The module is long because checks made before a conversion starts are made again just before the rename.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Save a live model in another program's format.
 
 Every file of the target is made and checked before any value is written. Then each process writes its own shards of
-every tensor: no process sends values to another. Of several processes, process 0 makes the folder and publishes it, in
-a folder that all processes share.
+every tensor: no process sends values to another. If there are several processes, process 0 makes and publishes the
+target, inside a folder that all processes share.
 """
 
 from __future__ import annotations

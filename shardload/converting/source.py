@@ -2,7 +2,7 @@
 
 The value of a variable is a view of a stored tensor; or computed from tensors by a step of loading (merged experts); or
 an array, for the few variables that are not weights and that the source cannot store (a dropout's seed). `ModelValues`
-reads them a few rows at a time, by the keys of the weights, which are the same in every format.
+reads values a few rows at a time, by the keys of the weights, which are the same in every format.
 """
 
 from __future__ import annotations
