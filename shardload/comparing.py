@@ -1,4 +1,4 @@
-"""Find the tensors in which two checkpoints differ, and by how much; a few rows at a time.
+"""Find the tensors in which two checkpoints differ, and by how much, reading a few rows at a time.
 
 Tensors are matched by name or, if the formats have no name in common, by the weight of the model that they belong to.
 Bits are compared, not values: two NaNs with the same bits are equal, 0.0 and -0.0 are not.

@@ -10,7 +10,7 @@ load continues for seconds) or aborts the process; raised inside Orbax, it leave
     raise_interrupt_safely   all else           a folder to remove  KeyboardInterrupt, but outside those callbacks
     defer_interrupt          handing over       a step              KeyboardInterrupt at the end of the block
     end_with                 results written    nothing to lose     the process ends at once with its own exit code
-    Worker.wait              waiting for it     a step              KeyboardInterrupt, and wait() can be called again
+    Worker.wait              awaiting a save    a step              KeyboardInterrupt, and wait() can be called again
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Load a source into a sharded Keras model: the public functions.
 
-Each states a request and runs it; `shardload.pipeline.load` shows the order of a load on one page.
+Each function makes a request and runs it; `shardload.pipeline.load` shows the order of a load on one page.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     Kubernetes an indexed Job or a JobSet; JAX asks the cluster for the number of processes
     none       JAX looks by itself: it knows Cloud TPUs
 
-JAX connects the processes. Its search trusts any variable, so what it would wait for in vain is refused here. If peers
-do not connect, `jax.distributed` aborts the process with a C++ stack trace. The time limit here is shorter, so that the
-process ends with a readable error first.
+JAX connects the processes. It trusts any environment variable, so this module refuses what JAX would wait for in vain.
+If peers do not connect, `jax.distributed` aborts the process with a C++ stack trace. The time limit here is shorter, so
+that the process ends with a readable error first.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     array with a NamedSharding   ─► shard_map over its own mesh ─► an array that keeps its split on other axes
     inside an enclosing shard_map ─► the plain primitive of `jax.lax`
 
-Each is defined by what every device has: its shard goes in, and its shard of the result comes out. An array that is
-replicated over an axis has equal shards there: its sum over the axis is the array times the size of the axis.
+Each collective is defined by what every device has: its shard goes in, and its shard of the result comes out. An array
+that is replicated over an axis has equal shards there: its sum over the axis is the array times the size of the axis.
 
-Never `pmap`, which ignores the mesh. The names are those of Keras pull request 21792.
+No function uses `pmap`, which ignores the mesh. The names of the functions are those of Keras pull request 21792.
 """
 
 from __future__ import annotations

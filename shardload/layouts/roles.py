@@ -1,7 +1,7 @@
 """The meaning of each dim of each variable, derived from layer types and einsum equations, never from model names.
 
 A *role* lists the dims of a variable to split, best first. For attention and MLP blocks
-they add up to Megatron's pairing: the first kernel is split along its outputs (column-parallel), the
+roles add up to Megatron's pairing: the first kernel is split along its outputs (column-parallel), the
 second along its inputs (row-parallel), and one all-reduce ends the block::
 
     btd,ndh->btnh   query    n = heads       split n        ┐ every device computes its own heads

@@ -10,7 +10,7 @@ Rules come from a TOML file, a mapping, a ``keras.distribution.LayoutMap``, or a
     spec = ["model", "-", "-"]        # one entry per dim: an axis, "-", or two axes as "fsdp+model"
 
 A rule without effect, or two rules for one variable, are errors; a dim that is not divisible is a fallback. Rules of a
-layout map for the outputs of layers (``dense/output``) are for no variable: a bound model applies them to activations.
+layout map for the outputs of layers (``dense/output``) match no variable: a bound model applies them to activations.
 
 Layer rules (`layout_rule`) are users' functions for classes of layers instead.
 """

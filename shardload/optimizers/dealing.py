@@ -1,19 +1,19 @@
 """Put matrices into batches, and deal matrices or decompositions out over devices.
 
-If there are as many matrices of one kind as devices, each device updates one alone. In a batch of others, each device
-decomposes its share of the factors; then all devices get all eigenpairs.
+If there are as many matrices of one kind as devices, each device updates one alone. Other matrices are
+updated in batches: each device decomposes its share of a batch's factors, then all devices get all eigenpairs.
 
 six factors of 64, three of 32, four devices
 device 0   64 64          device 2   64    32
 device 1   64 64          device 3   64    32 32     ◄─ equal numbers first, the rest to whoever has least to do
 
-Inside `jax.shard_map`, whole arrays become a device's shards of them, and the other way round:
+Inside `jax.shard_map`, whole arrays become shards, and shards become whole arrays:
 
     shards of one array on all devices        ─ gather ─►  the whole array on all devices        ─ shard ─►  the shards
     shards of k arrays on each of k devices   ─ collect ─► one whole array on each device        ─ spread ─► the shards
 
-An optimization barrier separates them from the arithmetic: XLA would move slices into matrix products, which then round
-differently (seen at 96 x 200).
+An optimization barrier separates these four from the arithmetic: XLA would move slices into matrix products, which then
+round differently (seen at 96 x 200).
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     any gradient not finite         ─► nothing changes; ``skipped`` counts it
     gradients are only accumulated  ─► nothing changes, nothing is computed
-    otherwise                       ─► matrices: `update`; others: AdamW
+    otherwise                       ─► matrices: `update`; other variables: AdamW
 
 Each array of a matrix is spread over a mesh in its own way:
 
     as many matrices of one kind as devices: each device gets one, whole, updates it alone, and hands back the shards
 
-    others:
+    any other number of matrices:
     shard of G, M, V, Q, λ ─► all-gather ─► the arithmetic of `rekls_math`, on whole arrays, on every device alike
     shard of L, W          ─► element by element, with the device's slice of what the arithmetic gives
     whole L, R             ─► dealt out: each device decomposes its share ─► eigenpairs to all devices

@@ -3,7 +3,7 @@
     G ─► factors      L ← β̂L + (1-β̂)/n · G inv(R) Gᵀ      R ← β̂R + (1-β̂)/m · Gᵀ inv(L) G     from the old eigenpairs
       ─► eigenpairs   L = Q_L diag(λ_L) Q_Lᵀ               R = Q_R diag(λ_R) Q_Rᵀ              descending
       ─► moments      Adam's, of Q_Lᵀ G Q_R: the gradient in coordinates of both eigenbases
-      ─► step         W ← W - lr · Q_L U Q_Rᵀ               U = M̂ / (√V̂ + ε), 0 where both are rounding noise
+      ─► step         W ← W - lr · Q_L U Q_Rᵀ               U = M̂ / (√V̂ + ε), 0 where M̂ and Q_Lᵀ G Q_R are noise
 
 SOAP (https://arxiv.org/abs/2409.11321) with the factors of KL-Shampoo (https://arxiv.org/abs/2509.03378), after
 NVIDIA Emerging-Optimizers, pull request 175. A side without a factor has the identity as its eigenbasis and ones as

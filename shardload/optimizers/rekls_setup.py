@@ -1,6 +1,6 @@
 """What REKLS checks and creates before its first step: its arguments, and the state of each variable.
 
-The state consists of Keras variables, on the mesh of their variable.
+The state is stored in Keras variables, on the mesh of the variable that it belongs to.
 """
 
 from __future__ import annotations

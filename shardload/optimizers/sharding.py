@@ -1,6 +1,7 @@
 """ZeRO-1: spread the state of an optimizer over the axis that splits the batch.
 
-A slot follows its weight, so all devices along the batch axis have a copy of it. Once spread, each has a part::
+A slot follows its weight, so all devices along the batch axis have a copy of it. Once the slot is spread, each device
+has a part::
 
     mesh batch=2,model=4      weight (-, model)   Adam's two slots follow it    2 x 1/4 on each device
                                                   spread over batch             2 x 1/8 on each device

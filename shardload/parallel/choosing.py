@@ -1,4 +1,4 @@
-"""Choose layouts in any of the forms that users give them in, find a mesh that they fit on, and search compiled steps.
+"""Choose layouts, given in any form that users may write; find a mesh on which a model fits; search by compiling steps.
 
 `choose`: a layout for every variable of a model::
 
@@ -13,8 +13,8 @@
                ▲                  │ over the limit: a lower limit for the estimate, at most `_ATTEMPTS` times
                └──────────────────┘
 
-An estimate may also be too high: where no layout fits by the estimate, the one that needs least is compiled too, if its
-weights and slots alone fit.
+An estimate may also be too high: where no layout fits by the estimate, the layout that needs least memory is compiled
+all the same, if its weights and slots alone fit.
 """
 
 from __future__ import annotations

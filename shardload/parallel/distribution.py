@@ -3,7 +3,7 @@
 Keras asks a distribution for the layout of each variable while the variable is created, before its model is known::
 
     with dist.scope(): model = build()      provisional layouts, by shape (or by a LayoutMap's rules)
-    dist.shard(model)                       layouts of the whole model; existing values and slots move there
+    dist.shard(model)                       layouts of the whole model; existing values and slots move to them
     model = dist.build(build)               both at once: no value exists before its layout is known
 
 `AutoShardDistribution.shard` binds the model to the mesh (`shardload.keras_bridge.binding`), so that its methods run

@@ -3,8 +3,8 @@
     ●0 open ─► ●1 start JAX ─► ●2 place ─► build or take the model ─► map ─► lay out ─► plan ─► check
     ─► ●3 read ─► ●4 assign, initialise ─► report ─► ●5
 
-Before ●3 no model is changed. Only headers are read until then, and the values of tensors that no variable uses, if
-they may be copies or zeros (`shardload.mapping.outside`). Map, lay out, plan and check are
+Before ●3 no model is changed. Until then, only headers are read, and values of tensors that no variable uses but
+that may be copies or zeros (`shardload.mapping.outside`). Map, lay out, plan and check are
 `shardload.pipeline.preparing`; read, assign and initialise are `shardload.pipeline.filling`. At each ● all processes of
 a `jax.distributed` run meet, if they load together:
 

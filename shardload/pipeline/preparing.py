@@ -1,7 +1,7 @@
 """All decisions of a load, before a model is changed: mapping, layouts, plan, and whether they fit.
 
-They read only headers, and the values of tensors that no variable uses, to check that they may be ignored: copies of
-used ones, or all zeros (`shardload.mapping.outside`).
+These decisions read only headers, and the values of tensors that no variable uses, to check that they may be ignored:
+copies of used tensors, or all zeros (`shardload.mapping.outside`).
 """
 
 from __future__ import annotations

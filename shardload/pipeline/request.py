@@ -2,10 +2,10 @@
 
     LoadRequest(mesh=…, …)  as written ─► compared between processes ─► check ─► placement, matching, … ─► stages
 
-A request has the values as the user wrote them; its parts have them in one form each (sizes as bytes, dtypes by name).
+A request has the values as the user wrote them; its parts have each value in one form (sizes as bytes, dtypes by name).
 Making a part checks it, and stages are given parts, so no stage sees an unchecked value. `check` makes all parts before
-anything is opened. Processes that load together compare what was written first: one that raised before that would
-leave the others waiting.
+anything is opened. Processes that load together first compare what their users wrote: a process that raised an
+error before this would leave the others waiting.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The records that a report consists of, and notes that code acts on.
 
-Code recognises such a note by its kind; its words are for people and may change::
+Code recognises such a note by the note's kind; the text is for people and may change::
 
     Note("the step has no optimizer state; …", NoteKind.OPTIMIZER_UNCHANGED) ─► report.notes ─► of_kind(notes, …)
 """

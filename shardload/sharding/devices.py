@@ -1,8 +1,8 @@
 """The devices of a mesh.
 
 A `MeshDevices` is a mesh together with its devices, in row-major order of the mesh. It is created from a caller's
-argument (``"1x8"``, ``(1, 8)``, a `jax.sharding.Mesh`, a `keras.distribution.DeviceMesh`) or from the current
-location of a model.
+argument (``"1x8"``, ``(1, 8)``, a `jax.sharding.Mesh`, a `keras.distribution.DeviceMesh`) or from the devices
+that a model's variables are on.
 """
 
 from __future__ import annotations
