@@ -6,7 +6,7 @@
                                                                        └─► Keras makes the call, the report says why
 
 So the model, its names, its seeds and all errors are Keras' own; shardload only reads the weights and places them.
-KerasHub's calls that would load weights are collected instead of made; they tell what to load, and whether the head of
+KerasHub's calls that would load weights are recorded, not made: the records tell what to load, and whether the head of
 a task is part of it. Then everything is loaded at once.
 """
 

@@ -2,9 +2,9 @@
 
 A *role* says how a variable is best split: along its own dims, best first (`Wants`), or like another variable
 (`Follows`). A ``model`` axis splits weights as Megatron does, an ``expert`` axis the stacked matrices of a mixture of
-experts. An ``fsdp`` axis splits one more dim, the largest remaining one, like fully sharded data parallelism, and so
-does a second ``model`` axis. A ``batch`` axis splits no weight. Axes of size one split nothing and are omitted from
-layouts. Where the preferred dim cannot be split, the layout has a `Fallback`, which reports show.
+experts. An ``fsdp`` axis splits one more dim, the largest remaining one, as in fully sharded data parallelism. A
+second ``model`` axis does the same. A ``batch`` axis splits no weight. Axes of size one split nothing and are omitted
+from layouts. Where the preferred dim cannot be split, the layout has a `Fallback`, which reports show.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which variables REKLS treats as matrices, how, and the bytes of their state: arithmetic on shapes.
+"""Which variables REKLS treats as matrices, how, and how many bytes their state takes: arithmetic on shapes.
 
     Dense            (D, F)              D × F
     query            (D, H, K)           D × H·K          the largest of three dims (the first, of equals)
