@@ -33,13 +33,13 @@ from shardload.keras_bridge.model_state import own_layers
 from shardload.units import plural
 
 _ROUNDINGS = 8
-"""Size of the sum of 64 independent roundings, in units of one rounding: they add up like a random walk."""
+"""How many roundings the sum of 64 independent ones is as large as: they add up like a random walk, and 8 = √64."""
 _SAMPLES = 3
-"""How often weights are moved to measure rounding: one movement alone may hardly change a number such as a loss."""
+"""How often weights are moved to measure rounding. One movement is not enough: it may hardly change a loss."""
 _MOST_SAMPLES = 15
-"""How often weights are moved where `_SAMPLES` times do not explain a difference. Rounding can move an activation
-across the kink of a ReLU, or change which entry a maximum takes: a gradient then jumps, and Adam turns a gradient that
-was zero into a whole step. A movement rarely crosses a given kink; of fifteen, some do."""
+"""How often weights are moved if `_SAMPLES` movements do not explain a difference. Rounding can move an activation
+across the kink of a ReLU, or change which entry is the maximum. A gradient then jumps, and Adam turns a gradient that
+was zero into a whole step. One movement rarely crosses a given kink, but some of fifteen do."""
 
 _Doubles: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -59,17 +59,17 @@ class ComparedArray:
     allowed: float
     """Largest absolute difference that rounding explains."""
     undefined: int = 0
-    """Elements that cannot be compared: NaN on one device too, infinite where no element is finite, or made infinite or
-    NaN by rounding alone."""
+    """Number of elements that cannot be compared: they are NaN on one device too, rounding alone makes them infinite or
+    NaN, or no element of the array is finite."""
 
     @property
     def max_rel(self) -> float:
-        """The largest difference, relative to the largest value."""
+        """The largest difference of the two arrays, divided by the largest absolute value on one device."""
         return self.max_abs / self.largest if self.largest else (math.inf if self.max_abs else 0.0)
 
     @property
     def share(self) -> float:
-        """The largest difference as a fraction of the difference that rounding explains."""
+        """The largest difference of the two arrays, divided by the largest difference that rounding explains."""
         return self.max_abs / self.allowed if self.allowed else (math.inf if self.max_abs else 0.0)
 
     @property
@@ -122,7 +122,7 @@ class Compared:
 
     arrays: tuple[ComparedArray, ...]
     movements: int
-    """How often rounding was measured by moving the weights."""
+    """How often the weights were moved to measure rounding."""
 
 
 def compare_all(
@@ -133,7 +133,7 @@ def compare_all(
     eps: float,
     terms: Mapping[str, int] | None = None,
 ) -> Compared:
-    """Compare results by name; rounding is measured again where a few movements do not explain a difference.
+    """Compare each result with that of one device. If three movements do not explain all differences, make twelve more.
 
     ``moved`` returns the results of one device from values that are `nudged` by each of these seeds, and ``terms`` has
     the number of float32 terms of results that are a plain sum.
@@ -158,7 +158,7 @@ def compare_all(
 def compare(
     name: str, result: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1
 ) -> ComparedArray:
-    """Compare a result with ``expected``, that of one device; ``moved`` has one device's results of `nudged` values."""
+    """Compare a result with ``expected``, the result of one device, and ``moved``, its results for `nudged` values."""
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
     if not jnp.issubdtype(expected.dtype, jnp.floating):

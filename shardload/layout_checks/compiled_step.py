@@ -38,7 +38,7 @@ from shardload.transfer.placement import named_sharding
 from shardload.units import check_no_iterator, format_bytes, plural
 
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Options of XLA for CPU: optimise no machine code, as it is never run; memory and collectives are decided before."""
+"""Options of XLA for CPU. Machine code is not optimised, as it never runs; memory and collectives stay the same."""
 _WORDS = {"forward": "forward pass", "gradients": "forward and backward pass", "training": "training step"}
 
 
@@ -116,7 +116,7 @@ class CompiledStep:
     float32_update_bytes: int = 0
     """Bytes of temporaries that an optimizer needs in float32 even if the model is 16-bit."""
     notes: tuple[str, ...] = ()
-    """Remarks on how to read these numbers."""
+    """Remarks for people on how to read the numbers of this step."""
 
     @property
     def total_bytes(self) -> int:
@@ -213,7 +213,7 @@ class CompiledStep:
 
 
 def devices_for(mesh: MeshSpec, devices: Sequence[Any] | None) -> tuple[Any, ...]:
-    """Return one device per mesh position: the caller's ``devices``, else JAX's first ones."""
+    """Return one device for each mesh position: the caller's ``devices``, else the first devices that JAX lists."""
     found = device_list(devices) or tuple(jax.devices()[: mesh.size])
     if len(found) != mesh.size:
         raise MeshError(
@@ -252,7 +252,7 @@ def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any
 
 
 def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate keyword arguments that are (structures of) arrays from the others, which are compiled into a program."""
+    """Return the keyword arguments that are (structures of) arrays, and the others, which are constants in a program."""
     if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or {}):
         raise UsageError(f"Cannot use kwargs={kwargs!r:.60}: expected a dictionary of keyword arguments of call")
     found = dict(kwargs or {})

@@ -63,7 +63,7 @@ _CHOSEN = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _Inside = Literal["", "loop", "branch"]
 _INSIDE: dict[str, _Inside] = {"while": "loop", "conditional": "branch"}
 _DeviceGroups = tuple[tuple[int, ...], ...]
-"""Positions of devices in the program, one tuple per group."""
+"""Groups of devices: for each group, the positions of its devices in the program's order of devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +73,25 @@ class Collective:
     kind: str
     """``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all``, ``collective-permute`` …"""
     nbytes: int
-    """Bytes of the result on one device, of one execution."""
+    """Bytes of the result on one device, if the instruction runs once."""
     dtype: str
-    """The dtype of its operands, in XLA's words: ``f32``, ``bf16``; joined by ``+`` if they differ."""
+    """The dtype of the operands as XLA names it, such as ``f32``. Several dtypes are joined by ``+``."""
     operands: int
     """Number of arrays that the instruction combines."""
     group_size: int
     """Devices in each group; 0 where the program does not say, as for TPU."""
     axes: tuple[str, ...]
-    """Mesh axes along which the devices of a group differ: all of an axis, or a part of it (see ``group_size``)."""
+    """Mesh axes along which the devices of a group differ. A group may have only some of the devices along an axis."""
     count: int = 1
-    """Executions in one step: in a loop as often as its body runs."""
+    """How often the instruction runs in one step. In a loop, it runs as often as the body of the loop."""
     inside: _Inside = ""
-    """``loop``: it is in a loop of unknown length, and counted once; ``branch``: it is in a branch that may not run."""
+    """``loop`` if it is in a loop of unknown length (counted once), ``branch`` if it is in a branch that may not run."""
     source: str = ""
-    """The operation of the model that it belongs to, as JAX names it; empty if XLA added it."""
+    """JAX's name of the operation of the model that needs the collective; empty if XLA added it."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all executions in one step."""
+        """Bytes of the results on one device of all executions in one step."""
         return self.nbytes * self.count
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ def _collective(one: _Instruction, mesh: MeshSpec) -> Collective:
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
-    """Return the name of the entry, and the instructions of every computation by name."""
+    """Return the name of the computation that runs first, and the instructions of every computation, by its name."""
     entry, current = "", list[_Instruction]()
     found: dict[str, list[_Instruction]] = {}
     for line in text.splitlines():
@@ -191,7 +191,7 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
 
 
 def _closing(text: str, start: int = 0) -> int:
-    """Return the index after the parenthesis that closes the one at ``start``."""
+    """Return the index after the closing parenthesis that belongs to the opening one at ``start``."""
     depth = 0
     for at in range(start, len(text)):
         depth += (text[at] == "(") - (text[at] == ")")
@@ -201,7 +201,7 @@ def _closing(text: str, start: int = 0) -> int:
 
 
 def _members(shape: str) -> list[str]:
-    """Return the members of a tuple shape."""
+    """Return the shapes in a tuple shape such as ``(f32[2], s32[])``."""
     found, depth, start = list[str](), 0, 1
     for at, letter in enumerate(shape):
         depth += (letter in "([{") - (letter in ")]}")
@@ -212,7 +212,7 @@ def _members(shape: str) -> list[str]:
 
 
 def _bits(dtype: str) -> int:
-    """Return the bits of one element: ``pred`` takes a byte, tokens none."""
+    """Return the bits of one element of a dtype that XLA names so: 16 for ``bf16``, 8 for ``pred``, 0 for ``token``."""
     # The first number of the name: bf16, s4, f8e4m3fn.
     width = re.search(r"\d+", dtype)
     return 8 if dtype == "pred" else int(width[0]) if width else 0

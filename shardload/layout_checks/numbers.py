@@ -128,13 +128,13 @@ class NumbersCheck:
     device_bytes: int
     """Bytes of the compared variables on each device, as planned."""
     found_device_bytes: Mapping[int, int]
-    """Bytes that the shards of the compared variables take, by the id of the device."""
+    """For the id of each device, the bytes of the compared variables' shards that were found on it."""
     movements: int = 3
-    """How often rounding was measured: 3 times, or 15 where the first three did not explain a difference."""
+    """How often weights were moved to measure rounding: 3 times, or 15 if three did not explain every difference."""
 
     @property
     def wrong(self) -> tuple[ComparedArray, ...]:
-        """Comparisons whose difference rounding does not explain, or that could not be compared, the largest first."""
+        """Comparisons of arrays that differ by more than rounding or cannot be compared, largest difference first."""
         found = [c for c in self.comparisons if not c.agrees]
         return tuple(sorted(found, key=lambda c: -c.max_rel))
 
@@ -263,7 +263,7 @@ def _outcome(
     steps: int,
     terms: int = 1,
 ) -> _Outcome:
-    """Run a step sharded and on one device, and compare the results; the loss adds up ``terms`` elements."""
+    """Run a step sharded and on one device, and compare results. The loss is a sum of ``terms`` elements."""
     with program_for(training=training) as program:
         # An optimizer that was built for this check has initial slots.
         slots = program.variables.get("optimizer", ())

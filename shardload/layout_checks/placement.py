@@ -28,7 +28,7 @@ from shardload.units import plural
 
 @dataclass(frozen=True, slots=True)
 class Misplaced:
-    """A variable whose shards are not the planned ones."""
+    """A variable whose shards on the devices are not those that its planned layout gives them."""
 
     path: str
     planned: str
@@ -78,7 +78,7 @@ def misplaced_by_id(model: Any, choice: LayoutChoice, devices: Sequence[Any]) ->
 
 
 def misplaced(path: str, array: Any, layout: Layout, devices: Sequence[Any]) -> Misplaced | None:
-    """Return how an array differs from its layout, ``None`` if every device has the planned part of it."""
+    """Return how an array's shards differ from those of ``layout``, or ``None`` if every device has its planned part."""
     shape, shards = tuple(array.shape), array.addressable_shards
     nbytes = layout.bounds(shape)[0].size * array.dtype.itemsize
     # Only this process's shards can be read; the other processes check theirs.
@@ -107,7 +107,7 @@ def bytes_by_device(arrays: Iterable[Any]) -> dict[Any, int]:
 # ---- the setup of a wrapper: where its variables are, and what it computes ---------------------------
 
 SAMPLE_BATCH, SAMPLE_LENGTH = 2, 8
-"""Lengths of the open dims of sample inputs: of the first dim, and of every other."""
+"""Lengths in sample inputs of dims that the model leaves open: of the first dim, and of every other dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Check:
     """``shardings``, ``bytes``, ``split`` or ``outputs``."""
     passed: bool
     detail: str
-    """One line: what was found."""
+    """What the check found, as one line of text for the report."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,18 +43,18 @@ _Run = Callable[..., tuple[Any, list[Any], Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """A step as a function of state and batch, with the variables that the values of the state belong to."""
+    """A step as a function of state and batch, with the variables whose values are the state."""
 
     kind: StepKind
     function: Callable[[State, Mapping[str, Any]], Any]
     variables: Mapping[str, Sequence[Any]]
-    """The Keras variables whose values the state has, under the same keys and in the same order."""
+    """The Keras variables whose values are the state, with the keys and in the order of the state."""
     layouts: Mapping[str, Sequence[Layout]]
     """The layout of each of ``variables``."""
     fixed: frozenset[int] = frozenset()
     """``id`` of variables that keep their dtype in a 16-bit model, such as the step counter."""
     float32_update_bytes: int = 0
-    """Bytes that the optimizer needs during its update, in float32 even if the model is 16-bit."""
+    """Bytes that the optimizer needs during its update in float32 arrays, even if the model is 16-bit."""
 
     def specs(self, devices: Sequence[Any]) -> State:
         """Return the state as shapes with shardings, without values."""
@@ -67,7 +67,7 @@ class StepProgram:
         }
 
     def out_shardings(self, devices: Sequence[Any]) -> Any:
-        """Return shardings of the results: values and gradients as the variables, outputs wherever XLA leaves them."""
+        """Return shardings of the results: gradients and values have their variable's, and XLA chooses for outputs."""
         state = jax.tree.map(lambda spec: spec.sharding, self.specs(devices))
         match self.kind:
             case "forward":
@@ -135,7 +135,7 @@ def program_of(
 
 
 def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
-    """Wrap a function that runs the user's own code, so that its errors say what was done with which shapes."""
+    """Wrap a function that runs the user's own code, so that its errors name the task and the shapes of the inputs."""
 
     def called(first: Any, given: Any, **kwargs: Any) -> Any:
         try:
@@ -150,7 +150,7 @@ def _explaining(function: Callable[..., Any], doing: str) -> Callable[..., Any]:
 
 
 def loss_of(model: Any, loss: Any = None) -> Callable[[Any, Any], Any]:
-    """Return a function of outputs and target that gives one number, by a loss as for ``compile``.
+    """Return a function of outputs and target that gives one number: a ``loss`` as Keras' ``compile`` takes it.
 
     By default, the loss is the model's own. With several outputs, losses are added. If there is no loss at all, or no
     target, the mean of all squared outputs stands in: every output then has a gradient.
@@ -213,7 +213,7 @@ def training_optimizer(training: Any) -> Any:
 
 
 def _layout(choice: LayoutChoice, variable: Any, *, is_slot: bool = False) -> Layout:
-    """Return the layout chosen for a variable; of others, slots keep their own sharding, and the rest is replicated."""
+    """Return the layout chosen for a variable. If there is none, a slot keeps its sharding; others are replicated."""
     if (planned := choice.by_id.get(id(variable))) is not None:
         return planned.layout
     sharding = sharding_of(variable) if is_slot else None

@@ -43,7 +43,7 @@ _TIE_BREAK = 1e-4
 """Weight of the step time in the sum that is minimised for memory: if memory is equal, the faster solution wins."""
 
 _Moment = tuple[tuple[tuple[int, ...], float], ...]
-"""What is stored at one moment of the program: pairs of some values' dim groups, and the bytes of these values."""
+"""What is stored at one moment of the program. Each pair has the dim groups and the bytes of values split alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Demand:
 
     minimise: Literal["time", "memory"] = "time"
     limit_bytes: float | None = None
-    """Limit on each device for weights, gradients and slots, together with the activations at each of ``buffers``."""
+    """Most bytes of weights, gradients, slots and activations on each device, at each moment in ``buffers``."""
     weight_limit_bytes: float | None = None
-    """Limit on each device for weights alone."""
+    """Most bytes of weights on each device."""
     storage_axes: tuple[str, ...] = ()
     """Mesh axes that may split any large weight in storage only: devices then gather the weight for use."""
     small: bool = False
@@ -62,7 +62,7 @@ class Demand:
     buffers: tuple[_Moment, ...] = ()
     """Moments of the program at which memory must keep the limit."""
     forced: tuple[tuple[int, str, bool], ...] = ()
-    """Decisions that are given to the solver: a dim group, an axis, and whether the axis splits the dim group."""
+    """Decisions that the solver must keep: a dim group, an axis, and whether the axis splits the dim group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class _Model:
     """For each kind of weights, pairs of a possible layout and the column that is 1 if it is chosen."""
     _integral: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
-    """For each column, how many seconds a step takes longer if the variable of the column is 1 and not 0."""
+    """For each column, the seconds that a step takes longer if the variable of the column is 1 instead of 0."""
     _objective: list[float] = field(default_factory=list)
     """For each column, the coefficient of its variable in the sum that is minimised."""
     _rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
@@ -160,7 +160,7 @@ class _Model:
                     self._rows.append(({column: 1.0}, 0.0, 0.0))
 
     def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
-        """Return, for each way to split some dim groups over axes, the assignment and the column of its share."""
+        """Return each way to split some dim groups over axes (an `Assignment`), with the column of its share variable."""
         dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
         if dim_groups in self._shares:
             return self._shares[dim_groups]
@@ -249,13 +249,13 @@ class _Model:
 # ---- what is minimised: the product of time and memory, or time within a memory limit ----------------
 
 _TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""Memory limits for weights that are tried if the caller gives none, as multiples of the least memory for weights."""
+"""If the caller gives no memory limit, the limits for weights that are tried, as multiples of the least possible."""
 MOMENTS = 4
-"""How often a search adds the memory peak of its last solution to the moments that must keep the limit, at most."""
+"""Most times that a search adds the memory peak of its last solution to the moments that must keep the limit."""
 
 
 def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
-    """Return the best solution under a memory limit, and the demand with which the solver found it.
+    """Return the best solution under a memory limit, preceded by the `Demand` (goal and limits) that the solver was given.
 
     Without a limit of bytes on each device, the product of step time and bytes of weights is minimised.
     """
@@ -269,7 +269,10 @@ def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
 
 
 def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
-    """Return the solution with the least product of step time and bytes of weights per device, and its demand."""
+    """Return the solution whose step time x bytes of weights per device is smallest, preceded by its `Demand`.
+
+    The `Demand` (goal and limits) is what the solver was given for this solution.
+    """
     # A product is not linear. So solve for time under rising limits of memory, and take the best product of the curve.
     least = state_memory(problem, _solved(problem, replace(demand, minimise="memory"))).weights
     best: tuple[float, Demand, Solution] | None = None
@@ -296,7 +299,10 @@ def _solved(problem: Problem, demand: Demand) -> Solution:
 
 
 def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
-    """Return the fastest solution within ``limit`` bytes per device; small weights may be split if no other fits."""
+    """Return a demand and the fastest solution for it that needs at most ``limit`` bytes per device.
+
+    Small weights may be stored split only if no other solution fits.
+    """
     demand, fastest = fastest_that_fits(problem, replace(demand, limit_bytes=float(limit)))
     if fastest is not None:
         return demand, fastest
@@ -326,7 +332,10 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
 
 
 def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:
-    """Return the fastest solution within the limit of ``demand``, or ``None``, and the demand with the peaks found."""
+    """Return the fastest solution within the limit of ``demand``, or ``None`` if none was found.
+
+    Before it, return ``demand`` with the memory peaks of earlier solutions added to ``buffers``.
+    """
     for _ in range(MOMENTS + 1):
         solution = solve(problem, demand)
         if solution is None or demand.limit_bytes is None:
@@ -341,7 +350,7 @@ def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solutio
 
 
 def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
-    """Return the solution that needs least memory, and how much; each round adds the memory peak of the one before."""
+    """Return the solution that needs least memory, and its memory. Each round also limits the last solution's peak."""
     demand = replace(demand, minimise="memory", limit_bytes=None)
     best: tuple[Solution, DeviceBytes] | None = None
     for _ in range(MOMENTS):

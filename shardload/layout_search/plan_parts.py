@@ -161,7 +161,8 @@ class ComparedNumbers:
     wrong: tuple[str, ...]
     """Names of results that differ from one device by more than rounding, or cannot be compared."""
     largest_share: float
-    """The largest difference from one device, as a fraction of the difference that rounding explains."""
+    """The largest ratio, over all results, of the difference from one device to the difference that rounding explains.
+    Infinite ratios are left out; their results are in ``wrong``."""
     variables: int
     """Number of variables whose shards were compared with the plan."""
     misplaced: tuple[str, ...]
