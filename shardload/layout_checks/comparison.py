@@ -53,7 +53,7 @@ class ComparedArray:
     dtype: str
     elements: int
     largest: float
-    """Largest absolute value in the array that one device computed."""
+    """Largest absolute value in the array that one device computed; infinite and NaN elements do not count."""
     max_abs: float
     """Largest absolute difference of the two arrays; infinite if an element is finite in only one of them."""
     allowed: float

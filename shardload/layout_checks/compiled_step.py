@@ -252,7 +252,7 @@ def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any
 
 
 def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keyword arguments that are (structures of) arrays, and the others, which are constants in a program."""
+    """Return the keyword arguments that are (structures of) arrays, and the others: the constants of a program."""
     if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or {}):
         raise UsageError(f"Cannot use kwargs={kwargs!r:.60}: expected a dictionary of keyword arguments of call")
     found = dict(kwargs or {})

@@ -85,7 +85,7 @@ class Collective:
     count: int = 1
     """How often the instruction runs in one step. In a loop, it runs as often as the body of the loop."""
     inside: _Inside = ""
-    """``loop`` if it is in a loop of unknown length (counted once), ``branch`` if it is in a branch that may not run."""
+    """``loop`` if it is in a loop of unknown length, counted once; ``branch`` if it is in a branch that may not run."""
     source: str = ""
     """JAX's name of the operation of the model that needs the collective; empty if XLA added it."""
 

@@ -78,7 +78,7 @@ def misplaced_by_id(model: Any, choice: LayoutChoice, devices: Sequence[Any]) ->
 
 
 def misplaced(path: str, array: Any, layout: Layout, devices: Sequence[Any]) -> Misplaced | None:
-    """Return how an array's shards differ from those of ``layout``, or ``None`` if every device has its planned part."""
+    """Return how an array's shards differ from ``layout``, or ``None`` if every device has its planned part."""
     shape, shards = tuple(array.shape), array.addressable_shards
     nbytes = layout.bounds(shape)[0].size * array.dtype.itemsize
     # Only this process's shards can be read; the other processes check theirs.

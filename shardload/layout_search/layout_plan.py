@@ -53,18 +53,18 @@ class LayoutPlan:
     """The variables with their layouts, in the order of ``model.variables``."""
     device: DeviceBytes
     device_memory_bytes: int | None
-    """The limit of memory per device that the plan keeps. ``None``: no limit; the plan has the least time x memory."""
+    """Most bytes per device that the plan may need. ``None`` if there is no limit: time x memory is then minimised."""
     step_s: float
     """Estimated seconds of one step, without the work that takes the same time under every plan."""
     exchanges: tuple[PlannedExchange, ...]
     decisions: tuple[Decision, ...]
     constants: Mapping[str, Any]
-    """The rates with which costs were estimated: the fields of `Hardware`, by name."""
+    """The rates of `Hardware` with which costs were estimated, by the names of its fields."""
     notes: tuple[str, ...] = ()
     compiled: CompiledCheck | None = None
     """Memory and collectives of the planned step as XLA compiled it; ``None`` if it was not compiled."""
     numbers: ComparedNumbers | None = None
-    """How the results of a sample batch under the plan differ from those of one device; ``None`` if not compared."""
+    """How results of a sample batch under the plan differ from one device's results; ``None`` if not compared."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class LayoutPlan:
         return ((v, Layout(self.mesh, v.spec)) for v in self.variables)
 
     def why(self, path: str) -> str:
-        """Explain the layout of a variable: its reason, and the decisions about its dims.
+        """Return a text that explains the layout of a variable: its reason, and the decisions about its dims.
 
         Args:
             path: Its path, or one of `names`; a path that several variables have explains all of them.
@@ -130,7 +130,7 @@ class LayoutPlan:
         return "\n".join(lines)
 
     def summary(self, *, ascii_only: bool = False) -> str:
-        """Return the plan as text for people: memory used of the limit, collectives, and each different layout."""
+        """Return the plan as text for people: memory and its limit, collectives, and layouts of variables."""
         picture = self._picture()
         milliseconds = float(f"{self.step_s * 1e3:.4g}")  # an estimate: four digits, and no exponent
         rates = ", ".join(f"{name} {rate:g}" for name, rate in self.constants.items() if isinstance(rate, float | int))

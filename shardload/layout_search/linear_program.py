@@ -160,7 +160,7 @@ class _Model:
                     self._rows.append(({column: 1.0}, 0.0, 0.0))
 
     def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
-        """Return each way to split some dim groups over axes (an `Assignment`), with the column of its share variable."""
+        """Return every way to split some dim groups over axes, each an `Assignment` and the column of its share."""
         dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
         if dim_groups in self._shares:
             return self._shares[dim_groups]
@@ -255,7 +255,7 @@ MOMENTS = 4
 
 
 def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
-    """Return the best solution under a memory limit, preceded by the `Demand` (goal and limits) that the solver was given.
+    """Return the best solution under a memory limit, preceded by the `Demand` (goal and limits) of the solver for it.
 
     Without a limit of bytes on each device, the product of step time and bytes of weights is minimised.
     """

@@ -38,14 +38,14 @@ class Slot:
     """Bytes of the whole array."""
     follows: _SplitBy
     """How the slot is split. ``weight``: like its weight. ``rows``: along dim 0, into as many parts as its weight, if
-    that is even. ``nothing``: it is whole on every device."""
+    they are equal. ``nothing``: the slot is whole on every device."""
     spread: SlotSpread | None = None
-    """How the slot is split over more axes than its weight, by `shard_optimizer` or its optimizer; ``None`` if not."""
+    """How the slot is split over more axes than its weight, by `shard_optimizer` or the optimizer; else ``None``."""
     even: bool = False
-    """Whether rows that the number of parts does not divide are an error; if not, such a slot stays whole."""
+    """Whether it is an error if the number of parts does not divide the rows; otherwise the slot stays whole."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether a weight may have this layout: ``False`` if the slot must be even and its rows would not divide."""
+        """Whether a weight may have this layout: not if the slot's rows must divide evenly, and would not."""
         return not self.even or self.shape[0] % math.prod(layout.parts) == 0
 
     def device_bytes(self, layout: Layout) -> float:
@@ -69,7 +69,7 @@ class OptimizerMemory:
     slots: Mapping[int, tuple[Slot, ...]] = field(default_factory=dict)
     """The arrays that the optimizer keeps for each weight, by ``id(weight)``."""
     update_bytes: int = 0
-    """Bytes that an update needs on every device in addition, under any layout; 0 for one that gathers nothing."""
+    """Bytes that an update needs on every device besides ``slots``, under any layout; 0 if it gathers nothing."""
 
 
 def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemory:

@@ -87,7 +87,7 @@ def _notes(model: Any, problem: Problem, inputs: Any, batch_axis: str) -> Iterat
 
 
 def _cached_per_token(backbone: Any) -> int | None:
-    """Return how many numbers a backbone's KV cache has per token; ``None`` if layers differ or it does not say."""
+    """Return how many numbers a backbone's KV cache has per token; ``None`` if layers differ or this is unknown."""
     if any(hasattr(backbone, name) for name in ("num_kv_shared_layers", "linear_num_key_heads")):
         return None
 

@@ -14,7 +14,7 @@ _Record_co = TypeVar("_Record_co", covariant=True)
 
 
 class PlanCheck(Protocol[_Record_co]):
-    """The result of a check of a plan, such as a `shardload.parallel.CompiledStep`."""
+    """What checking a plan results in, such as a `shardload.parallel.CompiledStep`."""
 
     @property
     def mesh(self) -> MeshSpec:
@@ -63,8 +63,8 @@ class Decision:
     dims: tuple[str, ...]
     """The dims in the group, each as the variable's name (`LayoutPlan.names`) and an index: ``dense/kernel[1]``."""
     opposite_s: float | None
-    """Seconds that a step takes longer with the opposite decision. Negative where it is faster, but needs more memory
-    than that is worth; ``None`` where the opposite exceeds the memory limit, or contradicts other decisions."""
+    """Seconds that a step takes longer with the opposite decision. Negative if the step is faster, but not by enough
+    for the memory it needs. ``None`` if the opposite exceeds the memory limit, or contradicts other decisions."""
 
     def line(self, *, limited: bool) -> str:
         """Return the decision as a line of text; ``limited`` says whether the plan had to keep a memory limit."""
@@ -101,7 +101,7 @@ class DeviceBytes:
     gradients: int
     slots: int
     activations: int
-    """Bytes of activations. If an optimizer's update needs more than that in addition to its state, those bytes."""
+    """Bytes of activations, or the bytes that an optimizer's update needs in addition to its state if they are more."""
 
     @property
     def total(self) -> int:
@@ -132,10 +132,10 @@ class CompiledCheck:
     argument_bytes: int
     temporary_bytes: int
     collectives: Mapping[str, tuple[int, int]]
-    """For each kind, such as ``all-gather``, the number of collectives in a step, and the bytes of all results."""
+    """For each kind of collective, such as ``all-gather``, how many run in a step, and the bytes of their results."""
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = field(default=())
-    """Plans that were compiled before this one and rejected, because a step needed more memory than the limit."""
+    """Plans that were compiled before this one, and rejected because their steps needed more memory than the limit."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CompiledCheck:
@@ -145,7 +145,7 @@ class CompiledCheck:
         return cls(**{**data, "collectives": collectives, "notes": tuple(data["notes"]), "attempts": attempts})
 
     def line(self, limit: int | None) -> str:
-        """Return the check as a line of text: memory used of the limit, and collectives."""
+        """Return the check as a line of text: memory, ``limit`` if there is one, and collectives."""
         of = f" of {format_bytes(limit)}" if limit is not None else ""
         done = ", ".join(f"{plural(n, kind)} of {format_bytes(b)}" for kind, (n, b) in self.collectives.items())
         tried = f"; before it, {', '.join(map(str, self.attempts))}" if self.attempts else ""
@@ -159,7 +159,7 @@ class ComparedNumbers:
     results: int
     """Number of outputs, losses, gradients and variables that were compared."""
     wrong: tuple[str, ...]
-    """Names of results that differ from one device by more than rounding, or cannot be compared."""
+    """Names of results that differ from one device's result by more than rounding, or cannot be compared."""
     largest_share: float
     """The largest ratio, over all results, of the difference from one device to the difference that rounding explains.
     Infinite ratios are left out; their results are in ``wrong``."""
@@ -168,7 +168,7 @@ class ComparedNumbers:
     misplaced: tuple[str, ...]
     """Paths of variables whose shards are not the planned ones."""
     device_bytes: int
-    """Bytes of the compared variables on each device."""
+    """Bytes of the compared variables on each device, as planned."""
 
     @property
     def ok(self) -> bool:

@@ -24,7 +24,7 @@ from shardload.units import format_bytes
 _WIDTH = 40
 """Width of a full bar in the text picture, in characters."""
 _NAME_WIDTH = 56
-"""Width of the column of names, in characters; a longer name moves the next columns of that line to the right."""
+"""Width of the column of names, in characters. A longer name moves the rest of its line to the right."""
 _PARTS = ("weights", "gradients", "slots", "activations")
 """The fields of `DeviceBytes` that a picture shows as parts of a device's memory."""
 

@@ -158,7 +158,7 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
 def _carried(
     program: Program, value: Value, new: tuple[int, ...], olds: list[int], news: list[int]
 ) -> tuple[int, int, int] | None:
-    """Return which old dim of a reshaped block may stay split as which new dim, and the node of the new dim.
+    """Return an old dim of a reshaped block, the new dim that may be split as the old one is, and the new dim's node.
 
     8 query heads become (4 groups, 2 heads each), as for grouped-query attention. Over 2 or 4 devices the groups are
     split like the heads. Over 8 devices, groups and heads are split together, which XLA does without communication: the

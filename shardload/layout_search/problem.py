@@ -24,9 +24,9 @@ from shardload.sharding.layout import Layout, Spec
 from shardload.sharding.mesh import MeshSpec
 
 _LEAST_DECIDED_BYTES = 1 << 10
-"""A search makes no decision about dims that only smaller variables have, such as seeds and scalars of layers."""
+"""A search makes no decision about dims that only variables of fewer bytes have, such as seeds of layers."""
 _ROUNDS = 3
-"""How far groups are compared: two are alike if all operations up to this many steps away from each are alike."""
+"""How far groups are compared. Two are alike if the operations at most so many operations away from each are alike."""
 Assignment = tuple[int | None, ...]
 """For each mesh axis, in the order of the mesh, the dim group that the axis splits, or ``None`` if it splits none."""
 
@@ -44,7 +44,7 @@ class Hardware:
     link_bytes_per_s: float = 4.5e10
     """Bandwidth of the links along each axis that has no entry in ``axis_bytes_per_s``."""
     latency_s: float = 1e-6
-    """Seconds that each step of a collective takes at least; a ring of k devices takes k - 1 steps."""
+    """Least seconds for each of the steps in which a collective sends data. A ring of k devices has k - 1 steps."""
     axis_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingUse:
-    """Sizes of a lookup in an embedding, if it is the only lookup in that embedding in a step."""
+    """Sizes of a lookup of rows in an embedding that a step looks up in only once."""
 
     dim: int
     """The dim of the embedding that indices refer to."""
@@ -138,7 +138,7 @@ class WeightKind:
     """Sizes of the lookup, if a step looks up rows of the variable exactly once; else ``None``."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether a layout splits the variables evenly, and so those of their slots that must be even."""
+        """Whether a layout splits the variables evenly, and also each of their slots that must be split evenly."""
         return layout.divides(self.shape) and all(slot.allows(layout) for slot in self.slots)
 
     def slot_bytes(self, layout: Layout) -> float:
@@ -148,14 +148,14 @@ class WeightKind:
 
 @dataclass(frozen=True, slots=True)
 class WorkKind:
-    """Operations that cost the same under every plan: the same work, exchanges and dim groups."""
+    """Operations with the same work, collectives and dim groups, so that they cost the same under every plan."""
 
     name: str
     dim_groups: tuple[int, ...]
     flops: float
     nbytes: float
     exchanges: tuple[Exchange, ...]
-    """Collectives that a split causes. In them, ``group`` and ``dims`` are dim groups, where `Exchange` has nodes."""
+    """Collectives that a split causes. Their ``group`` and ``dims`` hold numbers of dim groups, and not nodes."""
     count: int = 0
 
 
@@ -169,14 +169,13 @@ class Problem:
     dim_group_of: Mapping[int, int]
     """The number of the dim group to which each group of the traced program belongs."""
     length: Mapping[int, int]
-    """For each dim group, the greatest common divisor of the lengths of its dims, which the number of parts must
-    divide."""
+    """For each dim group, the greatest common divisor of its dims' lengths. The number of parts must divide it."""
     weights: tuple[WeightKind, ...]
     work: tuple[WorkKind, ...]
     conflicts: frozenset[frozenset[int]]
     """Pairs of dim groups that occur in one tensor: an axis can split only one of the two."""
     pinned: Mapping[str, int]
-    """The dim group of the batch, by the axis that splits it under every plan; empty if the split would be uneven."""
+    """From the axis that splits the batch under every plan to the batch's dim group; empty if it does not divide."""
     update_bytes: int = 0
     """Bytes that the optimizer's update needs on every device in addition to its state (see `OptimizerMemory`)."""
     candidates: tuple[tuple[int, str], ...] = ()
@@ -281,7 +280,7 @@ def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, s
 
 
 def _dim_groups(traced: Traced) -> dict[int, int]:
-    """Number the groups of a program: groups that operations and weights use alike are one dim group with one number.
+    """Return the number of each group's dim group. Groups that operations and weights use alike are one dim group.
 
     This is colour refinement on the graph of groups, weights and operations, for `_ROUNDS` rounds. Groups
     that are alike but meet in one tensor are kept apart.
@@ -317,7 +316,7 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
 
 
 def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Return the groups of an operation's dims, and a tuple of its other properties, equal for operations alike."""
+    """Return the groups of an operation's dims, and a tuple of its other properties, to find operations like it."""
     dims = [program.group(n) for n in op.dims]
     exchanges = []
     for e in op.exchanges:

@@ -70,14 +70,14 @@ class Exchange:
     kind: CollectiveKind
     group: int
     nbytes: int
-    """Bytes of the whole result. A device has fewer of them if axes split ``dims``. Those of a collective-permute count
-    all shards."""
+    """Bytes of the whole result. A device has fewer bytes if axes split ``dims``. For a collective-permute, bytes of
+    all shards are counted."""
     dims: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Arithmetic and memory traffic of one primitive. A split of one of ``dims`` divides both over devices."""
+    """Arithmetic and memory traffic of one primitive. A split of one of ``dims`` divides the work over devices."""
 
     name: str
     dims: tuple[int, ...]
@@ -104,7 +104,7 @@ class Program:
     """The groups, operations and values of one traced program."""
 
     divisors: tuple[int, ...]
-    """Sizes of the mesh axes."""
+    """Sizes of the mesh axes. An axis can split a dim if its size divides the dim's length."""
     operations: list[Operation] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     tensors: set[tuple[int, ...]] = field(default_factory=set)
@@ -114,7 +114,7 @@ class Program:
     """Nodes of dims that an operation slices, or joins from slices. A search splits none of them: XLA would move slices
     between devices in ways that the cost model does not know."""
     members: dict[int, int] = field(default_factory=dict)
-    """Group of a dim that counts groups of heads (grouped-query attention) → node of the dim of all heads."""
+    """From the group of a dim that counts head groups (grouped-query attention) to the node of the dim of all heads."""
     unknown: Counter[str] = field(default_factory=Counter)
     """How often each primitive occurs that has no rule in `primitives`."""
     clock: int = 0
@@ -191,7 +191,7 @@ class Program:
         return made
 
     def store(self, *values: Value) -> None:
-        """Record that values need buffers: from birth to last use, they count as activations."""
+        """Record that values need buffers: they count as activations from when they are made to their last use."""
         for value in values:
             value.root.stored = True
 
@@ -210,7 +210,7 @@ class Program:
     def work(
         self, name: str, dims: Sequence[int], *, flops: float = 0, nbytes: float = 0, exchanges: Sequence[Exchange] = ()
     ) -> None:
-        """Record an operation, as often as the enclosing loops repeat it."""
+        """Record an operation, counted as often as the loops around it repeat it."""
         n = self._repeat
         # A dim of length 1 is never split, so it causes no exchange.
         grown = tuple(Exchange(e.kind, e.group, e.nbytes * n, e.dims) for e in exchanges if e.group != UNSPLIT)
@@ -230,7 +230,7 @@ class Program:
                 self.work(why, value.dims, exchanges=(gather,))
 
     def heads_of(self, groups: int) -> int | None:
-        """Return the node of the dim of all heads, given that of a dim that counts groups of heads (`members`)."""
+        """Return the node of the dim of all heads for the node of a dim that counts groups of heads (`members`)."""
         return self.members.get(self.group(groups))
 
     def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
@@ -265,5 +265,5 @@ class Program:
             self._repeat = before
 
     def can_follow(self, outer: int, inner: int) -> bool:
-        """Whether each mesh axis that divides length ``outer`` also divides ``inner``: both can be split alike."""
+        """Whether dims of two lengths can be split alike: each axis that divides ``outer`` also divides ``inner``."""
         return all(inner % k == 0 for k in self.divisors if k > 1 and outer % k == 0)

@@ -38,7 +38,7 @@ _VALUES_NEEDED = (
     "Its call reads values of tensors (float(), if, NumPy), but a search has only shapes. Use keras.ops (where, cond), "
     "which jit_compile=True needs as well"
 )
-"""Advice in the error for a model that cannot be traced because its call reads values; else it is `_OTHER_INPUTS`."""
+"""Advice in the error if a model cannot be traced because its call reads values; other errors say `_OTHER_INPUTS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,12 @@ def _spec(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def rows_of(inputs: Any) -> set[int]:
-    """Return the different numbers of rows (lengths of the first dim) among the inputs."""
+    """Return the numbers of rows (lengths of the first dim) that the inputs have, each number once."""
     return {leaf.shape[0] for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())}
 
 
 def check_rows(model: Any, inputs: Any, batch: int | None) -> None:
-    """Check that a requested batch is the number of rows of at least one input."""
+    """Raise unless at least one input has as many rows as the requested batch."""
     check_no_iterator("inputs", inputs)
     rows = rows_of(inputs)
     if batch is not None and rows and batch not in rows:

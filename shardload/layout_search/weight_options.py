@@ -25,8 +25,8 @@ from shardload.layout_search.program import CollectiveKind
 from shardload.sharding.layout import Layout, Spec
 
 LEAST_STORED_BYTES = 1 << 16
-"""Smaller variables are not split in storage and gathered before use, because the gather would cost more than the split
-saves. They are stored split only if nothing fits otherwise (`Demand.small`)."""
+"""Variables of fewer bytes are not split in storage, because gathering them before use would cost more than the split
+saves. They are stored split only if no solution fits otherwise (`Demand.small`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Co
 
 @dataclass(frozen=True, slots=True)
 class WeightExchange:
-    """Collectives for one weight: gathers, if it is stored split, or what moving the batch to its rows changes."""
+    """Collectives for one weight: gathers if it is stored split, or what changes if the batch moves to its rows."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     count: int
-    """How often a step runs the collective. If it is saved, count, bytes and seconds are negative."""
+    """How often a step runs the collective. Negative, like bytes and seconds, if the step runs it less often."""
     nbytes: float
-    """Bytes of the result on each device."""
+    """Bytes of the results on each device."""
     seconds: float
     """Seconds of all ``count`` runs."""
 

@@ -48,8 +48,8 @@ class Sized:
     nbytes: int
     """Bytes of the whole matrix and its state."""
     is_split: bool
-    """Whether the matrix and its state are split over all devices; others are not dealt out, as their results would
-    have to be gathered again."""
+    """Whether the matrix and its state are split over all devices. Only then is it dealt out: otherwise its results
+    would have to be gathered again."""
     kind: Hashable
     """Everything else that the update of a matrix depends on."""
 
@@ -59,7 +59,7 @@ class Batch:
     """Matrices that are updated at the same time."""
 
     places: tuple[int, ...]
-    """Positions of the batch's matrices among all. If dealt out to k devices, each device gets every k-th of them."""
+    """Positions of the batch's matrices among all matrices. If dealt out to k devices, each device gets every k-th."""
     is_dealt: bool
     """Whether each matrix is whole on one device only, which updates it; otherwise all are whole on all devices."""
 
@@ -72,7 +72,7 @@ class Deal:
     factors: tuple[int, ...]
     """Positions of the factors of this size among all factors."""
     hands: tuple[tuple[int, ...], ...]
-    """For each device, the factors that it decomposes, as positions in ``factors``; numbers differ by at most one."""
+    """For each device, the factors that it decomposes, as positions in ``factors``. Lengths differ by at most one."""
 
 
 def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
@@ -103,7 +103,7 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
-    """Decide which device decomposes which factors: equal numbers of each size, then evenly by work."""
+    """Decide which device decomposes which factors: all get equally many of each size; the rest is dealt by work."""
     load = [0] * devices
     found = []
     # Largest first, so that smaller factors even out what is left over of larger ones.
@@ -161,7 +161,7 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 
 def _picked(group: Deal, cards: slice, axes: tuple[str, ...]) -> Array:
-    """Return the slice ``cards`` of this device's hand, as positions in ``group.factors``; -1 fills shorter hands."""
+    """Return a slice of the factors that this device decomposes, as positions in ``group.factors``, padded with -1."""
     # All devices run one program: each looks up its own row in a constant.
     hands = [hand[cards] for hand in group.hands]
     longest = max(map(len, hands))
@@ -177,7 +177,7 @@ def _at(places: Array, stack: Array, old: Eigenpairs) -> tuple[Array, Eigenpairs
 def _rest(
     group: Deal, share: int, stack: Array, old: Eigenpairs, decompose: _Decompose, *, axes: tuple[str, ...]
 ) -> Eigenpairs:
-    """Decompose the factors left after equal shares, at most one per device; return their pairs in order of devices.
+    """Decompose the factors left after equal shares, at most one per device; return their eigenpairs, by device.
 
     An all-gather would also send padding from devices that have nothing. Instead, results are summed over devices that
     have zeros in all other places.

@@ -83,7 +83,7 @@ class JointPlan:
     frequency: int = 1
     """Factors are decomposed in step 1, step 1 + frequency, and so on."""
     decomposition: str = "eigh"
-    """``eigh``, or ``qr``: ``eigh`` only when a factor is first not 0, then one step of QR iteration each time."""
+    """``eigh`` each time; or ``qr``: ``eigh`` when a factor is first not 0, then one step of QR iteration each time."""
     dealt: bool = True
     """Whether each decomposition runs on one device of the mesh, not on all of them."""
 
@@ -333,7 +333,7 @@ class Counts:
     skipped_steps: int
     """Steps whose gradients were not finite: they changed nothing."""
     kept_eigenpairs: int
-    """Factors that kept their old eigenpairs, because a decomposition or the factor itself was not finite."""
+    """How often a factor kept its old eigenpairs, because its decomposition or the factor itself was not finite."""
 
 
 class WholeState(NamedTuple):

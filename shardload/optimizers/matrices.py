@@ -40,7 +40,7 @@ class MatrixView:
     rows: tuple[int, ...]
     """The dims that form the rows, slowest first."""
     has_left: bool = True
-    """Whether the rows have a factor; otherwise their side is the identity."""
+    """Whether the rows have a factor L; otherwise the identity takes the place of L."""
     has_right: bool = True
 
     @property
@@ -55,7 +55,7 @@ class MatrixView:
 
     @property
     def factor_sides(self) -> tuple[int | None, int | None]:
-        """Length of each factor, (left, right); `None` for a side that is the identity."""
+        """Numbers of rows of the factors L and R; `None` if the identity takes the place of the factor."""
         rows, columns = self.sides
         return rows if self.has_left else None, columns if self.has_right else None
 

@@ -219,7 +219,7 @@ class REKLS(JointOptimizer):
 
     @property
     def needs_even_state(self) -> bool:
-        """Whether factors that the devices do not divide are refused, rather than replicated."""
+        """Whether a factor that does not divide into as many parts as its variable is an error, not replicated."""
         return self.options.uneven == "error"
 
     @property

@@ -36,7 +36,7 @@ class Eigenpairs(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """What belongs to the rows and to the columns of a matrix; `None` for a side that is the identity."""
+    """A pair for the rows and the columns of a matrix, such as L and R; `None` for a side that has no factor."""
 
     left: Any
     right: Any
@@ -61,9 +61,9 @@ class Settings:
     decay: str = "decoupled"
     skip_first_update: bool = True
     starts_at_rms: bool = False
-    """Whether eigenvalues that are all 0, as before the first step, count as the root mean square of the gradient."""
+    """Whether the gradient's root mean square replaces eigenvalues that are all 0, as before the first step."""
     relative_epsilon: float = 0.0
-    """Smallest divisor, as a share of the mean eigenvalue."""
+    """Least number that `divisors` returns for an eigenvalue, as a share of the mean eigenvalue."""
     limits_updates: bool = False
     """Whether elements of U are clipped to `largest_update`."""
     rank_tolerance: float = 0.0
@@ -161,7 +161,7 @@ def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
 
 
 def _orthogonalised(images: Array) -> tuple[Array, Array]:
-    """Return orthonormal columns for the images (..., n, n) of eigenvectors, and which of them are noise.
+    """Return the images (..., n, n) of eigenvectors made orthonormal, and which of these columns are noise.
 
     An image that depends on those before it leaves noise, of which those after it would get a share. So it goes last.
     """
@@ -257,7 +257,7 @@ def adam(moments: Moments, gradient: Array, step: Array, settings: Settings) -> 
 
 
 def active(pairs: Sides, settings: Settings) -> Array:
-    """Return which coordinates (m, n) of the eigenbases the gradients have reached; the others contain rounding noise.
+    """Return in which coordinates (m, n) of the eigenbases gradients were more than rounding noise, as booleans.
 
     Both eigenvectors of such a coordinate have eigenvalues of at least `rank_tolerance` times the largest.
     """

@@ -42,7 +42,7 @@ AdamwFor = Sequence[str] | Callable[[Any], bool]
 RMS = "rms"
 """Value of ``init_factor`` that stands for the root mean square of each matrix's first gradient."""
 WHOLE_BYTES = 1 << 30
-"""Default of ``whole_bytes``: less than a device's share of a large model's state, enough for a whole small model."""
+"""Default of ``whole_bytes``: enough for a small model, and less than a device's share of a large model's state."""
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """Least number that float32 has in full precision."""
 _BFLOAT16_NOISE = 2.0**-8
@@ -137,7 +137,7 @@ class Options:
 
     @property
     def least_share(self) -> float:
-        """Smallest eigenvalue of an active direction, as a share of the largest."""
+        """Smallest eigenvalue of a direction in which W moves, as a share of the largest eigenvalue."""
         # Smaller eigenvalues of a factor in bfloat16 are rounding noise of the factor itself.
         is_exact = self.factor_dtype == "float32" or not self.rank_tolerance
         return self.rank_tolerance if is_exact else max(self.rank_tolerance, _BFLOAT16_NOISE)
@@ -283,7 +283,7 @@ def start_of_slot(slot: str, options: Options) -> Any:
 
 
 def _split_state(variable: Variable, own: NamedSharding | None, side: int, options: Options) -> NamedSharding | None:
-    """Return the sharding of a factor, as `along_first`; with ``uneven="error"``, raise where that would replicate."""
+    """Return the sharding of a factor by `along_first`; with ``uneven="error"``, raise if it would be replicated."""
     if own is None:
         return None
     layout = Layout.of_spec(mesh_spec(own.mesh), own.spec, len(variable.shape))
@@ -299,7 +299,7 @@ def _split_state(variable: Variable, own: NamedSharding | None, side: int, optio
 
 
 def along_first(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a factor or its eigenpairs: dim 0 split over the variable's axes, else replicated."""
+    """Return the layout of a factor or eigenpairs: dim 0 split over the variable's axes if even, else replicated."""
     # Along one dim, whatever dims of the variable the axes split: a factor's rows mix several of those.
     axes = tuple(axis for split in layout.spec for axis in split)
     found = Layout(layout.mesh, (axes, *((),) * (len(shape) - 1)))

@@ -124,7 +124,7 @@ def _place(slot: Any, weight: Any, axes: Sequence[str]) -> SlotLayout:
 
 
 def _others(optimizer: Any, mesh: MeshSpec) -> list[SlotLayout]:
-    """Return the layouts of state without the shape of a weight, such as Adafactor's rows; it is never spread."""
+    """Return the layouts of state that has no weight's shape, such as Adafactor's rows. Such state is never spread."""
     # Keras creates these without a reference to a weight, so there is no layout to spread.
     slots = {id(slot) for slot, _ in optimizer_slots.slots_in(optimizer)}
     others = [v for v in optimizer.variables if id(v) not in slots and len(v.shape)]
@@ -149,7 +149,7 @@ class SlotLayout:
     nbytes: int
     """Bytes of the whole value."""
     before: Layout
-    """The layout of the weight, which the slot has as well unless it is spread."""
+    """The layout of the weight. The slot has the same layout unless it is spread."""
     after: Layout
     why: str = ""
     """Why an axis does not split the slot; empty if every axis does."""
@@ -194,7 +194,7 @@ class SlotReport:
 
     @property
     def not_spread(self) -> tuple[SlotLayout, ...]:
-        """Slots that an axis could not split; each says why."""
+        """Slots that are not split over all of ``axes``; ``why`` of each slot says the reason."""
         return tuple(slot for slot in self.slots if slot.why)
 
     @property

@@ -78,7 +78,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return self.inner_optimizer
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Create the slots, split as the weights are and over further axes."""
+        """Create the slots, split over the axes that split their weights and over further axes."""
         if self.built:
             return
         # A load creates slots without values, to fill them on the mesh that it brings: `state_layouts` knows it.

@@ -146,7 +146,7 @@ def tensor_parallel_mesh(device_count: int) -> MeshSpec:
 # ---- does it fit? ------------------------------------------------------------------------------------
 
 _RESERVED_SHARE = 0.1
-"""Fraction of device memory reserved for activations, the generation cache and the runtime; a lower bound."""
+"""Fraction of device memory kept free of weights, for activations, the generation cache and the runtime, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class MeshFit:
     device_bytes: int
     """Bytes of weights on each device."""
     usable_bytes: int
-    """Memory of a device without the part that is reserved for other than weights."""
+    """Bytes of a device's memory that weights may use; the rest is reserved for activations and the runtime."""
 
     @property
     def fits(self) -> bool:
@@ -213,11 +213,11 @@ def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto")
 # ---- compiled searches -------------------------------------------------------------------------------
 
 _ATTEMPTS = 4
-"""How many plans are compiled before the search gives up."""
+"""How many plans are compiled at most; if none of their steps fits, the search gives up."""
 _HEADROOM = 0.99
-"""Further factor on the limit for the next attempt, so that it does not miss the real limit by a rounding error."""
+"""The limit of the next search is multiplied by this, so that its compiled step does not just exceed the real limit."""
 _ROUNDING = 1.005
-"""Factor on the least memory that a search found, to find that plan again despite the tolerance of the solver."""
+"""To find the plan of least memory again despite the solver's tolerance, the limit is its memory times this factor."""
 
 _WHOLE_GRADIENTS = (
     "XLA for CPU adds up whole gradients of weights that are stored split; XLA for accelerators does not. In Python, "
@@ -299,7 +299,7 @@ def search_compiled(
 def first_that_fits(
     searched: _PlanForLimit, compiled: Callable[[LayoutPlan], CompiledStep], limit: int | None
 ) -> CheckedPlan:
-    """Search and compile until a compiled step keeps the limit."""
+    """Search a plan and compile its step, with ever lower limits, until a compiled step needs at most ``limit``."""
     plan, attempts = _first(searched, limit), list[Attempt]()
     while True:
         step = compiled(plan)
@@ -322,7 +322,7 @@ def first_that_fits(
 
 
 def _first(searched: _PlanForLimit, limit: int | None) -> LayoutPlan:
-    """Return the plan for a limit; where the estimate says that none fits, the one that needs least."""
+    """Return the best plan for a memory limit, or the plan that needs least memory if none is estimated to fit."""
     try:
         return searched(limit)
     except DoesNotFitError as error:
@@ -338,7 +338,7 @@ def _first(searched: _PlanForLimit, limit: int | None) -> LayoutPlan:
 
 
 def _next(searched: _PlanForLimit, plan: LayoutPlan, step: CompiledStep, limit: int) -> LayoutPlan | None:
-    """Search with a limit lowered as far as the last estimate was too low; return ``None`` if no plan needs less."""
+    """Search again, with a limit lowered by the error of the last estimate; return ``None`` if no plan needs less."""
     try:
         found: LayoutPlan | None = searched(int(plan.device.total * limit / step.total_bytes * _HEADROOM))
     except DoesNotFitError as error:
@@ -348,7 +348,7 @@ def _next(searched: _PlanForLimit, plan: LayoutPlan, step: CompiledStep, limit: 
 
 
 def _least(searched: _PlanForLimit, error: DoesNotFitError) -> LayoutPlan | None:
-    """Search again for the plan that needs least memory, whose bytes the error of the last search reports."""
+    """Search again for the plan that needs least memory. The error of the last search says how many bytes it needs."""
     try:
         return searched(int(error.least_bytes * _ROUNDING))
     except DoesNotFitError:

@@ -108,7 +108,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         self.devices: tuple[Any, ...] = found
         """`jax.Device`s in mesh order."""
         self.device_memory_bytes = device_memory_bytes
-        """Bytes on each device that the plans of a search need at most."""
+        """Most bytes on each device that a plan may need, if layouts are found by a search."""
         self.batch = batch
         """Rows of the batch that a search plans for, where `shard` gets no sample inputs."""
         self.layout_of_models = layout

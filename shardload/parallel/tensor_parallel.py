@@ -63,11 +63,11 @@ class ParallelismInfo(TypedDict):
     weight_bytes: int
     """Bytes of all weights, each counted once."""
     weight_bytes_per_device: int
-    """Bytes of weights on the device that has most of them, counted on the device."""
+    """Bytes of weights that were found on the device that has most of them."""
     other_bytes_per_device: int
     """Bytes of optimizer slots and metrics on the device that has most."""
     fallbacks: list[str]
-    """Variables that did not get their rule's layout, and why."""
+    """For each variable that did not get the layout of its rule, a line that says why."""
 
 
 def _of_model(name: str) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
 
     # A flag rather than isinstance: packages below this one cannot import the class.
     is_its_model = True
-    """Tells functions of this package, such as `shardload.restore`, to work on the plain model."""
+    """Tells functions of this package, such as `shardload.restore`, to work on the plain model in ``model``."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         distribution = AutoShardDistribution(mesh_for(layout, len(devices)), layout, devices=devices)
         distribution.shard(model)
         self.distribution = distribution
-        """The `AutoShardDistribution` that the model is sharded by."""
+        """The `AutoShardDistribution` that chose the layouts of the model and moved its values there."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped model, and return its result."""

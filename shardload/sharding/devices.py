@@ -64,7 +64,7 @@ def mesh_of(found: Any) -> Any:
 
 
 def has_mesh(found: Any) -> bool:
-    """Whether an argument is a Keras distribution or layout map, not the class of one."""
+    """Whether an argument is a Keras distribution or LayoutMap, and not a class of them."""
     return hasattr(found, "device_mesh") and not isinstance(found, type)
 
 

@@ -43,7 +43,7 @@ def spec_from_axes(axes: Iterable[Any]) -> Spec:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A half-open box in the index space of a tensor, ``0 <= start <= stop``."""
+    """A box of indices of a tensor: in each dim, those from ``start`` up to, but not including, ``stop``."""
 
     start: tuple[int, ...]
     """First index in each dim."""
@@ -73,7 +73,7 @@ class Bounds:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index into a NumPy array."""
+        """The box as a tuple of slices, with which an array is indexed to get the entries in the box."""
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Bounds) -> Bounds | None:
@@ -84,7 +84,7 @@ class Bounds:
         return None if any(b <= a for a, b in zip(start, stop, strict=True)) else Bounds(start, stop)
 
     def relative_to(self, origin: tuple[int, ...]) -> Bounds:
-        """Return this box with its indices counted from ``origin`` instead of from 0."""
+        """Return this box with its indices counted from the index ``origin`` instead of from 0."""
         return Bounds(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -99,7 +99,7 @@ def _whole(shape: tuple[int, ...]) -> Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sharding of one variable over a mesh; an axis splits one dim at most."""
+    """The sharding of one variable over a mesh. Each mesh axis splits at most one dim."""
 
     mesh: MeshSpec
     spec: Spec
@@ -200,7 +200,7 @@ class Fallback:
 
 
 def spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> Layout:
-    """Return the layout that also splits over each of ``axes`` that divides a dim evenly, in this order.
+    """Return ``layout`` split further over those of ``axes``, in their order, that divide a dim evenly.
 
     An axis splits the largest dim that no axis splits yet, else it is the last axis of a dim that is split already,
     the one with the longest shards. An axis that divides none, or splits the variable already, changes nothing.
@@ -211,7 +211,7 @@ def spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> Layou
 
 
 def why_not_spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> str:
-    """Return why `spread` leaves out some of ``axes``, for people; empty if it uses all of them."""
+    """Return as text for people why `spread` leaves out some of ``axes``; empty if it uses all of them."""
     why = []
     for axis in axes:
         before, size = layout, layout.mesh.axis_size(axis)

@@ -104,7 +104,7 @@ class MeshSpec:
         return self.sizes[self.axes.index(axis)]
 
     def axis_kind(self, axis: str) -> _AxisKind:
-        """Return what an axis splits, by its name, else by its position."""
+        """Return what an axis splits: its name says so, or if the name is unknown, its position in the mesh."""
         if (known := _KINDS.get(axis.lower())) is not None:
             return known
         # Test for the last axis first, so that the only axis of a mesh is `model`.
@@ -113,7 +113,7 @@ class MeshSpec:
         return "batch" if axis == self.axes[0] else "fsdp"
 
     def axes_of(self, kind: _AxisKind) -> tuple[str, ...]:
-        """Return the axes of one kind, in order."""
+        """Return the names of the axes of one kind, in the order of the mesh."""
         return tuple(axis for axis in self.axes if self.axis_kind(axis) == kind)
 
     @property
