@@ -33,7 +33,7 @@ from shardload.keras_bridge.model_state import own_layers
 from shardload.units import plural
 
 _ROUNDINGS = 8
-"""How many roundings the sum of 64 independent ones is as large as: they add up like a random walk, and 8 = √64."""
+"""64 independent roundings add up to about 8 times the size of one: the sum grows like a random walk, and 8 = √64."""
 _SAMPLES = 3
 """How often weights are moved to measure rounding. One movement is not enough: it may hardly change a loss."""
 _MOST_SAMPLES = 15

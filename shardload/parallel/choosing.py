@@ -215,9 +215,9 @@ def smallest_mesh(model: Any, device_memory_bytes: int, *, layout: Any = "auto")
 _ATTEMPTS = 4
 """How many plans are compiled at most; if none of their steps fits, the search gives up."""
 _HEADROOM = 0.99
-"""The limit of the next search is multiplied by this, so that its compiled step does not just exceed the real limit."""
+"""Factor on the limit of the next search, so that its compiled step does not exceed the real limit by a little."""
 _ROUNDING = 1.005
-"""To find the plan of least memory again despite the solver's tolerance, the limit is its memory times this factor."""
+"""Factor on the least memory that a search found. As a limit, the product finds that plan despite solver tolerance."""
 
 _WHOLE_GRADIENTS = (
     "XLA for CPU adds up whole gradients of weights that are stored split; XLA for accelerators does not. In Python, "
