@@ -174,7 +174,7 @@ def test_unknown_class_asks_for_custom_objects(tmp_path):
 ESM = {"model_type": "esm", "position_embedding_type": "rotary"}  # for vocab_size transformers has no default
 REFUSED = {
     "unknown model type": ({"model_type": "rwkv"}, UnsupportedError, r"'rwkv'.*gemma3_text.*qwen2"),
-    "a field is missing": (ESM, SourceError, "has no 'vocab_size'"),
+    "a field is missing": (ESM, SourceError, "lacks 'vocab_size'"),
     "more layers than tensors": ({**LLAMA, "num_hidden_layers": 10**9}, SourceError, "num_hidden_layers=1000000000"),
 }
 

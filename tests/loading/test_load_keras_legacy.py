@@ -251,7 +251,7 @@ WRONG = {
     "a key twice": ('{"class_name": "Dense", "class_name": "Lambda"}', "cannot be read.*twice"),
     "nested": ('{"a":' * 2000 + "1" + "}" * 2000, "cannot be read"),
     "empty": ("{}", "no description of their model"),
-    "no class": ({"config": {}}, "has no 'class_name'|from its configuration"),
+    "no class": ({"config": {}}, "lacks 'class_name'|from its configuration"),
     "an unknown class": (sequential({"class_name": "Mine", "config": {"name": "m"}}), "Unknown layer: 'Mine'"),
     "no model": ({"class_name": "Dense", "config": {"name": "d", "units": 8}}, "describes a Dense"),
     "a module": (sequential({"class_name": "__builtins__", "config": {"name": "m"}}), "from its configuration"),
