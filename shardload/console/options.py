@@ -76,7 +76,7 @@ def size(text: str) -> int:
 
 
 def size_as_typed(text: str) -> str:
-    """Check an option's number of bytes and return its text unchanged: the API also checks for a missing unit."""
+    """Check that an option is a size, and return it as typed: the API parses it again, and refuses a missing unit."""
     size(text)
     return text
 

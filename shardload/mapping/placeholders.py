@@ -157,7 +157,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return _derived((self,), self.shape, wanted)
 
     def copy(self, order: Any = "C") -> Any:
-        """Return a view instead of a copy, because a copy would have the same values."""
+        """Return a view of the placeholder: its values never change, so no real copy is needed."""
         return self[...]
 
     def reshape(self, *shape: Any, order: Any = "C", copy: bool | None = None) -> Any:

@@ -229,7 +229,7 @@ def rotated(first: Array, old: Sides, new: Sides) -> Array:
 
 
 def decayed(weight: Array, rate: Array, settings: Settings, *, decays: bool) -> Array:
-    """Return W after weight decay, for the methods that change W and not the gradient."""
+    """Return the weight W after decay, if its kind shrinks W itself instead of adding to the gradient."""
     if not decays:
         return weight
     match settings.decay:

@@ -294,7 +294,7 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
 
 
 def _recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
-    """Return the numbers of damaged steps, as other steps recorded them; found without reading the steps' data."""
+    """Return the step numbers that the records of other steps list as damaged; reads the records only, no data."""
     return {step for info in steps for step in info.recorded.damaged}
 
 

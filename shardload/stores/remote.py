@@ -96,7 +96,7 @@ class RemoteObject:
 
     @property
     def n_bytes(self) -> int:
-        """See `shardload.stores.store.File`; determined when it is first needed."""
+        """Size of the file in bytes; the store is asked for it when it is first needed."""
         if (found := self._store.size(self._key)) is None:
             raise SourceNotFoundError(f"There is no file {self._store.shown(self._key)}. Check the address")
         return found

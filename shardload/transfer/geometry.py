@@ -231,9 +231,10 @@ def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tupl
 
 
 def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
-    """Cut a box into smaller ones, each a range of at most ``limit`` elements without a gap of ``skip`` or more.
+    """Cut a box of a tensor into smaller boxes, each of which spans at most ``limit`` elements of the tensor.
 
-    A range counts all elements of the tensor from the first to the last one of a box. Boxes are in address order.
+    A box spans all elements from its first to its last in memory; it has no gap of ``skip`` elements or more between
+    them. Boxes are in address order.
     """
     if 0 in whole.shape:
         return
