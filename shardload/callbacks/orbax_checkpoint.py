@@ -150,6 +150,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if not is_function(checkpointables):
             checked_items({} if checkpointables is None else checkpointables)
         self.data_iterator = data_iterator
+        self.compression, self.async_timeout_s, self.best_of = compression, async_timeout_s, best_of
         self.background_delete = background_delete
         self.save_decision = save_decision
         self.post_finalization = post_finalization
@@ -366,6 +367,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             ranks=self.save_freq != "epoch" or epoch_done,
             callbacks=self._others.record(),
         )
+        # Users may change the attributes of a callback between two saves.
+        self._saver.compression, self._saver.timeout_s = self.compression, self.async_timeout_s
         self._saver.save(
             self.model,
             record,

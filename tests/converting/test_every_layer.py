@@ -50,16 +50,13 @@ WITHOUT_WEIGHTS = {
 }  # fmt: skip
 """Also those with nothing but the state of a seed generator, which Keras does not save."""
 ELSEWHERE = {
-    "IntegerLookup": "needs TensorFlow; tests/loading/test_load_assets.py",
-    "StringLookup": "needs TensorFlow; tests/loading/test_load_assets.py",
-    "TextVectorization": "needs TensorFlow; tests/loading/test_load_assets.py",
+    **dict.fromkeys(("IntegerLookup", "StringLookup", "TextVectorization"), "needs TensorFlow; test_load_assets.py"),
     "FlaxLayer": "another library's, and a JaxLayer",
     "TFSMLayer": "another library's",
     "TorchModuleWrapper": "another library's, which stores computed values",
     "JaxLayer": "needs TensorFlow, and stores plain weights",
     "STFTSpectrogram": "in `spectrogram`",
-    "Layer": "abstract",
-    "Wrapper": "abstract",
+    **dict.fromkeys(("Layer", "Wrapper"), "abstract"),
     "Pipeline": "runs with TensorFlow, and has only layers without weights",
 }
 

@@ -215,8 +215,7 @@ def test_a_public_name_stands_in_one_module():
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
             for name in (getattr(target, "name", getattr(target, "id", None)) for target in targets):
                 found[name].add(module)
-    twice = {name for name, where in found.items() if len(where) > 1 and name and not name.startswith("_")}
-    assert twice == SHARED_NAMES
+    assert {n for n, where in found.items() if len(where) > 1 and n and not n.startswith("_")} == SHARED_NAMES
     assert not [name for name, n in classes.items() if n > 1]
 
 

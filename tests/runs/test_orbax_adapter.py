@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from callback_models import compiled, fit
 from keras.src.saving import saving_lib
 from orbax.checkpoint import v1 as ocp
 
+from shardload.callbacks import OrbaxCheckpoint
 from shardload.errors import SaveError, SourceError, UsageError
 from shardload.loaders import open_manifest
 from shardload.loaders.orbax import saving
@@ -145,7 +147,11 @@ def codecs(step):
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_compression_is_a_choice(tmp_path, compression):
     step = save(tmp_path, 0, {"pytree": {"z": jnp.zeros(1 << 18, jnp.float32)}}, compression=compression)
-    assert all(("zstd" in text) == (compression == "zstd") for text in codecs(step))
+    callback = OrbaxCheckpoint(tmp_path / "run")
+    callback.compression = compression  # an attribute that is changed after the callback was made counts, too
+    fit(compiled(), callback)
+    for path in (step, tmp_path / "run" / "4"):
+        assert all(("zstd" in text) == (compression == "zstd") for text in codecs(path))
     n_bytes = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
     assert (n_bytes > 1 << 20) == (compression == "none")
 
