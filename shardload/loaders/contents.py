@@ -1,8 +1,8 @@
-"""What format detection reads of files and folders, and how a name from an untrusted index becomes the path of a file.
+"""How format detection reads files and folders, and how a name from an untrusted index becomes the path of a file.
 
-A name must be plain (no separator, no ``..``), or a path of plain names where an index may list subfolders, and must
-resolve to a path inside the folder. Symbolic links may lead out of the folder in three cases, which people use:
-Hugging Face's cache, link farms, and stores that name files after their content::
+A name must be plain (no separator, no ``..``); an index may also list ``subfolder/name``. The file must be inside the
+folder. Symbolic links may lead out of it in three cases that are common: Hugging Face's cache, folders of links to
+files elsewhere, and stores that name files after their content::
 
     models--org--name/snapshots/<revision>/tokenizer.json -> ../../blobs/<digest>     blobs of the same repository
     farm/tokenizer.json -> /shared/gemma/tokenizer.json                               a file of the same name
@@ -10,14 +10,14 @@ Hugging Face's cache, link farms, and stores that name files after their content
 
 Any other link could make a private file public: a conversion would copy ``tokenizer.json -> ~/.ssh/id_rsa``.
 
-A file's name may say that it is one of several parts, in many spellings: a number, ``of``, and a number that ends a
-word, with nothing but separators between them::
+A file's name may say that it is one of several parts: the part's number, ``of``, and the number of parts. Separators
+may surround ``of``, and no letter or digit may follow the second number::
 
     model-00002-of-00003.safetensors            00002-of-00003.safetensors            model (2 of 3).safetensors
     model-00002-of-00003.fp16.safetensors       model-part2of3-Q4_K_M.gguf            model-00002-of-000163.safetensors
 
-The names of one checkpoint's parts differ in the first number only; a variant's parts (``.fp16``) are a checkpoint of
-their own. Either all parts are opened, or an error names the missing parts. A file that only seems to be a part
+The names of one checkpoint's parts differ in the first number only, so parts with ``.fp16`` are another checkpoint.
+Either all parts are opened, or an error names the missing ones. A file that only seems to be a part
 (``weights-3-of-5-epochs``) is refused too: loading half a checkpoint as if it were a whole one would be worse.
 """
 
@@ -49,7 +49,7 @@ _SPARSE = re.compile(r"spars|prun", re.IGNORECASE)
 _BROWSER = re.compile(r" ?\([0-9]+\)(?=\.\w+$)")
 """Matches the number that a browser adds to a file's name when it downloads the file again: ``model (1).gguf``."""
 _LABEL = re.compile(r"[\W_]*(part|shard|split|chunk|piece)?[\W_]*$", re.IGNORECASE)
-"""Matches separators, and a word such as ``part``, between the checkpoint's name and the part's number: ``-part``."""
+"""Matches what joins a checkpoint's name to the number of a part: ``-part`` in ``model-part2of3.gguf``."""
 _SHOWN = 8
 """How many missing files an error names at most."""
 
@@ -107,7 +107,7 @@ class FolderContent:
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:
-    """Return the location of the file ``name`` in a folder; raise if this name, from ``named_by``, leads elsewhere."""
+    """Return the location of the file ``name`` in a folder; raise if it leads outside. Messages blame ``named_by``."""
     if not isinstance(name, str) or not _is_file_name(name):
         raise SourceError(f"{named_by} should name files in its folder, but names {str(name)[:200]!r}")
     if name in {".", ".."} or "/" in name or "\\" in name:
@@ -130,7 +130,7 @@ def inner_path(name: str) -> str:
 
 
 def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:
-    """Return the files that an index lists, by path; if one is missing, raise an error that says to ``way_out`` it."""
+    """Return path → location of the files that an index lists. ``way_out`` is the advice on a missing one: ``Copy``."""
     files = {name: _listed(index, name) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.exists()]:
         raise SourceNotFoundError(
@@ -151,7 +151,7 @@ def _listed(index: Location, name: str) -> Location:
 
 
 def descendant(folder: Location, name: str, *, named_by: str) -> Location:
-    """Return the location of the path ``name`` (``ocdbt.process_0/d/1d``) below a folder; `member` checks each name."""
+    """Return the location of the path ``name`` (``ocdbt.process_0/d/1d``) below a folder; raise if it leads outside."""
     path = folder
     linked = False
     for part in name.split("/"):
@@ -165,7 +165,7 @@ def descendant(folder: Location, name: str, *, named_by: str) -> Location:
 
 
 def group_above(name: str, groups: Container[str]) -> str:
-    """Return the nearest group above a Keras dataset that is in ``groups``; without one, the group with the dataset."""
+    """Return the innermost of ``groups`` that contains the Keras dataset ``name``; if none does, its own group."""
     above = own = name.rpartition("/")[0]
     while above and above not in groups:
         above = above.rpartition("/")[0]
@@ -198,7 +198,7 @@ def _refuse_escape(path: Location, folder: Location) -> None:
 
 
 def _hub_blobs(home: Location) -> Location | None:
-    """For a folder in Hugging Face's cache, return ``blobs``, to whose files the cache's links lead; else ``None``."""
+    """Return the folder ``blobs``, to which links in a folder of Hugging Face's cache lead; ``None`` if not there."""
     # The folder may be a subfolder of a snapshot, so walk up to the snapshot.
     revision = home
     while revision != revision.parent:
@@ -209,7 +209,7 @@ def _hub_blobs(home: Location) -> Location | None:
 
 
 def listing(folder: Location, *, limit: int = 8) -> str:
-    """Return a text with the first few names in a folder, for messages."""
+    """Return a text with the first ``limit`` names in a folder, for messages."""
     names = folder.names()
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) + rest) or "nothing"
@@ -219,14 +219,14 @@ def listing(folder: Location, *, limit: int = 8) -> str:
 class _PartName:
     before: str
     number: str
-    """The part's number as written in the name, leading zeros included; ``count``, the number of parts, likewise."""
+    """The part's number as text, with leading zeros: ``00002``. ``count`` is the number of parts, also as text."""
     of: str
     count: str
     after: str
 
     @classmethod
     def of_name(cls, name: str) -> _PartName | None:
-        """Parse a file name with a piece such as ``1-of-2``, the last of several; return ``None`` if there is none."""
+        """Find a piece such as ``1-of-2`` in a file name, the last one of several; ``None`` if there is none."""
         last = None
         for found in _CLAIM.finditer(name):
             is_sparsity = found["of"].lower() == "of" and len(found[0]) == 4 and _SPARSE.search(name)
@@ -237,7 +237,7 @@ class _PartName:
 
     @property
     def checkpoint(self) -> str:
-        """The name without the part's number: equal for all parts of one checkpoint."""
+        """The file name without the part's number; it is the same for all parts of one checkpoint."""
         return f"{self.before}{self.of}{self.count}{_BROWSER.sub('', self.after)}"
 
     def numbered(self, number: int) -> str:
@@ -260,7 +260,7 @@ def part_name(name: str, number: int) -> str:
 
 
 def set_of(name: str) -> str:
-    """Return a file name without its part number, so that all parts of one checkpoint get an equal key."""
+    """Return a file name without its part number: a key that is the same for all parts of one checkpoint."""
     found = _PartName.of_name(name)
     return name if found is None else found.checkpoint
 

@@ -1,4 +1,4 @@
-"""Checks shared by all loaders: extents end inside their file, none overlap, and names are unique."""
+"""Checks shared by all loaders: byte ranges of tensors are inside their files, do not overlap, and names are unique."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_DIM = (1 << 63) - 1
 
 
 def checked_tensors(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict[str, Tensor]:
-    """Check names and byte ranges of tensors; return name → tensor, sorted by file and offset, decoded ones last."""
+    """Check tensors' names and byte ranges; return name → tensor, by file and offset. Those without offset are last."""
     found: dict[str, Tensor] = {}
     for tensor in tensors:
         # JSON escapes can smuggle in lone surrogates, which can be neither printed nor written.
@@ -56,7 +56,7 @@ def _check(tensor: Tensor, files: Mapping[Location, int]) -> None:
 def _runs(tensor: Tensor, *, with_packed: bool) -> Iterator[tuple[Location, int, int]]:
     """Yield path, first byte and end (exclusive) of each byte range that contains a tensor's data.
 
-    Packed (encoded) chunks are included with ``with_packed`` only: two may share bytes, as equal ones are stored once.
+    Compressed chunks (`Packed`) are left out unless ``with_packed``: two of them may share bytes if they are equal.
     """
     cells, length = [tensor.storage], tensor.nbytes
     if isinstance(tensor.storage, Chunked):

@@ -1,8 +1,8 @@
-"""What the writers share. Each format has one writer, which makes a checkpoint's files complete except for the values.
+"""What the writers of all formats share. A writer makes files that lack only the values, which are copied in later.
 
     Wanted(name, shape, dtype) ─► safetensors │ h5 │ orbax ─► TensorPlace(name, shape, dtype, pieces)
 
-A `FilePiece` is a run of a tensor's row-major elements at an offset in a file, so that values can be copied
+A `FilePiece` says where in a file a run of a tensor's elements (in row-major order) belongs. So values can be copied
 in with plain positional writes, in any order and with little memory.
 """
 
@@ -69,7 +69,7 @@ class TensorPlace:
 
 
 WriteFile = Callable[[Path, Sequence[Wanted], dict[str, Any]], tuple[TensorPlace, ...]]
-"""A function that makes a model's file without values, from path, tensors and Keras' description of the model."""
+"""Function that makes a model's file without the values, from path, tensors and Keras' config; returns their places."""
 
 
 def grouped(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:

@@ -1,1 +1,1 @@
-"""GGUF files: header, rows of quantised blocks, and the manifest made of both."""
+"""GGUF files: `header` parses them, `rows` decodes their quantised tensors, and `loader` makes their manifest."""

@@ -1,10 +1,10 @@
-"""The header of a GGUF file (versions 2 and 3), parsed in one bounded pass.
+"""Parse the header of a GGUF file (versions 2 and 3) in one pass, with limits on what a header may contain.
 
     "GGUF" u32 version u64 tensors u64 pairs │ key-value pairs │ tensor infos │ padding │ tensor data
-                                                                              └ a multiple of `alignment`
+                                          starts at a multiple of ``general.alignment`` ┘
 
-The gguf package's reader makes a NumPy array of every token and takes ten seconds on a 262,144-token vocabulary;
-this parser skips long arrays, and `read_array` reads them on request. Specification:
+The gguf package's reader makes a NumPy array of every token, which takes ten seconds for a vocabulary of 262,144
+tokens. This parser skips long arrays, and `read_array` reads those that are needed. Specification:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -31,16 +31,16 @@ _MAX_DIMS = 4
 _MAX_NAME_BYTES = 65535
 """Limit on the bytes of a key or of a tensor's name. The specification of GGUF has this limit for keys."""
 INLINE_ITEMS = 1024
-"""Longest array, in items, that is always parsed with the header, such as per-layer settings; no vocabulary fits."""
+"""Number of items up to which an array is parsed with the header, not skipped. A vocabulary has many more."""
 _INLINE_TEXT_BYTES = 1 << 16
-"""Longest text that is parsed with the header: a licence fits. Longer texts are skipped, like long arrays."""
+"""Number of bytes up to which a text, such as a licence, is parsed with the header. Longer texts are skipped."""
 _MAX_DEPTH, _MAX_NESTED = 8, 1 << 16
-"""Limits on arrays of arrays: nesting depth, and inner arrays in a file (or one per `_NESTED_SHARE` bytes if fewer)."""
+"""Limits on arrays of arrays: depth of nesting, and number of inner arrays in a file. A small file may have fewer."""
 _NESTED_SHARE = 32
 _INLINE_SHARE = 8
-"""Bytes of the file per array item that may be parsed with the header: an item takes up to 36 bytes in memory."""
+"""Each array item parsed with the header needs this many bytes of file size: a small file must not fill the memory."""
 _MAX_ELEMENTS_PER_BYTE = 64
-"""Most elements per byte that a tensor of an unknown element type may have; the densest known type has 5."""
+"""Limit on elements per stored byte in tensors of an unknown element type. The densest of the known types has 5."""
 _WINDOW_BYTES = 1 << 20
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -50,7 +50,7 @@ _BYTE, _STRING, _ARRAY = 0, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """A GGML element type, stored in blocks of a fixed number of bytes."""
+    """An element type of GGML, such as ``Q4_K``: ``block_elements`` elements are stored together in ``block_bytes``."""
 
     id: int
     name: str
@@ -59,7 +59,7 @@ class GgmlType:
 
     @property
     def is_known(self) -> bool:
-        """Whether shardload knows the type's block size, without which tensors of the type cannot be decoded."""
+        """Whether shardload knows the size of the type's blocks; otherwise, its tensors cannot be decoded."""
         return self.block_bytes > 0
 
 
@@ -120,7 +120,7 @@ class LongArray:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor as the header describes it. The name is GGUF's; the shape begins with the outermost dim."""
+    """Entry of a tensor in a header. ``name`` is GGUF's name; ``shape`` is in NumPy's order, outermost dim first."""
 
     path: Location
     name: str
@@ -129,7 +129,7 @@ class TensorInfo:
     offset: int
     """Offset of the tensor's data in the file, in bytes."""
     span: int = 0
-    """Only for a tensor of an unknown element type: bytes up to the next tensor, or to the end of the file."""
+    """Bytes to the next tensor or the end of the file, if the element type is unknown; otherwise not needed."""
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +180,7 @@ def read_gguf_header(path: Location) -> GgufHeader:
 
 
 def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
-    """Return an array's items; those of a `LongArray` are read: strings as a list, numbers as a NumPy array."""
+    """Return an array's items. For a `LongArray`, read them: strings as a list, numbers as a NumPy array."""
     if isinstance(array, list):
         return array
     raw = array.path.read_header(array.nbytes, offset=array.offset, what="an array")
@@ -325,7 +325,7 @@ def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tu
 
 
 class _Cursor:
-    """A position that moves through a file from front to back, with a window of the file in memory."""
+    """A position in a file that only moves forward; the part of the file around it is in memory (the window)."""
 
     def __init__(self, file: File, path: Location) -> None:
         self._file = file

@@ -1,11 +1,8 @@
-"""GGUF files presented as Hugging Face checkpoints, with their names, row order and configuration.
+"""Open GGUF files as if they were Hugging Face checkpoints, with Hugging Face's names, row order and configuration.
 
-A file that does not describe a model that can be built (an unknown architecture, a missing key) still has tensors: they
-keep GGUF's names, and the manifest says why (`Manifest.undescribed`).
-
-Unquantised tensors are extents; quantised ones decode to float32, bit for bit as the gguf package does, one range
-of rows at a time. See `gguf.header` (the bytes), `shardload.families` (names and
-configuration), `gguf.rows` (decoding).
+A file may describe no model that can be built: its architecture is unknown, or a key is missing. Its tensors then keep
+GGUF's names, and `Manifest.undescribed` says why. Quantised tensors decode to float32, one range of rows at a time,
+bit for bit as in the gguf package. `shardload.families` contains the names and makes the configuration.
 
 Models may be split over several files, as llama.cpp's ``gguf-split`` and the gguf package write them::
 
@@ -13,8 +10,8 @@ Models may be split over several files, as llama.cpp's ``gguf-split`` and the gg
     model-00002-of-00003.gguf   split.no 1; tensors
     model-00003-of-00003.gguf   split.no 2; tensors
 
-Each part is a complete GGUF file with the offsets of its own tensors. ``split.count`` and ``split.tensors.count`` (of
-all parts together) are in every part, so a missing or foreign part is found in the headers.
+Each part is a complete GGUF file with some of the tensors. Every part states the number of parts (``split.count``) and
+of all tensors (``split.tensors.count``), so a part that is missing or of another model is found by the headers.
 """
 
 from __future__ import annotations
@@ -40,9 +37,9 @@ from shardload.stores.location import Location
 from shardload.units import plural
 
 _MAX_ROPE_BYTES = 1 << 16
-"""Limit on the bytes of a tensor of RoPE scaling factors: one for each pair of a head's elements, 64 in most models."""
+"""Limit on the bytes of a tensor of RoPE scaling factors. Most models have 64 factors, one per rotated pair."""
 _MAX_EXPERTS, _MIN_EXPERT_BYTES = 1024, 64
-"""Most experts in one tensor, and fewest bytes of an expert: a damaged header must not cause a list of millions."""
+"""Most experts in one tensor, and fewest bytes of an expert. They stop headers that declare millions of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ def _architecture(values: GgufValues) -> GgufArchitecture:
 
 
 def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tuple[str, TensorInfo, Undo]]:
-    """Yield Hugging Face's name, stored tensor and change to undo, for a tensor or each expert stacked in it."""
+    """Yield (Hugging Face's name, stored tensor, change to undo) for a tensor, or for each of several experts in it."""
     name = known.hf_name(info.name, path)
     if name is None:
         return
@@ -189,7 +186,7 @@ def _strings(values: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
 
 
 def _template(found: object, path: str) -> str | None:
-    """Return the chat template; a long one is read now, because the header parser skipped it."""
+    """Return the chat template. A long one is read from the file here, as the header parser only noted its place."""
     try:
         text = bytes(read_array(found)).decode("utf-8") if isinstance(found, LongArray) else found
     except UnicodeDecodeError as error:
@@ -221,7 +218,7 @@ def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
 
 
 def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple[float, ...]]:
-    """Read the RoPE scaling factors. GGUF stores this part of the configuration in tiny tensors."""
+    """Read the RoPE scaling factors, which belong to the configuration, but are stored as small tensors in GGUF."""
     found = {}
     for info in header.tensors:
         if info.name not in names:
@@ -236,7 +233,7 @@ def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple
 
 
 def _is_described_otherwise(content: FolderContent) -> bool:
-    """Whether a folder's weights are GGUF only: then the GGUF header describes the model, and not ``config.json``."""
+    """Whether a folder with ``config.json`` has only GGUF weights. The GGUF header then describes the model instead."""
     # A folder without config.json needs no rule: it is recognised by the endings of its files.
     endings = tuple(name.rpartition(".")[2].lower() for name in content.names)
     return CONFIG in content.names and "gguf" in endings and not {"safetensors", "h5", "bin"} & set(endings)

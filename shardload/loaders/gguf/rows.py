@@ -1,22 +1,23 @@
 """Read and decode rows of GGUF tensors; the only module that imports the gguf package.
 
-A quantised tensor is stored row by row, each row in whole blocks, so any range of rows decodes by itself to the same
-bits as in the whole tensor. This module undoes the transformations of llama.cpp's converter:
+Each row of a quantised tensor is stored in whole blocks, so any range of rows can be decoded by itself. This module
+also reverses what llama.cpp's converter did to some tensors. Each such change is a member of `Undo`:
 
     MINUS_ONE   Gemma's norms are stored as w + 1
-    DROP_TWO    RoBERTa's first two positions, which are padding, are left out; they read as zeros
-    TRANSPOSE   GPT-2's matrices are (out, in), in Hugging Face (in, out)
-    UNPERMUTE   Llama's query and key rows are interleaved within each head, for rotary embeddings in pairs::
+    DROP_TWO    RoBERTa's first two positions (padding) are not stored; they are read as zeros
+    TRANSPOSE   GPT-2's matrices are stored as (out, in), but Hugging Face has (in, out)
+    UNPERMUTE   Llama's query and key rows are stored in another order within each head, for rotary embeddings::
 
         Hugging Face   a0 a1 a2 … b0 b1 b2 …        (two halves of a head)
         GGUF           a0 b0 a1 b1 a2 b2 …
 
-    UNFUSE      BLOOM's rows of query, key and value, head_dim rows each, are sorted by head in Hugging Face::
+    UNFUSE      BLOOM's query, key and value rows alternate by head in Hugging Face (q0: query rows of head 0)::
 
         Hugging Face   q0 k0 v0 q1 k1 v1 …
         GGUF           q0 q1 … k0 k1 … v0 v1 …
 
-Fused experts (GPT-OSS) have gate and up apart in GGUF; Hugging Face interleaves them, and transposes all matrices::
+GPT-OSS's experts have separate gate and up matrices in GGUF. Hugging Face joins the two, column by column, and
+transposes all matrices::
 
     ffn_gate_exps, ffn_up_exps   (experts, out, in)   ─►   gate_up_proj   (experts, in, g0 u0 g1 u1 …)
     ffn_down_exps                (experts, out, in)   ─►   down_proj      (experts, in, out)
@@ -78,7 +79,7 @@ class GgufRows(EncodedRows):
 
     @property
     def row_alignment(self) -> int:
-        """Rows to read together: all if transposed, a head's if reordered, a block's in a quantised vector, else 1."""
+        """Rows to read together: all (transposed), a head's (reordered), a block's (quantised vector), or one."""
         if self.undo is Undo.TRANSPOSE:
             return self.info.shape[1]
         if self.undo in (Undo.UNPERMUTE, Undo.UNFUSE):
@@ -92,7 +93,7 @@ class GgufRows(EncodedRows):
 
     @property
     def encoding(self) -> Hashable:
-        """A key that is equal for tensors that decode alike: element type, shape, change to undo, number of heads."""
+        """Key that is equal for tensors decoded in the same way: element type, shape, `undo` and number of heads."""
         return self.info.kind.name, self.info.shape, self.undo, self.heads
 
     def require_decoder(self) -> None:
@@ -131,7 +132,7 @@ class GgufRows(EncodedRows):
         return minus_one(values) if self.undo is Undo.MINUS_ONE else np.ascontiguousarray(values)
 
     def _read(self, first: int, last: int) -> NDArray[np.uint8]:
-        """Read the stored bytes of rows ``[first, last)``: a line per row, or per block of a quantised vector."""
+        """Read the stored bytes of rows ``[first, last)``: one line per row, or per block of a quantised vector."""
         kind, shape = self.info.kind, self.info.shape
         # A row of a matrix is whole blocks; an element of a quantised vector is a part of one.
         unit = kind.block_elements if len(shape) == 1 else 1
@@ -162,7 +163,7 @@ class GgufRows(EncodedRows):
 
 
 def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
-    """Return how a tensor is stored, and the dtype that it has when it is read."""
+    """Return how to read a tensor, and the dtype of the result. ``undo`` is the change to reverse while reading."""
     if not info.kind.is_known:
         return Decoded(_unreadable(info)), np.dtype(np.float32)
     name = info.kind.name
@@ -174,7 +175,7 @@ def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, n
 
 
 def _unreadable(*parts: TensorInfo) -> UnreadableRows:
-    """Return a reader that raises when used, for a tensor whose ``parts`` include one of an unknown element type."""
+    """Return a reader that raises when used, for a tensor with an unknown element type in one of its ``parts``."""
     kind = next(info.kind for info in parts if not info.kind.is_known)
     return UnreadableRows(
         tuple((info.path, info.offset, info.nbytes) for info in parts),
@@ -185,7 +186,7 @@ def _unreadable(*parts: TensorInfo) -> UnreadableRows:
 
 
 def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:
-    """Return the shape that a tensor has in Hugging Face's checkpoint."""
+    """Return the shape of a tensor in Hugging Face's checkpoint, once the change ``undo`` is reversed."""
     match undo:
         case Undo.TRANSPOSE:
             return info.shape[::-1]
@@ -195,7 +196,7 @@ def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:
 
 
 def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
-    """Return the row numbers in GGUF for ``rows`` of Hugging Face's query or key matrix; a head has ``head_rows``."""
+    """Return where GGUF stores ``rows`` of Hugging Face's query or key matrix, with ``head_rows`` rows per head."""
     head, within = np.divmod(rows, head_rows)
     half, index = np.divmod(within, head_rows // 2)
     found: NDArray[np.int64] = head * head_rows + index * 2 + half
@@ -203,7 +204,7 @@ def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
 
 
 def fused_rows(rows: NDArray[np.int64], count: int, heads: int) -> NDArray[np.int64]:
-    """Return the row numbers in GGUF for ``rows`` of Hugging Face's fused query-key-value matrix of ``count`` rows."""
+    """Return where GGUF stores ``rows`` of Hugging Face's fused query-key-value matrix, which has ``count`` rows."""
     width = count // (3 * heads)
     head, within = np.divmod(rows, 3 * width)
     part, index = np.divmod(within, width)
@@ -214,9 +215,9 @@ def fused_rows(rows: NDArray[np.int64], count: int, heads: int) -> NDArray[np.in
 def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
     """Recover the weights w from w + 1, which GGUF stores in float32 for Gemma's norms.
 
-    The addition rounded small values of w. Gemma's weights are bfloat16, so the bfloat16 nearest to
-    ``stored - 1`` is w exactly. Each element uses it if adding 1 gives the stored value again, and the
-    plain difference otherwise (a fine-tune saved in float32).
+    The addition rounded small values of w. Gemma's weights are bfloat16, so w is the bfloat16 nearest to
+    ``stored - 1``. If adding 1 to it does not give the stored value, as in a fine-tune saved in float32, w is
+    ``stored - 1`` itself.
     """
     with np.errstate(all="ignore"):  # infinities and NaNs stay unchanged
         values = stored.astype(np.float32)
@@ -228,7 +229,7 @@ def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Experts(EncodedRows):
-    """Reads a transformer block's experts, one expert per row; interleaves the outputs of several stored tensors."""
+    """Reads all experts of a transformer block, one per row. The outputs of its ``parts`` (gate and up) alternate."""
 
     parts: tuple[GgufRows, ...]
 
@@ -254,7 +255,7 @@ class Experts(EncodedRows):
 
     @property
     def encoding(self) -> Hashable:
-        """A key that is equal for tensors that decode alike: the keys of all stored tensors."""
+        """Key that is equal for tensors decoded in the same way: the `encoding` of each stored tensor."""
         return tuple(part.encoding for part in self.parts)
 
     def require_decoder(self) -> None:
@@ -284,7 +285,7 @@ class Experts(EncodedRows):
 
 
 def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor]:
-    """Yield the fused experts of every transformer block as tensors with Hugging Face's names and shapes."""
+    """Yield the experts of each transformer block, joined into one tensor with Hugging Face's name and shape."""
     if not architecture.fused_experts:
         return
     stored = {info.name: info for info in header.tensors}
