@@ -4,7 +4,8 @@
     model.safetensors               or
     model.safetensors.index.json    {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors", …}}
 
-Without an index, all safetensors of a folder are one checkpoint; so are all parts that a file's name claims.
+Without an index, all safetensors of a folder are one checkpoint. If a name says that a file is one of several parts
+(``model-1-of-2.safetensors``), all of them must be there.
 
 The index is untrusted: its file names may not leave the folder, and each tensor must be in the shard that the index
 names for it.
@@ -107,9 +108,9 @@ def folder_of(file: Location) -> Location | None:
 
 
 def open_variant(file: Location) -> Manifest | None:
-    """If a file is one of a model's variants in a folder, return its manifest, with the folder's config; else ``None``.
+    """If a file is one of a model's variants in a folder (``model.fp16.safetensors``), return its manifest.
 
-    In a folder without an index, only the file's name says which variant is meant (``model.fp16.safetensors``).
+    The manifest has the folder's configuration. ``None``: the file is no variant, or an index says what to read.
     """
     folder = file.parent
     if not file.name.endswith(".safetensors") or not file.is_file() or not _is_described(folder):
@@ -157,7 +158,7 @@ def _lists(index: Location, name: str) -> bool:
 
 
 def _below(folder: Location, file: Location) -> str:
-    """Return the path by which an index in ``folder`` lists a file that is in this folder or a direct subfolder."""
+    """Return a file's path relative to ``folder``, as an index lists it; it is there or in a direct subfolder."""
     return f"{file.parent.name}/{file.name}" if file.parent != folder else file.name
 
 
@@ -212,7 +213,7 @@ def _without_index(folder: Location, names: list[str], *, is_described: bool) ->
 def _check_variants(
     folder: Location, sets: Mapping[str, Sequence[Location]], headers: Mapping[Location, safetensors.SafetensorsHeader]
 ) -> None:
-    """Raise if two checkpoints in a folder, one of them in parts, share a tensor name: they are variants."""
+    """Raise if a tensor name is in two checkpoints of a folder, one of them in parts: it is unclear which to load."""
     if not any(part_number(paths[0].name) for paths in sets.values()):
         return
     owner: dict[str, str] = {}
@@ -240,7 +241,7 @@ def _joined(
 
 
 def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
-    """Return the safetensors of a folder to read: with a config only `_SINGLE`, if there; otherwise all."""
+    """Return the names of the safetensors files to read: only `_SINGLE` if it exists and ``is_described``, else all."""
     if _SINGLE in names and is_described:
         return [_SINGLE]
     if found := sorted(name for name in names if name.endswith(".safetensors")):

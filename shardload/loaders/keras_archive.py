@@ -3,12 +3,12 @@
     ┌ local header ┬ metadata.json ┬ local header ┬ config.json ┬ local header ┬ model.weights.h5 ┬ central directory ┐
                                                                               └ an HDF5 file inside the file
 
-In an archive that was unzipped and zipped again, that member is compressed; then it is unpacked to a private file.
+If an archive was unzipped and zipped again, that member is compressed, and is unpacked to a private file here.
 
-The zip is untrusted. The central directory lists where members start; each local header must agree with it, members may
-not overlap, repeat or be encrypted, and nothing may precede the first one. Archives that break these rules can be read
-in two ways. `zipfile` decompresses bzip2 and LZMA without a limit, and 40 bytes of bzip2 can hold 45 MB; here blocks
-are limited.
+The zip is untrusted. The central directory lists where members start, and each local header must agree with it. Members
+may not overlap, repeat or be encrypted, and nothing may precede the first one: other programs might find other members
+in such an archive. Members are decompressed in blocks of limited size. `zipfile` has no such limit for bzip2 and LZMA,
+and 40 bytes of bzip2 can become 45 MB.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ ASSETS = "assets/"
 _MAX_EXPANSION = 1000
 """Limit on inflated bytes per stored byte of a JSON file in the archive. Keras has the same limit."""
 ASSET_EXPANSION, ASSET_FLOOR_BYTES = 100, 1 << 28
-"""Limit on inflated bytes per stored byte of an asset file, and the size up to which there is none, as in Keras."""
+"""Limit on inflated bytes per stored byte, for asset files that inflate to more than the second number. As in Keras."""
 _WEIGHTS_EXPANSION, _WEIGHTS_FLOOR_BYTES = 100, 1 << 25
-"""Limit on inflated bytes per stored byte of weights, and the size up to which there is none. Trained ones need 2."""
+"""Limit on inflated bytes per stored byte, for weights that inflate to more than the second number. Most need 2."""
 _MAX_DICTIONARY_BYTES = 64 << 20
 """Limit on LZMA's dictionary, which decompressing keeps in memory; xz uses 64 MiB at its highest level."""
 _MAGIC = b"PK\x03\x04"
@@ -223,7 +223,7 @@ def _check_readable(path: Location, info: zipfile.ZipInfo) -> None:
 def member_blocks(path: Location, file: File, info: zipfile.ZipInfo, *, start: int) -> Iterator[bytes]:
     """Yield a member's content in blocks of at most 256 KiB, and check its size and its CRC.
 
-    The caller checks before whether the member may expand to the size that it declares.
+    The caller must have checked that the size which the member declares is acceptable.
     """
     _check_readable(path, info)
     left, crc = info.file_size, 0

@@ -1,14 +1,14 @@
 """Keras' weights, in one ``.weights.h5`` file or in shards: tensors have the paths of their datasets as names.
 
 A file with a name like ``model_00001.weights.h5`` is a part of the checkpoint ``model.weights.json``, or a whole file
-that a user named after a step. A whole file has the model's own group ``vars``; of several parts, only the first does.
+that a user named after a step. A group ``vars`` in the root shows that it is whole, or the first of several parts.
 
-Sharded weights are a ``model.weights.json`` and the HDF5 files it lists::
+Sharded weights are an index, ``model.weights.json``, and the HDF5 files that it lists::
 
     {"weight_map": {"/layers/dense/vars": "model_00000.weights.h5",
                     "/layers/dense_1/vars": ["model_00000.weights.h5", "model_00001.weights.h5"]}}
 
-A group of variables may be spread over several shards; a variable is in one shard. The map is untrusted.
+The variables of a group may be in several shards; each variable is in one. The index is untrusted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Keras 2's ``.h5`` files, of weights and of whole models; Keras 3 writes them, too, for names that end in ``.h5``.
+"""Keras 2's ``.h5`` files of weights or of whole models. Keras 3 also writes them, to names that end in ``.h5``.
 
-    /                     layer_names = [dense, dropout, dense_1]       in a whole model: /model_weights, next to
-    ├─ dense              weight_names = [dense/kernel:0, dense/bias:0]   /optimizer_weights and a `model_config`
+    /                     layer_names = [dense, dropout, dense_1]
+    ├─ dense              weight_names = [dense/kernel:0, dense/bias:0]
     │   └─ dense/kernel:0 …
     └─ top_level_model_weights   weight_names = [ … ]
 
 Keras loads weights by order: the n-th layer with weights gets the weights of the n-th group with weights. Names say
-nothing, as Keras makes them up. So the manifest has the order in its metadata, for `shardload.mapping`. A file of a
-whole model also has `model_config`, and the arguments of `compile` as `training_config`. If these are damaged, the file
-is read as a file of weights.
+nothing, as Keras makes them up. So the manifest's metadata contains the order, which `shardload.mapping` uses.
+
+In a file of a whole model, all this is in the group ``/model_weights``, next to ``/optimizer_weights``. The root has
+the model's configuration as `model_config`, and the arguments of `compile` as `training_config`. If one of these two is
+damaged, the file is read as a file of weights.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ if TYPE_CHECKING:
     from shardload.loaders.hdf5.datasets import Reader
 
 LAYERS = "layers"
-"""Key of the manifest's metadata: layer → names of its tensors, in Keras' order; not of layers without tensors."""
+"""Key in the manifest's metadata. The value: layer → names of its tensors in Keras' order, for layers with tensors."""
 TOP_LEVEL = "top_level_weights"
-"""Key of the manifest's metadata: names of the tensors that belong to the model itself; missing for older files."""
+"""Key in the manifest's metadata. The value: names of the tensors of the model itself; missing for older files."""
 OPTIMIZER = "optimizer_weights/"
 """Prefix of the names of tensors that belong to the optimizer."""
 TRAINING = "training_config"
-"""Key of the manifest's metadata: the arguments of `compile`, if the file has them."""
+"""Key in the manifest's metadata. The value: the arguments of `compile`; missing if the file has none."""
 UNREADABLE = "unreadable_config"
-"""Key of the manifest's metadata: why the model's configuration in the file cannot be read."""
+"""Key in the manifest's metadata. The value: why the model's configuration in the file cannot be read."""
 _CONFIG = "model_config"
 _MODEL = "model_weights"
 _TOP_LEVEL_GROUP = "top_level_model_weights"
@@ -61,7 +63,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def _described(reader: Reader, path: Location) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the model's configuration and the metadata `TRAINING`; if they are damaged, the metadata `UNREADABLE`."""
+    """Return the model's configuration, and metadata with `TRAINING`; with `UNREADABLE` instead if they are damaged."""
     try:
         texts = ((name, reader.text(name)) for name in (_CONFIG, TRAINING))
         config, training = (

@@ -1,1 +1,1 @@
-"""HDF5 files: the datasets in them as tensors, and files whose datasets are yet to be filled."""
+"""HDF5 files: reading their datasets as tensors, and writing files whose datasets are filled later."""

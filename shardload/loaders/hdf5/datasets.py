@@ -1,20 +1,19 @@
 """HDF5 datasets as tensors.
 
-Keras writes each dataset contiguous and little-endian, so its bytes can be read raw: an `Extent`. Other layouts
-(chunks, compression, big-endian, compact storage) are read through h5py, row by row.
+Keras writes each dataset contiguous and little-endian, so its bytes can be read raw: an `Extent`. Datasets of other
+layouts (chunks, compression, big-endian, compact storage) are read through h5py, row by row.
 
     file       ├─ … ─┤ superblock, groups, headers ├─ dataset ─┤─ dataset ─┤
                0     start                         start + get_offset()
 
-``start`` is not 0 where the HDF5 file is itself part of a file, as in a ``.keras`` archive. Datasets that lead to
+``start`` is not 0 if the HDF5 file is inside another file, such as a ``.keras`` archive. Datasets whose data is in
 other files (external links, external storage, virtual datasets) are refused, as Keras refuses them. Datasets without
 numbers are left out, and so are soft links, which Keras does not follow.
 
-Datasets are found by hard links only, every one of them. Keras reads a dataset under each of its names, so one with two
-links is found twice. Groups may be linked twice, too, but not in a circle; what that can cost is limited by the size of
-the file. libhdf5 crashes when it looks up a name in a damaged group of some kinds, so objects are opened by address.
-`shardload.loaders.hdf5.structures` reads such groups, and other structures that libhdf5 cannot be trusted with. This
-module is long because all of it is one pass over a file under one lock.
+A dataset with several hard links has several names. Keras reads it under each, so it becomes several tensors. Groups
+may have several hard links, too, but must not contain themselves. libhdf5 crashes when it looks up a name in some
+damaged groups, so objects are opened by address, and `shardload.loaders.hdf5.structures` reads such groups. This module
+is long because all of it is one pass over a file under one lock.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from shardload.units import exact_bytes
 _MAX_EXPANSION = 1100
 """Limit on decoded bytes per stored byte of a dataset. gzip reaches 1029 for zeros; trained weights stay below 10."""
 _MAX_CHUNK_EXPANSION = 100
-"""Limit on the size of one decoded chunk, in bytes per stored byte of its dataset: libhdf5 decodes whole chunks."""
+"""Limit on the size of one decoded chunk, as a multiple of its dataset's size in the file; chunks decode as a whole."""
 _EXPANSION_FLOOR_BYTES = 64 << 20
 """Tensors up to this size may be stored in any number of bytes, even none: zeros need not be written."""
 _CACHE_BYTES = 1 << 20
@@ -61,18 +60,18 @@ _CACHE_BYTES = 1 << 20
 _OWN_GROUP = "vars"
 _LEGACY_ATTRIBUTES = ("layer_names", "layer_names0", "model_config")
 _MAX_COPIES = 16
-"""Limit on the bytes of all tensors that are second names of a dataset, as a multiple of the file's size."""
+"""Limit on the total size of tensors that repeat a dataset under a second name, as a multiple of the file's size."""
 _FREE_HEADER_BYTES = 1 << 20
-"""Limit on the bytes of an object header; in a larger file, half of the file. libhdf5 reads as many bytes as a
-header declares: with a damaged length, it would parse tensor data as header messages."""
+"""An object header may have this many bytes, or half of the file's size if that is more. libhdf5 reads as many bytes
+as a header declares: with a damaged length, it would parse tensor data as header messages."""
 _MAX_DEPTH = 256
 """Limit on the nesting depth of groups. Keras nests two groups for each level of nested layers."""
 _BYTES_PER_COPY = 512
-"""Estimate of the memory for a second name of an object, without the text of the name."""
+"""Estimate of the memory for a second name of an object (a group or a dataset), besides the text of the name."""
 _FREE_COPY_BYTES = 1 << 20
-"""Limit on the memory for second names of objects; in a larger file, the file's size."""
+"""Second names of objects may take this many bytes of memory, or as many as the file has if that is more."""
 _SHOWN = 20
-"""Limit on the notes about links that are not followed, and on the notes about datasets without numbers."""
+"""Most notes to keep for a report, counted apart: on links that are not followed, and on datasets without numbers."""
 _KINDS = {h5py.h5l.TYPE_HARD: HARD, h5py.h5l.TYPE_SOFT: SOFT}
 _LOCK = threading.RLock()
 """Held while an HDF5 file is open: libhdf5 is not re-entrant, and h5py's own lock covers single calls only."""
@@ -143,7 +142,7 @@ class Content:
     notes: tuple[str, ...]
     """Descriptions of what is not in ``tensors``, for reports: soft links, and datasets without numbers."""
     is_whole: bool
-    """Whether the root has a group ``vars``, which Keras 3 writes to a whole file, or to the first of several parts."""
+    """Whether the root has a group ``vars``, as in a whole file of Keras 3 and in the first of several parts."""
 
 
 def read_tensors(region: FileRegion) -> Content:
@@ -307,7 +306,7 @@ def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedErr
 
 @contextmanager
 def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, FileStream, HeaderLimit]]:
-    """Open a region of a file as HDF5, through a Python file object: libhdf5 itself then opens no files."""
+    """Open a region of a file in h5py, which reads a Python stream; yield h5py's file, the stream, and its limit."""
     headers = HeaderLimit(region.path, n_bytes=region.nbytes)
     stream = FileStream(region.path.open(), start=region.start, n_bytes=region.nbytes, before_read=headers)
     with closing(stream):
@@ -346,7 +345,7 @@ def _dtype(node: Any) -> tuple[np.dtype[Any], bool]:
 
 
 def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
-    """Return an `Extent` if a dataset's bytes can be read in place, otherwise `Decoded` with ``rows``, through h5py."""
+    """Return an `Extent` if a dataset's bytes can be read in place, else `Decoded`, which gets ``rows`` from h5py."""
     region, shape, dtype = rows.region, rows.shape, rows.dtype
     where = f"{region.path}: dataset {rows.name!r}"
     plist = node.get_create_plist()
@@ -418,7 +417,7 @@ class HeaderLimit:
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Limit each read in the with block. Do not iterate over HDF5 objects in it: an iteration must not fail."""
+        """Limit each read in the with block. Iterate over HDF5 objects outside of it: a loop must not be broken off."""
         self._limit = max(_FREE_HEADER_BYTES, self._n_bytes // 2)
         try:
             yield
@@ -498,7 +497,7 @@ class LinkWalk:
             )
 
     def _links(self, group: Any, address: int) -> tuple[Any, Iterator[Link]]:
-        """Return the object for look-ups in a group (``None`` if they may crash libhdf5), and the group's links."""
+        """Return (group, its links). ``None`` stands for a group in which looking up a name may crash libhdf5."""
         if has_dense_links(self._structures, address):
             return None, dense_links(self._structures, address)
         return group, self._plain_links(group)
@@ -511,7 +510,7 @@ class LinkWalk:
 
 
 def _address(node: Any) -> int:
-    """Return the address of an object's header. `h5py.h5o.get_info` has it, but visits all that a group refers to."""
+    """Return the address of an object's header, without `h5py.h5o.get_info`, which visits all objects in a group."""
     dataset, buffer, offset = _reference()
     reference = np.empty(1, h5py.ref_dtype)
     reference[0] = h5py.h5r.create(node, b".", h5py.h5r.OBJECT)
@@ -543,7 +542,10 @@ def open_at(file: Any, address: int) -> Any:
 
 @cache
 def _reference() -> tuple[Any, io.BytesIO, int]:
-    """Return a dataset of one object reference, the HDF5 file in memory with it, and the reference's byte offset."""
+    """Return a dataset of one object reference, its HDF5 file in memory, and the reference's byte offset in the file.
+
+    By writing one and reading the other, `_address` and `open_at` convert between objects and addresses.
+    """
     buffer = io.BytesIO()
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)

@@ -1,18 +1,20 @@
-"""Object headers and strings of HDF5, read without libhdf5, which some damaged structures make loop or crash.
+"""Parts of HDF5 files that are read without libhdf5, because damaged ones can make it loop or crash.
+
+An object's header is a list of messages. It has one of two versions::
 
     version 1    ─► prefix of 16 bytes ─► message, message, … ─► (continuation) ─► message, …
     version 2    ─► "OHDR" …           ─► message, message, … ─► "OCHK" message, …
 
-Addresses and lengths have 8 bytes, as in every file that h5py writes. Every read is inside the file, and the work that
-a file can cause is limited by its size, however often its structures refer to the same bytes.
+Addresses and lengths have 8 bytes, as in every file that h5py writes. Nothing is read past the end of the file. The
+work that a file can cause is limited by its size, even if its structures refer to the same bytes again and again.
 
-Strings of variable length in an attribute are in a heap::
+If an attribute has strings of variable length, their text is in a heap::
 
     object header ─► message 0x0C, the attribute: one reference for each string
                         (length, collection, index) ─► collection "GCOL": objects of (index, size, bytes)
 
-Groups with many links store them densely in the HDF5 1.8 format. Of these structures only what libhdf5 writes for links
-is read: heaps without filters, and links that fit in a block::
+A group with many links stores them in a B-tree and a heap ("densely", since HDF5 1.8). Only the forms that libhdf5
+writes for links are read: heaps without filters, and links that fit in a block::
 
     object header ─► link info ┬─► B-tree of version 2 "BTHD": (hash, heap id) of each link, by the hash of its name
                                └─► fractal heap "FRHP": blocks of doubling size ─► link: name, kind, address of object
@@ -126,11 +128,11 @@ class Structures:
             raise self.unsupported("structures that refer to the same bytes again and again")
 
     def damaged(self, found: str) -> SourceError:
-        """Return the error for a structure that contradicts itself."""
+        """Return the error for a structure that contradicts itself; ``found`` says what is wrong."""
         return SourceError(f"{self._path} is damaged HDF5: {found}. Download or save it again")
 
     def unsupported(self, found: str) -> UnsupportedError:
-        """Return the error for a structure that h5py does not write."""
+        """Return the error for a structure that h5py does not write; ``found`` says what it is."""
         return UnsupportedError(
             f"Cannot read {self._path}: it has {found}, expected what h5py writes. If you trust the file, load and "
             "save it with keras: model.load_weights(old); model.save_weights('new.weights.h5')"
@@ -159,7 +161,7 @@ class Strings:
         raise self._file.damaged(f"an object's header lacks the attribute {name.decode()!r}")
 
     def _body(self, body: bytes, name: bytes) -> bytes | None:
-        """Return the data of the attribute that a message's ``body`` describes; ``None`` if that has another name."""
+        """Return the data of the attribute in a message's ``body``; ``None`` if it is not the attribute ``name``."""
         if len(body) < 9 or body[0] not in (1, 2, 3):
             raise self._file.unsupported("an attribute of an unknown version")
         unit = 8 if body[0] == 1 else 1
@@ -213,7 +215,7 @@ class Link:
 
 
 def dense_links(file: Structures, header: int) -> Iterator[Link]:
-    """Yield the links of a group that stores them densely: in a heap and a B-tree. ``header`` is its address."""
+    """Yield the links of a group that stores them in a heap and a B-tree. ``header`` is the address of its header."""
     heap_at, tree_at = _places(file, header)
     heap = _Heap.at(file, heap_at)
     for record in _records(file, tree_at):
@@ -229,7 +231,7 @@ def has_dense_links(file: Structures, header: int) -> bool:
 
 
 def _places(file: Structures, header: int) -> tuple[int, int]:
-    """Return the addresses of the heap and the B-tree with a group's links; `_UNDEFINED` if it has neither."""
+    """Return the addresses of the heap and the B-tree with a group's links; both are `_UNDEFINED` if there are none."""
     info = next((body for kind, body in file.messages(header) if kind == _LINK_INFO), None)
     if info is None:
         return _UNDEFINED, _UNDEFINED
@@ -253,13 +255,13 @@ def _records(file: Structures, tree: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How many bytes the counts in a B-tree's nodes take, which follows from how many records fit into a node."""
+    """Sizes in a B-tree: of a node, and of the fields in it that count the records in nodes below."""
 
     node_bytes: int
     count_bytes: int
-    """Bytes of the field with the number of records in one child node."""
+    """Size in bytes of the field that counts the records in one child node."""
     total_bytes: tuple[int, ...]
-    """By the depth of a child node: bytes of the field with the number of records in this child and below it."""
+    """Entry i: size in bytes of the field that counts the records in and below a child of depth i (a leaf has 0)."""
 
     @classmethod
     def of(cls, node_bytes: int, depth: int) -> _Shape:
@@ -290,7 +292,7 @@ def _node(file: Structures, at: int, count: int, shape: _Shape, depth: int) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Heap:
-    """A fractal heap of HDF5: rows of blocks with objects. Block sizes double with each row from the third on."""
+    """A fractal heap of HDF5: a table of blocks. From its third row on, each row's blocks are twice as large."""
 
     offset_bytes: int
     length_bytes: int
@@ -298,10 +300,10 @@ class _Heap:
     first: int
     """Size of the smallest blocks in bytes."""
     direct_rows: int
-    """Number of rows, from the first one, whose blocks contain objects; blocks in later rows contain smaller blocks."""
+    """Number of rows whose blocks contain objects. Blocks in later rows are themselves tables of smaller blocks."""
     root: int
     root_rows: int
-    """Number of rows in the root block; 0 if the root itself is a block with objects."""
+    """Number of rows in the root's table; 0 if the root is not a table, but a block with objects."""
 
     @classmethod
     def at(cls, file: Structures, address: int) -> _Heap:

@@ -1,9 +1,10 @@
-"""Keras' ``.weights.h5``: its groups, their names, and contiguous datasets whose space is reserved.
+"""Write Keras' ``.weights.h5`` files without the values: groups, and datasets with reserved space.
 
-layers/dense/vars           attribute ``name`` = "dense", for every saved object that has a name
-layers/dense/vars/0         a dataset; bfloat16 as two opaque bytes and an attribute ``dtype``
+layers/dense/vars           a group; if the saved object has a name, it is in the attribute ``name``: "dense"
+layers/dense/vars/0         a dataset; bfloat16 is stored as two opaque bytes and an attribute ``dtype``
 
-For shards, ``NAME.weights.json`` lists for each group the files with its variables: ``NAME_00000.weights.h5`` …
+Weights may be split into shards ``NAME_00000.weights.h5`` …; the index ``NAME.weights.json`` then lists, for each
+group, the shards that contain the group's variables.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, groupe
 def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str]) -> tuple[TensorPlace, ...]:
     """Make a ``.weights.h5`` file without the values; return where the values of each tensor belong.
 
-    ``names``: group (``layers/dense/vars``) → name of the object saved there; also groups without tensors.
+    ``names`` maps each group (``layers/dense/vars``), even one without tensors, to the name of its object (``dense``).
     """
     with h5py.File(path, "w") as file:
         for group, name in names.items():
@@ -37,7 +38,7 @@ def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str,
 def write_shards(
     index: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str], shard_bytes: int
 ) -> tuple[TensorPlace, ...]:
-    """Make a model's shards without the values, and the index. A shard has at most ``shard_bytes`` or one tensor."""
+    """Make shards without values, and their index. A tensor larger than ``shard_bytes`` gets a shard of its own."""
     places: list[TensorPlace] = []
     weight_map: dict[str, list[str]] = {}
     groups = grouped(tensors, shard_bytes)
@@ -58,7 +59,7 @@ def write_shards(
 
 
 def shard_names(index: str, tensors: Sequence[Wanted], *, shard_bytes: int) -> tuple[str, ...]:
-    """Return the shards' file names, numbered from 0 as in Keras, which opens the first without reading the index."""
+    """Return the shards' file names, numbered from 0. Keras opens number 0 without looking into the index."""
     stem = index.removesuffix(".weights.json")
     return tuple(f"{stem}_{i:05}.weights.h5" for i in range(len(grouped(tensors, shard_bytes))))
 
