@@ -1,9 +1,9 @@
-"""Loaders: one module per format, each turning headers into a `Manifest` and declaring its `FormatSpec`.
+"""Loaders: one module per format, which turns a checkpoint's headers into a `Manifest` and declares a `FormatSpec`.
 
     path ─► recognise (first bytes, folder contents) ─► FormatSpec ─► open_file │ open_folder ─► Manifest
                  `recognition`                            `registry`     one loader module
 
-No loader reads tensor data while opening, and none trusts a header: every extent in a `Manifest` is inside its file.
+No loader reads tensor data while opening, and none trusts a header: all byte ranges in a `Manifest` are inside files.
 """
 
 from __future__ import annotations

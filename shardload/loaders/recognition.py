@@ -64,7 +64,10 @@ def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = N
 
 
 def open_variant(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest | None:
-    """If a file is one of a model's variants in a folder, return its manifest, with the config; else ``None``."""
+    """Return the manifest of a file that is one of a model's variants (``model.fp16.safetensors``), else ``None``.
+
+    The manifest has the configuration of the file's folder.
+    """
     where = located(path)
     asked = (spec.open_variant for spec in specs() if spec.open_variant is not None and format in (None, spec.name))
     return next((found for open_one in asked if (found := open_one(where)) is not None), None)
@@ -119,7 +122,7 @@ def _recognise_file(path: Location) -> FormatSpec:
 
 
 def _promised(path: Location) -> FormatSpec | None:
-    """Return the format that a file's name promises: of all with a matching ending, the one with the longest."""
+    """Return the format whose ending a file's name has, the longest one if several match; ``None`` if none does."""
     found = [(len(end), spec) for spec in specs() for end in spec.endings if path.name.lower().endswith(end)]
     return max(found, key=lambda each: each[0])[1] if found else None
 
@@ -311,7 +314,7 @@ _FORMATS = (
 
 
 def refused_file(path: object, *, name: str, head: bytes) -> UnsupportedError | None:
-    """Return the error for a file in another library's format; ``None`` unless its first bytes or its name show one."""
+    """Return the error for a file whose first bytes or name show another library's format; ``None`` for other files."""
     by_head = (found for found in _FORMATS if found.head and head.startswith(found.head))
     by_name = (found for found in _FORMATS if found.names.fullmatch(name.lower()))
     found = next(by_head, None) or next(by_name, None)
@@ -319,7 +322,7 @@ def refused_file(path: object, *, name: str, head: bytes) -> UnsupportedError | 
 
 
 def refused_folder(path: object, *, names: Collection[str]) -> UnsupportedError | None:
-    """Return the error for a folder with a file in another library's format; ``None`` without such a file."""
+    """Return the error for a folder that contains a file of another library's format; ``None`` for other folders."""
     # Files of PyTorch are recognised by their content: any data may be called .bin.
     asked = (*_FORMATS, _PYTORCH)
     found = next((each for each in asked if any(each.names.fullmatch(name.lower()) for name in names)), None)
@@ -327,7 +330,7 @@ def refused_folder(path: object, *, names: Collection[str]) -> UnsupportedError 
 
 
 def refused_zip(path: object, *, members: Collection[str]) -> UnsupportedError | None:
-    """Return the error for a zip in another library's format; ``None`` unless its members show such a format."""
+    """Return the error for a zip whose members show another library's format; ``None`` for other zips."""
     if any(name.endswith("data.pkl") for name in members):
         return _PYTORCH.error(path)
     return _NPZ.error(path) if members and all(name.endswith(".npy") for name in members) else None

@@ -1,12 +1,12 @@
-"""The supported formats: how each is recognised and opened, and its properties that other packages need.
+"""The supported formats: how each is recognised and opened, and what other code must know of it.
 
     built in      `BUILT_IN`                                                          ─┐
     installed     an entry point of the group ``shardload.formats``: npz = "package.module:SPEC"  ├─► names() ─► specs()
     registered    `register(spec)`, in this process                                    ─┘
 
-A loader module declares one `FormatSpec` for each of its formats. Code elsewhere reads these properties from
-``spec_of(manifest)`` and never compares names of formats, so that a new format is one module. Listing names imports
-no loader; a loader is imported when its `FormatSpec` is first needed.
+A loader module declares a `FormatSpec` for each of its formats. Other code reads properties of ``spec_of(manifest)``
+and never compares names of formats, so a new format needs one module only. Listing names imports no loader; a loader
+is imported when its `FormatSpec` is first needed.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ def _never(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatSpec:
-    """A format: how to recognise and open it, and what other packages ask of it. Fields with a default are optional."""
+    """A format: how to recognise and open it, and its properties. Fields with a default are optional."""
 
     name: str
     """The format's name in ``Manifest.format``, ``format=`` and ``--format``."""
     description: str
     """A noun with its article, for messages: ``a .gguf file``."""
     endings: tuple[str, ...] = ()
-    """Endings of the format's files, in lower case. A name of a checkpoint, not a path, may omit the first one."""
+    """Endings of the format's files, in lower case. A checkpoint's name (not its path) may omit the first of them."""
     is_file: Callable[[FileContent], bool] = _never
-    """Whether a file has this format; formats listed later are checked first, as special cases of earlier ones."""
+    """Whether a file has this format. Later formats in `specs` are asked first: they may be special cases."""
     is_folder: Callable[[FolderContent], bool] = _never
     """Whether a folder has this format."""
     contains_some: Callable[[FolderContent], bool] = _never
-    """Whether a folder that has no format itself contains folders of this format, such as the steps of a run."""
+    """Whether a folder, not itself of this format, has subfolders of it, such as the steps of a training run."""
     open_file: Callable[[Location], Manifest] | None = None
     """Reads the headers of a file, or of the files that it lists."""
     open_folder: Callable[[Location], Manifest] | None = None
@@ -67,11 +67,11 @@ class FormatSpec:
     describe_folder: Callable[[Location], Manifest] | None = None
     """Reads a model's description from a folder that may lack the weights; returns a manifest without tensors."""
     write_file: WriteFile | None = None
-    """Makes a model's file, complete but for the values, and returns where they belong; takes the file's path, tensors
-    named as in Keras' files (``layers/dense/vars/0``), and Keras' description of the model. With it, `convert` and
-    `save_as` write files with one of `endings`. The built-in formats have plans of their own there."""
+    """Makes a model's file without the values, and returns where they belong; gets the file's path, tensors named as in
+    Keras' files (``layers/dense/vars/0``), and Keras' description of the model. With it, `convert` and `save_as` write
+    files with one of `endings`. The built-in formats are written without it."""
     first_part: Callable[[str], str] = str
-    """Returns, for the name of one file of a split model, the name of the first; unset for formats without parts."""
+    """Returns the name of a split model's first file, given that of any of its files; unset if models are not split."""
     variant_of: str | None = None
     """Name of the format that has the same `endings` as this one: only a file's content tells the two apart."""
     part_format: str | None = None
@@ -84,31 +84,31 @@ class FormatSpec:
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""
     tensor_names: Literal["keras", "order", "hugging-face", "step", "own"] = "own"
-    """Whose names its tensors have: those of Keras' layers, of Keras 2 (only their order counts), of `transformers`, a
-    training step, or the user's own (variable paths)."""
+    """Whose names the tensors have: those of Keras 3's files, of Keras 2's (``order``: only their order counts), of
+    `transformers`, of a training step, or the user's own, such as paths of variables."""
     model_dtype: str | None = None
-    """Dtype to build the model in, if not that of the tensors: quantised blocks decode to a dtype with more bits."""
+    """Dtype to build the model in, if its tensors decode to one with more bits than needed, as GGUF's do."""
     tokenizer: Literal["hugging-face", "keras-hub", "header"] | None = None
     """Where the tokenizer is: in Hugging Face's or KerasHub's files, or in entries of a GGUF header."""
     keras_files: str | None = None
-    """Folder of Keras' small files (configurations, tokenizers), relative to the source."""
+    """Folder with KerasHub's configurations and tokenizer, relative to the checkpoint's folder."""
     transformers_files: str | None = None
-    """Folder of Hugging Face's small files, relative to the source."""
+    """Folder with Hugging Face's configurations and tokenizer, relative to the checkpoint's folder."""
     assets: Callable[[Location], Iterator[tuple[str, Callable[[BinaryIO], None]]]] | None = None
     """Yields the asset files that layers saved: names, and functions that write their content."""
     is_step: bool = False
-    """Whether the format is a training step, with optimizer, metrics and optional digests."""
+    """Whether a checkpoint is a training step: it has an optimizer's state, metrics and perhaps digests."""
     may_be_codes: bool = False
-    """Whether tensors can be quantisation codes or belong to an adapter, which only names and values show."""
+    """Whether files may contain quantised weights or an adapter, which only tensors' names and values reveal."""
 
     @property
     def joins_parts(self) -> bool:
-        """Whether a model may be split over several files, which `first_part` recognises by name."""
+        """Whether a model may be split over several files, whose names `first_part` understands."""
         return self.first_part is not str
 
     @property
     def is_hugging_face(self) -> bool:
-        """Whether KerasHub's converters build the model and name its tensors."""
+        """Whether the model is described as in Hugging Face: KerasHub's converters then build it and map tensors."""
         return self.described_by == "hugging-face"
 
 

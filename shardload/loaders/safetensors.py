@@ -5,7 +5,7 @@
     └────────┴──────────────────────────────────────────────────────────┴───────────────────────┘
      0        8                                                          8 + n = offset 0 of the data
 
-The rules are the reference library's (huggingface/safetensors, ``tensor.rs``); duplicate keys are refused as well.
+A file must be valid for the reference library (huggingface/safetensors, ``tensor.rs``) and have no key twice.
 The header is parsed entry by entry, so that a hostile header takes no more memory than a normal one.
 """
 
@@ -85,13 +85,13 @@ class SafetensorsHeader:
     tensors: tuple[Tensor, ...]
     """All tensors, in the order of their bytes in the file."""
     metadata: dict[str, str]
-    """The header's ``__metadata__``."""
+    """The header's ``__metadata__``: texts by key, such as ``{"format": "pt"}``."""
     file_bytes: int
-    """Size of the file."""
+    """Size of the file in bytes."""
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one bare ``.safetensors`` file."""
+    """Return the manifest of one ``.safetensors`` file by itself, without a configuration."""
     header = read_header(path)
     files = {path: header.file_bytes}
     return Manifest(path, "safetensors", checked_tensors(header.tensors, files=files), files, metadata=header.metadata)
@@ -123,7 +123,7 @@ def read_header(path: Location) -> SafetensorsHeader:
 
 
 def begins_object(head: bytes) -> bool:
-    """Whether a JSON object begins after the 8-byte length; the reference library accepts white space before it."""
+    """Whether the header, after its 8-byte length, begins with ``{``; white space may precede it."""
     return head[8:].lstrip(b" \t\r\n").startswith(b"{")
 
 
@@ -270,9 +270,10 @@ class _Parser:
 
 
 class _Members:
-    """Iterates over a JSON object: yields key and start of the value; the caller moves ``position`` past the value.
+    """Iterates over a JSON object in a text: yields each key and the position at which its value starts.
 
-    Afterwards ``position`` is past the object and the white space that follows it.
+    The caller parses the value and moves ``position`` past it. At the end, ``position`` is past the object and the
+    white space that follows it.
     """
 
     def __init__(self, text: str, start: int) -> None:
@@ -311,9 +312,9 @@ def write_skeleton(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] = PYTORCH,
 ) -> tuple[TensorPlace, ...]:
-    """Make safetensors files without values, each of at most ``shard_bytes`` or one tensor; several get an index.
+    """Make safetensors files without the values, and an index if there are several; return where the values belong.
 
-    Return where the values of each tensor belong.
+    A file has at most ``shard_bytes``, but a larger tensor gets a file of its own.
     """
     groups = grouped(tensors, shard_bytes)
     names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]

@@ -10,8 +10,8 @@
         model_config/             Keras' callback: the model's JSON, as text
         shardload/                written by shardload: structure.json, digests.json
 
-A tensor's name is its key path joined by "/". Uncompressed arrays are read in place, as extents. Orbax stores no arrays
-without elements: in steps of shardload, structure.json has them.
+A tensor's name is its key path, joined by "/". Uncompressed arrays are read in place. Orbax does not store arrays
+without elements: if shardload wrote the step, structure.json lists them.
 
 ``_METADATA`` has the key path and kind of every leaf of the saved tree::
 
@@ -46,7 +46,7 @@ _MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _ITEMS = ("pytree", "default")
 """Folder names of the item (saved tree) with the weights: the first by Keras and Orbax v1, the second by Orbax v0."""
 _ALONE = "state"
-"""Folder name of the one item that Orbax v1's ``save_pytree`` writes. Next to other items, a user chose this name."""
+"""Name of the one item that Orbax v1's ``save_pytree`` writes. In a step with several items, a user chose this name."""
 OWN_FOLDER = "shardload"
 """Name of the folder in a step for shardload's own files."""
 _MODEL_CONFIG, _ASSETS = "model_config", "assets"
@@ -58,10 +58,10 @@ _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
 _HEADERS = frozenset({zarr.ZARR2, zarr.ZARR3})
 _MAX_EXPANSION = 40_000
-"""Limit on an array's bytes per byte that all arrays take in files; zstd reaches 32 768 for zeros."""
+"""Limit on an array's size, as a multiple of the bytes of all arrays in files. zstd reaches 32 768 for zeros."""
 _EXPANSION_FLOOR_BYTES = 1 << 26
 _MAX_OVERHANG = 16
-"""Limit on a chunk's size as a multiple of its tensor's size: a chunk may reach beyond the edge, but not far."""
+"""Limit on a chunk's size as a multiple of its tensor's size. A chunk may be larger than a tensor, but not much."""
 
 
 def open_orbax(folder: Location) -> Manifest:
@@ -90,7 +90,7 @@ def open_orbax(folder: Location) -> Manifest:
 
 
 def is_checkpoint(folder: Location) -> bool:
-    """Whether a folder is itself a step or an item, which Orbax's files in it show; false for a folder of steps."""
+    """Whether a folder is itself a step or an item, judging by Orbax's files in it; false for a folder of steps."""
     names = set(folder.names())
     if names.intersection(_MARKS) or TREE in names:
         return True
@@ -98,7 +98,7 @@ def is_checkpoint(folder: Location) -> bool:
 
 
 def step_names(folder: Location) -> list[str]:
-    """Return the names of the steps in a folder, oldest first, without empty folders and those of other programs."""
+    """Return the names of the steps in a folder, oldest first. Subfolders without a checkpoint are left out."""
     found = [
         name
         for name in possible_steps(folder.names())
@@ -109,7 +109,7 @@ def step_names(folder: Location) -> list[str]:
 
 
 def possible_steps(names: Iterable[str]) -> list[str]:
-    """Return those ``names`` that can be steps: plain numbers or, if there are none, numbers after one prefix."""
+    """Return the names that can be steps: plain numbers; if there are none, names like ``ckpt_7`` with one prefix."""
     found = [name for name in names if step_number(name) is not None]
     if bare := [name for name in found if name.isdecimal()]:
         # Zeros in front only where they make all names equally long.
@@ -155,7 +155,7 @@ def _item(step: Location) -> Location:
 
 
 def _others(step: Location, item: Location) -> tuple[str, ...]:
-    """Return a note on items of a step that are not read; none for a step by shardload, whose user named the items."""
+    """Return a note on items of a step that are not read. None for shardload's own steps: users chose the items."""
     names = step.names()
     if item == step or OWN_FOLDER in names:
         return ()
@@ -191,7 +191,7 @@ def _metadata(
 
 
 def _empty(structure: Any, file: Location, *, known: Mapping[str, Any]) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield tensor and key path of each variable without elements, from structure.json: Orbax stores no such arrays."""
+    """Yield (tensor, key path) for each variable without elements: structure.json lists these, Orbax stores none."""
     leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
     for leaf in leaves if isinstance(leaves, list) else ():
         found = leaf if isinstance(leaf, Mapping) else {}
@@ -297,7 +297,7 @@ def read_strings(item: Location) -> dict[str, Any]:
 
 
 class Arrays:
-    """The arrays in an item's folder. With ``is_complete``, a missing chunk is an error, otherwise the fill value."""
+    """The arrays in an item's folder. A missing chunk has the fill value, or is an error if ``is_complete``."""
 
     def __init__(self, folder: Location, *, is_complete: bool) -> None:
         self._folder = folder
@@ -398,7 +398,7 @@ class Arrays:
 
 
 def _files(folder: Location) -> dict[str, OcdbtValue]:
-    """Return path in ``folder`` → place of each file, if every array has its own folder (no OCDBT). Links are files."""
+    """Return path → place of each file below ``folder``, if each array has a folder (no OCDBT). Links are files."""
     found: dict[str, OcdbtValue] = {}
     # Files next to the arrays' folders are Orbax' own metadata.
     waiting = [name for name in folder.names() if (folder / name).is_folder() and not (folder / name).is_link()]

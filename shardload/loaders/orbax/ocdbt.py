@@ -1,11 +1,11 @@
-"""Locate each value in OCDBT, TensorStore's B-tree of small files.
+"""Locate each value in an OCDBT store: TensorStore's key-value store, a B-tree in many small files.
 
     manifest.ocdbt ─► root node ─► inner nodes ─► leaf nodes:  key ─► inline bytes (at most 1 KiB)
-    (each node: a run of a file under d/)                       key ─► file, offset, length
+    (each node: a byte range of a file in d/)                   key ─► file, offset, length
 
-Merged checkpoints refer to the folders of the processes that wrote them: ``ocdbt.process_0/`` + ``d/1d35…``. All of
-it is untrusted: a reference must stay in its folder and inside its file, and a node is checked before TensorStore
-inflates it, since a zstd frame can grow 32 768-fold.
+The store may refer to folders of the processes that wrote it: ``ocdbt.process_0/`` + ``d/1d35…``. It is untrusted:
+each reference must lead into the store's folder and inside a file. A node's size is checked before TensorStore inflates
+it, since zstd data can grow 32 768-fold.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _MAX_HEIGHT = 16
 MAX_KEYS = 1 << 20
 """Limit on the keys of a store: a million chunks. The largest published checkpoints have a few hundred thousand."""
 _MAX_VISITS, _VISITS_FLOOR_BYTES = 4, 1 << 16
-"""Limit on the bytes of nodes that are read, per byte of the files that contain nodes. A node has one parent, or a few
-where stores were merged; without a limit, a chain of nodes that each list the next one 99 times would never end."""
+"""Limit on the total size of the nodes read: the first number times the size of the files with nodes, plus the second.
+A node has one parent, or a few in merged stores. Unlimited, a chain of nodes that each list the next one 99 times
+would never end."""
 _LABELS = re.compile(
     r'^[A-Z_]+: |Error (?:reading|opening|decoding)[^:]*"[^"]*": |Error parsing object member "metadata": '
 )
@@ -49,12 +50,12 @@ _NODE_HEADER_BYTES = 14
 
 @dataclass(frozen=True, slots=True)
 class OcdbtValue:
-    """One value of a key-value store: where it is, or its bytes."""
+    """One value in an OCDBT store: where its bytes are in a file, or the bytes themselves."""
 
     path: Location
     """The file that contains the value."""
     offset: int
-    """Offset of the value in the file, in bytes; 0 if the value is inline."""
+    """Offset of the value in the file, in bytes; 0 if the value is in `inline`."""
     length: int
     inline: bytes | None = None
     """The value itself, if it is stored inside a B-tree node of ``path``."""
@@ -71,13 +72,13 @@ class OcdbtValue:
 
 
 def read_values(folder: Location) -> dict[str, OcdbtValue]:
-    """Return key → place of the key's value, in key order, for the newest version of a store."""
+    """Return key → place of its value, in key order, for the newest version of the OCDBT store in a folder."""
     return dict(OcdbtWalk(folder).walk())
 
 
 @dataclass(slots=True)
 class OcdbtWalk:
-    """One walk through the B-tree of a store, which counts what it reads."""
+    """One walk through the B-tree of a store. It counts keys and bytes, so that a hostile store cannot keep it busy."""
 
     folder: Location
     sizes: dict[str, tuple[Location, int]] = field(default_factory=dict)
@@ -178,7 +179,7 @@ class OcdbtWalk:
         return self.sizes[name]
 
     def dump(self, location: str | None, path: Location) -> Any:
-        """Return what TensorStore decodes from the node at ``location``, or, for ``None``, from the manifest."""
+        """Return the B-tree node at ``location``, or the manifest for ``None``, as decoded by TensorStore."""
         import tensorstore as ts  # 0.2 s to import
 
         folder = f"{self.folder.local_path()}/"

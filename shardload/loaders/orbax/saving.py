@@ -1,11 +1,10 @@
-"""The only module that saves with Orbax: start writing named items to a folder, wait, raise the cause of a failure.
+"""The only module that saves with Orbax: it starts to write named items to a folder, waits, and raises errors.
 
-Orbax writes to ``path + ".orbax-checkpoint-tmp"`` and renames that to ``path``. The path is inside a staging
-folder, so none of Orbax's names appears among the steps. By default, array data is not compressed:
-each chunk is then a byte range of a file that loads without decoding.
+Orbax writes to ``path + ".orbax-checkpoint-tmp"`` and renames that to ``path``. The path is inside a staging folder, so
+no such name appears among the steps. By default, arrays are not compressed: chunks are then read without decoding.
 
-Orbax treats every folder in a step as a checkpointable, and plain ``load_checkpointables(step)`` fails if one is not.
-So the folder ``shardload/``, which later receives shardload's own files, is written as a tiny checkpointable.
+Plain Orbax takes every folder in a step for an item, and cannot load the step if one is none. So the folder
+``shardload/``, which later receives shardload's own files, is written as a tiny item.
 
 What Orbax and TensorStore print about a failed save is suppressed, so that shardload's own error stays visible::
 
@@ -13,20 +12,19 @@ What Orbax and TensorStore print about a failed save is suppressed, so that shar
     TensorStore    prints "Event loop is closed" for each write that finishes after Orbax gave up
     Python         warns of Orbax coroutines that were "never awaited" when they are garbage-collected
 
-All three repeat shardload's error. The first two are suppressed during a save by shardload and for a while after a
-failed save, the third after the first failure. At other times they concern other users of Orbax and are shown.
+The first two are suppressed during a save by shardload and for `STRAGGLERS_S` after a failed one, the third from the
+first failure on. At other times they are shown, as they concern other users of Orbax.
 
-The error names the operating system's reason, which is found in nested exceptions. TensorStore
-reports a full disk as `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`; Orbax reports a removed folder as
-`ValueError("No ArrayMetadata found …")`. Both give the reason as text only, which `errno_of` knows.
+shardload's error names the operating system's reason, such as a full disk. `errno_of` finds it in nested exceptions or
+in their texts: `ValueError("RESOURCE_EXHAUSTED: … [os_error_code='28']")`.
 
-A conversion writes arrays as plain files: Orbax makes tiny arrays, which then get their real shapes::
+A conversion needs files without values: Orbax saves arrays of one element, whose metadata then get the real shapes::
 
     pytree/trainable_variables.dense.kernel/zarr.json     shape, chunk shape, codec: bytes
                                             c/0/0  c/1/0  rows [0, n), rows [n, 2n): raw, the last one padded
 
-Everything else (the tree's description, Orbax's marker files, the model's configuration) is as Orbax wrote it, so Orbax
-can read the result. Chunks are cut along dim 0, so each is one run of the array.
+All other files are as Orbax wrote them, so Orbax can read the result. Arrays are cut into chunks along dim 0 only, so
+each chunk is one run of the array's elements.
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ from shardload.stores.local import temporary_folder
 from shardload.units import format_bytes
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
-"""What plain Orbax loads from the folder ``shardload/``. Written as JSON: a pytree, Orbax's default for texts, would
-get its own array store, and Orbax would warn at every save that the store is empty."""
+"""Item in the folder ``shardload/``, so that plain Orbax can load that folder. Written as JSON: a pytree, Orbax's
+default for texts, would get its own array store, and Orbax would warn at every save that the store is empty."""
 
 COMPRESSED_CHUNK_BYTES = 4 << 20
 """Size of compressed chunks: small, because each process that restores a part of a chunk must decode all of it."""
@@ -65,7 +63,7 @@ _PATTERNS = set("[]*?\\")
 _DEFAULT_TIMEOUT_S = 1200
 """Time limit for a save by default, 20 minutes as in Orbax."""
 STRAGGLERS_S = 30.0
-"""How long threads of Orbax and writes of TensorStore may continue after a save has failed."""
+"""Seconds for which threads of Orbax and writes of TensorStore may go on, and print, after a save has failed."""
 _LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
 """Matches Python's warnings about coroutines of Orbax that never ran, because their save failed before."""
 _ADVICE = {
@@ -153,9 +151,9 @@ def start_save(
     """Start to write ``items`` with Orbax; return once every array is copied off the devices.
 
     With `jax.distributed`, every process must call this with the same path and items. The path is absolute, does not
-    exist, and is in an existing folder. Items are pytrees of arrays, dicts of strings, or objects with their own
-    handler, by name; ``shardload`` is reserved, as its folder is created for shardload's own files. ``timeout_s`` is
-    the time limit that Orbax applies itself.
+    exist, and is in an existing folder. ``items`` maps names to pytrees of arrays, dicts of strings, or objects with a
+    handler of their own. The name ``shardload`` is reserved for the folder of shardload's own files. ``timeout_s``
+    limits how long Orbax itself may take.
     """
     target = Path(path)
     step = "?" if step is None else step
@@ -204,9 +202,9 @@ def start_save(
 
 @contextmanager
 def _named_for_orbax(target: Path) -> Iterator[Path]:
-    """Yield a path to the target without characters that Orbax 0.12 takes for a pattern, through a link if need be.
+    """Yield a path to the target that Orbax 0.12 does not take for a glob pattern; it may lead through a link.
 
-    Orbax lists the files of its processes by ``glob``, so it finds none in ``run[lr=0.1]`` and leaves all arrays out.
+    Orbax finds the files of its processes by ``glob``. In ``run[lr=0.1]`` it would find none, and leave all arrays out.
     TensorStore takes a backslash for a slash.
     """
     if not _PATTERNS & set(str(target.parent)):
@@ -249,7 +247,7 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
 
 
 def _context(*, ocdbt: bool) -> Any:
-    """Return Orbax's settings for saving without compression; ``ocdbt`` is whether to join arrays in few files."""
+    """Return Orbax's settings for saving without compression; ``ocdbt``: whether to store all arrays in few files."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -295,7 +293,7 @@ def save_began() -> None:
 
 
 def save_ended(*, failed: bool) -> None:
-    """Record that a save ended. If it ``failed``, the caller raises the error."""
+    """Record that a save ended. If it ``failed``, late messages about it are suppressed for `STRAGGLERS_S`."""
     global _saving, _failed_at  # noqa: PLW0603
     with _lock:
         _saving -= 1
@@ -311,7 +309,7 @@ def is_from_save() -> bool:
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """Whether to log a record: true but for Orbax's errors in saves by shardload, and its warning on empty items."""
+    """Whether to log a record: no for Orbax's errors while shardload saves, and for its warning on empty items."""
     if "Skipping merge of OCDBT checkpoints: No per-process OCDBT" in record.getMessage():
         return False
     # By the path of the code, not by logger: absl's logger is shared by all packages that use absl.
@@ -319,7 +317,7 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def is_late_write(error: BaseException | None, trace: TracebackType | None) -> bool:
-    """Whether an error comes from a TensorStore thread that reports a write after Orbax closed the event loop."""
+    """Whether an error is TensorStore's report of a write that finished after Orbax closed the event loop."""
     return (
         # The write is reported by a C++ thread, so the outermost frame is the asyncio function that it calls.
         isinstance(error, RuntimeError)
@@ -390,8 +388,8 @@ def write_skeleton(
 ) -> tuple[TensorPlace, ...]:
     """Make an Orbax checkpoint without the values in a new folder; return where the values of each tensor belong.
 
-    Tensors are named by their key path, joined by "/". ``groups`` are the top-level keys of the tree, written even if
-    empty; ``assets`` are the files of layers, each an array of uint8 in nested dicts, as Keras' callback stores them.
+    Tensors are named by the keys in the tree, joined by "/". ``groups`` are top-level keys, written even if empty.
+    ``assets`` are files that layers save, as arrays of uint8 in nested dicts: the form that Keras' callback stores.
     """
     # Orbax writes one element per array, so that its files exist without the memory or the disk for real values.
     tree: dict[str, Any] = {group: {} for group in groups}

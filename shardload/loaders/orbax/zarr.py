@@ -3,12 +3,12 @@
     zarr 3   name/zarr.json   name/c/0/1    Orbax wraps each chunk into a shard of one: ┌ raw bytes ┬ index, 20 bytes ┐
     zarr 2   name/.zarray     name/0.1      only the chunk's bytes                      └───────────┴─────────────────┘
 
-A shard may contain several inner chunks; its index then gives the offset of each. Chunks at the far edge are stored in
-full in both versions. Metadata and locations of the chunks become a `Storage`::
+A shard is a stored chunk that contains inner chunks and an index of their offsets. Chunks that reach beyond the array's
+edge are stored in full. How the chunks are stored decides how the array is read, its `Storage`::
 
     one raw chunk, rows as in the tensor   Extent
     raw chunks, all in files               Chunked of Extents
-    raw chunks, some inline                Decoded(RawRows)       put together here
+    raw chunks, some in nodes of OCDBT     Decoded(RawRows)       put together here
     anything else                          Packed, or Chunked of them: TensorStore decodes each chunk by itself
 
 Raw chunks are plain little-endian row-major bytes. This module is long because zarr 3 nests: a chunk of a shard is an
@@ -51,7 +51,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(name) for name in _PLAIN 
     name: np.dtype(getattr(ml_dtypes, name)) for name in (*_ML, *_NIBBLES) if hasattr(ml_dtypes, name)
 }
 _ZARR2_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
-"""Matches the type names of zarr 2 that are passed to NumPy, which accepts many others or fails in many ways."""
+"""Matches those type names of zarr 2 that NumPy may parse. It takes many others, too, or fails in many ways."""
 _CRC_BYTES = 4
 _MAX_DEPTH = 16
 """Limit on the nesting depth of an array's JSON metadata; codecs in nested shards reach 10."""
@@ -62,9 +62,9 @@ _INTEGERS = range(-(1 << 63), 1 << 64)
 Cell = tuple[int, ...]
 """Index of a chunk in the grid of its array."""
 _MAX_GROWTH, _GROWTH_FLOOR_BYTES = 32, 1 << 16
-"""Limit on a chunk's stored bytes per decoded byte. Codecs add a little, a shard's index 16 bytes per inner chunk."""
+"""Limit on a chunk's stored bytes: its decoded bytes times the first number, plus the second. Codecs add a little."""
 _MISSING = (1 << 64) - 1
-"""Value of offset and length in a shard's index for an inner chunk that was never written."""
+"""Value that a shard's index has as offset and as length of an inner chunk that was never written."""
 _MEMORY = {"driver": "memory"}
 _FAILURES = (ValueError, RuntimeError, OSError)
 
@@ -87,7 +87,7 @@ class Sharding:
         return 16 * math.prod(self.per_shard) + _CRC_BYTES * self.has_crc
 
     def index_codec(self, where: str) -> ZarrCodec:
-        """Return a decoder that reads a shard's index like an array, so that TensorStore verifies the checksum."""
+        """Return a decoder that reads a shard's index as a zarr array, so that TensorStore checks its checksum."""
         shape = (*self.per_shard, 2)
         document = {
             "zarr_format": 3,
@@ -110,7 +110,7 @@ class ZarrArray:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk_shape: tuple[int, ...]
-    """Shape of the chunk stored under one key."""
+    """Shape of a stored chunk, that is, of what is stored under one key."""
     prefix: str
     """First part of each chunk's key: ``c``, or empty."""
     separator: str
@@ -168,7 +168,7 @@ def parse(raw: bytes, *, name: str, where: str) -> ZarrArray:
 def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes, str]:
     """Return metadata that describes one chunk as an array of its own, and the key of the chunk in this array.
 
-    ``inner`` is for a chunk inside a shard, to which the codecs of inner chunks apply.
+    ``raw`` is the whole array's metadata. With ``inner``, the chunk is inside a shard and has the inner chunks' codecs.
     """
     document = parse_object(raw, path="")
     if document.get("zarr_format") != 3:
@@ -184,7 +184,7 @@ def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes
 
 
 def _key_of(shape: tuple[int, ...]) -> str:
-    """Return the key of the chunk in a zarr 3 array that consists of one chunk."""
+    """Return the key of the only chunk in a zarr 3 array that consists of one chunk: ``c/0/0`` for a matrix."""
     return "/".join(("c", *("0" for _ in shape)))
 
 
@@ -219,7 +219,7 @@ def _parse3(document: Mapping[str, Any]) -> ZarrArray:
 
 
 def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
-    """Return the layout of shards (``None`` if their index is not plain little-endian uint64) and the inner codecs."""
+    """Return the layout of shards, or ``None`` if their index is not plain little-endian uint64; and inner codecs."""
     inner = _ints(configuration["chunk_shape"])
     if len(inner) != len(shard) or min(inner, default=1) < 1 or any(n % i for n, i in zip(shard, inner, strict=True)):
         raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
@@ -326,7 +326,7 @@ def _separator(found: object) -> str:
 def array_storage(
     array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes
 ) -> Storage:
-    """Return the storage of an array; missing chunks read as the fill value. ``header``: the place of the metadata."""
+    """Return how to read an array; missing chunks have the fill value. ``header`` is the place of its metadata."""
     # A chunk that was never written reads as the fill value, which only TensorStore knows how to supply.
     found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
     if found is None:
@@ -344,7 +344,7 @@ def array_storage(
 
 
 def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
-    """Return shape and places of an array's raw chunks, inner ones if sharded; ``None`` if an inner one is missing."""
+    """Return (chunk shape, places) of raw chunks, in shards of the inner ones; ``None`` if an inner one is missing."""
     itemsize = array.dtype.itemsize
     if (sharding := array.sharding) is None:
         nbytes = math.prod(array.chunk_shape) * itemsize
@@ -360,7 +360,7 @@ def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dic
 
 
 def _packed(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue, metadata: bytes) -> Storage:
-    """Return the storage of an array that TensorStore decodes: a `Packed` for each chunk, or for each inner chunk."""
+    """Return how to read an array that TensorStore decodes: by a `Packed` for each chunk, or for each inner chunk."""
     shape, cells = array.chunk_shape, dict[Cell, OcdbtValue | None](chunks)
     sharding = array.sharding
     # Blosc is decoded on its own even where it fills a shard, so that its header can be checked first.
@@ -379,7 +379,7 @@ def _packed(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], header: OcdbtVa
 
 
 def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Packed:
-    """Return one chunk as a `Packed` (``None``: never written); raise if it is stored in too many bytes."""
+    """Return one chunk as a `Packed`; a ``value`` of ``None`` was never written. Raise if it takes too many bytes."""
     if value is None:
         return Packed(header.path, 0, 0, codec)
     nbytes = math.prod(codec.shape) * codec.dtype.itemsize
@@ -554,7 +554,7 @@ class ZarrCodec:
         return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
     def _codecs(self) -> list[Any]:
-        """Return the codecs in the order of encoding, without checksums, which only follow the data."""
+        """Return the codecs in the order of encoding, except checksums, which only append bytes to the data."""
         document = json.loads(self.metadata)
         if self.driver == "zarr3":
             return [codec for codec in document["codecs"] if codec.get("name") != "crc32c"]
