@@ -4,7 +4,7 @@
     (each node: a byte range of a file in d/)                   key ─► file, offset, length
 
 The store may refer to folders of the processes that wrote it: ``ocdbt.process_0/`` + ``d/1d35…``. It is untrusted:
-each reference must lead into the store's folder and inside a file. A node's size is checked before TensorStore inflates
+each reference must stay in the store's folder and in its file. A node's size is checked before TensorStore inflates
 it, since zstd data can grow 32 768-fold.
 """
 
