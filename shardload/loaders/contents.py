@@ -130,7 +130,7 @@ def inner_path(name: str) -> str:
 
 
 def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:
-    """Return path → location of the files that an index lists. ``way_out`` is the advice on a missing one: ``Copy``."""
+    """Return path → location of files that an index lists. Advice on missing ones starts with ``way_out`` (Copy)."""
     files = {name: _listed(index, name) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.exists()]:
         raise SourceNotFoundError(
@@ -165,7 +165,7 @@ def descendant(folder: Location, name: str, *, named_by: str) -> Location:
 
 
 def group_above(name: str, groups: Container[str]) -> str:
-    """Return the innermost of ``groups`` that contains the Keras dataset ``name``; if none does, its own group."""
+    """Return the innermost of ``groups`` that contains the Keras dataset ``name``; if none does, its direct parent."""
     above = own = name.rpartition("/")[0]
     while above and above not in groups:
         above = above.rpartition("/")[0]
@@ -198,7 +198,7 @@ def _refuse_escape(path: Location, folder: Location) -> None:
 
 
 def _hub_blobs(home: Location) -> Location | None:
-    """Return the folder ``blobs``, to which links in a folder of Hugging Face's cache lead; ``None`` if not there."""
+    """Return the folder ``blobs`` to which links in ``home``, a folder of Hugging Face's cache, lead; else ``None``."""
     # The folder may be a subfolder of a snapshot, so walk up to the snapshot.
     revision = home
     while revision != revision.parent:

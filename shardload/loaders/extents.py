@@ -1,4 +1,4 @@
-"""Checks shared by all loaders: byte ranges of tensors are inside their files, do not overlap, and names are unique."""
+"""Checks shared by all loaders: tensors have unique names, and byte ranges that fit in their files without overlap."""
 
 from __future__ import annotations
 

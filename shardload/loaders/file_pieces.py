@@ -69,7 +69,7 @@ class TensorPlace:
 
 
 WriteFile = Callable[[Path, Sequence[Wanted], dict[str, Any]], tuple[TensorPlace, ...]]
-"""Function that makes a model's file without the values, from path, tensors and Keras' config; returns their places."""
+"""Function that makes a file without values from path, tensors and Keras' config; returns the place of each tensor."""
 
 
 def grouped(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:

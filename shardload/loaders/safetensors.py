@@ -33,7 +33,7 @@ from shardload.stores.store import read_bytes
 from shardload.units import exact_bytes, plural
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Limit on the length of a header, as in the reference library."""
+"""Limit on the bytes of a header, as in the reference library."""
 _MAX_ENTRY_CHARS = 4096
 """Limit on the characters of one tensor's entry, enough for three keys and 32 dims of 20 digits."""
 
@@ -71,7 +71,7 @@ _SUB_BYTE: dict[str, tuple[np.dtype[Any], int]] = {
 }
 """Name of a dtype whose elements share bytes → NumPy's dtype, bits per element. Such tensors cannot be read."""
 SHARD_BYTES = 5_000_000_000
-"""Size limit of a shard by default: 5 GB, for years also the default of ``transformers``."""
+"""Default for the most bytes in a shard: 5 GB, for years also the default of ``transformers``."""
 PYTORCH = {"format": "pt"}
 """Metadata of a file whose tensors have PyTorch's names and shapes. transformers 4 refuses files without ``format``."""
 _CODES = {dtype.name: code for code, dtype in _DTYPES.items()}

@@ -38,7 +38,7 @@ _MAX_DEPTH, _MAX_NESTED = 8, 1 << 16
 """Limits on arrays of arrays: depth of nesting, and number of inner arrays in a file. A small file may have fewer."""
 _NESTED_SHARE = 32
 _INLINE_SHARE = 8
-"""Each array item parsed with the header needs this many bytes of file size: a small file must not fill the memory."""
+"""At most one array item per this many bytes of a file is parsed with the header. It takes up to 36 bytes in memory."""
 _MAX_ELEMENTS_PER_BYTE = 64
 """Limit on elements per stored byte in tensors of an unknown element type. The densest of the known types has 5."""
 _WINDOW_BYTES = 1 << 20

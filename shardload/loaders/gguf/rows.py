@@ -79,7 +79,7 @@ class GgufRows(EncodedRows):
 
     @property
     def row_alignment(self) -> int:
-        """Rows to read together: all (transposed), a head's (reordered), a block's (quantised vector), or one."""
+        """Number of rows read together: all (transposed), a head's (reordered), a block's (quantised vector), or 1."""
         if self.undo is Undo.TRANSPOSE:
             return self.info.shape[1]
         if self.undo in (Undo.UNPERMUTE, Undo.UNFUSE):
@@ -132,7 +132,7 @@ class GgufRows(EncodedRows):
         return minus_one(values) if self.undo is Undo.MINUS_ONE else np.ascontiguousarray(values)
 
     def _read(self, first: int, last: int) -> NDArray[np.uint8]:
-        """Read the stored bytes of rows ``[first, last)``: one line per row, or per block of a quantised vector."""
+        """Read stored bytes of rows ``[first, last)`` into a matrix: a line per row, or per block of a vector."""
         kind, shape = self.info.kind, self.info.shape
         # A row of a matrix is whole blocks; an element of a quantised vector is a part of one.
         unit = kind.block_elements if len(shape) == 1 else 1

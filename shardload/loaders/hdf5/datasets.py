@@ -306,7 +306,7 @@ def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedErr
 
 @contextmanager
 def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, FileStream, HeaderLimit]]:
-    """Open a region of a file in h5py, which reads a Python stream; yield h5py's file, the stream, and its limit."""
+    """Open a region of a file in h5py through a Python stream; yield h5py's file, the stream, and its read limit."""
     headers = HeaderLimit(region.path, n_bytes=region.nbytes)
     stream = FileStream(region.path.open(), start=region.start, n_bytes=region.nbytes, before_read=headers)
     with closing(stream):
@@ -345,7 +345,7 @@ def _dtype(node: Any) -> tuple[np.dtype[Any], bool]:
 
 
 def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
-    """Return an `Extent` if a dataset's bytes can be read in place, else `Decoded`, which gets ``rows`` from h5py."""
+    """Return an `Extent` if a dataset's bytes can be read in place, else `Decoded` with the reader ``rows`` (h5py)."""
     region, shape, dtype = rows.region, rows.shape, rows.dtype
     where = f"{region.path}: dataset {rows.name!r}"
     plist = node.get_create_plist()
@@ -417,7 +417,7 @@ class HeaderLimit:
 
     @contextmanager
     def headers(self) -> Iterator[None]:
-        """Limit each read in the with block. Iterate over HDF5 objects outside of it: a loop must not be broken off."""
+        """Limit each read in the with block. Do not loop over HDF5 objects in it: reads of a loop must not raise."""
         self._limit = max(_FREE_HEADER_BYTES, self._n_bytes // 2)
         try:
             yield
@@ -510,7 +510,7 @@ class LinkWalk:
 
 
 def _address(node: Any) -> int:
-    """Return the address of an object's header, without `h5py.h5o.get_info`, which visits all objects in a group."""
+    """Return the address of an object's header, without `h5py.h5o.get_info`, which visits what a group refers to."""
     dataset, buffer, offset = _reference()
     reference = np.empty(1, h5py.ref_dtype)
     reference[0] = h5py.h5r.create(node, b".", h5py.h5r.OBJECT)
@@ -544,7 +544,7 @@ def open_at(file: Any, address: int) -> Any:
 def _reference() -> tuple[Any, io.BytesIO, int]:
     """Return a dataset of one object reference, its HDF5 file in memory, and the reference's byte offset in the file.
 
-    By writing one and reading the other, `_address` and `open_at` convert between objects and addresses.
+    Writing a reference and reading its bytes, or the reverse, converts between objects and addresses.
     """
     buffer = io.BytesIO()
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

@@ -39,9 +39,9 @@ _CHECKSUM_BYTES = 4
 _MAX_BLOCK_BYTES = 16 << 20
 """Limit on the bytes of one structure, such as an object header; those that libhdf5 writes stay below 64 KiB."""
 _FREE_STEPS = 1 << 20
-"""Limit on the steps of work for reading one file; for a larger file, one step per byte. See `Structures.spend`."""
+"""Limit on the steps of work for reading one file; in a larger one, one step per byte. See `Structures.spend`."""
 _BYTES_PER_STEP = 8
-"""How many bytes read count as one step of work."""
+"""Number of bytes whose reading counts as one step of work."""
 
 _Read = Callable[[int, int], bytes]
 """A function that reads a number of bytes at an address; raises a `SourceError` for bytes outside the file."""
@@ -292,7 +292,7 @@ def _node(file: Structures, at: int, count: int, shape: _Shape, depth: int) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Heap:
-    """A fractal heap of HDF5: a table of blocks. From its third row on, each row's blocks are twice as large."""
+    """A fractal heap of HDF5: a table of blocks. From row 3 on, blocks are twice as large as those in the row above."""
 
     offset_bytes: int
     length_bytes: int

@@ -58,10 +58,10 @@ _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
 _HEADERS = frozenset({zarr.ZARR2, zarr.ZARR3})
 _MAX_EXPANSION = 40_000
-"""Limit on an array's size, as a multiple of the bytes of all arrays in files. zstd reaches 32 768 for zeros."""
+"""Limit on an array's size, as a multiple of the bytes that all arrays take in files. zstd reaches 32 768 for zeros."""
 _EXPANSION_FLOOR_BYTES = 1 << 26
 _MAX_OVERHANG = 16
-"""Limit on a chunk's size as a multiple of its tensor's size. A chunk may be larger than a tensor, but not much."""
+"""Limit on a chunk's size as a multiple of its tensor's size. A chunk may be larger than its tensor, but not much."""
 
 
 def open_orbax(folder: Location) -> Manifest:

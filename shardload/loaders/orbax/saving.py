@@ -58,10 +58,10 @@ OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
 default for texts, would get its own array store, and Orbax would warn at every save that the store is empty."""
 
 COMPRESSED_CHUNK_BYTES = 4 << 20
-"""Size of compressed chunks: small, because each process that restores a part of a chunk must decode all of it."""
+"""Bytes per compressed chunk: few, because each process that restores a part of a chunk must decode all of it."""
 _PATTERNS = set("[]*?\\")
 _DEFAULT_TIMEOUT_S = 1200
-"""Time limit for a save by default, 20 minutes as in Orbax."""
+"""Default time limit for a save, in seconds: 20 minutes, as in Orbax."""
 STRAGGLERS_S = 30.0
 """Seconds for which threads of Orbax and writes of TensorStore may go on, and print, after a save has failed."""
 _LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
@@ -78,7 +78,7 @@ _ADVICE = {
 }
 _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CHUNK_BYTES = 64 << 20
-"""Size of uncompressed chunks: small enough to read little more than a wanted slice, large enough for few files."""
+"""Bytes per uncompressed chunk: few enough to read little more than a wanted slice, enough to make few files."""
 _ITEM = "pytree"
 
 

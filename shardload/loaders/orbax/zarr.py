@@ -51,7 +51,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(name) for name in _PLAIN 
     name: np.dtype(getattr(ml_dtypes, name)) for name in (*_ML, *_NIBBLES) if hasattr(ml_dtypes, name)
 }
 _ZARR2_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
-"""Matches those type names of zarr 2 that NumPy may parse. It takes many others, too, or fails in many ways."""
+"""Matches those type names of zarr 2 that NumPy may parse. NumPy accepts many others, or fails on them in many ways."""
 _CRC_BYTES = 4
 _MAX_DEPTH = 16
 """Limit on the nesting depth of an array's JSON metadata; codecs in nested shards reach 10."""
@@ -219,7 +219,7 @@ def _parse3(document: Mapping[str, Any]) -> ZarrArray:
 
 
 def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
-    """Return the layout of shards, or ``None`` if their index is not plain little-endian uint64; and inner codecs."""
+    """Return (layout of shards, inner codecs); the layout is ``None`` if the index is not plain little-endian."""
     inner = _ints(configuration["chunk_shape"])
     if len(inner) != len(shard) or min(inner, default=1) < 1 or any(n % i for n, i in zip(shard, inner, strict=True)):
         raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
@@ -344,7 +344,7 @@ def array_storage(
 
 
 def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
-    """Return (chunk shape, places) of raw chunks, in shards of the inner ones; ``None`` if an inner one is missing."""
+    """Return (shape, places) of raw chunks, or of inner chunks if sharded; ``None`` if an inner chunk is missing."""
     itemsize = array.dtype.itemsize
     if (sharding := array.sharding) is None:
         nbytes = math.prod(array.chunk_shape) * itemsize
