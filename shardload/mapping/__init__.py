@@ -1,7 +1,7 @@
 """Map tensors to variables by watching the code that would load them.
 
-One mechanism for all sources: the loading code of layers and converters runs on *reservations*, arrays that take no
-memory (`placeholders.py`). The address of an array that it assigns tells which part of which tensor the array is.
+The loading code of layers and converters runs on *reservations*: arrays that take no memory (`placeholders.py`). The
+address of an array that the code assigns to a variable tells which part of which tensor the variable gets.
 
     structural.py   Keras files: each layer's load_own_variables
     converters.py   Hugging Face and GGUF: KerasHub's converters
@@ -9,10 +9,10 @@ memory (`placeholders.py`). The address of an array that it assigns tells which 
     state_tree.py   the tree that a step stores; pairs its leaves with a model's variables
     roles.py        names of variables and slots that are the same in every process
     optimizer_pairs.py    which optimizer state is restored, and what begins as new
-    built_optimizers.py   the saved optimizer of an archive, built again to learn what its numbered variables are
+    built_optimizers.py   the optimizer in a .keras archive, built again to learn what its numbered variables are
     adapters.py     LoRA adapters, which files of Keras do not store
     outside.py      unused tensors that the model does not need, and why
-    by_name_or_order.py   bare files: by variable paths, structural keys, or a map; files of Keras 2: by order
+    by_name_or_order.py   files with nothing but tensors: by names, or by a caller's map; files of Keras 2: by order
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def map_weights(
 ) -> VariableMap:
     """Map a checkpoint's tensors to a model's variables, by the function of this package for the checkpoint's format.
 
-    An explicit ``names`` map selects `map_by_name`, except that a training step uses it in `map_state`. With
-    ``as_keras``, an archive's optimizer state is matched by position alone, and tensors are rounded where KerasHub's
-    converter rounds them.
+    With ``names`` (tensor → path of its variable), tensors are mapped by name, whatever the format. With ``as_keras``,
+    they are mapped as Keras and KerasHub would do it: an archive's optimizer state by position alone, and tensors
+    rounded where KerasHub's converter rounds them.
     """
     match spec_of(manifest).tensor_names:
         case "step":

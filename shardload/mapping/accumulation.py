@@ -1,10 +1,10 @@
 """Restore a step into an optimizer with another ``gradient_accumulation_steps``: the number of updates stays the same.
 
-Keras stores a count of batches, and computes ``optimizer.iterations``, the updates, from it:
+Keras stores how many batches an optimizer has seen, and divides it to get ``optimizer.iterations``, the number of
+updates. So the stored count is converted:
 
-    stored with 4:  42 batches  ─►  10 updates, and the gradients of 2 batches  ─►  10 updates are 80 batches with 8
-
-The gradients that wait for an update were summed for another number of batches, so they are dropped.
+    saved with 4 batches per update       42 batches are 10 updates, and the summed gradients of 2 batches
+    restored with 8 batches per update    80 batches are 10 updates; the gradients of the 2 batches are dropped
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _RecountedStep:
-    """A part of a load that assigns counts of batches, then converts them to the model's batches per update."""
+    """Another step of a load, ``step``, after which the counts of batches that it assigned are converted."""
 
     step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]
@@ -95,7 +95,7 @@ def _recounted(step: MappingStep, found: VariableMap, values: _Values) -> Mappin
 
 
 def _stored_steps(tensor: str, manifest: Manifest, *, is_innermost: bool) -> int | None:
-    """Return the saved optimizer's ``gradient_accumulation_steps``, 1 if it had none; ``None`` if not known."""
+    """Return with which ``gradient_accumulation_steps`` the count ``tensor`` was saved (1: none); ``None``: unknown."""
     structure = manifest.metadata.get("structure")
     if structure is not None:
         leaves = (Stored.of_json(leaf) for leaf in structure["leaves"])

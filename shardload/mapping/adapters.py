@@ -1,13 +1,13 @@
-"""LoRA adapters of a model. Keras' files lack adapters; partial steps store little besides adapters.
+"""LoRA adapters of a model, for checkpoints that lack adapters, and for those that have little else.
 
-Files of Keras do not store adapters: Keras merges them into kernels when it saves, and loads zeros into both factors.
-Then neither factor has a gradient, so such an adapter never trains. shardload does this instead:
+Files of Keras do not store adapters: Keras merges them into kernels when it saves. When it loads, it sets both factors
+to zero; then neither has a gradient, so the adapter never trains. shardload does this with a model's adapters instead:
 
-    no values yet       begin as new ones      ┐ the second factor is zero: the model computes what the file
-    new, not trained    keep their values      ┘ has, and trains
+    without values      begin as new ones      ┐ the second factor is zero, so the model computes the same
+    new, not trained    keep their values      ┘ as without adapters, and the adapters can be trained
     trained             reported as missing, an error under ``strict``: they were trained with other kernels
 
-A partial step has the adapters, and leaves out weights that the model must have to load it:
+A partial step (``save_trainable_only``) stores adapters without the weights of the base model, which must be loaded:
 
     step                                   model
     lora_kernel_a, lora_kernel_b     ─►    replaced
@@ -78,7 +78,7 @@ def with_adapter_advice(found: VariableMap, model: Any, manifest: Manifest) -> V
 
 
 def with_zeros_noted(found: VariableMap, model: Any) -> VariableMap:
-    """Return a mapping with a note on how many LoRA adapters the load sets to zero, as Keras does."""
+    """Return a mapping with a note on how many LoRA adapters become zero, because the load assigns what Keras would."""
     zeroed = {id(v) for c in found.computed for v in c.variables}
     n = sum(id(b) in zeroed for _, b in adapters_of(lora_layers(model)))
     note = f"as in Keras, {plural(n, 'LoRA adapter')} became zero and cannot train: load the file before enable_lora"
@@ -115,7 +115,7 @@ def different_base(left_out: Sequence[tuple[Stored, StateLeaf]]) -> tuple[Mismat
 
 
 def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
-    """Return mismatches for the layers whose LoRA adapters have another rank or alpha than in the step."""
+    """Return mismatches for layers whose LoRA rank or alpha differs from that in ``form``, the settings in a step."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     found = []
     for path in own.keys() & stored.keys():
@@ -130,7 +130,7 @@ def lora_differences(model: Any, form: Any) -> tuple[Mismatch, ...]:
 
 
 def lora_advice(model: Any, form: Any) -> str:
-    """Return a sentence on how to give a model the same LoRA adapters as a step; empty if it has the same ones."""
+    """Return how to give a model the LoRA adapters in ``form``, the settings in a step; ``""`` if it has the same."""
     own, stored = _adapters(settings_of(model)), _adapters(form)
     if own == stored:
         return ""

@@ -56,7 +56,7 @@ def staged_assets(manifest: Manifest, *, check: Verifier | None = None) -> Itera
 
 
 def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
-    """Load the files that layers saved into a new model; its weights come first, because layers may use them."""
+    """Load the files that layers saved into a new model, after its weights: a layer may need them to load its files."""
     if folder is None:
         return
     for path, layer, error in load_keras_assets(model, folder):
@@ -76,7 +76,7 @@ def load_assets(model: Any, manifest: Manifest, folder: Path | None) -> None:
 def restore_assets(
     model: Any, manifest: Manifest, folder: Path | None, *, rename: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Load the files that layers saved into an existing model, whose restored weights belong to them; return notes."""
+    """Replace the files of a model's layers (vocabularies) by those saved with its restored weights; return notes."""
     if folder is None:
         return ()
     folders = ["", *(path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_dir())]

@@ -1,12 +1,13 @@
 """Assign finished arrays to variables, through each layer's own loading code.
 
-    transfer ──ready(name, array)──►  Assigner  ──all arrays of a layer here──►  layer.load_own_variables(store)
-                                                                                    variable.assign(array): same buffers
-             ──finish()───────────►   layers and converters that compute: real tensors, one layer at a time,
-                                      results placed in the variable's layout
+The methods of `Assigner`, in the order of their use:
 
-If a load fails half-way, `Assigner.abort` reports which variables have new values, which have their old
-ones, and which have none. With ``atomic=True`` old values are kept until `finish` and restored, buffer for buffer.
+    ready(name, array)    receives one sharded array. Once a layer has all of its arrays, its load_own_variables runs,
+                          and assigns them without a copy.
+    finish()              runs the layers and converters that compute values: they read whole tensors, one layer at a
+                          time, and each result is placed in the layout of its variable.
+    abort()               ends a failed load, and tells which variables have new values, old ones, or none. With
+                          ``atomic=True``, old values are kept until the end of finish(), and abort() restores them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class _Before:
 
 @dataclass(slots=True)
 class Assigner:
-    """Assigns arrays to variables: a layer's as soon as all of them have been read, computed values at the end."""
+    """Assigns arrays to the variables of a layer as soon as it has all of them, and computed values at the end."""
 
     variables: VariableMap
     read_tensor: _ReadTensor
@@ -108,7 +109,7 @@ class Assigner:
             drop_value(before.variable)
 
     def ready(self, name: str, array: Any) -> None:
-        """Receive the sharded array for a variable; if its layer waits for no other one, assign all of the layer."""
+        """Receive the sharded array for a variable; once its layer has all of its arrays, assign them."""
         step = self._waiting.pop(name, None)
         if step is None and (name in self._arrays or name not in self._late_needs):
             raise KeyError(f"no binding expects an array named {name!r}")
@@ -120,7 +121,7 @@ class Assigner:
                 self._run(step)
 
     def finish(self, agreed: Callable[[], None] = lambda: None) -> None:
-        """Assign the computed values, call ``agreed`` while `abort` is still possible, then release the old values."""
+        """Assign the computed values, call ``agreed`` (it may raise, to fail the load), then release old values."""
         absent = [n for n in self._waiting if n not in self._arrays]
         absent += [n for step in self._late for n in step.needs if n not in self._arrays]
         if absent:
@@ -139,7 +140,7 @@ class Assigner:
         self._before.clear()
 
     def abort(self) -> Interrupted:
-        """End a failed load: release received arrays, restore old values if ``atomic``; return what variables have."""
+        """End a failed load: release received arrays, restore old values if ``atomic``; return what is new and old."""
         self._arrays.clear()
         self._waiting.clear()
         if self.atomic:

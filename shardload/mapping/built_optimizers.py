@@ -1,13 +1,13 @@
-"""Optimizers built without values: the one that an archive describes, and the model's own before it ever trained.
+"""Optimizers are built without values, to learn what the variables in an archive are, and to have slots for a load.
 
-Keras stores the variables of an optimizer by number, and loads them only into an optimizer with as many. An archive has
-the optimizer's configuration too: an optimizer built from it, without values, tells which variable has which number.
+A ``.keras`` archive stores the variables of an optimizer by number. It also has the optimizer's configuration: an
+optimizer built from that, without values, tells which variable has which number.
 
     config.json ─► the optimizer that was saved ─► optimizer/vars/3 is the velocity of layers/dense/vars/0
 
-``compile`` creates an optimizer without slots; Keras creates them in the first step of training, or when it restores a
-whole model. A load into a compiled model restores slots as well: they are built, without values, before
-names are mapped, and removed again if the load raises.
+``compile`` creates an optimizer without slots (such as Adam's momentums). Keras creates them in the first step of
+training, or when it restores a whole model. For a load into a compiled model, shardload creates them, without values,
+before it maps names, and removes them again if the load raises.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STORED = ("optimizer/vars/", "optimizer_variables/")
 
 
 def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
-    """Pair an archive's optimizer state with the compiled optimizer; ``None`` if it is not known what is what."""
+    """Pair an archive's optimizer state with the compiled optimizer's variables; ``None`` if roles are unknown."""
     stored = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(_GROUP)}
     saved = _saved_optimizer(model, manifest)
     if saved is None or len(saved.variables) != len(stored):
@@ -119,8 +119,8 @@ def slots_as_stored(
 ) -> Iterator[None]:
     """Create the slots of a model's unbuilt optimizers if the checkpoint has them; remove them if the block raises.
 
-    Optimizers that cannot be restored from the saved state get none. A training step is judged by the roles of its
-    slots; others by the optimizer's class if an archive gives it, or else by the number of variables, as in Keras.
+    An optimizer that cannot be restored from the saved state gets none. This is judged by the roles of the saved slots
+    (`Role`); where they are not known, by the optimizer's class and number of variables.
     """
     before: list[OptimizerState] = []
     is_step = spec_of(manifest).tensor_names == "step"
@@ -148,7 +148,7 @@ def slots_as_stored(
 
 
 def _unbuilt(model: Any, manifest: Manifest) -> Iterator[tuple[str | None, Any, list[Any], int]]:
-    """Yield (path, optimizer, weights it trains, number of stored variables) for each unbuilt optimizer with state."""
+    """Yield (path, optimizer, weights it trains, number of stored variables) for each stored, but unbuilt optimizer."""
     optimizer, structure = getattr(model, "optimizer", None), manifest.metadata.get("structure")
     leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
     stored_roles = [Stored.of_json(leaf).role for leaf in leaves] if isinstance(leaves, list) else []

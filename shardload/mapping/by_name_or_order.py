@@ -48,7 +48,7 @@ _NO_STATE = (
 
 
 def map_by_name(model: Any, manifest: Manifest, *, names: Mapping[str, str] | None = None) -> VariableMap:
-    """Map each tensor to the variable that ``names`` gives for it, or that has its name as path or structural key."""
+    """Map each tensor to the variable in ``names``, or to the one whose path or structural key is its own name."""
     variables: dict[str, list[Variable]] = {}
     for variable in state_of(model):
         variables.setdefault(variable.path, []).append(variable)

@@ -1,14 +1,14 @@
 """Run a KerasHub converter once with a loader that returns arrays without data, and record what it assigns.
 
-A converter knows one spelling of a name; directories have several. They are tried in this order, and the first match
-wins::
+A converter requests a tensor by one name; checkpoints may store it under others. These are tried in order, and the
+first one that the checkpoint has is used::
 
-    as requested        roberta.encoder.layer.0.…     the name itself, or behind a prefix that fits (KerasHub's rule)
-    another spelling    LayerNorm.gamma               for LayerNorm.weight: another name used by transformers
-    without a prefix    encoder.layer.0.…             a base model, stored without its family's prefix
+    as requested        roberta.encoder.layer.0.…     the same name, or one that ends with it (KerasHub's rule)
+    another spelling    LayerNorm.gamma               for LayerNorm.weight: `transformers` has used both names
+    without a prefix    encoder.layer.0.…             for roberta.encoder.layer.0.…: a base model may lack the prefix
     the tied tensor     model.embed_tokens.weight     for lm_head.weight, where the configuration ties them
 
-The prefix of a base model is determined once, from the tensors; several matching prefixes are an error.
+If several names match without the prefix, that is an error.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ _SPELLINGS = (
     ("vision_tower.vision_model.", "vision_tower."),
     ("cls_classifier.", "classifier."),
 )
-"""(part of a name in converters, part in some checkpoints): old ones of TensorFlow (``gamma``, ``beta``), ESM and
-vision towers of transformers 5, and DeiT's classifier without a teacher."""
+"""(part of a name that converters request, what some checkpoints have instead): ``gamma`` and ``beta`` are in old ones
+of TensorFlow and in ESM, the short ``vision_tower.`` in those of transformers 5, ``classifier.`` in some of DeiT."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One call of a converter's function, such as ``convert_weights``: with the object to fill and the checkpoint."""
+    """A call of a converter's function, such as ``convert_weights``, which can be repeated: to record, then to load."""
 
     function: Callable[[Any, Any, Any], Any]
     target: Any
     manifest: Manifest
     prefix: str | None
     float_casts: FloatCasts = "viewed"
-    """``"computed"`` casts tensors as the converter does, which may round them; ``"viewed"`` ignores such casts."""
+    """The converter's casts from one float dtype to another: ``"computed"`` applies them, ``"viewed"`` ignores them."""
 
     def __call__(self, loader: Loader) -> str:
         """Call the function with ``loader``; return what it printed, which is how converters warn."""
@@ -71,7 +71,7 @@ class Run:
 
 
 class Loader(contextlib.ExitStack):
-    """Replaces KerasHub's ``SafetensorLoader``: finds names as that does; its subclasses say what a tensor is."""
+    """Base class of what converters get instead of KerasHub's ``SafetensorLoader``: finds tensors by requested name."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Recording:
     assigned: list[ConverterAssign] = field(default_factory=list)
     fetched: set[str] = field(default_factory=set)
     computing: set[str] = field(default_factory=set)
-    """Tensors whose values the converter computes with: in the second run, ``get_tensor`` must return them."""
+    """Tensors that the converter computes with, so that it needs their values when it runs again to load them."""
     rounded: dict[str, str] = field(default_factory=dict)
     """Tensor → the less precise dtype to which the converter casts it before it computes with it."""
     mismatched: list[Mismatch] = field(default_factory=list)
@@ -255,7 +255,7 @@ class HubNames:
         self._source = manifest.source
         self._config = manifest.config
         self._bare: dict[str, str] = {}
-        """Prefix of a base model in the converter's names → its prefix in this checkpoint, which is mostly empty."""
+        """First part of requested names (``roberta``) → prefix that this checkpoint has in its place, mostly ``""``."""
 
     def find(self, wanted: str, names: Mapping[str, Any]) -> str:
         """Return the name in ``names`` that a converter means by ``wanted``; ``wanted`` itself if there is none."""

@@ -1,11 +1,13 @@
-"""Hugging Face names: run KerasHub's own converter with a loader that returns arrays without data.
+"""Hugging Face names: run KerasHub's own converter, first to record what it assigns, then for what it computes.
 
-``convert_weights(backbone, loader, config)`` requests tensors from the loader by their Hugging Face names and
-assigns the results of its hooks. The first run gets reservations and is only recorded; its views
-become bindings. A mere cast between floating dtypes (Mistral's converter rounds everything to float16) is ignored,
-unless ``float_casts`` says otherwise. Computed values (stacks of experts, interpolated positions) are left to a second
-run of the same code, which skips views and reads only tensors used in computations, each
-when the converter requests it. That run comes after all bindings: some converters compute from variables.
+``convert_weights(backbone, loader, config)`` requests tensors from the loader by their Hugging Face names, and assigns
+them to variables, often reshaped or transposed. In the first run, they are arrays without data, and assignments are
+only recorded. Where a variable gets a tensor's elements, that becomes a `Binding`, which is loaded without the
+converter. A mere cast between floating dtypes (Mistral's converter rounds everything to float16) is ignored, unless
+``float_casts`` says otherwise.
+
+Computed values (stacks of experts, interpolated positions) need a second run of the same code, with the tensors that
+it computes with. It comes after all bindings are assigned, because some converters compute from variables.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from shardload.units import plural
 
 
 def map_hub(model: Any, manifest: Manifest, *, float_casts: FloatCasts = "viewed") -> VariableMap:
-    """Map a Hugging Face (or GGUF) checkpoint by KerasHub's converter; ``"viewed"`` ignores its casts of floats."""
+    """Map a Hugging Face (or GGUF) checkpoint by KerasHub's converter; ``"viewed"`` omits its casts between floats."""
     converter = kerashub.converter(manifest)
     runs = [Run(converter.convert_weights, backbone_of(model), manifest, None, float_casts)]
     # KerasHub also converts the head of an image classifier or assistant, in a separate run, with an empty prefix.
@@ -140,7 +142,7 @@ def _notes(recording: Recording) -> list[str]:
 
 
 class ReplayLoader(Loader):
-    """Loader for the second run: returns values of tensors that the converter computes with, reservations of others."""
+    """Loader for the second run: reads the tensors that the converter computes with; others are arrays without data."""
 
     def __init__(self, step: ConverterStep, runtime: Runtime) -> None:
         super().__init__(step.run_of)
@@ -166,7 +168,7 @@ class ReplayLoader(Loader):
         keras_variable.assign(value)
 
     def assign(self, variable: Variable, value: Any, assign: Assign) -> Any:
-        """Assign a computed value; do nothing for a variable that is a view of a tensor: it already has its value."""
+        """Assign the value if the converter computed it; variables that get a stored tensor already have theirs."""
         # A variable that is a view already has its sharded array; `value` is a reservation without data.
         if id(variable) not in self._wanted:
             return value

@@ -3,15 +3,15 @@
     `Walk`        Keras' walk over a model; a `Visit` is what one hook did
     `LayerStep`   the same call again, with arrays in place of the recorded views
 
-A hook that computes with a tensor may also decide by its value (a stored version, a check for zeros). Placeholders have
-no values, so such a hook runs again with the true values of the tensors that it computed with, until it computes with
-no others. What it assigns in that run is what counts::
+A user's hook may decide by a tensor's value (a stored version, a check for zeros), which a placeholder does not have.
+So a hook that computes with tensors is recorded again with their true values, until it computes with no others. The
+last recording counts. For example, a hook that assigns to ``a`` and ``b`` in an order that depends on tensor "2"::
 
-    "2" is int32 (), "0" and "1" are float32      run 1: int(store["2"]) is 0 ─► a ← "1", b ← "0"      discarded
-                                                  run 2: int(store["2"]) is 2 ─► a ← "0", b ← "1"
+    run 1, "2" reads as 0         a ← "1", b ← "0"      discarded
+    run 2, "2" has its value 2    a ← "0", b ← "1"      counts
 
-Keras' own hooks decide by shapes and keys only. Some hooks also set attributes: ``Normalization`` derives its mean,
-``Dense`` records that it is calibrated. While recording, such values come from placeholders, so they are undone.
+Keras' own hooks decide by shapes and keys only. Some hooks also set attributes of their layer: ``Normalization`` its
+mean, ``Dense`` that it is calibrated. Attributes that change while recording are set back afterwards.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class LayerStep:
     computing: frozenset[str]
     """Names of the tensors whose values the hook gets, because it computes with them."""
     bindings: tuple[Binding, ...]
-    """Bindings of the variables to which the hook assigns views of tensors; if it assigns one twice, to the last."""
+    """One binding for each variable to which the hook assigns elements of a tensor, to the last that it assigns."""
     variables: tuple[Variable, ...]
     """Variables to which the hook assigns values that it computes."""
     kept: tuple[Variable, ...] = ()
@@ -165,11 +165,11 @@ class LayerStep:
             raise self._deviates(f"assigned nothing to {left[0]!r}, but assigned a value")
 
     def _whole(self, tensor: Tensor) -> str | None:
-        """Return the variable whose array the hook can read directly as ``tensor``; ``None`` if it needs a placeholder.
+        """Return the name of the variable whose array the hook can get as ``tensor``; ``None``: it gets a placeholder.
 
-        It can if one binding uses the whole tensor, as in plain layers. That saves reserving an address range, which is
-        slow while other threads fill memory. Only Keras' own hooks assign what they read, unchanged; other hooks may
-        reshape it or read its dtype, which differs in an array that is already cast.
+        This is possible if a single binding uses the tensor, as a whole, and if the hook is Keras' own: other hooks may
+        reshape what they read, or use its dtype, which differs if the array is already cast. It saves a placeholder,
+        whose address range is slow to reserve while other threads fill memory.
         """
         if self.computes or not has_keras_hook(self.saveable):
             return None
@@ -281,7 +281,7 @@ class Visit:
 
 
 class Walk:
-    """Records what hooks do in Keras' walk over ``root``. Without ``has_values`` (headers only), they see zeros."""
+    """Records what hooks do in Keras' walk over ``root``. With ``has_values=False``, only headers exist."""
 
     def __init__(
         self, root: Any, tensors: Mapping[str, Tensor], *, skip: Iterable[Any] = (), has_values: bool = True
@@ -322,7 +322,7 @@ class Walk:
 
     @contextmanager
     def visit(self, saveable: Any, path: str) -> Iterator[Callable[[Exception | None], None]]:
-        """Note that the `Visit` begun in the block is of ``saveable``; then undo what its hook did to attributes."""
+        """Note that the `Visit` begun in the ``with`` block is of ``saveable``; then restore its former attributes."""
         before, snapshot = len(self.visits), AttributeSnapshot.of(saveable)
 
         # The block contains the visits of children, too, so this one's is the first that it opens, if it opens any.
@@ -339,7 +339,7 @@ class Walk:
             self._settle(before, snapshot)
 
     def _settle(self, index: int, snapshot: AttributeSnapshot) -> None:
-        """Run a hook again until it gets the values of all tensors that it computes with; untraced if tracing fails."""
+        """Record a hook again until it gets the values of all tensors it computes with; untraced if JAX cannot trace."""
         visit, real, traced = self.visits[index], dict[str, NDArray[Any]](), True
         tensors = {t.name: t for t in visit.tensors.values()}
         while True:
@@ -356,7 +356,7 @@ class Walk:
     def _again(
         self, visit: Visit, real: Mapping[str, NDArray[Any]], snapshot: AttributeSnapshot, *, traced: bool
     ) -> Visit:
-        """Record a hook once more, which now gets the values in ``real`` instead of placeholders for these tensors."""
+        """Record a hook once more, with the values in ``real`` in place of placeholders; in JAX's trace if ``traced``."""
         again = Visit(visit.path, visit.tensors, saveable=visit.saveable, real=real)
         self.visits.append(again)  # which receives what is assigned
         try:

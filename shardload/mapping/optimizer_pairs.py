@@ -4,9 +4,10 @@
               missing    only in the model: begins as in a new optimizer; moving averages begin with the weights
               left       only in the step: not used
 
-Iterations and learning rate are restored only together with the slots. If step or model lacks a slot without which the
-count of iterations would be wrong (Adam's velocities, in a step of SGD), the model's optimizer stays unchanged. Under
-``strict``, any of this raises, except for the learning rate of an optimizer with a schedule.
+A slot is an optimizer's variable for one weight, such as a momentum. Iterations and learning rate are restored only
+together with the slots. If step or model lacks slots without which the count of iterations would be wrong (Adam's
+velocities, in a step of SGD), the model's optimizer stays unchanged. Under ``strict``, any state that is not restored
+is an error, except for the learning rate of an optimizer with a schedule.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Left:
     part: str = ""
     is_core: bool = False
     weight: str | None = None
-    """For a slot: key of its weight in the model, if the weight's other slots must begin as new without this one."""
+    """For a slot: key of its weight in the model, if the weight's other slots must begin as new because of this one."""
 
     @classmethod
     def of(cls, stored: Stored, tensor: str, found: Pairing) -> Left:
@@ -66,12 +67,12 @@ class Paired:
     left_out: tuple[tuple[Stored, StateLeaf], ...] = ()
     """(stored leaf, model's leaf) for what a partial step lists, but does not store."""
     dropped: tuple[tuple[Tensor, StateLeaf], ...] = ()
-    """Pairs that are not used, because state of this optimizer or weight is not restored from the step."""
+    """Pairs that are not used, because the state of their optimizer or weight is not restored from the step."""
     begun: tuple[StateLeaf, ...] = ()
     """Variables that begin as in a new optimizer, although the rest of their optimizer is restored."""
 
     def part(self, leaf: StateLeaf) -> str:
-        """Return the attribute of its optimizer that contains a variable, such as ``momentums`` (see `part_of`)."""
+        """Return the name of the optimizer's attribute with a variable, such as ``momentums`` (see `part_of`)."""
         return part_of(leaf.role, self.forms)
 
     def is_core(self, leaf: StateLeaf) -> bool:
@@ -82,7 +83,10 @@ class Paired:
 def resolve_optimizers(
     model: Any, paired: Paired, manifest: Manifest, *, every: bool
 ) -> tuple[Paired, tuple[str, ...]]:
-    """Apply the rules of this module to each optimizer of a model; return what to restore, and notes for reports."""
+    """Apply the rules of this module to each optimizer of a model; return what to restore, and notes for reports.
+
+    With ``every``, weights are restored too; a step from before training then leaves the compiled optimizer unchanged.
+    """
     noted: list[str] = []
     if every and is_untrained(paired, manifest, None):
         kept = _without(paired, None)
@@ -133,7 +137,7 @@ def begun_variables(model: Any, leaves: Iterable[StateLeaf], forms: Forms) -> tu
 
 
 def takes_state(paired: Paired, optimizer: str | None) -> bool:
-    """Whether an optimizer can be restored from a step: the step has the slots that its iterations count for."""
+    """Whether an optimizer can be restored from a step: it needs no slots, or some weight has all of them stored."""
     incomplete = _incomplete(paired, optimizer)
     core = [leaf for _, leaf in paired.pairs if leaf.role.optimizer == optimizer and paired.is_core(leaf)]
     if any(leaf.role.of not in incomplete for leaf in core):
@@ -144,10 +148,10 @@ def takes_state(paired: Paired, optimizer: str | None) -> bool:
 
 
 def _incomplete(paired: Paired, optimizer: str | None) -> set[str | None]:
-    """Return the keys of the weights of which step and model share some slots, but not all: none is then restored.
+    """Return the keys of weights for which step and model share only some of the slots; none of these is restored.
 
-    These are all weights if the optimizer's class differs; some weights if a Muon now excludes them, or a REKLS now
-    leaves them to AdamW. There the step may also have more slots.
+    If the optimizer's class differs, these are all weights. In the same class, they are, for example, weights that a
+    Muon now excludes, or that a REKLS now leaves to AdamW; the step may then have more slots for them than the model.
     """
     lacking = {leaf.role.of for leaf in paired.missing if leaf.role.optimizer == optimizer and paired.is_core(leaf)}
     differing = lacking | {found.weight for found in paired.left if found.optimizer == optimizer}
@@ -227,7 +231,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def _with_own_rate(paired: Paired, name: str | None, noted: list[str]) -> Paired:
-    """Do not restore a learning rate if step or model has none, because its optimizer had a schedule instead."""
+    """Do not restore a learning rate if step or model has none: an optimizer with a schedule has no variable for it."""
     stored = [found for found in paired.left if found.optimizer == name and attribute_of(found.part) == RATE]
     own = [leaf for leaf in paired.missing if leaf.role.optimizer == name and attribute_of(paired.part(leaf)) == RATE]
     if stored and not own:

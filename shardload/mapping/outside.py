@@ -113,7 +113,10 @@ def sort_unused(
     ignore: Iterable[str] = (),
     compare: bool = True,
 ) -> Sorted:
-    """Tell which of the tensors without a variable the model should use; without ``compare``, reads no values."""
+    """Sort the tensors that no variable uses into those that the model does not need and those that it should use.
+
+    ``ignore`` are patterns of names to count as not needed. Without ``compare``, no values are read.
+    """
     patterns = tuple(ignore)
     ignored = {name: p for name in mapping.unused for p in patterns if fnmatchcase(name, p)}
     if unmatched := [p for p in patterns if not any(fnmatchcase(name, p) for name in mapping.unused)]:
@@ -139,10 +142,10 @@ def sort_unused(
 
 
 def without_parts(mapping: VariableMap, manifest: Manifest) -> VariableMap:
-    """Return a mapping in which a part of the model that the checkpoint's class never has is initialised, not missing.
+    """Return a mapping in which an optional part of the model is not missing if the checkpoint's class never has it.
 
-    KerasHub's BERT and ALBERT always have a pooler, its Mistral, Mixtral and GPT-OSS an output layer; `transformers`
-    stores neither for tasks that use none.
+    The part keeps its initial values. KerasHub's BERT and ALBERT always have a pooler, its Mistral, Mixtral and GPT-OSS
+    an output layer; `transformers` stores neither for tasks that use none.
     """
     architecture, part = architecture_of(manifest.config), model_type_of(manifest.config).optional_part
     if part is None or not architecture.endswith(part.without):
@@ -190,7 +193,7 @@ def _by_kind(tensor: Tensor, manifest: Manifest, model: Any) -> OutsideTensor | 
 def _by_value(
     tensor: Tensor, mapping: VariableMap, manifest: Manifest, model: Any, *, values: _Comparer | None
 ) -> OutsideTensor | str:
-    """Return why the model does not need a tensor, judged by its values; or a text why it does, if that is known."""
+    """Return why the model does not need a tensor, by its values; or as text why it does, ``""`` if that is unknown."""
     for end, use in _ADDED.items():
         if tensor.name == end or tensor.name.endswith(f".{end}"):
             if values is None:

@@ -8,10 +8,10 @@ address of the array it passes to ``Variable.assign`` shows which elements of wh
     hook:  np.reshape(x[768:].T, (768, 12, 128))   ─►   address 0x7f00_0024_0000, strides (4, 393216, 3072)
                                                    ─►   View(offset=589824, strides=(1, 98304, 768))
 
-An array elsewhere was *computed*. Its input tensors are known exactly, in every case: the
-kernel reports which pages were read (``mincore``), a reservation that cannot be closed is still
-referenced, and NumPy functions that would fill memory (casts, sums, stacks) return another
-reservation. So recording a 50 GB checkpoint takes almost no memory.
+An array at any other address was *computed*. It is known from which tensors: the kernel reports
+which pages were read (``mincore``), a placeholder that other arrays still refer to at the end
+counts as used, and NumPy functions that would fill memory (casts, sums, stacks) return another
+placeholder. So recording a 50 GB checkpoint takes almost no memory.
 
 A cast between floating dtypes is either computed or ignored (`FloatCasts`). If it is ignored, its result is the view
 itself, and the tensor's own values go to the variable.
@@ -144,7 +144,7 @@ class Reserved(np.ndarray[Any, np.dtype[Any]]):
         return super().__array_function__(func, types, args, kwargs)
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a view of the placeholder if the dtype stays the same (see also `FloatCasts`), else a computed one."""
+        """Return a view of the placeholder if the cast changes nothing or is ignored (`FloatCasts`), else a new one."""
         wanted = np.dtype(dtype)
         owner = self.reservations
         if wanted == self.dtype:

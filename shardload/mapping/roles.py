@@ -1,26 +1,28 @@
-"""Stable names for the variables of a model and its optimizers, and what the slots of an optimizer are.
+"""Names for the variables of a model and its optimizers that are the same in any process, and what slots contain.
+
+A *slot* is an optimizer's variable for one weight, such as a momentum. The names, by `Role.kind`:
 
     weight     layers/dense_1/vars/0             as in ``.weights.h5``: class names, numbered by position
     seed       layers/dropout/seed_generators/0
     slot       momentums of layers/dense_1/vars/0, inner_optimizer/momentums of …
     optimizer  iteration, learning_rate, inner_optimizer/dynamic_scale
-               inner_optimizers/1/Adam/iteration      of a MultiOptimizer; `Role.of` is the first weight that it trains
+               inner_optimizers/1/Adam/iteration      of the second optimizer in a MultiOptimizer
     metric     0/total                            position of the metric, name of its variable
 
-Optimizers of a model other than the compiled one (a GAN's) prefix their keys and slots with their path:
+For optimizers other than the compiled one (a GAN's), keys and slots begin with the path of the optimizer:
 ``optimizers/d_optimizer/iteration``.
 
 A weight that its layer's hook does not store unchanged (LoRA's factors) is named by its attribute:
-``layers/dense_1/vars/lora_kernel_a``. Two models of the same structure have the same names, in any process.
+``layers/dense_1/vars/lora_kernel_a``.
 
-The state of one optimizer can continue in another if its slots are the same quantities:
+The state of one optimizer can be restored into another if slots contain the same quantity:
 
     Adam          momentums of dense/kernel   ─►  first moment of dense/kernel    ◄─   AdamW
     RMSprop       momentums of dense/kernel   ─►  a quantity of RMSprop only: it contains the learning rate
 
-Optimizers of Keras use one attribute for different quantities: SGD's momentum contains the learning rate, Adam's
-momentum is a mean of gradients. A step therefore stores the class of each optimizer. For steps without the class, only
-the names of attributes are compared.
+Slots in attributes of the same name may differ: SGD's momentum contains the learning rate, Adam's is a mean of
+gradients. A step therefore stores the class of each optimizer. For steps without the class, only the names of
+attributes are compared.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ AVERAGE = "model_variables_moving_average"
 """The attribute of an optimizer with the moving averages of the weights (``use_ema``)."""
 RATE = "learning_rate"
 WRAPPER = "wrapper/"
-"""How `part_of` begins for the variables that a ``LossScaleOptimizer`` itself has."""
+"""Prefix that `part_of` returns for variables of a ``LossScaleOptimizer`` itself: ``wrapper/dynamic_scale``."""
 _ADAM = {"momentums": "first moment", "velocities": "second moment", "velocity_hats": "largest second moment"}
 _OWN: Mapping[str, str] = {}
 _SHARED: Mapping[str, Mapping[str, str]] = {
@@ -53,7 +55,7 @@ _SHARED: Mapping[str, Mapping[str, str]] = {
     "RMSprop": {"velocities": "second moment"},
     **dict.fromkeys(("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Muon", "SGD", "ScheduleFreeAdamW"), _OWN),
 }
-"""Class of Keras → attribute → quantity in its slots. Only quantities that several classes share are listed."""
+"""Class of Keras → attribute → what its slots contain (``second moment``), if other classes have such slots too."""
 SLOT_KINDS = frozenset(_SHARED)
 _BY_SUFFIX = {
     "average": AVERAGE,
@@ -65,12 +67,12 @@ _BY_SUFFIX = {
 _SCALARS = ("iteration", RATE, "step_counter", "dynamic_scale")
 _OF_EVERY_CLASS = {AVERAGE, "accumulated_gradients"}
 _MAY_BEGIN_LATER = {*_OF_EVERY_CLASS, "velocity_hats"}
-"""Slots that may begin as new although iterations are restored, because their values do not depend on iterations."""
+"""Attributes whose slots may begin as new although iterations are restored: the values do not depend on iterations."""
 _OF_OPTIONS: Mapping[str, frozenset[str]] = {
     "RMSprop": frozenset({"momentums", "average_gradients"}),
     "SGD": frozenset({"momentums"}),
 }
-"""Class → slots that an option adds (``momentum=``, ``centered=``); they may begin as new though iterations go on."""
+"""Class → attributes with slots only if an option is set (``momentum=``); these slots may begin as new at any time."""
 _WRAPPED = "inner_optimizer/"
 _POSITION = re.compile(rf"^{_INNER}\d+/")
 
@@ -235,7 +237,7 @@ def part_of(role: Role, forms: Forms) -> str:
 
 
 def meaning_of(part: str, kind: str | None) -> str:
-    """Return which quantity the slots in an attribute are: optimizers with equal ones can continue each other's."""
+    """Return what the slots in an attribute contain: ``first moment``. Slots fit another optimizer if this is equal."""
     if not kind or part in _OF_EVERY_CLASS:
         return part
     return _SHARED.get(kind, _OWN).get(part, f"{kind} {part}")
@@ -248,7 +250,7 @@ def part_of_name(name: str) -> str:
 
 
 def is_scalar(part: str) -> bool:
-    """Whether a `part_of` is a scalar of the whole optimizer, such as ``iteration``, not slots of its weights."""
+    """Whether ``part`` (from `part_of`) is a single number of an optimizer, such as ``iteration``, and not slots."""
     return part in _SCALARS
 
 
@@ -259,13 +261,13 @@ def kind_of_name(name: str) -> str | None:
 
 
 def is_core(part: str, kind: str | None) -> bool:
-    """Whether these slots must be restored if iterations are: updates would be wrong if the slots began as new."""
+    """Whether slots in the attribute ``part`` must be restored if iterations are: else, updates would be wrong."""
     own = part.removeprefix(_INNER).partition("/")[0] if part.startswith(_INNER) else kind
     return attribute_of(part) not in _MAY_BEGIN_LATER | _OF_OPTIONS.get(own or "", frozenset())
 
 
 def attribute_of(part: str) -> str:
-    """Return the last part of a `part_of`: ``momentums``, also for ``inner_optimizers/Adam/momentums``."""
+    """Return the attribute in a result of `part_of`: ``momentums`` for ``inner_optimizers/Adam/momentums``."""
     return part.rpartition("/")[2] if part.startswith(_INNER) else part
 
 

@@ -4,8 +4,8 @@
     state_tree_of(model).to_json()  stored with them: the role (`Role`) of each leaf
     find_stored(model, leaves)      read back: stored leaves paired with the variables of another model, by role
 
-The tree's own names are auto-generated (``dense_7``, ``adam_1``) and never matched. Keras refuses models in which
-two variables share a path. Here the later variables get ``#2``, ``#3``, which are names that Keras does not know.
+The tree's own names are auto-generated (``dense_7``, ``adam_1``), so variables are not looked up by them. If variables
+share a path, which Keras refuses, ``#2``, ``#3`` is appended to the names of the later ones.
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ def find_stored(
 ) -> Pairing:
     """Pair the leaves of a step with the variables of ``model`` by role; auto-generated names are not used.
 
-    ``leaves`` is the parsed ``structure.json``, or its ``leaves``; ``rename`` gives the model's prefix for one of the
-    stored keys, such as ``{"layers/gemma_backbone": ""}`` for a task's backbone.
+    ``leaves`` is the parsed ``structure.json``, or its ``leaves``. ``rename`` maps prefixes of stored keys to those in
+    the model: with ``{"layers/gemma_backbone": ""}``, the stored step of a task fits a model that is its backbone.
     """
     listed = leaves.get("leaves") if isinstance(leaves, Mapping) else leaves
     stored = [Stored.of_json(leaf) for leaf in _listed(listed)]
@@ -263,7 +263,7 @@ def find_stored(
 
 
 def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]) -> dict[Identity, StateLeaf]:
-    """Pair a ``MultiOptimizer``'s state with stored leaves by position, if an older step stores only positions."""
+    """Return ``wanted`` with the identity that older steps store for a ``MultiOptimizer``'s variables, their number."""
     own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
     for position, (identity, leaf) in enumerate(own):
         older = ("optimizer", f":variables/{position}", "")
@@ -275,7 +275,10 @@ def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, St
 def _by_shared_weights(
     wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]
 ) -> dict[Identity, StateLeaf]:
-    """Pair an inner optimizer's counts and rates by its slots, if the first weight that it trains has changed."""
+    """Return ``wanted`` with the stored identity of counts and rates in a ``MultiOptimizer``.
+
+    Their identity has the first weight that an inner optimizer trains. If that has changed, it is found by its slots.
+    """
     scalars = {s.role.key: i for i, s in stored.items() if i[0] == "optimizer"}
     found: dict[Identity, StateLeaf] = {}
     for identity, leaf in wanted.items():

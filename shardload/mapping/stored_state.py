@@ -14,8 +14,7 @@ A partial step (``save_trainable_only``) lists the weights that it leaves out. T
 have in the model (see `shardload.mapping.adapters`).
 
 If a step lacks the state of an optimizer (it has weights alone, or was saved before training), that optimizer stays
-unchanged, with a note. This is decided for each optimizer by itself; a GAN, for instance, holds optimizers as
-attributes, besides the compiled one.
+unchanged, with a note. This is decided for each optimizer by itself: a GAN, for instance, has several.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def map_state(
     names: Mapping[str, str] | None = None,
     has_base: bool = False,
 ) -> VariableMap:
-    """Map the leaves of a step to variables. With ``has_base``, a base checkpoint has the weights that it lacks."""
+    """Map a step's leaves to variables. ``has_base``: another checkpoint has the weights that a partial step lacks."""
     if items not in get_args(Items):
         raise UsageError(f"items={items!r} is not valid, expected one of {', '.join(get_args(Items))}")
     others = items == "optimizer" and other_optimizers(model)
@@ -187,7 +186,7 @@ def _by_name(model: Any, manifest: Manifest, names: Mapping[str, str]) -> Paired
 def _in_another_optimizer(
     names: Iterable[str], leaves: Iterable[StateLeaf], kinds: Mapping[str, str]
 ) -> dict[str, StateLeaf]:
-    """Pair stored names of a renamed optimizer (``adam_1/…``) with the compiled one's, by the rest of the names."""
+    """Pair stored names (``adam_1/…``) with the compiled optimizer's (``adam/…``), by what comes after the slash."""
     own = [leaf for leaf in leaves if leaf.path[0] == _OPTIMIZER_GROUP and leaf.role.optimizer is None]
     own = [leaf for leaf in own if not leaf.path[1].startswith(_SCALING)]
     stored = [tuple(name.split("/")) for name in names]

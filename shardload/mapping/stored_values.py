@@ -28,7 +28,7 @@ from shardload.transfer.read_tensor import read_tensor
 
 VALUES_ENTRY = "values"
 LIMIT_BYTES = 8 << 20
-"""Limit for all values of a step together: JSON is read as a whole, and `json_files` refuses four times as much."""
+"""Largest number of bytes of all values in a step: JSON is read as a whole, and files above 32 MiB are refused."""
 _KINDS = "biufcSU"
 
 _Values = Mapping[str, Mapping[str, NDArray[Any]]]
@@ -36,14 +36,14 @@ _Values = Mapping[str, Mapping[str, NDArray[Any]]]
 
 
 def values_to_json(hooked: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the entries for ``structure.json``, and a sentence for each object with values that cannot be stored."""
+    """Return what objects save besides variables, as entries of ``structure.json``; and sentences on what is lost."""
     return _to_entries((path, saveable, values_besides_variables(saveable)) for path, saveable in hooked)
 
 
 def file_values_to_json(
     model: Any, manifest: Manifest, *, variables: Container[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return values besides variables in a Keras file as entries for ``structure.json``, and notes about lost ones."""
+    """Return what a Keras file has besides variables, as entries of ``structure.json``; and notes on what is lost."""
     hooked = []
     for path, saveable in with_own_hooks(model):
         group = f"{path}/vars/" if path else "vars/"
@@ -110,7 +110,7 @@ def lacking_values(model: Any, values: _Values, *, where: str = "the step") -> t
 
 
 def unstored_hook(model: Any, layer: Any, values: _Values) -> str | None:
-    """Return a sentence if a step lacks values that ``layer``, or one in it, saves besides variables; else ``None``."""
+    """Return a sentence if a step lacks what ``layer`` or a layer inside it saves besides variables; else ``None``."""
     own = next((path for path, saveable in saved_objects(model) if saveable is layer), "")
     for path, saveable in with_own_hooks(model):
         if path not in values and f"{path}/".startswith(f"{own}/"):

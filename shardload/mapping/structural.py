@@ -132,9 +132,9 @@ def _variable_map(model: Any, manifest: Manifest, walks: list[Walk], notes: tupl
 
 
 def _idle_optimizers(model: Any, visits: list[Visit], left: Mapping[str, Tensor]) -> list[str]:
-    """Return paths of optimizers whose stored state is not used, except the compiled one; Keras ignores them too.
+    """Return paths of optimizers, other than the compiled one, whose stored state is not used, as in Keras.
 
-    The model has not built these optimizers yet, or does not have them yet, as its own ``compile`` creates them.
+    They are not built yet; or they do not exist yet, because the model's own ``compile`` will create them.
     """
     found = [v.path for v in visits if v.tensors and not v.read and isinstance(v.saveable, keras.optimizers.Optimizer)]
     if has_own_compile(model):
@@ -153,7 +153,7 @@ def _declined(visit: Visit) -> list[str]:
 
 
 def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
-    """Return the successful visits; then, for each object without one, its failed visit with the most tensors."""
+    """Return the visits (calls of hooks) without error; for objects with none, the one that had the most tensors."""
     # Keras visits the parents of what failed again, so the last visit of an object counts.
     good = list({(id(v.saveable), v.path): v for v in visits if v.error is None}.values())
     done = {id(v.saveable) for v in good}
@@ -167,7 +167,7 @@ def _sort_out(visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
 
 
 def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding, ...], list[LayerStep]]:
-    """Return each variable's binding to the last view assigned to it, and a step for each visit that does anything."""
+    """Return each variable's binding to the last view assigned to it, and a step for each visit that a load repeats."""
     # A variable that is reached twice (tied layers, a hook that assigns again) keeps the last value, as in Keras.
     last: dict[int, tuple[Visit, RecordedAssign]] = {}
     for visit in visits:
@@ -195,7 +195,7 @@ def _bind(visits: list[Visit], names: Mapping[int, str]) -> tuple[tuple[Binding,
 
 
 def _mismatches(visit: Visit) -> list[Mismatch]:
-    """Return the mismatches of a failed visit; none if a hook of Keras got no tensors: its variables are missing."""
+    """Return the mismatches of a failed visit; none if Keras' hook got no tensors: then variables are just missing."""
     if not visit.tensors and has_keras_hook(visit.saveable):
         return []
     own = stored_variables(visit.saveable)

@@ -1,10 +1,12 @@
 """The mapping from a checkpoint's tensors to a model's variables, and the steps that fill the variables.
 
-    Binding    variable ◄── view of one tensor            streamed: planned, read in blocks, never whole on the host
-    Computed   variables ◄─ a hook's arithmetic ◄─ tensors  read whole, one layer at a time, on the host
-    missing    weights without a source                   state        seeds, metrics, slots: to be initialised
-    unused     tensors that no loading code read          skipped      tensors of parts that the model lacks
-    mismatched variable and tensor disagree
+    Binding      a variable gets elements of one tensor, which are read in blocks, never all at once on the host
+    Computed     variables get values that a hook computes from tensors, which are read whole, one layer at a time
+    missing      weights of the model for which the checkpoint has no value
+    state        seeds, metrics and optimizer variables for which it has none: they are initialised
+    unused       tensors that no loading code read
+    skipped      tensors of parts that the model lacks
+    mismatched   a variable and a tensor of different shapes, or a layer whose hook failed
 
 Names of bindings are variable paths; where two variables share a path, the later ones get ``#2``, ``#3``.
 """
@@ -27,7 +29,7 @@ from shardload.transfer.planning import Binding
 
 
 def unsharded_binding(variable: Variable, view: View, names: Mapping[int, str]) -> Binding:
-    """Return the binding of a variable to its view of a tensor; ``names`` are those of `variable_names`."""
+    """Return a variable's binding to its view of a tensor, not sharded yet; ``names`` are from `variable_names`."""
     return Binding.unsharded(names[id(variable)], view, stored_dtype(variable), variable)
 
 
@@ -135,7 +137,7 @@ class VariableMap:
     state: tuple[Variable, ...]
     """Seeds, metrics and optimizer variables without a source: initialised if they have no value."""
     unused: tuple[str, ...]
-    """Tensors that no loading code read. `notes` has those that a layer's custom hook was offered and did not read."""
+    """Tensors that no loading code read, except those that a layer's custom hook could have read: `notes` has these."""
     computed: tuple[Computed, ...] = ()
     skipped: tuple[str, ...] = ()
     """Unused tensors of parts that this model lacks: an optimizer's state, a task's head."""
@@ -182,7 +184,7 @@ class VariableMap:
 def refused_among(
     weights: Iterable[Variable], covered: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, Variable], ...]:
-    """Return (name, variable) of the weights in ``covered``, which mismatch, that ``provided`` does not contain."""
+    """Return (name, variable) of each weight in ``covered`` (variables that mismatch) that is not in ``provided``."""
     weight_ids, provided_ids = {id(v) for v in weights}, {id(v) for v in provided}
     return tuple((names[id(v)], v) for v in covered if id(v) in weight_ids - provided_ids)
 
@@ -225,7 +227,7 @@ def variable_names(variables: Iterable[Variable]) -> dict[int, str]:
 def split_missing(
     weights: Iterable[Variable], everything: Iterable[Variable], provided: Iterable[Variable], names: Mapping[int, str]
 ) -> tuple[tuple[str, ...], tuple[Variable, ...], tuple[Variable, ...]]:
-    """Return the names of weights without a source, the same weights as variables, and other state without one."""
+    """Return the names of the ``weights`` that are not in ``provided``; these weights; other variables not in it."""
     provided_ids = {id(v) for v in provided}
     weights = unique(weights)
     weight_ids = {id(v) for v in weights}
@@ -246,7 +248,7 @@ def unknown_tensor(name: str, manifest: Manifest) -> MismatchError:
 
 
 def suggestion(wanted: str, known: Iterable[str]) -> str:
-    """Suggest known names below a wrong one, or like it, or else the first few: ``". Did you mean 'a'?"``."""
+    """Return the end of an error about a wrong name: ``". Did you mean 'a/b'?"``, or the first few known names."""
     names = sorted(set(known))
     # A box of Flax (`kernel/value`): the tensors of other layers, whose names are like it, are others.
     if inside := [n for n in names if n.startswith((f"{wanted}/", f"{wanted}."))]:
