@@ -6,12 +6,12 @@
     │   ├── UnsafeSourceError               it points outside its folder, or declares far more than it stores
     │   ├── TruncatedSourceError            a file is shorter than its headers say
     │   └── DamagedError                    a step's bytes differ from the saved ones
-    ├── SourceNotFoundError (FileNotFoundError)   the name resolves to nothing
+    ├── SourceNotFoundError (FileNotFoundError)   there is no checkpoint of that name or path
     ├── UnsupportedError (ValueError)       well-formed, but shardload cannot read it
     │   └── BackendError                    Keras does not run on JAX
     ├── MismatchError (ValueError)          checkpoint and model disagree: names, shapes, dtypes
     ├── MeshError (ValueError)              the mesh cannot be made: syntax, too few devices
-    ├── LayoutError (ValueError)            a layout rule matches nothing, twice, or does not divide
+    ├── LayoutError (ValueError)            a layout does not fit a variable or the mesh; a rule matches no variable
     │   └── DoesNotFitError                 no layout on the mesh fits the limit on device memory
     ├── BudgetError (ValueError)            the host-memory budget is too small for one block
     ├── TransferError (OSError)             reading failed half-way: a file shrank, vanished, or could not be read
@@ -122,7 +122,7 @@ class DamagedError(SourceError):
 
 
 class SourceNotFoundError(ShardloadError, FileNotFoundError):
-    """A source name or path resolves to nothing."""
+    """There is no checkpoint of the name, path or URL that was given."""
 
 
 class UnsupportedError(ShardloadError, ValueError):

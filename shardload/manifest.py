@@ -56,7 +56,7 @@ class RowReader(Protocol):
 
 
 class EncodedRows(ABC):
-    """A `RowReader` for which any stored bytes are valid (GGUF): a file is verified by reading, without decoding."""
+    """A `RowReader` of data that always can be decoded (GGUF), so a file is verified by reading its bytes alone."""
 
     __slots__ = ()
 
@@ -68,7 +68,7 @@ class EncodedRows(ABC):
     @property
     @abstractmethod
     def encoding(self) -> Hashable:
-        """Everything besides the stored bytes that determines the values: if both are equal, so are the values."""
+        """Value that, with the stored bytes, determines the rows: if encoding and bytes are equal, so are the rows."""
 
     @abstractmethod
     def require_decoder(self) -> None:
@@ -147,7 +147,7 @@ class UnreadableRows(EncodedRows):
 
     @property
     def encoding(self) -> Hashable:
-        """The text of `why`, which names the element type, as the values depend on nothing else."""
+        """The text of `why`: it has the name of the element type, which is all that matters besides the bytes."""
         return self.why
 
     def refusal(self, tensor: str | None = None) -> UnsupportedError:
@@ -160,7 +160,7 @@ class UnreadableRows(EncodedRows):
         raise self.refusal()
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Raise an error; plans already refuse such tensors before anything is read."""
+        """Raise an error. A load does not come here: it refuses such tensors before it reads anything."""
         raise self.refusal()
 
 
@@ -249,7 +249,7 @@ class Manifest:
     notes: tuple[str, ...] = ()
     """Sentences for reports: what the files contain that a load leaves out."""
     undescribed: ShardloadError | None = None
-    """The error that building a model would raise, although the format describes models; ``None`` if it would not."""
+    """Error that says why no model can be built from this file, although others of its format can; else ``None``."""
 
     def __repr__(self) -> str:
         return (

@@ -70,9 +70,9 @@ class Plan(Protocol):
 # The words are no Literals, as any other string may be a path or a size.
 PathLike: TypeAlias = str | os.PathLike[str]
 MeshLike: TypeAlias = str | int | Sequence[int] | Mapping[str, int] | Mesh | Distribution
-"""``"1x8"``, ``"data=2,model=4"``, sizes, sizes by name, a mesh of JAX or Keras, or a distribution of Keras."""
+"""A mesh: ``"1x8"``, ``"data=2,model=4"``, sizes, sizes by name, a mesh of JAX or Keras, or a Keras distribution."""
 LayoutLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Sequence[str | None]] | LayoutMap | Distribution | Plan
-"""``"auto"``, ``"search"``, ``"keras_hub"``, ``"replicated"``, the path of a rules file or of a plan, rules as a
-mapping, a plan, or a layout map or a distribution of Keras."""
+"""How to shard a model: a way to choose (``"auto"``, ``"search"``, ``"keras_hub"``, ``"replicated"``), the path of a
+file with rules or a plan, rules as a mapping, a plan, or a layout map or a distribution of Keras."""
 DTypeLike: TypeAlias = "str | type[Any] | np.dtype[Any] | DTypePolicy"
 """A name such as ``"bf16"``, a dtype of NumPy or JAX, or a dtype policy of Keras."""

@@ -27,7 +27,7 @@ _QUANTITY = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgtp]?)(i?b?)", re
 
 
 UNIT_NEEDED = 1 << 20
-"""Number of bytes; a smaller number without a unit is refused, because it probably means GiB."""
+"""Least number of bytes that may be given without a unit: a smaller one, such as ``16``, probably means GiB."""
 
 
 def is_integer(value: object) -> bool:
@@ -128,7 +128,7 @@ def format_bytes_up(n: int) -> str:
 
 
 def format_bytes_down(n: int) -> str:
-    """Format as `format_bytes` does, but rounded down: never prints the same as `format_bytes_up` for more bytes."""
+    """Format as `format_bytes` does, but rounded down, for the size of a limit: never prints more than there is."""
     return _scaled(n, 1024, _BINARY, math.floor) or f"{n} B"
 
 
@@ -138,7 +138,7 @@ def format_count(n: int) -> str:
 
 
 def _scaled(n: int, base: int, units: tuple[str, ...], rounding: Callable[[float], int] | None = None) -> str:
-    """Format ``n`` in the first unit with a value below 999.95, or the last unit; empty below ``base``."""
+    """Format ``n`` in the first unit that gives less than 999.95, else in the last; ``""`` if it is below ``base``."""
     if abs(n) < base:
         return ""
     value, text = float(n), ""

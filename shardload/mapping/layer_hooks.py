@@ -339,7 +339,7 @@ class Walk:
             self._settle(before, snapshot)
 
     def _settle(self, index: int, snapshot: AttributeSnapshot) -> None:
-        """Record a hook again until it gets the values of all tensors it computes with; untraced if JAX cannot trace."""
+        """Record a hook again until it gets the values of all tensors it computes with; untraced if tracing fails."""
         visit, real, traced = self.visits[index], dict[str, NDArray[Any]](), True
         tensors = {t.name: t for t in visit.tensors.values()}
         while True:
@@ -356,7 +356,7 @@ class Walk:
     def _again(
         self, visit: Visit, real: Mapping[str, NDArray[Any]], snapshot: AttributeSnapshot, *, traced: bool
     ) -> Visit:
-        """Record a hook once more, with the values in ``real`` in place of placeholders; in JAX's trace if ``traced``."""
+        """Record a hook once more, with the values in ``real`` instead of placeholders; ``traced``: in JAX's trace."""
         again = Visit(visit.path, visit.tensors, saveable=visit.saveable, real=real)
         self.visits.append(again)  # which receives what is assigned
         try:

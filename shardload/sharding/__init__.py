@@ -1,1 +1,1 @@
-"""Geometry: boxes, meshes and layouts as numbers; `devices` maps a mesh to real devices."""
+"""Meshes, layouts, and the part of a tensor in each shard, as plain numbers; only `devices` has real devices."""

@@ -33,7 +33,7 @@ from shardload.sharding.mesh import MeshSpec
 from shardload.units import plural
 
 Spec = tuple[tuple[str, ...], ...]
-"""Mesh axes that split each dim, one tuple per dim."""
+"""For each dim, the mesh axes that split it: ``((), ("model",))`` splits the second dim over the axis ``model``."""
 
 
 def spec_from_axes(axes: Iterable[Any]) -> Spec:
@@ -200,10 +200,10 @@ class Fallback:
 
 
 def spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> Layout:
-    """Return ``layout`` split further over those of ``axes``, in their order, that divide a dim evenly.
+    """Return ``layout`` split further over ``axes``, one after the other, where an axis divides a dim evenly.
 
-    An axis splits the largest dim that no axis splits yet, else it is the last axis of a dim that is split already,
-    the one with the longest shards. An axis that divides none, or splits the variable already, changes nothing.
+    Of the dims that an axis divides, it splits the longest one that is not split yet. If all are, it also splits the
+    one with the longest shards. An axis that divides no dim, or splits the variable already, changes nothing.
     """
     for axis in axes:
         layout = _over(layout, shape, axis)
@@ -211,7 +211,7 @@ def spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> Layou
 
 
 def why_not_spread(layout: Layout, shape: tuple[int, ...], axes: Sequence[str]) -> str:
-    """Return as text for people why `spread` leaves out some of ``axes``; empty if it uses all of them."""
+    """Return a text that says why `spread` does not use some of ``axes``; empty if it uses all of them."""
     why = []
     for axis in axes:
         before, size = layout, layout.mesh.axis_size(axis)

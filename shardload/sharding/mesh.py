@@ -7,10 +7,10 @@ A mesh of 2 x 4 with axes ``batch`` and ``model`` has eight *positions*, counted
     batch 0   0  1  2  3
           1   4  5  6  7
 
-The name of an axis says what it splits, in any position::
+The name of an axis says what it splits, wherever the axis stands::
 
     batch   batch, data, dp, replica     the batch; each device along it has the same weights
-    fsdp    fsdp, zero                   weights, by their largest dim that is left
+    fsdp    fsdp, zero                   weights, in the largest dim that no other axis splits
     model   model, tp, tensor            weights, as tensor parallelism does
     expert  expert, ep                   the experts of a mixture
 
@@ -32,7 +32,7 @@ from shardload.errors import MeshError
 from shardload.units import check_kind
 
 _AxisKind = Literal["batch", "fsdp", "model", "expert"]
-"""What an axis splits; see the module docstring."""
+"""What an axis splits: the batch, weights (``fsdp``: as ZeRO does; ``model``: tensor parallelism), or experts."""
 AXIS_NAMES: dict[_AxisKind, tuple[str, ...]] = {
     "batch": ("batch", "data", "dp", "replica"),
     "fsdp": ("fsdp", "zero"),
