@@ -237,7 +237,7 @@ class Manifest:
     location: Location
     """The opened file or folder."""
     format: str
-    """Name of its `shardload.loaders.FormatSpec`: ``gguf``."""
+    """Name of the file format, as in its `shardload.loaders.FormatSpec`: ``gguf``."""
     tensors: Mapping[str, Tensor]
     """Name → tensor, in file order."""
     files: Mapping[Location, int]

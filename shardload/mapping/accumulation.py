@@ -36,7 +36,7 @@ _Values = Mapping[int, tuple[Variable, Callable[[Any], Any]]]
 
 @dataclass(frozen=True, slots=True)
 class _RecountedStep:
-    """Another step of a load, ``step``, after which the counts of batches that it assigned are converted."""
+    """A part of a load that runs another one, ``step``, and then converts the counts of batches that it assigned."""
 
     step: MappingStep
     values: tuple[tuple[Variable, Callable[[Any], Any]], ...]

@@ -32,7 +32,7 @@ from shardload.transfer.byte_source import Verifier, check_tensor
 from shardload.transfer.read_tensor import read_rows, row_ranges
 
 _ITEM = "assets"
-"""Name of the item (a folder) in a training step with the files of layers; Keras' own callback uses it too."""
+"""Name of the folder in a training step that has the files of layers; Keras' own callback uses the same name."""
 _ROWS_BYTES = 1 << 20
 """Number of bytes to copy at a time, so that a large file is never in memory as a whole."""
 

@@ -170,7 +170,7 @@ class Assigner:
         return self._arrays[name]
 
     def assign(self, variable: Variable, value: Any, assign: Callable[[Variable, Any], Any]) -> Any:
-        """Assign an array that is already sharded to a variable, by ``assign``, which is Keras' own method."""
+        """Give a variable its sharded array, by calling ``assign``, which is Keras' own method."""
         self._untouched.discard(self._names[id(variable)])
         result = assign(variable, value)
         forget_initializer(variable)

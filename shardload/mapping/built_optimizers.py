@@ -1,4 +1,4 @@
-"""Optimizers are built without values, to learn what the variables in an archive are, and to have slots for a load.
+"""Build optimizers without values, to learn what the variables in an archive are, and to have slots for a load.
 
 A ``.keras`` archive stores the variables of an optimizer by number. It also has the optimizer's configuration: an
 optimizer built from that, without values, tells which variable has which number.

@@ -4,10 +4,9 @@
 them to variables, often reshaped or transposed. In the first run, they are arrays without data, and assignments are
 only recorded. Where a variable gets a tensor's elements, that becomes a `Binding`, which is loaded without the
 converter. A mere cast between floating dtypes (Mistral's converter rounds everything to float16) is ignored, unless
-``float_casts`` says otherwise.
-
-Computed values (stacks of experts, interpolated positions) need a second run of the same code, with the tensors that
-it computes with. It comes after all bindings are assigned, because some converters compute from variables.
+``float_casts`` says otherwise. Computed values (stacks of experts, interpolated positions) need a second run of the
+same code, which reads the tensors that it computes with. It comes after all bindings are assigned, because some
+converters compute from variables.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class LayerStep:
     computing: frozenset[str]
     """Names of the tensors whose values the hook gets, because it computes with them."""
     bindings: tuple[Binding, ...]
-    """One binding for each variable to which the hook assigns elements of a tensor, to the last that it assigns."""
+    """Bindings of the variables to which the hook assigns elements of a tensor: one each, for the last assignment."""
     variables: tuple[Variable, ...]
     """Variables to which the hook assigns values that it computes."""
     kept: tuple[Variable, ...] = ()
@@ -281,7 +281,7 @@ class Visit:
 
 
 class Walk:
-    """Records what hooks do in Keras' walk over ``root``. With ``has_values=False``, only headers exist."""
+    """Records what hooks do in Keras' walk over ``root``. With ``has_values=False``, tensors have no data."""
 
     def __init__(
         self, root: Any, tensors: Mapping[str, Tensor], *, skip: Iterable[Any] = (), has_values: bool = True

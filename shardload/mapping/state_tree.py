@@ -263,7 +263,7 @@ def find_stored(
 
 
 def _by_position(wanted: dict[Identity, StateLeaf], stored: Mapping[Identity, Stored]) -> dict[Identity, StateLeaf]:
-    """Return ``wanted`` with the identity that older steps store for a ``MultiOptimizer``'s variables, their number."""
+    """Return ``wanted`` with numbers (``:variables/3``) as identities if a step has them (``MultiOptimizer``)."""
     own = [(i, leaf) for i, leaf in wanted.items() if i[0] in ("slot", "optimizer") and leaf.role.optimizer is None]
     for position, (identity, leaf) in enumerate(own):
         older = ("optimizer", f":variables/{position}", "")

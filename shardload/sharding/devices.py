@@ -140,7 +140,7 @@ def not_started(error: Exception) -> MeshError:
 
 
 def local_positions(devices: MeshDevices) -> tuple[int, ...]:
-    """Return the mesh positions that this process loads: all except those of other processes' devices."""
+    """Return the mesh positions that this process loads: those whose device belongs to no other process."""
     # `None` is a device that is only planned for: a plan covers all positions.
     found = tuple(i for i, d in enumerate(devices.devices) if d is None or d.process_index == jax.process_index())
     if not found:
