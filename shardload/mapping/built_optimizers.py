@@ -44,7 +44,7 @@ _STORED = ("optimizer/vars/", "optimizer_variables/")
 
 
 def archived_pairs(model: Any, manifest: Manifest) -> Paired | None:
-    """Pair an archive's optimizer state with the compiled optimizer's variables; ``None`` if roles are unknown."""
+    """Pair an archive's optimizer state with the compiled optimizer's variables; ``None`` if that is impossible."""
     stored = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(_GROUP)}
     saved = _saved_optimizer(model, manifest)
     if saved is None or len(saved.variables) != len(stored):

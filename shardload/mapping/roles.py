@@ -84,7 +84,7 @@ class Role:
     kind: str
     """What the variable is: ``weight``, ``seed``, ``slot``, ``optimizer`` (a count, a rate) or ``metric``."""
     key: str
-    """Structural key of the variable, unique among the roles of its kind."""
+    """Structural key of the variable, such as ``layers/dense/vars/0``; unique among the roles of its kind."""
     slot: str | None = None
     """For a slot: the attribute of the optimizer that contains it, such as ``momentums``."""
     of: str | None = None

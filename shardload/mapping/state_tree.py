@@ -56,7 +56,7 @@ class StateLeaf:
 
     @property
     def key(self) -> str:
-        """Structural key, unique within its kind."""
+        """Structural key of the variable, such as ``layers/dense/vars/0``; unique within its kind."""
         return self.role.key
 
     def to_json(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _to_entries(
 
 
 def stored_values(manifest: Manifest) -> _Values:
-    """Return the values besides variables in a step; empty if it has none."""
+    """Return the values in a step that layers saved besides variables; empty if it has none."""
     structure = manifest.metadata.get("structure")
     found = structure.get(VALUES_ENTRY, {}) if isinstance(structure, Mapping) else {}
     try:
@@ -100,7 +100,7 @@ def stored_values(manifest: Manifest) -> _Values:
 
 
 def lacking_values(model: Any, values: _Values, *, where: str = "the step") -> tuple[str, ...]:
-    """Return a sentence for each object whose values besides variables are not in a checkpoint."""
+    """Return a sentence for each layer that saves values besides its variables, if a checkpoint lacks these values."""
     found: list[str] = []
     for path, saveable in with_own_hooks(model):
         stored = values.get(path, {})
@@ -119,7 +119,7 @@ def unstored_hook(model: Any, layer: Any, values: _Values) -> str | None:
 
 
 def load_stored_values(model: Any, manifest: Manifest, *, strict: bool) -> tuple[str, ...]:
-    """Load the values besides variables of a step through the layers' ``load_own_variables``; return notes."""
+    """Load what layers saved besides variables in a step, by their ``load_own_variables``; return notes."""
     values = stored_values(manifest)
     objects = dict(saved_objects(model)) if values else {}
     notes = []

@@ -38,7 +38,7 @@ class Computed:
     """Variables whose values are computed by a layer's or converter's code, instead of copied from a tensor."""
 
     owner: str
-    """Name of the code that computes them, for messages: ``converter convert_mixtral``."""
+    """Name of the code that computes the values, for messages: ``converter convert_mixtral``."""
     names: tuple[str, ...]
     variables: tuple[Variable, ...]
     tensors: tuple[str, ...]
