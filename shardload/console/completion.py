@@ -36,7 +36,7 @@ _PROGRAM = {"prog_name": "shardload", "complete_var": "_SHARDLOAD_COMPLETE"}
 
 
 class SourceKind(StrEnum):
-    """Where the checkpoint with this name comes from: this machine, a package, random weights, or KerasHub."""
+    """Where a source that users can name comes from: this machine, a package, random weights, or KerasHub."""
 
     LOCAL = "local"
     INSTALLED = "installed"
@@ -58,7 +58,7 @@ class KnownSource:
 def make_available(source: str, *, weights: bool = True) -> None:
     """Assemble or download a source if it cannot be opened otherwise; raise if it does not exist.
 
-    ``weights=False``: a description of its model (the name of an architecture, a configuration) is enough.
+    With ``weights=False``, a description of its model is enough: the name of an architecture, or a configuration.
     """
     from shardload.stores.remote import location_of
 
@@ -110,7 +110,7 @@ def known_architectures() -> Iterator[KnownSource]:
 
 
 def source_names() -> list[tuple[str, str]]:
-    """Return names that a shell offers for SOURCE, each with help: as `shardload sources`, but without slow imports."""
+    """Return (name, help) of each SOURCE that a shell offers to complete: all that are found without slow imports."""
     # An error would be printed into the line that is being typed; the command itself will report it.
     try:
         return [(source.name, source.what) for source in known(announced=False)]

@@ -49,7 +49,7 @@ class Failure:
 def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:
     """Report an error on stderr, and with ``json_wanted`` as JSON on stdout too; return the exit code.
 
-    ``stdout`` is the real one, if `streams` still redirects it.
+    Pass the real ``stdout`` while `streams` redirects ``sys.stdout`` to stderr.
     """
     failure = failure_of(error)
     if os.environ.get(_TRACEBACK_VARIABLE, "0") not in ("", "0"):

@@ -1,9 +1,9 @@
 """Settings that must be made before JAX and Keras are imported.
 
-KERAS_BACKEND          Keras picks its backend on import
-TensorFlow             keras-hub imports it if installed, which takes 4 s and 600 MB for nothing
-C++ log levels         XLA and gRPC read them when their libraries load
-JAX_PLATFORMS, devices JAX fixes its platform and the number of CPU devices on first use
+KERAS_BACKEND           Keras chooses its backend when it is imported
+TensorFlow              is hidden, because KerasHub would import it, which takes 4 s and 600 MB for nothing
+C++ log levels          XLA and gRPC read them when their libraries are loaded
+JAX_PLATFORMS, devices  JAX fixes its platform and the number of CPU devices when it is first used
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def provide_devices(
 ) -> Processes | None:
     """Start JAX with the devices that a mesh needs; if the platform is the CPU, simulate that many devices.
 
-    Returns ``processes`` with what JAX found of them. ``give_up`` is called if the others do not connect, right before
-    the process ends.
+    Returns ``processes``, completed with what JAX found out. If the other processes do not connect, calls ``give_up``
+    and then ends this process.
     """
     # The order is JAX's: the platform before its import; the peers and the number of CPU devices before it starts.
     if platform is not None:
@@ -125,7 +125,7 @@ def _jax_platforms(platform: Platform) -> str:
 
 
 def _simulate(jax: Any, needed: int) -> bool:
-    """Make JAX simulate ``needed`` CPU devices when it starts, unless it has them or runs; return whether it will."""
+    """Make JAX simulate ``needed`` CPU devices; return false if it has enough anyway, or has been started already."""
     if needed <= max(int(jax.config.jax_num_cpu_devices), 1):
         return False
     try:

@@ -1,13 +1,13 @@
-"""A load by several processes: which launcher started them, what it says about each, and how they connect.
+"""A load by several processes: which launcher started them, what it tells each of them, and how they connect.
 
     mpirun     Open MPI 4, which JAX knows, or another MPI, which JAX asks through mpi4py
     srun       Slurm; a shell of `salloc` and the script of `sbatch` have some of its variables, too
     Kubernetes an indexed Job or a JobSet; JAX asks the cluster for the number of processes
     none       JAX looks by itself: it knows Cloud TPUs
 
-JAX connects the processes. It trusts any environment variable, so this module refuses what JAX would wait for in vain.
-If peers do not connect, `jax.distributed` aborts the process with a C++ stack trace. The time limit here is shorter, so
-that the process ends with a readable error first.
+JAX connects the processes. It trusts environment variables, even if it then waits in vain, so this module checks them
+first. If some processes do not connect, JAX aborts the others with a C++ stack trace; this module's own time limit is
+shorter, and ends them with a readable error.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Launcher:
     size: str | None = None
     """Environment variable with the number of processes."""
     needed: tuple[str, ...] = ()
-    """Further environment variables of this launcher without which JAX cannot connect the processes."""
+    """Further environment variables that JAX needs to connect the processes; an error names those that are missing."""
     package: str | None = None
-    """Python package through which JAX finds out what the variables do not say; ``None`` if they say all."""
+    """Python package by which JAX finds out what the variables do not tell; ``None`` if they tell everything."""
     method: str | None = None
     """Argument ``cluster_detection_method`` of `jax.distributed.initialize`; ``None`` lets JAX try all methods."""
 
@@ -81,7 +81,7 @@ _KUBERNETES = Launcher(
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What the environment says about this process: its launcher, its number, how many there are; ``None``: nothing."""
+    """What the environment tells about this process: launcher, number of processes, own number; ``None`` if nothing."""
 
     by: Launcher | None = None
     num_processes: int | None = None
@@ -107,7 +107,7 @@ def launched(environ: Mapping[str, str]) -> Launched:
 
 
 def alone_among_several(environ: Mapping[str, str]) -> str | None:
-    """Return a note for the first of several processes of a launcher: each of them loads everything by itself."""
+    """Return a note if this is the first of several processes, started by a launcher, that each load everything."""
     try:
         found = launched(environ)
     except MeshError:
@@ -151,9 +151,9 @@ def _refused(by: Launcher, found: str) -> MeshError:
 DEFAULT_WAIT_S = 300
 """Seconds to wait until all processes have connected, as long as JAX waits: pods of a job may start minutes apart."""
 _DEAD_S = 28
-"""Seconds of silence of another process after which JAX aborts this one, until shardload's own heartbeat has begun.
+"""Seconds without a sign of another process after which JAX aborts this one. shardload's own heartbeat replaces it.
 
-Longer than 24 s: within these, a process that waits inside JAX for a lost process ends with a readable line.
+It is longer than 24 s: by then, a process that waits inside JAX for a lost process has ended with a readable line.
 """
 GiveUp = Callable[[MeshError], int]
 """Function that reports an error and returns the exit code; it is not called in the main thread."""
@@ -185,7 +185,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, the one that prints; also true until `meet` if the number is not known yet."""
+        """Whether this is process 0, the one that prints; before `meet`, also true if the number is not known yet."""
         return not self.process_id
 
     def devices_of(self, mesh: MeshSpec) -> int | None:
@@ -235,7 +235,7 @@ class Processes:
 def detected(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None, environ: Mapping[str, str]
 ) -> Processes:
-    """Return this process among others: from the arguments and, for those that are ``None``, from the environment."""
+    """Return this process among others; what is ``None`` in the arguments is read from the environment, if it tells."""
     if coordinator_address is not None and num_processes is not None and process_id is not None:
         return Processes(coordinator_address, num_processes, process_id)
     found = launched(environ)

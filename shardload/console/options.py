@@ -76,7 +76,7 @@ def size(text: str) -> int:
 
 
 def size_as_typed(text: str) -> str:
-    """Check that an option is a size, and return it as typed: the API parses it again, and refuses a missing unit."""
+    """Check that an option is a valid size; return its text, because the API parses it itself, and checks the unit."""
     size(text)
     return text
 

@@ -152,7 +152,7 @@ def _write_errors(stream: TextIO) -> Iterator[None]:
 
 
 def begin_command() -> None:
-    """Forget output of an earlier command, as a program may call `main` twice; raise if stdout is closed."""
+    """Forget what an earlier command wrote, if a program calls `main` twice; raise an error if stdout is closed."""
     _wrote_object[0] = False
     if sys.stdout is None:
         raise OutputError("Cannot write the result to stdout: it is closed.")

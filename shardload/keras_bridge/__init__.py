@@ -1,7 +1,6 @@
-"""The only code that uses private parts of Keras: variables, building without allocating, saving, training.
+"""The only code of shardload that uses private functions and attributes of Keras.
 
-tests/keras_bridge/test_keras_contract.py names a version of Keras, and checks what each function assumes about that
-version.
+tests/keras_bridge/test_keras_contract.py checks, for one version of Keras, what this code assumes about them.
 """
 
 from typing import Any

@@ -1,14 +1,13 @@
-"""Build models without allocating; initialise variables the checkpoint lacks, already sharded.
+"""Build models without allocating memory; later initialise, already sharded, the variables a checkpoint lacks.
 
     with shardload.abstract():
         model = build()              # shapes, dtypes, paths, layouts; no buffer, no initialiser, no compile
     shardload.load_weights(model, "model.weights.h5")
-    initialise(model)                # everything the checkpoint lacks: seeds, metrics, new heads, slots
+    initialise(model)                # everything the checkpoint lacks: seeds, metrics, new heads, optimizer slots
 
-Late initialisation equals eager initialisation bit for bit. Seeds are drawn when initialisers are created,
-so their order is Keras' own. Each operation of an initialiser is dispatched separately, as in eager Keras,
-with only its result sharded: in one fused program, XLA would contract multiplications and
-additions and change the last bit (see `_Program`).
+The initial values are bit for bit those that Keras would have given while building. Seeds are drawn when initialisers
+are created, so in the same order. Each operation of an initialiser is compiled separately, as in eager Keras: in one
+program for all, XLA would merge multiplications with additions, and so change the last bit (see `_Program`).
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def initialise(
 
 
 def uninitialised(target: Model | Iterable[Variable]) -> list[str]:
-    """Return the paths of variables without a value, including those on Keras' global list of uninitialised ones."""
+    """Return the paths of variables without a value: in ``target``, and on Keras' own list of such variables."""
     waiting = [v for v in registered_variables() if not has_value(v)]
     return [v.path for v in unique([*_variables(target), *waiting]) if not has_value(v)]
 
@@ -221,7 +220,7 @@ _programs: dict[Any, _Program] = {}
 
 
 def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Program, list[Any]]:
-    """Return the program that computes an initial value, and its seeds; similar variables share a program."""
+    """Return (program, seeds): ``program(*seeds)`` computes the initial value. Similar variables share a program."""
     shape, dtype = tuple(variable.shape), stored_dtype(variable).name
     generators = _generators(initializer)
     if generators or not isinstance(initializer, keras.Initializer) or not is_built_in(initializer):
@@ -300,12 +299,12 @@ class _Program:
 
     @property
     def constants(self) -> list[Any]:
-        """Operations and constants: with equal ones and equal seeds, two processes compute the same value."""
+        """The names of the operations, and the constants. If these and the seeds are equal, so is the initial value."""
         return [*self._consts, *_ingredients(self._jaxpr)]
 
 
 def _ingredients(jaxpr: Any) -> Iterator[Any]:
-    """Yield the names of a program's operations, its literals and its constants, also of the programs nested in it."""
+    """Yield the names of the operations, the literals and the constants of a program and of those nested in it."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         yield from (v.val for v in eqn.invars if isinstance(v, Literal))

@@ -80,7 +80,7 @@ _Layouts = Mapping[int, Layout] | Sequence[Layout]
 
 
 class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
-    """``ModelParallel`` that uses each variable's own layout, and accepts batches that the mesh does not divide."""
+    """A ``ModelParallel`` that uses each variable's own layout, and replicates batches that cannot be split evenly."""
 
     lays_out_each_batch = True  # tells `training` to choose a layout for each batch
 
@@ -99,7 +99,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         self._mesh, self._devices, self._by_path, self.activations = mesh, tuple(devices), by_path, activations
 
     def get_variable_layout(self, variable: Variable) -> Any:
-        """Return a variable's layout; without one, that of a bound variable of the same path, else a replicated one."""
+        """Return a variable's own layout; else that of a bound variable with the same path; else a replicated one."""
         own, shape = sharding_of(variable), tuple(variable.shape)
         if own is not None:
             return own
@@ -115,7 +115,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
     def get_tensor_layout(self, path: str) -> Any:
-        """Return the layout that a rule gives to a layer's output; ``None`` without a rule: XLA then chooses one."""
+        """Return the layout that ``activations`` gives the layer output at ``path``; if ``None``, XLA chooses one."""
         found = None if self.activations is None else self.activations(path)
         # A PartitionSpec may leave dims to XLA, which works in compiled code only.
         if isinstance(found, jax.sharding.PartitionSpec):
@@ -140,7 +140,7 @@ class ModelBinding:
     """Devices of the mesh, in the order of their positions in it."""
     distribution: MeshParallel = field(repr=False)
     uses: Mapping[int, Use] = field(default_factory=dict, repr=False)
-    """``id(variable)`` → the two shardings (`Use`) of a variable that is gathered before the model computes with it."""
+    """``id(variable)`` → `Use`: how the variable is stored, and how it is gathered when the model computes with it."""
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -169,8 +169,8 @@ def bind(
 
     Optimizer slots follow their weight; variables that ``layouts`` does not mention (seeds, metrics, learning rates)
     are replicated. ``values="keep"`` leaves values where they are, for a load that is about to replace them.
-    ``activations`` gives the ``TensorLayout`` or `jax.sharding.PartitionSpec` of a layer's output by its path, or
-    ``None`` to leave it to XLA; ``uses``, by ``id(variable)``, the layout that a variable is gathered to for use.
+    ``activations`` returns, for the path of a layer's output, its ``TensorLayout`` or `jax.sharding.PartitionSpec`, or
+    ``None`` to leave it to XLA. ``uses`` maps ``id(variable)`` to the layout that the model computes with.
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
         raise MeshError(
@@ -206,7 +206,7 @@ def unbind(model: Model) -> None:
 
 @contextmanager
 def unscoped(model: Model) -> Iterator[None]:
-    """Inside the block, ``model(...)`` does not open a bound model's distribution; variables stay as they are."""
+    """Inside the block, calling a bound model does not open its distribution: the one that is set already counts."""
     parts = [part for part in models_in(model) if _ATTRIBUTE in vars(part)]
     calls = [part.__dict__.pop("call", None) for part in parts]
     try:
@@ -219,7 +219,7 @@ def unscoped(model: Model) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class BindingSnapshot:
-    """A model's binding and its variables' shardings at one moment, to be restored later; has no values."""
+    """A model's binding and its variables' shardings at one moment, to restore them later; does not hold any values."""
 
     model: Model
     binding: ModelBinding | None
@@ -277,7 +277,7 @@ def _shardings(
 
 
 def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return path → (shape, sharding); omit a path that variables of different shapes or shardings share."""
+    """Return path of a variable → (shape, sharding); leave out a path that several different variables have."""
     found: dict[str, tuple[tuple[int, ...], Any]] = {}
     ambiguous = set()
     for variable, sharding in shardings:
@@ -353,7 +353,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
 
 
 def _adopt(model: Model, binding: ModelBinding) -> None:
-    """Move variables that were created after `bind` onto the mesh: of a new optimizer, LoRA kernels, seeds."""
+    """Move variables that were created after `bind` (by a new optimizer, LoRA, new seeds) onto the model's mesh."""
     slots = {id(slot): weight for slot, weight in slots_of(model)}
     spread = slot_layouts(model, variable_layout, batch_axis=binding.distribution.batch_dim_name)
     for variable in state_of(model):

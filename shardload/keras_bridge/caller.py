@@ -12,7 +12,7 @@ import warnings
 from types import FrameType
 
 _INSIDE = frozenset({"shardload", "keras", "keras_hub", "contextlib", "functools"})
-"""Packages that a warning never names: shardload, Keras, and modules of Python that call between their functions."""
+"""Packages whose code a warning never points to: shardload, Keras, and helper modules of Python."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:

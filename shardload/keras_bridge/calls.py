@@ -4,9 +4,8 @@
     `build_by_calling`, `output_paths`      a call on sample inputs: to build a model, or to learn its outputs' paths
     `stateless`, `run_forward`              the model as a pure function of its variables' values, on any mesh
 
-Inside its block, `stateless` removes what Keras would mix in: the distribution of the thread, the distribution that the
-model is bound to, and the variables on Keras' list of uninitialised ones. The first ``stateless_call`` would run the
-initialisers of these variables as a part of the traced program.
+Inside its block, `stateless` sets three things aside that ``stateless_call`` would otherwise use: the distribution set
+in the thread, that of a bound model, and Keras' list of uninitialised variables, whose initialisers it would trace.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ def arguments_of_call(model: Model) -> frozenset[str] | None:
 
 
 def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
-    """Yield (layer, the only layer that reads its output) for each layer that has just one reader, in call order.
+    """Yield (layer, next layer) wherever only the next layer reads the output of the first, in call order.
 
-    The first layer of a pair is called once and has one output, which is no output of the model; the second is called
-    once. A model that is not functional has no pairs.
+    Both layers are called once; the first has a single output, which the model does not return. A model that is
+    neither functional nor sequential has no such pairs.
     """
     # A Sequential model keeps its graph in a functional model.
     graph = getattr(model, "_functional", None) or model
@@ -104,7 +103,7 @@ def build_by_calling(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def output_paths(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str] | None:
-    """Return the paths by which Keras asks for layouts of layer outputs, in call order; ``None`` without inputs."""
+    """Return paths of layer outputs for which Keras asks for a layout, in call order; ``None`` if no input is known."""
     if not args and not kwargs:
         try:
             args = (model.input,)
@@ -128,9 +127,9 @@ def _is_tensor(leaf: Any) -> bool:
 
 @contextmanager
 def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterator[None]:
-    """Inside the block, ``distribution`` is the only one that a traced ``stateless_call`` of the model uses.
+    """Inside the block, ``stateless_call`` of the model uses ``distribution``, and no other one that is set or bound.
 
-    Its variables keep their values and layouts. A bound model is unbound inside the block and bound again afterwards.
+    The model's variables keep values and layouts. A bound model is unbound inside the block and bound again afterwards.
     """
     before, bound = keras.distribution.distribution(), BindingSnapshot.of(model)
     waiting = unregistered()
@@ -152,7 +151,7 @@ def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterato
 def run_forward(
     model: Model, state: Any, inputs: Any, *, training: bool, uses: Mapping[int, Use] | None = None, **kwargs: Any
 ) -> tuple[Any, list[Any], Any]:
-    """Run ``model`` on the values in ``state``; return outputs, new non-trainable values, and the layers' losses."""
+    """Run ``model`` with the variables' values in ``state``; return outputs, new non-trainable values, and losses."""
     if model._call_has_training_arg:
         kwargs["training"] = training
     call = gathering(model, uses, model.stateless_call) if uses else model.stateless_call

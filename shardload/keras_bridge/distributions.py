@@ -26,7 +26,7 @@ def is_distribution(found: Any) -> bool:
 
 
 def layout_of_models(distribution: Any) -> Any:
-    """Return a distribution's method for the layouts of a whole model; ``None`` if it only has one for a variable."""
+    """Return the argument ``layout`` with which a distribution of shardload was made; ``None`` for other classes."""
     return getattr(distribution, "layout_of_models", None)
 
 

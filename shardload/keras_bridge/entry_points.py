@@ -43,13 +43,13 @@ class EntryCall:
     """One call of a loading function of Keras or KerasHub."""
 
     kind: _CallKind
-    """What the call loads: ``model``, ``weights``, ``preset``; ``layer``: no weights; ``legacy``: HDF5 of Keras 2."""
+    """What it loads: ``model``, ``weights``, ``preset``, ``layer`` (a tokenizer: no weights), ``legacy`` (Keras 2)."""
     text: str
     """The call as a program would write it: ``GemmaCausalLM.from_preset('./gemma')``."""
     original: Callable[[], Any] = field(repr=False)
     """Function that makes the call as Keras would without shardload, and returns its result."""
     arguments: dict[str, Any] = field(repr=False)
-    """Arguments of the call by name, including defaults; for ``preset``, also KerasHub's ``loader``."""
+    """Arguments of the call by name, including defaults; those of ``preset`` calls also have KerasHub's ``loader``."""
 
 
 _Handler = Callable[[EntryCall], Any]
@@ -65,7 +65,7 @@ class Interception:
 
 
 _open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points", default=())
-"""The `calls_to` blocks around the current code, outermost first. A copy of the context may outlive a block."""
+"""The `calls_to` blocks around the current code, outermost first; in a copy of a context, some may have ended."""
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _handler() -> _Handler | None:
 def _through(
     kind: _CallKind, text: Callable[[dict[str, Any]], str]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator: inside a `calls_to` block, a call of the function goes to the handler, as an `EntryCall`."""
+    """Return a decorator that passes calls of a function, as `EntryCall` objects, to the handler of `calls_to`."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -130,7 +130,7 @@ def _through(
 
 
 def _weights_of_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Intercept ``load_weights`` for Orbax only: for other formats, it calls a function that is intercepted itself."""
+    """Wrap ``load_weights`` to intercept loads from Orbax; for other formats, it calls functions wrapped elsewhere."""
     intercepted = _through("weights", _weights_text)(original)
 
     @functools.wraps(original)
@@ -191,7 +191,7 @@ def saved_config(path: Path) -> str | None:
 
 
 def step_of(path: Path) -> Path | None:
-    """Return the folder of the training step that Keras would load from ``path``; ``None`` if that is not Orbax's."""
+    """Return the folder of the step that Keras would load from ``path``; ``None`` if that is no Orbax checkpoint."""
     if not path.is_dir() or not saving_api.is_orbax_checkpoint(path):
         return None
     # Keras accepts the folder of one step, or the root that contains steps by number.
@@ -277,7 +277,7 @@ def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator
 
 @contextmanager
 def rewound_on_error() -> Iterator[None]:
-    """If the block fails, restore Keras' counters of names and all random states, so that a retry builds the same."""
+    """If the block fails, restore Keras' name counters and all random states, so that a retry builds an equal model."""
     # Auto-generated names count on: in a second attempt, a first Dense layer would be called dense_1.
     names = copy.copy(global_state.get_global_attribute(NAMES))
     generator = global_state.get_global_attribute(GLOBAL_GENERATOR)

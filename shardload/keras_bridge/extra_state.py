@@ -43,7 +43,7 @@ def with_own_hooks(model: Model) -> list[tuple[str, Any]]:
 
 
 def keys_besides_variables(saveable: Any) -> list[str] | None:
-    """Return the keys of stored values that depend on no variable; ``None`` if the hook fails without values."""
+    """Return the keys that ``save_own_variables`` stores without using variables; ``None`` if it cannot be traced."""
     store: dict[str, Any] = {}
     computed: list[str] = []
     variables = _variables(saveable)
@@ -96,7 +96,7 @@ def values_besides_variables(saveable: Any) -> dict[str, Any]:
 
 
 def load_values(saveable: Any, values: Mapping[str, Any]) -> None:
-    """Restore values besides variables by ``load_own_variables``; the variables themselves keep their values."""
+    """Restore values that are not variables, by calling ``load_own_variables``; the variables keep their values."""
     store: dict[str, Any] = {}
     with suppress(Exception), assignments_to(_keep):  # it may need the very values that are loaded here
         saveable.save_own_variables(store)

@@ -64,7 +64,7 @@ def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -
 
 
 def _masked(outputs: Any, masks: Any) -> Any:
-    """Attach Keras' masks to the outputs of a traced function, in which arrays lose their attributes; return these."""
+    """Attach ``masks`` of Keras to the outputs of a traced function, which loses them; return the outputs."""
     found = jax.tree.leaves(masks, is_leaf=lambda leaf: leaf is None)
     for output, mask in zip(jax.tree.leaves(outputs), found, strict=True):
         if mask is not None:

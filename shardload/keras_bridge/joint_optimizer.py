@@ -44,7 +44,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def needs_even_state(self) -> bool:
-        """Whether to refuse a layout of a variable if its optimizer state cannot be split into parts of equal size."""
+        """Whether a variable's layout must be refused if the variable's optimizer state cannot be split evenly."""
         return False
 
     @property
@@ -58,7 +58,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return []
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return ``id(state)`` → layout for state of another shape than its weight; ``layout_of`` is for weights."""
+        """Return ``id(state)`` → layout for state shaped unlike its weight; ``layout_of`` returns a weight's layout."""
         return {}
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:

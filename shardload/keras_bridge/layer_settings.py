@@ -1,8 +1,7 @@
 """Settings and attributes of layers that a configuration omits: dtype policies, frozen and quantised layers, LoRA.
 
-Functional models store most settings, layer by layer; subclassed ones and KerasHub's store only how they were
-constructed, not later changes. A saved step therefore stores these settings next to its leaves, and `apply_settings`
-applies them to the rebuilt model::
+The configuration of a subclassed model, or one of KerasHub, tells only how it was constructed, not what was changed
+later. So a saved step also stores these settings, and `apply_settings` applies them to the rebuilt model::
 
     "form": {
         "": {"policy": "mixed_bfloat16"},                     of the model: Keras' global policy when it was created
@@ -10,13 +9,11 @@ applies them to the rebuilt model::
         "layers/dense_1": {"frozen": ["kernel"], "policy": "int8_from_float32", "quantization": "int8"},
     }
 
-Paths are those of `mapping.roles`. Settings that cannot be reproduced (custom quantisers, a policy set
-after a layer was built) raise an error that names the layer, because the rebuilt model would compute differently.
-`with_dtype` replaces the dtype policies of a whole configuration.
+The keys are paths of layers. Settings that cannot be reproduced (custom quantisers, a policy set after a layer was
+built) raise an error that names the layer, because the rebuilt model would compute differently.
 
-Some attributes are set on layers after these are built, because the constructor of the model does not pass them on.
-KerasHub's classes do not serialise them, so the rebuilt model would give other numbers. Files that shardload writes
-store these attributes in the model's configuration::
+Some attributes can only be set on layers that are built, because the constructor of the model does not pass them on.
+KerasHub does not store them; files that shardload writes have them in the model's configuration::
 
     "shardload_attributes": {"layers/transformer_encoder_layer/_self_attention_layer_norm": {"epsilon": 1e-12}}
 """
@@ -84,8 +81,8 @@ class _PolicyDiffersError(UnsupportedError):
 def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dtype: bool) -> Any:
     """Return the result of ``make``, called under the global dtype policy of the saved model.
 
-    A step does not store the global policy. It was either the model's own policy, or, if that was given explicitly, the
-    global policy of today. Both are tried, so ``make`` may be called twice; the policies of the layers decide.
+    A step does not store that policy, so two are tried: the model's own policy and the global policy that is set now.
+    ``make`` may therefore be called twice; the right policy is the one that gives the layers their saved policies.
     """
     top = saved.get("", {}) if isinstance(saved, Mapping) else {}
     wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
@@ -110,7 +107,8 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
 def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
     """Apply saved settings (untrusted input) to the layers of a model that was just built in `shardload.abstract`.
 
-    Settings of layers that the model lacks are skipped: its weights will not match either, with a clearer error.
+    Settings of layers that the model lacks are skipped: loading the weights of these raises a clearer error later.
+    With ``any_policy``, layers may have other dtype policies than the saved ones.
     """
     known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     layers = saved_objects(model)
@@ -224,7 +222,7 @@ def global_policy(policy: Any) -> Iterator[None]:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """Return a Keras configuration with ``dtype`` as its floating-point policies; quantised ones keep their scheme."""
+    """Return a Keras configuration in which all dtype policies use ``dtype``; quantised policies stay quantised."""
     if dtype is None:
         return dict(config)
     name = str(getattr(dtype, "name", dtype))

@@ -58,7 +58,7 @@ def lora_layers(model: Model) -> list[Any]:
 
 
 def adapters_of(layers: Iterable[Any]) -> list[tuple[Variable, Variable]]:
-    """Return the LoRA factors (a, b) of each kernel in ``layers`` that has some, also of quantised kernels."""
+    """Return the LoRA factors (a, b) of the kernels in ``layers``, quantised or not; leave out kernels without LoRA."""
     pairs = [(getattr(layer, a, None), getattr(layer, b, None)) for layer in layers for _, a, b in _KERNELS]
     return [(a, b) for a, b in pairs if hasattr(a, "assign") and hasattr(b, "assign")]
 

@@ -26,17 +26,17 @@ class ModelRecord:
     report: LoadReport | None = None
     """Report of the last load into a model."""
     devices: MeshDevices | None = None
-    """Mesh of a model whose variables have no values yet, or lost them in a failed load: else the values show it."""
+    """Mesh of a model while its variables have no values; once they have some, the mesh is read from these."""
     restored: Any = None
     """Step (a `StepInfo`) that a model was restored from, until ``fit`` continues from it."""
     first_epoch: int | None = None
-    """Epoch that the callback set for the next ``fit`` of a model."""
+    """Epoch at which the next ``fit`` of a model starts, if shardload's checkpoint callback has set it."""
     runs: dict[Path, str] = field(default_factory=dict)
-    """Folder of steps → the training run that a model saves there; a second ``fit`` of the same model continues it."""
+    """Folder of training steps → id of the run that saves there; a second ``fit`` of the model continues this run."""
     text_source: Manifest | None = None
     """Headers of the checkpoint that a model's weights came from, if it may contain a tokenizer."""
     text_header: Fingerprint | None = None
-    """Fingerprint, from the time of the load, of a file with the tokenizer in its header; shows if it has changed."""
+    """Fingerprint of the file with the tokenizer in its header, made at the load; shows if the file changes later."""
     tokenizer: Any = None
     """Tokenizer of `text_source`, kept after its first use: building it takes longer than tokenizing a short text."""
     make_preprocessor: Callable[[], Any] | None = None
@@ -44,7 +44,7 @@ class ModelRecord:
     built_from: str | None = None
     """Name of the checkpoint from whose configuration a backbone was built."""
     build_notes: tuple[str, ...] = ()
-    """Notes on what was changed on a backbone to match the configuration, and which entries of it were ignored."""
+    """Notes on settings of a backbone that were changed to match its source's configuration, or that differ from it."""
     set_attributes: set[str] = field(default_factory=set)
     """Names of the attributes that `set_attribute` has set on a built layer."""
 

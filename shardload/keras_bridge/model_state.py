@@ -32,13 +32,13 @@ _LEAF_TYPES = frozenset((bool, int, float, str, bytes, FunctionType, type(None))
 """Types of plain values: none of their instances contains a layer, a variable or an optimizer."""
 
 _LARGE = 1_000
-"""Number of items from which a container counts as large: that it has plain values only is then remembered."""
+"""Number of items from which a container is large: if it has plain values only, it is not searched a second time."""
 _VOCABULARIES: ContextVar[dict[int, Any] | None] = ContextVar("_VOCABULARIES", default=None)
-"""``id`` → large container that has plain values only; a reference, so that no other object gets the same ``id``."""
+"""``id`` → large container that has plain values only. The reference keeps it alive: no other object gets its id."""
 _LEAF_TYPE_IDS = frozenset(map(id, _LEAF_TYPES))
 """Ids of `_LEAF_TYPES`, to compare types by identity: a metaclass may define another comparison of its classes."""
 _PLAIN = _LEAF_TYPE_IDS.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
-"""Ids of the types of most attributes, in which `state_of` need not look for variables."""
+"""Ids of types of attributes (plain values, lists, dicts, …) in which `state_of` need not look for variables."""
 _MISSING = object()
 
 
@@ -100,7 +100,7 @@ def state_of(model: Model) -> list[Variable]:
 
 
 def learning_rates_of(model: Model) -> dict[str, float]:
-    """Return optimizer → learning rate, for the rates that a load can replace; keys are texts for messages."""
+    """Return name of an optimizer (as messages show it) → learning rate; leave out optimizers with a schedule."""
     found = {}
     for path, optimizer in optimizers_by_path(model).items():
         # Wrappers have a rate too, which Keras does not use.
@@ -139,7 +139,7 @@ def with_optimizer(model: Model, optimizer: Any) -> Iterator[None]:
 
 
 def other_optimizers(model: Model) -> list[tuple[str, Any]]:
-    """Return (path in ``.weights.h5``, optimizer) for each one that Keras saves besides the compiled one (a GAN's)."""
+    """Return (path in ``.weights.h5``, optimizer) for each optimizer that is not the compiled one, as in a GAN."""
     ids = set(map(id, _attribute_optimizers(model)))
     return [(path, found) for path, found in saved_objects(model) if id(found) in ids] if ids else []
 
@@ -165,10 +165,10 @@ def _attribute_optimizers(model: Model) -> list[Any]:
 
 
 def _optimizers_in(attributes: Iterable[Any], without: set[int]) -> Iterator[Any]:
-    """Yield the optimizers among ``attributes``, and in the lists, tuples and dicts among them, at any depth.
+    """Yield the optimizers in ``attributes``, also those inside lists, tuples and dicts, at any depth.
 
-    ``without`` contains the ``id`` of types that are neither, and gets more: the thousands of attributes of a model's
-    layers are of a few dozen types.
+    ``without`` has the ids of types that are neither optimizer nor container. Such attributes are skipped, and each
+    further type that is found is added: a model's thousands of attributes are of a few dozen types.
     """
     waiting, seen = [one for one in attributes if id(type(one)) not in without][::-1], set[int]()
     while waiting:
@@ -192,7 +192,7 @@ def slot_layouts(
 ) -> dict[int, Layout]:
     """Return ``id(slot)`` → layout for slots of optimizers that have another layout than their weight.
 
-    They are spread over more devices, or belong to an optimizer that chooses their layouts (`JointOptimizer`).
+    Such slots are spread over more devices than their weight, or their optimizer chooses layouts (`JointOptimizer`).
     """
     found = {}
     for optimizer in _optimizers_of(model):
@@ -283,7 +283,7 @@ class OptimizerState:
     """A copy of an unbuilt optimizer's attributes; restoring them removes the slots that ``build`` has added since."""
 
     parts: tuple[tuple[Any, dict[str, Any], tuple[tuple[Any, Any], ...]], ...]
-    """(object, attributes, content of containers) for the optimizer, its tracker, and the optimizers it wraps."""
+    """(object, its attributes, items of its containers): the optimizer, each one that it wraps, and Keras' trackers."""
 
     @classmethod
     def of(cls, optimizer: Any) -> OptimizerState:
@@ -311,7 +311,7 @@ class OptimizerState:
 
 
 def members_of(container: Any) -> Iterable[Any]:
-    """Return the items of a list, tuple or set, or the values of a dict; nothing if all are of `_LEAF_TYPES`."""
+    """Return the items of a list, tuple or set, or the values of a dict; an empty result if all are plain values."""
     known = _VOCABULARIES.get()
     if known is not None and id(container) in known:
         return ()
@@ -328,7 +328,7 @@ def walking_vocabularies_once() -> Iterator[None]:
     """Inside the block, let `members_of` look through each large container only once.
 
     A load asks some fifteen times what a model consists of, which takes 12 ms each time for Gemma 3's vocabulary.
-    Only for a block in which no other code changes the model.
+    Use it only where no other code changes the model.
     """
     token = _VOCABULARIES.set({})
     try:
@@ -339,9 +339,9 @@ def walking_vocabularies_once() -> Iterator[None]:
 
 @cache
 def bookkeeping_attributes() -> frozenset[str]:
-    """Return the names of the attributes that Keras itself sets on every layer: users keep no objects in these.
+    """Return the names of the attributes that Keras itself sets on every layer: a search for users' objects skips them.
 
-    Half of all attributes, and nearly all of the containers. Not ``_layers``, which lists the sub-layers.
+    They are half of all attributes, and nearly all containers. ``_layers`` is left out, as it lists the sub-layers.
     """
     own = vars(keras.layers.Layer(name="bookkeeping"))  # with a name, so as not to use up "layer"
     return frozenset(name for name in own if name.startswith("_")) - {"_layers"}

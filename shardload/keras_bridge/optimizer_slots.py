@@ -123,7 +123,7 @@ _BASES = ("base_optimizer", "optimizer", "multi_optimizer")
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return the name of an optimizer's class if that is Keras' own, else of its nearest base that is, or ``""``."""
+    """Return the name of the Keras optimizer that this one is, or derives from; ``""`` if there is none."""
     return kind_of_class(type(innermost(optimizer)))
 
 
@@ -175,7 +175,7 @@ Start: TypeAlias = Variable | keras.initializers.Initializer | float
 
 
 def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Start | None:
-    """Return the initial value of the variables in one attribute of an optimizer; ``None`` if it is not known."""
+    """Return the initial value of variables in an optimizer's attribute (``momentums``); ``None`` if not known."""
     inner, kind = innermost(optimizer), kind_of(optimizer)
     if attribute == "model_variables_moving_average" or (kind, attribute) == ("ScheduleFreeAdamW", "momentums"):
         return weight
@@ -223,7 +223,7 @@ def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
 
 
 def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
-    """Yield (variable, weight) for each variable of an optimizer that is no scalar; weight is ``None`` if no slot."""
+    """Yield (variable, weight) for an optimizer's variables except scalars; weight is ``None`` if it is not a slot."""
     seen = set[int]()
     for part in optimizers_in(optimizer):
         # `_variables` lists everything; by chance it may have as many entries as there are weights.

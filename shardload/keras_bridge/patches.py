@@ -63,7 +63,7 @@ class Patches:
 
 
 def replacing(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Decorate a replacement for use in a `Patch`: it gets the original as first argument, then those of the call."""
+    """Make a function a replacement for a `Patch`: it is called with the original, then the arguments of the call."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)

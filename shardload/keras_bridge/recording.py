@@ -102,7 +102,7 @@ def registered_variables() -> list[Variable]:
 
 @contextmanager
 def record_variables() -> Iterator[list[weakref.ref[Variable]]]:
-    """Inside the block, new variables of this thread or task get no buffer; yield the growing list of references."""
+    """Inside the block, new variables of this thread or task get no buffer; yield a list that weak references join."""
     before = len(registered_variables())
     token = recording_flag.set(True)
     created: list[weakref.ref[Variable]] = []
@@ -184,7 +184,7 @@ def _post_build(original: Any, self: Any) -> None:
 
 
 def _unknown_behind(tensor: Any) -> Unknown | None:
-    """Return the placeholder of a variable without a value, if a symbolic ``tensor`` was computed from one."""
+    """Return a placeholder (`Unknown`) that a symbolic ``tensor`` was computed from; ``None`` if there was none."""
     seen: dict[int, Any] = {}
     waiting = [tensor]
     while waiting:
@@ -218,8 +218,8 @@ def is_tracing_error(error: Exception | None) -> bool:
 def quantize_without_values(layer: Any) -> None:
     """Quantise a layer whose kernel has no value: do all that ``layer.quantize("int8")`` does, but compute no numbers.
 
-    A layer built from a map of policies has the map itself as its policy, for which Keras' own hooks store no scale.
-    So the layer gets its entry of the map instead.
+    If the layer's policy is a ``DTypePolicyMap`` (path → policy), for which Keras' hooks store no scale, it is first
+    replaced by the layer's own entry of the map.
     """
     policy = getattr(layer, "_dtype_policy", None)
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):

@@ -1,4 +1,4 @@
-"""Let Keras walk over all objects that it saves, but take values from another source; intercept ``assign``."""
+"""Make Keras load values from another source than a file, list what Keras would save, and intercept ``assign``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _handled_assign(original: Any, self: Variable, value: Any) -> Any:
 
 
 class _InheritedPatch(Patches):
-    """Patches ``assign`` of ``JaxVariable``, which inherits it: sets an own one, and deletes that afterwards."""
+    """Patches ``assign`` of ``JaxVariable``, which only inherits it: adds one to the class, and later deletes it."""
 
     def __init__(self) -> None:
         super().__init__(tuple)
@@ -191,7 +191,7 @@ class SavedLayout:
     names: Mapping[str, str]
     """Group (``layers/dense/vars``) → name of the object saved there."""
     computing: tuple[tuple[str, Any], ...]
-    """(path, object) where ``save_own_variables`` stores more than variables; ``variables`` has nothing of these."""
+    """(path, object) of each object whose ``save_own_variables`` stores more than variables; not in ``variables``."""
     optimizers: Mapping[str, Any]
     """Path → optimizer, except the compiled one; ``variables`` does not have the state of any optimizer."""
 
@@ -225,7 +225,7 @@ def optimizers_of(model: Model) -> dict[str, Any]:
 
 
 def model_of(config: Any, **scope: Any) -> Any:
-    """Build what a configuration describes, as Keras' ``load_model`` does: a layer that it repeats is built once."""
+    """Build the object that ``config`` describes, as Keras' ``load_model`` does: a layer used twice is built once."""
     with serialization_lib.ObjectSharingScope():
         # Without the half for saving: layers that copy others by their configuration (`Bidirectional`) would join what
         # they keep apart everywhere else, and the weights of some copies would be lost, as in Keras.

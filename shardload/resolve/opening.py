@@ -51,8 +51,8 @@ def open_source(
 
     Args:
         source: A path, name, handle or address; or a location in any store.
-        format: Name of a format, to require it.
-        described: Of a single file, open its folder instead, if that describes the file's model.
+        format: Name of the format that the source must have; ``None`` for any.
+        described: Whether to open, instead of a single file, its folder, if the configuration there is the file's.
         verify: Return a checker for the bytes, if the source has digests; false if only headers are read.
         weights: Whether its weights are needed; otherwise an architecture or a configuration is enough.
         step: Which step of a folder of training steps to open: a number, ``"latest"`` or ``"best"``.
@@ -110,7 +110,7 @@ def open_source(
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:
-    """Resolve a source. With ``described``, a file becomes its folder, if the folder describes the file's model."""
+    """Resolve a source. With ``described``, return a file's folder instead if the folder describes the file's model."""
     resolved = resolve(source, weights=weights)
     if resolved.architecture is not None:
         return resolved
@@ -126,7 +126,7 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
 def _without_weights(
     resolved: Resolved, format: str | None, ignore_config: Sequence[str], *, with_weights: bool = False
 ) -> OpenedSource | None:
-    """Open a source by its configuration; ``None`` if it has none, or if it has weights, unless ``with_weights``."""
+    """Open a source by its configuration alone; ``None`` without one, or if weights exist and not ``with_weights``."""
     from shardload.hub.described import with_tensors
 
     if resolved.architecture is not None:
