@@ -81,7 +81,7 @@ _KUBERNETES = Launcher(
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What the environment tells about this process: launcher, number of processes, own number; ``None`` if nothing."""
+    """What the environment tells about this process: launcher, process count, own number; each ``None`` if not told."""
 
     by: Launcher | None = None
     num_processes: int | None = None
@@ -151,7 +151,7 @@ def _refused(by: Launcher, found: str) -> MeshError:
 DEFAULT_WAIT_S = 300
 """Seconds to wait until all processes have connected, as long as JAX waits: pods of a job may start minutes apart."""
 _DEAD_S = 28
-"""Seconds without a sign of another process after which JAX aborts this one. shardload's own heartbeat replaces it.
+"""Seconds without a sign of another process after which JAX aborts this one, until shardload's heartbeat takes over.
 
 It is longer than 24 s: by then, a process that waits inside JAX for a lost process has ended with a readable line.
 """
@@ -200,7 +200,7 @@ class Processes:
         return mesh.size // self.num_processes
 
     def meet(self, *, note: Callable[[str], None], give_up: GiveUp) -> Processes:
-        """Connect the processes by `jax.distributed`, before any other use of JAX; return this one, now complete."""
+        """Connect the processes by `jax.distributed`, before any other use of JAX; return this one with its number."""
         import jax
 
         note(_waiting(self))

@@ -170,7 +170,7 @@ def bind(
     Optimizer slots follow their weight; variables that ``layouts`` does not mention (seeds, metrics, learning rates)
     are replicated. ``values="keep"`` leaves values where they are, for a load that is about to replace them.
     ``activations`` returns, for the path of a layer's output, its ``TensorLayout`` or `jax.sharding.PartitionSpec`, or
-    ``None`` to leave it to XLA. ``uses`` maps ``id(variable)`` to the layout that the model computes with.
+    ``None`` to leave it to XLA. ``uses`` maps ``id(variable)`` to its layout while the model computes.
     """
     if len(devices) != mesh.size or len(set(devices)) != len(devices):
         raise MeshError(
@@ -206,7 +206,7 @@ def unbind(model: Model) -> None:
 
 @contextmanager
 def unscoped(model: Model) -> Iterator[None]:
-    """Inside the block, calling a bound model does not open its distribution: the one that is set already counts."""
+    """Inside the block, calling a bound model does not open its distribution, but uses the one set in the thread."""
     parts = [part for part in models_in(model) if _ATTRIBUTE in vars(part)]
     calls = [part.__dict__.pop("call", None) for part in parts]
     try:

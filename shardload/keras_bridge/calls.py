@@ -33,8 +33,8 @@ from shardload.keras_bridge.recording import UNINITIALISED, unregistered, withou
 def arguments_of_call(model: Model) -> frozenset[str] | None:
     """Return the names of the arguments that a model's ``call`` uses; ``None`` if it may use any.
 
-    The ``call`` of a functional or sequential model takes ``**kwargs``; it uses the names that its layers declare as
-    context arguments.
+    The ``call`` of a functional or sequential model takes ``**kwargs``. Of these it uses the context arguments of Keras
+    (``call_context_args``) that its layers declare.
     """
     taken = inspect.signature(model.call).parameters
     names = {name for name, p in taken.items() if p.kind is not p.VAR_KEYWORD}

@@ -75,7 +75,7 @@ def _settings_of_layer(layer: Any, *, usual: str | None) -> dict[str, Any]:
 
 
 class _PolicyDiffersError(UnsupportedError):
-    """A layer was built with another dtype policy than the layer had that was saved."""
+    """A rebuilt layer has another dtype policy than the saved layer had."""
 
 
 def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dtype: bool) -> Any:
@@ -137,7 +137,7 @@ def apply_settings(model: Any, saved: Any, *, any_policy: bool = False) -> None:
 
 
 def enable_saved_lora(model: Any, saved: Any) -> None:
-    """Enable LoRA in the layers that ``saved`` lists with it; apply nothing else. Call it in `shardload.abstract`."""
+    """Enable LoRA in the layers that have it in the settings ``saved``, and change nothing else; call in `abstract`."""
     known = {path: _validated(path, settings) for path, settings in _mapping("", saved).items()}
     for path, layer in saved_objects(model):
         if lora := known.get(path, {}).get("lora"):
@@ -288,7 +288,7 @@ def _stored(value: Any) -> Any:
 
 
 def serialised_with_attributes(model: Any) -> str:
-    """Return the model's configuration as JSON, with the arguments and attributes that Keras' and KerasHub's omit."""
+    """Return the model's configuration as JSON, with arguments and attributes that Keras and KerasHub leave out."""
     for one in own_layers(model):
         # `Sequential.get_config` lists each layer once, so a model rebuilt from it calls it once.
         if isinstance(one, keras.Sequential) and (

@@ -235,7 +235,7 @@ def _variables_in(attribute: Any) -> Iterable[Variable]:
 
 
 def policy_name(layer: Any) -> str | None:
-    """Return the name of a layer's dtype policy (its own one in a map of policies); ``None`` for other objects."""
+    """Return the name of a layer's dtype policy (its own entry in a map of policies); ``None`` for other objects."""
     policy = layer._dtype_policy if isinstance(layer, keras.Layer) else None
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         policy = policy[layer.path] if layer.path and not isinstance(layer, keras.Model) else policy.default_policy

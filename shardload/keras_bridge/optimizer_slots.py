@@ -38,7 +38,7 @@ class SlotSpread:
     """Names of mesh axes; or ``batch``: the axis that splits the batch; or ``every``: all axes, the batch axis last."""
 
     def on(self, mesh: MeshSpec, batch_axis: str | None = None) -> tuple[str, ...]:
-        """Return the names of these axes on ``mesh``; ``batch_axis`` splits the batch, if not the usual one does."""
+        """Return the axes of ``mesh`` that split slots; ``batch_axis`` is the axis of batches, if not the usual one."""
         # The user's distribution may split the batch over another axis than the mesh's usual one.
         own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
         batch = batch_axis or (own if own in mesh.axes else mesh.batch_axis)

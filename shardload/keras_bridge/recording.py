@@ -102,7 +102,7 @@ def registered_variables() -> list[Variable]:
 
 @contextmanager
 def record_variables() -> Iterator[list[weakref.ref[Variable]]]:
-    """Inside the block, new variables of this thread or task get no buffer; yield a list that weak references join."""
+    """Inside the block, new variables of this thread or task get no buffer; yield a list of weak references to them."""
     before = len(registered_variables())
     token = recording_flag.set(True)
     created: list[weakref.ref[Variable]] = []

@@ -189,7 +189,7 @@ class HostConstant:
 
 
 class Unknown(keras.KerasTensor):  # type: ignore[misc]
-    """Symbolic tensor, without numbers, that stands for the value of a variable without one while its layer builds.
+    """Symbolic tensor without numbers: the result of reading a variable that has no value, while its layer builds.
 
     It, or a result computed from it, can be assigned to another variable without a value (`ComputedInBuild`). Any
     other use that needs numbers raises an error.
@@ -212,7 +212,7 @@ class Unknown(keras.KerasTensor):  # type: ignore[misc]
 class ComputedInBuild:
     """Replaces the initialiser of a variable whose value its layer's ``build`` computes from other variables.
 
-    Only a checkpoint can provide this value: the variable's own initialiser gives another one than ``build``.
+    Only a checkpoint can provide this value: ``build`` computes another one than the variable's own initialiser.
     """
 
     def __init__(self, path: str) -> None:

@@ -52,7 +52,8 @@ def dataset(path: str, key: str) -> str:
 def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
     """Return what Keras' own ``save_weights`` would write for ``model``, without the objects in ``skip``.
 
-    Runs the hooks of all other objects, which must store variables only: skip those in `SavedLayout.computing`.
+    Calls ``save_own_variables`` of all other objects, which must store variables only: skip those that are listed in
+    `SavedLayout.computing`.
     """
     store = _ListingStore()
     # Variables without a value read as zeros there, instead of raising.

