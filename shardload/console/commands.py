@@ -1,4 +1,4 @@
-"""The commands that load, plan and convert: read options, set JAX up, call the engine, write results.
+"""The commands that load, plan and convert: read options, set JAX up, call functions of shardload, write results.
 
 The docstring of a command is its help text: a description, then examples to copy.
 """

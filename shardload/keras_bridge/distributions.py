@@ -1,4 +1,4 @@
-"""Distributions of Keras (``keras.distribution``) that users set or pass, and the layouts that they choose."""
+"""Distributions of Keras (``keras.distribution``) that users set or pass to shardload, and layouts that they choose."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ _open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points
 
 @contextmanager
 def calls_to(handler: _Handler) -> Iterator[None]:
-    """Inside the block, loading functions called in this context call ``handler``; the innermost block counts."""
+    """Inside the block, loading functions called in this context call ``handler``; an inner block has precedence."""
     block = Interception(handler)
     # Without a token: a generator that has the block open may be closed in another context, where reset() would raise.
     _open.set((*_open.get(), block))

@@ -40,7 +40,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @abstractmethod
     def update_all(self, gradients: Sequence[Any], variables: Sequence[Variable], learning_rate: Any) -> None:
-        """Assign new values to variables and state. Loss scale, accumulation and clipping are already applied."""
+        """Assign new values to variables and state. The gradients are already unscaled, accumulated and clipped."""
 
     @property
     def needs_even_state(self) -> bool:
@@ -123,7 +123,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self.update_all(grads, trainable_variables, learning_rate)
 
     def _apply_weight_decay(self, variables: Sequence[Variable]) -> None:
-        """Do nothing: `update_all` applies weight decay, because it may scale the learning rate or skip the step."""
+        """Do nothing: `update_all` applies weight decay, because it may change the learning rate or skip the update."""
 
 
 def sharding_on_mesh(variable: Variable) -> NamedSharding | None:

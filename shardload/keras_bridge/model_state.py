@@ -68,7 +68,8 @@ def weights_of(model: Model) -> list[Variable]:
 def trained_variables(model: Model) -> list[Variable]:
     """Return the weights that training changes: trainable ones, and those that trainable layers update themselves.
 
-    The latter are moving statistics, as of ``BatchNormalization``. Values of quantised layers are constants.
+    The latter are moving statistics, as of ``BatchNormalization``. Other values of quantised layers are left out: they
+    are constants.
     """
     found = list(model.trainable_variables)
     # Only floats: the states of seed generators are integers.

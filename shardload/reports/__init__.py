@@ -87,16 +87,16 @@ class Report:
     host_bytes: HostBytes
     layout: LayoutSummary
     missing: tuple[str, ...] = ()
-    """Variables the checkpoint has no tensor for."""
+    """Names of the variables that the checkpoint has no tensor for."""
     unused: tuple[str, ...] = ()
-    """Tensors the model has no variable for."""
+    """Names of the checkpoint's tensors that the model has no variable for."""
     cast: tuple[Cast, ...] = ()
     mismatched: tuple[Mismatched, ...] = ()
     """Variables whose tensor has another shape. If a plan lists any, a strict load will refuse the checkpoint."""
     computed: tuple[str, ...] = ()
-    """Variables whose value a layer or converter computed from stored tensors instead of copying it."""
+    """Names of variables whose value a layer or converter computed from stored tensors instead of copying it."""
     initialised: tuple[str, ...] = ()
-    """Variables that got their initial value because the checkpoint lacks them (seeds, metrics, heads)."""
+    """Names of variables that got their initial value because the checkpoint lacks them (seeds, metrics, heads)."""
     outside: tuple[Outside, ...] = ()
     """Tensors that do not belong to the model that was built: buffers, heads, poolers, copies of the embedding."""
     dtypes: tuple[str, ...] = ()

@@ -43,16 +43,16 @@ class Stages:
     """Wall-clock seconds per stage; ``None`` if a stage did not run."""
 
     build: float | None
-    """Building the model without allocating it; ``None`` if it existed already."""
+    """Seconds for building the model without allocating it; ``None`` if it existed already."""
     plan: float | None
-    """Reading headers, mapping names, choosing layouts, planning reads."""
+    """Seconds for reading headers, mapping names, choosing layouts, and planning reads."""
     transfer: float | None
-    """Reading tensor data and placing it on devices; ``None`` in a plan."""
+    """Seconds for reading tensor data and placing it on devices; ``None`` in a plan."""
     total: float
     """Seconds of the whole load: all stages, and `other`."""
     imports: float | None = None
-    """Importing KerasHub (and TensorFlow with it, if installed), and starting JAX's devices; only in the first load of
-    a process. Keras and JAX do not count: they are imported before a load, with shardload's own modules."""
+    """Seconds for importing KerasHub (with TensorFlow, if installed) and for starting JAX's devices, only in the first
+    load of a process. Keras and JAX do not count: they are imported before a load, with shardload's own modules."""
 
     @property
     def other(self) -> float:
@@ -138,7 +138,7 @@ class NoteKind(Enum):
     """Kinds of notes that code acts on."""
 
     OPTIMIZER_UNCHANGED = auto()
-    """The step has no state for the optimizer that ``fit`` uses, so the optimizer keeps its current state."""
+    """The restored training step has no state for the optimizer that ``fit`` uses, so the optimizer keeps its own."""
     BATCHES_RECOUNTED = auto()
     """The optimizer's count of batches was changed to fit ``gradient_accumulation_steps``, which was another before."""
     AVERAGES = auto()
