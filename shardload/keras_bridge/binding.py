@@ -70,7 +70,7 @@ METHODS = (
     "enable_lora",
     "call",
 )
-"""Methods that run in the scope of a bound model. ``call`` is one, because ``model(...)`` calls it."""
+"""Methods of a bound model that run in the scope of its distribution. ``call`` is one, as ``model(...)`` calls it."""
 _COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
 """Attributes in which Keras and KerasHub keep compiled steps, which are valid only for the mesh they were made on."""
 _ATTRIBUTE = "_shardload_binding"
