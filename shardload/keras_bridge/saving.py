@@ -72,7 +72,7 @@ class StateSource(Protocol):
         """Whether anything is stored below ``path``."""
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
-        """Return a context in which a saveable and its children load; it yields a function to report an error to."""
+        """Return a context for loading a saveable and its children; it yields a function that is told of an error."""
 
 
 class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
