@@ -1,9 +1,10 @@
-"""Search layouts for any Keras model: trace it, plan all mesh axes together, explain the plan.
+"""Search layouts for any Keras model, and give the reason for each layout.
 
-    model ─► tracing ─► Program (groups of dims, operations) ─► problem ─► linear_program ─► plan_building ─► LayoutPlan
-             primitives: one rule each                          weight_options
+    model ─► tracing         ─► `Program`: operations, and groups of dims that must be split alike
+          ─► problem         ─► `Problem`: which mesh axis may split which dims, and what operations then cost
+          ─► linear_program  ─► `Solution`: the best decisions for all mesh axes together
+          ─► plan_building   ─► `LayoutPlan`
 
-`searching.search` runs these modules in order. The formulas for costs are `Hardware.exchange_s` and `compute_s`. With
-these formulas, `Problem.work_s` gives the time of an operation, and `weight_options.weight_exchanges` the time of
-moving a weight. The linear program adds up these times.
+`searching.search` runs these modules in order. `primitives` has the rules by which `tracing` reads primitives of JAX, and
+`weight_options` the layouts of a weight from which `linear_program` chooses, with their costs.
 """

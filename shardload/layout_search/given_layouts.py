@@ -58,7 +58,7 @@ def choice_for(model: Any, given: GivenLayouts) -> LayoutChoice:
 
 
 def _complete(model: Any, choice: LayoutChoice) -> LayoutChoice:
-    """Return ``choice`` if it has a layout for every weight; else raise, as the others would count as replicated."""
+    """Return ``choice`` if it has a layout for every weight; else raise, as the rest would count as replicated."""
     weights = list(model.weights)
     # By path as well: Python reuses the id of a variable that is gone.
     strange = [v for v in weights if (planned := choice.by_id.get(id(v))) is None or planned.path != v.path]
@@ -148,7 +148,7 @@ def _parts(path: str) -> list[tuple[str, int]]:
 
 
 def fixed_specs(model: Any, mesh: MeshSpec, pins: Any) -> dict[int, Spec]:
-    """Return the layouts that users fixed for a search, by ``id(variable)``: those of layer rules, and of ``pins``."""
+    """Return the layouts that a search must keep, by ``id(variable)``: from ``pins`` and `shardload.layout_rule`."""
     ruled = roles_by_layer_rules(layer for layer, _ in model_variables.nested_layers(model))
     # Pins come last and win: they are for this search, a layer rule is for every layout.
     fixed = {id(v): lay_out(v, ruled[id(v)], mesh).layout.spec for v in model.variables if id(v) in ruled}

@@ -257,13 +257,13 @@ class LayoutPlan:
         return cls.from_json(data)
 
     def to_layout_map(self, device_mesh: Any) -> Any:
-        """Return a ``keras.distribution.LayoutMap`` with a key for each split variable, which matches only its path.
+        """Return a ``keras.distribution.LayoutMap`` with a key for each split variable: ``^path$``, for this path only.
 
         Args:
             device_mesh: A ``keras.distribution.DeviceMesh`` with the plan's axes.
 
         Raises:
-            LayoutError: When the mesh is another one, or variables of one path have different layouts.
+            LayoutError: When the mesh is not the plan's, or variables of one path have different layouts.
             UsageError: When ``device_mesh`` is not a Keras mesh.
         """
         from keras.distribution import DeviceMesh, LayoutMap

@@ -1,14 +1,14 @@
 """Solve the planning problem as a mixed-integer linear program, with SciPy's HiGHS.
 
-Binary variables say which axis splits which dim group, and where a weight is only stored split. Costs are products of
-such decisions. *Share* variables make the products linear. The dims of an operation, weight or buffer belong to a few
-dim groups, and there is one share for each way to assign axes to these groups. All shares of such a combination of
-groups add up to one. The shares of those ways in which a given axis splits a given group add up to the binary variable
-of that decision. So all mesh axes are chosen together, and the optimum is exact for the cost model.
+Binary variables say whether an axis splits a dim group, and whether a weight is stored split. A cost depends on several
+of these decisions at once: it is a product of them. *Share* variables make the program linear. An operation, weight or
+buffer has dims of a few dim groups, and each way to split these groups over axes has a share. One way is, for example,
+heads over ``model`` and batch over ``data``. All shares add up to one, and constraints tie them to the binary
+variables: the way that was decided for has the share 1, all others have 0. A cost is then a sum over shares. So all
+mesh axes are decided together, and the optimum is exact for the cost model.
 
-`optimum` says what is minimised. The peak of activations depends on the decisions, so it is found by iteration.
-Memory is limited only at some moments of a step: the moment at which a solution stores most becomes one of them, and
-the linear program is solved again.
+Memory is limited only at some moments of a step. If a solution stores most at another moment, this moment is added, and
+the linear program is solved again. `optimum` says what is minimised.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from shardload.units import format_bytes, format_bytes_down, format_bytes_up, pl
 _TIME_LIMIT_S = 60.0
 """Seconds after which HiGHS returns the best decisions it has."""
 _TIE_BREAK = 1e-4
-"""Weight of the step time in the sum that is minimised for memory: if memory is equal, the faster solution wins."""
+"""Factor of the step time in the sum that is minimised to save memory: if memory is equal, the faster solution wins."""
 
 _Moment = tuple[tuple[tuple[int, ...], float], ...]
-"""What is stored at one moment of the program. Each pair has the dim groups and the bytes of values split alike."""
+"""What is stored at one moment of a step: pairs of the dim groups of some values, and the bytes of the whole values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the solver is to minimise, the limits to keep, and which decisions it may take."""
+    """What the solver minimises, which limits it keeps, and which decisions it may take."""
 
     minimise: Literal["time", "memory"] = "time"
     limit_bytes: float | None = None
@@ -60,9 +60,9 @@ class Demand:
     small: bool = False
     """Whether weights below `weight_options.LEAST_STORED_BYTES` may be split in storage, too."""
     buffers: tuple[_Moment, ...] = ()
-    """Moments of the program at which memory must keep the limit."""
+    """Moments of a step at which memory counts: it is limited or minimised there, and ignored at all others."""
     forced: tuple[tuple[int, str, bool], ...] = ()
-    """Decisions that the solver must keep: a dim group, an axis, and whether the axis splits the dim group."""
+    """Decisions that are already taken, as triples: a dim group, an axis, and whether the axis splits the dim group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _Model:
         return len(self.time) - 1
 
     def _exclusive(self) -> None:
-        """Add constraints: an axis splits at most one dim of a tensor, and all axes of a dim together divide it."""
+        """Add constraints: an axis splits at most one dim of a tensor; all axes of a dim together divide it evenly."""
         for (dim_group, axis), column in self.binaries.items():
             for (other, again), second in self.binaries.items():
                 if column >= second:
@@ -160,7 +160,7 @@ class _Model:
                     self._rows.append(({column: 1.0}, 0.0, 0.0))
 
     def _share(self, dim_groups: tuple[int, ...]) -> list[tuple[Assignment, int]]:
-        """Return every way to split some dim groups over axes, each an `Assignment` and the column of its share."""
+        """Return each way to split some dim groups, and with it the column that is 1 if they are split so."""
         dim_groups = tuple(sorted(set(dim_groups) - {UNSPLIT}))
         if dim_groups in self._shares:
             return self._shares[dim_groups]
@@ -179,7 +179,7 @@ class _Model:
                     self._rows.append(({**row, self.binaries[dim_group, axis]: -1.0}, 0.0, 0.0))
 
     def _weights(self) -> dict[int, float]:
-        """Add a column for each possible layout of each kind of weights; return the bytes per device of each column."""
+        """Add a column for each layout that a kind of weights can have; return its bytes per device, by column."""
         memory: dict[int, float] = {}
         only: dict[int, float] = {}
         for weight in self.problem.weights:
@@ -249,15 +249,15 @@ class _Model:
 # ---- what is minimised: the product of time and memory, or time within a memory limit ----------------
 
 _TRADE_OFFS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""If the caller gives no memory limit, the limits for weights that are tried, as multiples of the least possible."""
+"""Limits for bytes of weights that a search without memory limit tries, as multiples of the least bytes possible."""
 MOMENTS = 4
-"""Most times that a search adds the memory peak of its last solution to the moments that must keep the limit."""
+"""How often, at most, a search limits memory at one more moment (where its last solution peaks), and solves again."""
 
 
 def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
-    """Return the best solution under a memory limit, preceded by the `Demand` (goal and limits) of the solver for it.
+    """Return a pair: the `Demand` (goal and limits) that the solver got, and its best solution.
 
-    Without a limit of bytes on each device, the product of step time and bytes of weights is minimised.
+    ``limit`` is the most bytes on each device. If it is ``None``, step time x bytes of weights is minimised.
     """
     mesh = problem.mesh
     # Under a limit any axis may store weights split. Without one, only an axis that is named for it.
@@ -269,9 +269,9 @@ def optimum(problem: Problem, limit: int | None) -> tuple[Demand, Solution]:
 
 
 def _best_product(problem: Problem, demand: Demand) -> tuple[Demand, Solution]:
-    """Return the solution whose step time x bytes of weights per device is smallest, preceded by its `Demand`.
+    """Return the `Demand` and the solution with the least product of step time and bytes of weights per device.
 
-    The `Demand` (goal and limits) is what the solver was given for this solution.
+    A product is not linear, so the fastest solutions under several limits for weights (`_TRADE_OFFS`) are compared.
     """
     # A product is not linear. So solve for time under rising limits of memory, and take the best product of the curve.
     least = state_memory(problem, _solved(problem, replace(demand, minimise="memory"))).weights
@@ -299,7 +299,7 @@ def _solved(problem: Problem, demand: Demand) -> Solution:
 
 
 def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solution]:
-    """Return a demand and the fastest solution for it that needs at most ``limit`` bytes per device.
+    """Return a pair: the `Demand` that the solver got, and its fastest solution within ``limit`` bytes per device.
 
     Small weights may be stored split only if no other solution fits.
     """
@@ -332,9 +332,9 @@ def _within(problem: Problem, demand: Demand, limit: int) -> tuple[Demand, Solut
 
 
 def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solution | None]:
-    """Return the fastest solution within the limit of ``demand``, or ``None`` if none was found.
+    """Return a pair: the last demand, and the fastest solution within its limit, or ``None`` if none was found.
 
-    Before it, return ``demand`` with the memory peaks of earlier solutions added to ``buffers``.
+    If a solution needs too much at some moment, the moment is added to ``demand.buffers``, and the solver runs again.
     """
     for _ in range(MOMENTS + 1):
         solution = solve(problem, demand)
@@ -350,7 +350,7 @@ def fastest_that_fits(problem: Problem, demand: Demand) -> tuple[Demand, Solutio
 
 
 def _least(problem: Problem, demand: Demand) -> tuple[Solution, DeviceBytes]:
-    """Return the solution that needs least memory, and its memory. Each round also limits the last solution's peak."""
+    """Return the solution that needs least memory, and the bytes that it needs on a device."""
     demand = replace(demand, minimise="memory", limit_bytes=None)
     best: tuple[Solution, DeviceBytes] | None = None
     for _ in range(MOMENTS):
@@ -390,7 +390,7 @@ def state_memory(problem: Problem, solution: Solution) -> DeviceBytes:
 def activation_peak(problem: Problem, solution: Solution) -> tuple[int, _Moment]:
     """Return the most bytes of activations that a device stores at one moment, and what is stored at that moment.
 
-    The update of an optimizer counts as a moment, too: no activations are stored then, but what the update needs.
+    The update of an optimizer is one more moment. It stores no activations, but `Problem.update_bytes`.
     """
     update: tuple[int, _Moment] = problem.update_bytes, (((), float(problem.update_bytes)),)
     program = problem.traced.program

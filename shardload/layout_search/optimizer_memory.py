@@ -1,8 +1,7 @@
 """The state of an optimizer for each weight, found by building the optimizer without values.
 
-How much state a weight has depends on more than its size. REKLS keeps one factor for the rows of a weight and one for
-its columns; Adafactor keeps sums of rows and columns. REKLS, Adafactor and Muon treat weights of some names or shapes
-in another way.
+The size of a weight does not say how much state it has. Adafactor, for example, keeps sums over the rows and columns of
+a weight. Adafactor, Muon and `shardload.optimizers.REKLS` treat weights of some names or shapes in another way.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class Slot:
     nbytes: int
     """Bytes of the whole array."""
     follows: _SplitBy
-    """How the slot is split. ``weight``: like its weight. ``rows``: along dim 0, into as many parts as its weight, if
-    they are equal. ``nothing``: the slot is whole on every device."""
+    """``weight``: the slot is split like its weight. ``rows``: its dim 0 is split into as many parts as the weight has,
+    or not at all if this number does not divide it. ``nothing``: the slot is whole on every device."""
     spread: SlotSpread | None = None
-    """How the slot is split over more axes than its weight, by `shard_optimizer` or the optimizer; else ``None``."""
+    """How `shard_optimizer` or the optimizer splits the slot over further axes than its weight; else ``None``."""
     even: bool = False
-    """Whether it is an error if the number of parts does not divide the rows; otherwise the slot stays whole."""
+    """With ``rows``: whether it is an error if the number of parts does not divide dim 0; else the slot stays whole."""
 
     def allows(self, layout: Layout) -> bool:
-        """Whether a weight may have this layout: not if the slot's rows must divide evenly, and would not."""
+        """Whether a weight may have this layout: not if the slot must be split evenly (``even``), and would not be."""
         return not self.even or self.shape[0] % math.prod(layout.parts) == 0
 
     def device_bytes(self, layout: Layout) -> float:
@@ -75,7 +74,7 @@ class OptimizerMemory:
 def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemory:
     """Return the memory that an optimizer needs for the given weights.
 
-    An optimizer that is not built is built without values, and is not built afterwards.
+    If the optimizer is not built yet, it is built without values for this, and is not built any more afterwards.
     """
     if optimizer is None or not weights:
         return OptimizerMemory()
@@ -106,7 +105,7 @@ def memory_of_optimizer(optimizer: Any, weights: Sequence[Any]) -> OptimizerMemo
 
 
 def checked_optimizer(optimizer: Any) -> Any:
-    """Return an optimizer that a caller passes, or names as Keras does; raise for classes and unknown names."""
+    """Return an optimizer, given as an object or by Keras' name (``"adamw"``); raise for classes and unknown names."""
     if isinstance(optimizer, type):
         raise LayoutError(
             f"Cannot plan for the class {optimizer.__name__}: expected an optimizer. Create one: {optimizer.__name__}()"
@@ -122,10 +121,10 @@ def checked_optimizer(optimizer: Any) -> Any:
 
 @contextmanager
 def built_on(optimizer: Any, weights: Sequence[Any], shardings: Sequence[Any], *, is_own: bool) -> Iterator[Any]:
-    """In the block, yield an optimizer that is built without values, as if its weights had these shardings.
+    """In the block, yield an optimizer that is built without values, as if ``weights`` had these shardings.
 
-    Slots that mirror a weight take its sharding, which may be ``None``. An optimizer that is built, but not for
-    these weights (``is_own``), is built again from its configuration.
+    A slot that mirrors a weight takes the sharding of this weight, which may be ``None``. If the optimizer was built
+    for other weights (not ``is_own``), a copy is made from its configuration, and built.
     """
     with abstract():  # also its counters: the devices may be those of another machine, which store nothing
         if optimizer.built and not is_own:

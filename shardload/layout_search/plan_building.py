@@ -1,4 +1,4 @@
-"""Turn a solution into a plan: layouts with reasons, collectives, and what the opposite of each decision would cost."""
+"""Turn a solution into a plan: layouts with reasons, collectives, and the extra cost of deciding the opposite."""
 
 from __future__ import annotations
 

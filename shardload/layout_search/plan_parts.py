@@ -1,4 +1,4 @@
-"""The parts of a plan: variables, decisions, exchanges, memory, and the records of checks."""
+"""The parts of a plan: variables, decisions, collectives (*exchanges*), memory, and the results of checks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class DeviceBytes:
     gradients: int
     slots: int
     activations: int
-    """Bytes of activations, or the bytes that an optimizer's update needs in addition to its state if they are more."""
+    """Bytes of activations or, if these are more, bytes that the optimizer's update needs in addition to the slots."""
 
     @property
     def total(self) -> int:
@@ -161,8 +161,8 @@ class ComparedNumbers:
     wrong: tuple[str, ...]
     """Names of results that differ from one device's result by more than rounding, or cannot be compared."""
     largest_share: float
-    """The largest ratio, over all results, of the difference from one device to the difference that rounding explains.
-    Infinite ratios are left out; their results are in ``wrong``."""
+    """The largest ratio of two differences, over all results: that between the plan and one device, divided by the
+    largest that rounding explains. Infinite ratios are left out; their results are in ``wrong``."""
     variables: int
     """Number of variables whose shards were compared with the plan."""
     misplaced: tuple[str, ...]

@@ -3,8 +3,8 @@
     ┌ weights ┬ gradients ┬ slots ────┬ activations ┬ free ┊ limit
     decoder_block_*/ffw_gating/kernel x46   [ 4608 ] [ 36864 ÷8 ]   1.2 GiB ▇▇▇▇
 
-In the SVG, text and background follow the reader's light or dark theme by a media query; coloured boxes have the same
-colour and dark text in both. Widths of text are estimated from the number of characters.
+The SVG follows the reader's light or dark theme; only coloured boxes, with dark text in them, look the same in both.
+Widths of text are estimated from the number of characters.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How each primitive of JAX maps the dims of its operands to those of its results: one function, its rule, for each.
 
-A rule *carries* a dim if it gives a dim of the result the same group, and *unites* groups whose dims must be split
-alike. Primitives that move or combine entries come first, then those that sum over dims or look up entries: if a dim
-that they sum over or look up in is split, devices add their results. This module has more than 400 lines, as it is read
-like a table.
+Dims that must be split alike are one *group* (see `program`). A rule *carries* a dim if it gives a dim of the result
+the group of a dim of an operand, and *unites* groups if it merges them. Primitives that move or combine entries come
+first. Then come sums over dims and lookups of entries: if the dim that is summed over, or looked up in, is split,
+devices add their results. This module has more than 400 lines, as it is read like a table.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def itemsize(aval: Any) -> int:
 
 
 def fresh(program: Program, var: Any, dims: Sequence[int | None] | None = None, **view: Any) -> Value:
-    """Return a new `Value` for a result of an equation. ``dims`` has a node for each dim, or ``None`` for a new one."""
+    """Return a new `Value` with the shape of ``var``. ``dims`` has a node for each dim, or ``None`` for a new one."""
     return program.value(var.aval.shape, itemsize(var.aval), dims, **view)
 
 
 def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of operations on each element: all operands and the result are split alike, but for dims of length 1."""
+    """Rule of operations on each element: the operands and the result are split alike, except in dims of length 1."""
     # Binary primitives broadcast dims of length 1 implicitly. To require equal shapes here would split one group in
     # two: for a transformer block, the residual stream.
     results = []
@@ -75,7 +75,7 @@ def elementwise(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def source(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``iota`` and random numbers: the dims of the results may be split in any way, as no operand has them."""
+    """Rule of ``iota`` and random numbers: the dims of the results may be split in any way that readers need."""
     made = [fresh(program, var, [program.any_length() for _ in var.aval.shape]) for var in eqn.outvars]
     for value in made:
         value.recomputed = True
@@ -95,7 +95,7 @@ def broadcast_in_dim(program: Program, eqn: Any, operands: Sequence[Value]) -> l
 
 
 def transpose(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``transpose``: each dim of the result is split like the dim that it was in the operand."""
+    """Rule of ``transpose``: each dim of the result is split like the dim of the operand that it comes from."""
     value = operands[0]
     return [fresh(program, eqn.outvars[0], [value.dims[d] for d in eqn.params["permutation"]], view_of=value)]
 
@@ -116,7 +116,7 @@ def expand_dims(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``reshape``: of dims that are merged or divided, the outermost may be split; the others must be whole."""
+    """Rule of ``reshape``: if dims are merged or divided, only the first of them may be split; others must be whole."""
     value, new = operands[0], tuple(eqn.outvars[0].aval.shape)
     dims: list[int | None] = [None] * len(new)
     heads: dict[int, int] = {}
@@ -158,11 +158,12 @@ def reshape(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
 def _carried(
     program: Program, value: Value, new: tuple[int, ...], olds: list[int], news: list[int]
 ) -> tuple[int, int, int] | None:
-    """Return an old dim of a reshaped block, the new dim that may be split as the old one is, and the new dim's node.
+    """Return the dim that stays split in a block of a reshape: its old position, its new one, and its new node.
 
-    8 query heads become (4 groups, 2 heads each), as for grouped-query attention. Over 2 or 4 devices the groups are
-    split like the heads. Over 8 devices, groups and heads are split together, which XLA does without communication: the
-    inner dim then carries the node of all 8 heads, and gives it back when the two dims are merged again.
+    ``olds`` and ``news`` are positions of the block's dims; the result is ``None`` if all of them must be whole. For
+    grouped-query attention, 8 query heads become (4 groups, 2 heads each). Over 2 or 4 devices, the groups are split
+    like the heads. Over 8, both dims are split together, which XLA does without communication: the second dim carries
+    the node of all 8 heads, until the two dims are merged again.
     """
     first, to = olds[0], news[0]
     before, after = value.shape[first], new[to]
@@ -195,7 +196,7 @@ def _carried(
 
 
 def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Divide two shapes into blocks of dims with equally many entries: 6 | 4 and 2, 3 | 4 for (6, 4) and (2, 3, 4)."""
+    """Pair up dims of two shapes with equal products: ([0], [0, 1]) and ([1], [2]) for shapes (6, 4) and (2, 3, 4)."""
     blocks: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -220,7 +221,7 @@ def _blocks(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 def _keeping(program: Program, eqn: Any, value: Value, kept: Callable[[int], bool]) -> list[Value]:
-    """Return results whose ``kept`` dims are split like those of ``value``; the other dims are sliced, so not split."""
+    """Return results with dims split as in ``value`` where ``kept(dim)`` is true; other dims are sliced, so whole."""
     results = [fresh(program, var, [n if kept(d) else None for d, n in enumerate(value.dims)]) for var in eqn.outvars]
     for d in range(len(value.dims)):
         if not kept(d):
@@ -318,7 +319,7 @@ def unstack(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value
 
 
 def dynamic_update_slice(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``dynamic_update_slice``: dims that the update fills are split alike in both arrays; others are whole."""
+    """Rule of ``dynamic_update_slice``: dims that the update spans fully are split alike in both; others are whole."""
     value, update = operands[:2]
     for d, n in enumerate(update.dims):
         if update.shape[d] == value.shape[d]:
@@ -357,7 +358,7 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``dot_general``: dims of both operands are split alike. If a summed dim is split, results are added."""
+    """Rule of ``dot_general``: summed and batch dims are split alike in both. If a summed dim is split, results are added."""
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = operands[:2]
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
@@ -406,11 +407,11 @@ def convolution(program: Program, eqn: Any, operands: Sequence[Value]) -> list[V
 
 
 def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[int | None, int | None]:
-    """Return the nodes of a convolution's result for batch and channels; ``None`` for a dim that no operand has.
+    """Return the nodes of the batch dim and of the channel dim of a convolution's result; ``None`` for a new node.
 
-    A depthwise convolution has as many groups as channels, each with filters of its own: nothing is contracted. The
-    gradient of its kernel has them in the place of the batch, and contracts the batch in the place of the channels.
-    Where groups have several channels, XLA gathers these, and then the rows of an image.
+    In a depthwise convolution, each channel is a group of its own, so channels stay split. In the gradient of its
+    kernel, batch and channels have changed places. If groups have several channels, XLA gathers the channels, and then
+    the batch.
     """
     batch, features = eqn.params["dimension_numbers"].lhs_spec[:2]
     out_channels, in_channels = eqn.params["dimension_numbers"].rhs_spec[:2]
@@ -432,7 +433,7 @@ def _channels(program: Program, eqn: Any, image: Value, kernel: Value) -> tuple[
 
 
 def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``gather``, a lookup: all dims but the indexed one stay split. If it is split, results are added."""
+    """Rule of ``gather`` (a lookup): dims stay split. If the looked-up dim is split, devices add their results."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     embedding, indices = operands[:2]
     shape = eqn.outvars[0].aval.shape
@@ -463,7 +464,7 @@ def gather(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def scatter(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``scatter``: the operand's dims stay split. Updates that are split by index need an all-reduce."""
+    """Rule of ``scatter``: the operand's dims stay split. If the updates are split by batch, results are added."""
     numbers, (value, indices, updates) = eqn.params["dimension_numbers"], operands[:3]
     batching = tuple(numbers.operand_batching_dims)
     window = [d for d in range(len(value.shape)) if d not in (*numbers.inserted_window_dims, *batching)]
