@@ -1,18 +1,17 @@
 """Compare results of a sharded model with those of one device: which differences does rounding explain?
 
-The tolerance follows from the arithmetic. Devices add partial sums in another order, so intermediate results are
-rounded differently. How far that moves a result depends on the model: depth, cancellation, gradients that are zero in
-exact arithmetic, steps of Adam that depend on a sign. So the check measures this: it moves every weight by one unit in
-the last place of the model's coarsest dtype, up or down at random (seeded), and runs the model again on one device. It
-does so three times, or fifteen times where three runs do not explain a difference.
-
-A result that is NaN on one device too, or infinite everywhere, cannot be compared and counts as wrong. Infinite
-elements among finite ones, such as masked logits, must be equal in both results. Elements that a movement makes
-infinite or NaN, or finite again, cannot be compared either: any difference would be within their tolerance.
+Devices add partial sums in another order, so intermediate results are rounded differently. How far that moves a result
+depends on the model, so the check measures it. It moves every weight and input by one unit in the last place of the
+model's coarsest dtype, up or down at random (seeded), and runs the model again on one device. It does so three times,
+or fifteen times if three runs do not explain a difference.
 
 The tolerance of an array is 8 times its largest movement in these runs, and at least 8 units in the last place of its
 largest value: 8 = √64 is how far 64 independent roundings add up. The loss is one sum over all n elements of the
 output. The order of that sum alone moves the loss by √n roundings of float32, which the tolerance of a loss includes.
+
+Elements that are NaN on one device, too, cannot be compared, nor can those that a movement makes infinite or NaN, or
+finite again. An array without a finite element cannot be compared at all. Infinite elements among finite ones, such as
+masked logits, must be equal in both results. A result with elements that cannot be compared counts as wrong.
 
 A missing reduction, a bias added on every device, or a wrong shard changes a result by about its own size: some 10⁵
 times the tolerance in float32, and a few times in bfloat16.
@@ -49,7 +48,7 @@ class ComparedArray:
     """One array that the sharded model computed, compared with the same array on one device."""
 
     name: str
-    """``output``, ``loss``, ``gradient of dense/kernel``, ``dense/kernel after 5 steps`` …"""
+    """Name of the array: ``output``, ``loss``, ``gradient of dense/kernel``, ``dense/kernel after 5 steps`` …"""
     dtype: str
     elements: int
     largest: float
@@ -135,8 +134,8 @@ def compare_all(
 ) -> Compared:
     """Compare each result with that of one device. If three movements do not explain all differences, make twelve more.
 
-    ``moved`` returns the results of one device from values that are `nudged` by each of these seeds, and ``terms`` has
-    the number of float32 terms of results that are a plain sum.
+    ``moved`` takes seeds, and returns the results of one device for values that are `nudged` with each seed. ``terms``
+    has the number of float32 terms of each result that is one large sum, such as the loss.
     """
     runs: list[Mapping[str, Any]] = []
 
@@ -158,7 +157,7 @@ def compare_all(
 def compare(
     name: str, result: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1
 ) -> ComparedArray:
-    """Compare a result with ``expected``, the result of one device, and ``moved``, its results for `nudged` values."""
+    """Compare ``result`` with ``expected`` of one device; ``moved`` has its results for `nudged` values."""
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
     if not jnp.issubdtype(expected.dtype, jnp.floating):

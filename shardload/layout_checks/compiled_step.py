@@ -7,7 +7,7 @@ The batch is split over the batch axis, activations are laid out as in a bound m
 decision: this is the program that training on that mesh runs.
 
 On CPU, XLA computes 16-bit floats in 32 bits: copies of all weights appear among the temporaries, and collectives have
-twice their bytes. Compile the model in float32 and ask for `CompiledStep.scaled`.
+twice their bytes. To get the bytes of 16 bits on CPU, compile a float32 model and call `CompiledStep.scaled`.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ def compile_step(
 
     Args:
         model: A built model, with values or from `shardload.abstract`.
-        choice: Layouts of its variables, as `choose` returns them for this model, or a plan.
-        inputs: The first argument of its ``call``: one, or a nested structure of, arrays or
-            ``jax.ShapeDtypeStruct``s. Each is split along its first dim over the batch axis, if it divides.
-        target: What the loss compares the outputs with, likewise.
-        training: ``None`` compiles inference; ``"gradients"`` forward and backward pass; an optimizer or its name
-            (``"sgd"``) the whole training step, which donates the old state.
+        choice: Layouts of its variables: a plan, or what `choose` returned for this model object.
+        inputs: The first argument of its ``call``: an array, a ``jax.ShapeDtypeStruct``, or a nested structure of
+            these. The first dim of each is split over the batch axis, if that divides it.
+        target: What the loss compares the outputs with, in the same form.
+        training: What to compile. ``None``: inference; ``"gradients"``: forward and backward pass; an optimizer or its
+            name (``"sgd"``): the whole training step, whose new state reuses the memory of the old one.
         loss: As for ``compile``; by default the model's own. Without any loss or target, the mean of the squared
             outputs stands in.
         kwargs: Further arguments of ``call``; arrays and shapes are split like ``inputs``.
-        devices: One per mesh position; by default the first of ``jax.devices()``. Those of
-            ``jax.experimental.topologies`` compile for another machine.
+        devices: One device for each mesh position; by default the first of ``jax.devices()``. With devices of
+            ``jax.experimental.topologies``, the step is compiled for another machine.
 
     Raises:
         LayoutError: When the layouts are for another model object, or the plan is for another model.
@@ -141,9 +141,9 @@ class CompiledStep:
     def scaled(self, dtype: str = "bfloat16") -> CompiledStep:
         """Return the numbers that a step compiled in float32 would have in a 16-bit dtype.
 
-        Arguments, outputs and collectives are exact if all floats change their dtype, but for the state and the update
-        of an optimizer that computes in float32. Temporaries are scaled likewise, although some of them (sums,
-        integers) may stay in 32 bits.
+        The state and the update of an optimizer that computes in float32 keep their bytes. Arguments, outputs and
+        collectives are exact if all other floats change their dtype. Temporaries are scaled, too, although some of them
+        (sums, integers) may stay in 32 bits.
         """
         ratio: float = jax.numpy.dtype(dtype).itemsize / 4
 
@@ -252,7 +252,7 @@ def batch_specs(batch: Any, choice: LayoutChoice, devices: Sequence[Any]) -> Any
 
 
 def split_keywords(kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keyword arguments that are (structures of) arrays, and the others: the constants of a program."""
+    """Split keyword arguments into (structures of) arrays, and all others, which become constants of the program."""
     if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or {}):
         raise UsageError(f"Cannot use kwargs={kwargs!r:.60}: expected a dictionary of keyword arguments of call")
     found = dict(kwargs or {})

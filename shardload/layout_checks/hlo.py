@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, read from its text (HLO): which, how many bytes, between which devices.
+"""The collectives of a compiled program, read from its text (HLO): their kinds, their bytes, and the devices in each.
 
     compiled.as_text() ─► computations ─► walk from ENTRY ─► one `Collective` per instruction
                                           │ a ``while`` with a known trip count: its body, that many times
@@ -230,7 +230,7 @@ def collective_json(found: Collective) -> dict[str, Any]:
 def replica_groups(attributes: str) -> _DeviceGroups:
     """Return the groups of devices in an instruction's attributes; empty if there are none.
 
-    XLA for TPU leaves them out of the text (``{}``) once it has chosen how to run the collective.
+    XLA for TPU leaves the groups out of the text (``{}``) once it has chosen how to run the collective.
     """
     if "source_target_pairs={" in attributes:
         # A permute lists (source, target): devices that exchange, directly or through others, are one group.
@@ -264,7 +264,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _listed_groups(text: str) -> _DeviceGroups:
-    """Read ``{{0,1},{2,3}}`` at the beginning of ``text``."""
+    """Return the groups that ``text`` begins with: ((0, 1), (2, 3)) for ``{{0,1},{2,3}}``."""
     found = re.match(r"\{((?:\{[\d,]*\},?)*)\}", text)
     return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", found[1])) if found else ()
 
@@ -275,7 +275,7 @@ def _permuted(sizes: Sequence[int], order: str | None) -> NDArray[Any]:
 
 
 def _mesh_groups(text: str) -> _DeviceGroups:
-    """Read ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a', 'b':(1)2}``."""
+    """Return the groups of a text such as ``mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a', 'b':(1)2}``."""
     sizes = {name: int(size) for name, size in _AXIS.findall(text.partition("]")[0])}
     devices = np.arange(np.prod(list(sizes.values()), dtype=int))
     if stated := re.search(r"device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\)", text):

@@ -2,7 +2,7 @@
 
     the same values ─► one device ───────────────────► outputs, loss, gradients, weights after some steps ─┐
                     ─► one device, weights rounded ──► how far rounding alone moves each of them ──────────┼─► compare
-                    ─► sharded as planned ───────────► the same, and where every shard is ─────────────────┘
+                    ─► sharded as planned ───────────► the same results, and where every shard is ─────────┘
 
 `comparison` defines which differences rounding explains.
 """
@@ -53,22 +53,22 @@ def check_numbers(
     """Run a model sharded and on one device, and compare everything.
 
     The values and layouts of ``model`` stay as they are; the first device needs memory for the whole model. Outputs are
-    those of inference; loss, gradients and updated state those of training, with the same random masks.
+    computed as in inference. Loss, gradients and updated state are computed as in training, with equal random masks.
 
-    If the model is already on this mesh, its own variables must be where the plan puts them, too.
+    If the model is already on this mesh, the shards of its own variables are compared with the plan, too.
 
     Args:
         model: A model with values, or a function that builds one.
-        choice: Layouts of its variables, as `choose` returns them for this model, a plan, or a function from the model
-            to either, such as ``lambda model: choose(model, mesh)``.
+        choice: Layouts of its variables: a plan, what `choose` returned for this model object, or a function from the
+            model to one of these, such as ``lambda model: choose(model, mesh)``.
         inputs: A sample batch, the first argument of the model's ``call``: (a nested structure of) arrays.
         target: What the loss compares the outputs with.
         loss: As for `compile_step`.
-        training: ``None`` compares outputs only; ``"gradients"`` loss and gradients too; an optimizer or its name the
-            loss and the variables after ``steps`` steps instead of the gradients.
-        steps: Training steps on the same batch.
+        training: What is compared in addition to outputs. ``None``: nothing; ``"gradients"``: loss and gradients; an
+            optimizer or its name: the loss, and the variables after ``steps`` training steps.
+        steps: Number of training steps, all on the same batch.
         kwargs: Further arguments of ``call``.
-        devices: One per mesh position; by default the first of ``jax.devices()``.
+        devices: One device for each mesh position; by default the first of ``jax.devices()``.
 
     Returns:
         A report. Call `NumbersCheck.raise_if_wrong` to turn a wrong one into an error.
@@ -247,7 +247,7 @@ class _Outcome:
 class _Results:
     arrays: dict[str, Any]
     state: State
-    """The state after the steps."""
+    """Values of all variables after the steps, as in `StepProgram`."""
     losses: tuple[str, ...] = ()
     """Names of the arrays that are losses."""
 

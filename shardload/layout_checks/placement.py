@@ -55,12 +55,12 @@ def check_placement(model: Any, choice: GivenLayouts, *, devices: Sequence[Any] 
 
     Args:
         model: A model whose values are on the mesh, such as one that `shardload.load` returned.
-        choice: Layouts of its variables, as `choose` returns them for this model, or a plan.
-        devices: One per mesh position; by default the first of ``jax.devices()``.
+        choice: Layouts of its variables: a plan, or what `choose` returned for this model object.
+        devices: One device for each mesh position; by default the first of ``jax.devices()``.
 
     Raises:
         LayoutError: When the layouts are for another model object, or the plan is for another model.
-        MeshError: When there are not as many devices as positions.
+        MeshError: When the number of devices is not that of mesh positions.
     """
     choice = choice_for(model, choice)
     devices = devices_for(choice.mesh, devices)
@@ -68,7 +68,7 @@ def check_placement(model: Any, choice: GivenLayouts, *, devices: Sequence[Any] 
 
 
 def misplaced_by_id(model: Any, choice: LayoutChoice, devices: Sequence[Any]) -> dict[int, Misplaced]:
-    """Return the variables of a live model whose shards are not those of the choice, by ``id``."""
+    """Return the variables of a live model whose shards are not where ``choice`` puts them, by ``id(variable)``."""
     found = {
         key: misplaced(v.path, value_of(v), choice.of(v), devices)
         for key, v in all_variables(model).items()
@@ -107,7 +107,7 @@ def bytes_by_device(arrays: Iterable[Any]) -> dict[Any, int]:
 # ---- the setup of a wrapper: where its variables are, and what it computes ---------------------------
 
 SAMPLE_BATCH, SAMPLE_LENGTH = 2, 8
-"""Lengths in sample inputs of dims that the model leaves open: of the first dim, and of every other dim."""
+"""Lengths in sample inputs for dims that the model leaves open: 2 for the first dim (the batch), 8 for every other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Check:
     """One of the checks of `check_setup`, and whether it passed."""
 
     name: str
-    """``shardings``, ``bytes``, ``split`` or ``outputs``."""
+    """Name of the check: ``shardings``, ``bytes``, ``split`` or ``outputs``."""
     passed: bool
     detail: str
     """What the check found, as one line of text for the report."""
@@ -123,7 +123,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class SetupReport:
-    """The result of `check_setup`; true if every check passed."""
+    """The result of `check_setup`; ``bool(report)`` is true if every check passed."""
 
     checks: tuple[Check, ...]
     max_difference: float
@@ -151,7 +151,7 @@ class SetupReport:
 def check_setup(
     model: Any, choice: LayoutChoice, binding: ModelBinding, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> SetupReport:
-    """Check where the variables of a bound model are, and what it computes; see `TensorParallelKeras`."""
+    """Check shards, bytes and outputs of a model that is bound to a mesh; ``args`` and ``kwargs`` are sample inputs."""
     outputs, difference = _outputs(model, binding, args, kwargs)
     text = f"{plural(choice.sharded, 'variable')} split, {choice.replicated} replicated over "
     # On several devices, a model with no split variable would pass the other checks.

@@ -38,7 +38,7 @@ from shardload.transfer.placement import named_sharding
 StepKind = Literal["forward", "gradients", "training"]
 State = dict[str, list[Any]]
 _Run = Callable[..., tuple[Any, list[Any], Any]]
-"""`run_forward` of one model: takes state and inputs, returns outputs, non-trainable values and added losses."""
+"""Function that runs a model forward: from state and inputs to outputs, non-trainable values and added losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class StepProgram:
     kind: StepKind
     function: Callable[[State, Mapping[str, Any]], Any]
     variables: Mapping[str, Sequence[Any]]
-    """The Keras variables whose values are the state, with the keys and in the order of the state."""
+    """The Keras variables whose values are the state: under the same keys, such as ``trainable``, in the same order."""
     layouts: Mapping[str, Sequence[Layout]]
     """The layout of each of ``variables``."""
     fixed: frozenset[int] = frozenset()
@@ -67,7 +67,7 @@ class StepProgram:
         }
 
     def out_shardings(self, devices: Sequence[Any]) -> Any:
-        """Return shardings of the results: gradients and values have their variable's, and XLA chooses for outputs."""
+        """Return the results' shardings: gradients and values are split like the variable, outputs as XLA chooses."""
         state = jax.tree.map(lambda spec: spec.sharding, self.specs(devices))
         match self.kind:
             case "forward":
@@ -91,9 +91,9 @@ def program_of(
 ) -> Iterator[StepProgram]:
     """Yield the step of a built model, with or without values, as a program that can be traced in the block only.
 
-    ``training`` is ``None`` for inference, ``"gradients"``, or an optimizer or the name of one: one that is not built
-    yet is built without values, and as it was afterwards. ``static`` has the arguments of ``call`` that are not arrays.
-    Without ``on_mesh``, activations are not laid out, and the program is for one device.
+    ``training`` is ``None`` for inference, ``"gradients"``, or an optimizer or its name. An optimizer that is not built
+    yet is built for the block only, without values. ``static`` has the arguments of ``call`` that are not arrays. If
+    ``on_mesh`` is false, the program is for one device, and activations have no layouts.
     """
     if not model.built:
         raise UninitialisedError(
@@ -202,7 +202,7 @@ def _differentiated(run: _Run, losses: Callable[[Any, Any], Any], optimizer: Any
 
 
 def training_optimizer(training: Any) -> Any:
-    """Return the optimizer that ``training`` is, or names; raise if Keras has none of that name."""
+    """Return an optimizer, given as an object or by its name in Keras; raise if Keras has none of that name."""
     try:
         return keras.optimizers.get(training)
     except (KeyError, TypeError, ValueError) as error:
@@ -213,7 +213,7 @@ def training_optimizer(training: Any) -> Any:
 
 
 def _layout(choice: LayoutChoice, variable: Any, *, is_slot: bool = False) -> Layout:
-    """Return the layout chosen for a variable. If there is none, a slot keeps its sharding; others are replicated."""
+    """Return the layout chosen for a variable. Without one, slots keep their sharding; others are replicated."""
     if (planned := choice.by_id.get(id(variable))) is not None:
         return planned.layout
     sharding = sharding_of(variable) if is_slot else None

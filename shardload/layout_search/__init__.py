@@ -5,6 +5,6 @@
           ─► linear_program  ─► `Solution`: the best decisions for all mesh axes together
           ─► plan_building   ─► `LayoutPlan`
 
-`searching.search` runs these modules in order. `primitives` has the rules by which `tracing` reads primitives of JAX, and
-`weight_options` the layouts of a weight from which `linear_program` chooses, with their costs.
+`searching.search` runs these modules in order. `tracing` follows the rules in `primitives`, one for each JAX primitive.
+`linear_program` chooses from the layouts in `weight_options`, which also has their costs.
 """

@@ -1,4 +1,4 @@
-"""Layouts that a caller gives for a model: a choice for the same model object, a plan, or pins of a search.
+"""Layouts that a caller gives for a model: a `LayoutChoice` for it, a plan, or pins (fixed layouts) of a search.
 
 The variables of a model are matched with those of a plan:
 

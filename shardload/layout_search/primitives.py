@@ -358,7 +358,7 @@ def reduce(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]
 
 
 def dot_general(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``dot_general``: summed and batch dims are split alike in both. If a summed dim is split, results are added."""
+    """Rule of ``dot_general``: summed and batch dims are split alike. If a summed dim is split, results are added."""
     (left_sum, right_sum), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = operands[:2]
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):

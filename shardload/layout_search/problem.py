@@ -1,9 +1,9 @@
 """The planning problem: which mesh axis splits which dim group, and what operations cost then.
 
-A *dim group* is what a plan decides about: an axis splits all dims of the group or none. One dim group merges all
-groups of the program that play the same part, such as the hidden dims of all layers of a transformer. Here it is
-identified by a number. Equal operations and equal weights are merged, too: the size of the problem depends on how many
-different layers a model has, not on how many layers.
+A *dim group*, identified by a number, is what a plan decides about: an axis splits all dims of the group or none. It
+joins all groups of the traced program that play the same part, such as the hidden dims of all layers of a transformer.
+Equal operations and equal weights are merged, too. So the size of the problem depends on how many different layers a
+model has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardload.sharding.mesh import MeshSpec
 _LEAST_DECIDED_BYTES = 1 << 10
 """A search makes no decision about dims that only variables of fewer bytes have, such as seeds of layers."""
 _ROUNDS = 3
-"""How far groups are compared. Two are alike if the operations at most so many operations away from each are alike."""
+"""How far groups are compared: they are alike if all operations up to three operations away from each are alike."""
 Assignment = tuple[int | None, ...]
 """For each mesh axis, in the order of the mesh, the dim group that the axis splits, or ``None`` if it splits none."""
 
@@ -107,7 +107,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingUse:
-    """Sizes of a lookup of rows in an embedding that a step looks up in only once."""
+    """Sizes for an embedding whose rows a step looks up exactly once."""
 
     dim: int
     """The dim of the embedding that indices refer to."""
@@ -155,7 +155,7 @@ class WorkKind:
     flops: float
     nbytes: float
     exchanges: tuple[Exchange, ...]
-    """Collectives that a split causes. Their ``group`` and ``dims`` hold numbers of dim groups, and not nodes."""
+    """Collectives that a split causes. Their ``group`` and ``dims`` are dim groups, not nodes of the traced program."""
     count: int = 0
 
 
@@ -175,7 +175,7 @@ class Problem:
     conflicts: frozenset[frozenset[int]]
     """Pairs of dim groups that occur in one tensor: an axis can split only one of the two."""
     pinned: Mapping[str, int]
-    """From the axis that splits the batch under every plan to the batch's dim group; empty if it does not divide."""
+    """From the batch axis to the dim group of the batch, which it always splits; empty if it cannot split it evenly."""
     update_bytes: int = 0
     """Bytes that the optimizer's update needs on every device in addition to its state (see `OptimizerMemory`)."""
     candidates: tuple[tuple[int, str], ...] = ()
@@ -280,10 +280,10 @@ def _candidates(problem: Problem, *, exclude: set[int]) -> Iterator[tuple[int, s
 
 
 def _dim_groups(traced: Traced) -> dict[int, int]:
-    """Return the number of each group's dim group. Groups that operations and weights use alike are one dim group.
+    """Return the number of the dim group of each group. Groups that weights and operations use alike get one number.
 
-    This is colour refinement on the graph of groups, weights and operations, for `_ROUNDS` rounds. Groups
-    that are alike but meet in one tensor are kept apart.
+    It is found by colour refinement on the graph of groups, weights and operations, in `_ROUNDS` rounds. Groups that
+    are alike but occur in one tensor get different numbers.
     """
     program = traced.program
     uses = Counter(_signature(program, op) for op in program.operations)
@@ -316,7 +316,7 @@ def _dim_groups(traced: Traced) -> dict[int, int]:
 
 
 def _signature(program: Program, op: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Return the groups of an operation's dims, and a tuple of its other properties, to find operations like it."""
+    """Return the groups of an operation's dims, and a tuple of its other properties, which is equal for equal work."""
     dims = [program.group(n) for n in op.dims]
     exchanges = []
     for e in op.exchanges:

@@ -7,10 +7,10 @@ kernel ``down`` and of the activation ``h`` are one group:
     x [batch, features] · up [features, hidden] ─► h [batch, hidden] · down [hidden, features] ─► y [batch, features]
                                      └────────────────────┴──────────────────┘ one group
 
-A split can cause communication. If an operation sums over a split dim, its result needs an all-reduce. If an operation
-needs a dim whole, its operand needs an all-gather. `Program` collects the groups (a union-find over dims), the
-operations with their work, and this communication. Dims of length 1 belong to no group. Of the mesh, this module knows
-only the sizes of axes: they decide whether a reshape can keep a dim split.
+If an operation sums over a split dim, its result needs an all-reduce. If it needs a split dim whole, its operand needs
+an all-gather. `Program` collects groups, operations and these collectives. Each dim has a number, its *node*, and a
+union-find maps nodes to groups. Of the mesh, only the sizes of axes count here: they decide whether a reshape can keep
+a dim split.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 UNSPLIT = -1
-"""The node and the group of every dim of length 1, which nothing can split."""
+"""The number that stands for every dim of length 1, as its node and as its group: nothing can split it."""
 CollectiveKind = Literal["all-reduce", "all-gather", "collective-permute"]
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One array of a traced program: shape, and what splits it and how long it is stored."""
+    """One array of a traced program: its shape, the nodes of its dims, and when its buffer is needed."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -53,7 +53,7 @@ class Value:
 
     @property
     def origin(self) -> Value:
-        """The value before all casts and views that kept its shape: for a weight cast to bfloat16, the weight."""
+        """The value before casts and reshapes that kept the shape: for a weight cast to bfloat16, the weight."""
         before = self.view_of if self.cast_of is None else self.cast_of
         return self if before is None or before.shape != self.shape else before.origin
 
@@ -70,8 +70,8 @@ class Exchange:
     kind: CollectiveKind
     group: int
     nbytes: int
-    """Bytes of the whole result. A device has fewer bytes if axes split ``dims``. For a collective-permute, bytes of
-    all shards are counted."""
+    """Bytes of the result. A device has only a part of them where other axes split ``dims``. For a collective-permute,
+    these are the bytes of the shards of all devices."""
     dims: tuple[int, ...]
 
 
@@ -90,7 +90,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A lookup of ``rows`` in an embedding."""
+    """A lookup in an embedding: ``indices`` select the ``rows``."""
 
     embedding: Value
     dim: int
@@ -111,10 +111,10 @@ class Program:
     """For every value with several dims, their nodes: a mesh axis can split only one dim of a value."""
     lookups: list[Lookup] = field(default_factory=list)
     sliced: set[int] = field(default_factory=set)
-    """Nodes of dims that an operation slices, or joins from slices. A search splits none of them: XLA would move slices
-    between devices in ways that the cost model does not know."""
+    """Nodes of dims that are cut into slices, are slices, or are joined from slices. A search splits none of them: XLA
+    would move slices between devices in ways that the cost model does not know."""
     members: dict[int, int] = field(default_factory=dict)
-    """From the group of a dim that counts head groups (grouped-query attention) to the node of the dim of all heads."""
+    """For grouped-query attention: maps the group of a dim of head groups to the node of the dim of all heads."""
     unknown: Counter[str] = field(default_factory=Counter)
     """How often each primitive occurs that has no rule in `primitives`."""
     clock: int = 0
@@ -123,7 +123,7 @@ class Program:
     _repeat: int = 1
 
     def group(self, node: int) -> int:
-        """Return the group of a node, as the one node in it that stands for all."""
+        """Return the group of a node: the number of one of the group's nodes, the same for all of them."""
         if node == UNSPLIT:
             return UNSPLIT
         parent = self._parent
@@ -138,7 +138,7 @@ class Program:
         return 1 if node == UNSPLIT else self._length[self.group(node)]
 
     def unite(self, first: int, second: int) -> int:
-        """Merge the groups of two nodes and return the result; if one is `UNSPLIT`, the other is returned unchanged."""
+        """Merge the groups of two nodes; return the merged group. If one is `UNSPLIT`, return the other unchanged."""
         # UNSPLIT is -1: the maximum is the other node.
         if UNSPLIT in (first, second):
             return max(first, second)
@@ -176,7 +176,7 @@ class Program:
         *,
         view_of: Value | None = None,
     ) -> Value:
-        """Return a new value. ``dims`` has a node for each dim, or ``None`` for a dim that is split like no other."""
+        """Return a new value. ``dims`` has a node for each dim, or ``None`` for a dim in a new group of its own."""
         shape = tuple(int(n) for n in shape)
         known = [None] * len(shape) if dims is None else dims
         nodes = tuple(
@@ -196,7 +196,7 @@ class Program:
             value.root.stored = True
 
     def keep_for_later(self, boundary: int) -> None:
-        """Record that values made up to ``boundary``, the end of the forward pass, and read after it need buffers."""
+        """Record that values made in the forward pass (up to moment ``boundary``) and read after it need buffers."""
         for value in self.values:
             # Views share their root's buffer, and what is recomputed needs none.
             if value.view_of is None and not value.recomputed and value.born <= boundary < value.last_use:
@@ -210,7 +210,7 @@ class Program:
     def work(
         self, name: str, dims: Sequence[int], *, flops: float = 0, nbytes: float = 0, exchanges: Sequence[Exchange] = ()
     ) -> None:
-        """Record an operation, counted as often as the loops around it repeat it."""
+        """Record an operation. Inside a loop (see `repeated`), it counts as often as the loop repeats it."""
         n = self._repeat
         # A dim of length 1 is never split, so it causes no exchange.
         grown = tuple(Exchange(e.kind, e.group, e.nbytes * n, e.dims) for e in exchanges if e.group != UNSPLIT)
@@ -230,14 +230,15 @@ class Program:
                 self.work(why, value.dims, exchanges=(gather,))
 
     def heads_of(self, groups: int) -> int | None:
-        """Return the node of the dim of all heads for the node of a dim that counts groups of heads (`members`)."""
+        """Return the node of the dim of all heads, given the node of a dim of head groups; ``None`` for other dims."""
         return self.members.get(self.group(groups))
 
     def summed_bytes(self, value: Value, dim: int, made: Value) -> int:
-        """Return the bytes of the all-reduce that an operation needs if a dim that it sums over is split.
+        """Return the bytes of the all-reduce of a sum ``made`` over ``dim`` of ``value``, if that dim is split.
 
-        Grouped-query attention sums gradients over the heads of each group of them. Where the heads are split over more
-        devices than there are groups, the devices that share a group add up its part only.
+        In grouped-query attention, gradients are summed over the heads of each group. If heads are split over more
+        devices than there are groups, only the devices that share a group add up, and only the part of the result for
+        that group.
         """
         length = self.length(value.dims[dim])
         if length <= value.shape[dim]:

@@ -1,7 +1,7 @@
 """Search layouts for a model: on a given mesh, or on the smallest mesh on which a step fits.
 
-options ─► checked inputs ─► LayoutSearch: traced once ─► .on(mesh, limit) ─► LayoutPlan
-1x1, 1x2, 2x1, … ─► the smallest that fits
+options ─► checked inputs ─► LayoutSearch: the step, traced once ─► .on(mesh, limit) ─► LayoutPlan
+.on(1x1, limit), .on(1x2, limit), .on(2x1, limit), … ─► the plan on the smallest mesh that fits
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ def search(model: Any, mesh: MeshLike | MeshSpec, **options: Unpack[SearchOption
             a memory limit it may also split the storage of weights, which are then gathered for use.
 
     Keyword Args:
-        inputs (Any): The first argument of a call, as arrays or ``jax.ShapeDtypeStruct``; by default what a functional
-            model declares, with ``batch`` rows and ``sequence`` for every other open dim (512).
-        arguments (Mapping[str, Any] | None): Other arguments of a call, by name.
+        inputs (Any): The first argument of the model's ``call``, as arrays or ``jax.ShapeDtypeStruct``. By default,
+            the inputs that a functional model declares: dims that it leaves open have the length ``batch`` (the first
+            dim) or ``sequence`` (all others).
+        arguments (Mapping[str, Any] | None): Further arguments of ``call``, by name.
         batch (int | None): Rows of the default inputs, over all devices; a model that fixes another number is an error.
-        sequence (int | None): Length of open dims of the default inputs.
+        sequence (int | None): Length of open dims of the default inputs (512).
         optimizer (Any): Plan a training step with this optimizer, a name or an instance; by default, plan inference.
         device_memory_bytes (int | None): Hard limit for weights, gradients, slots and activations of each device.
         pins (LayoutMap | Mapping[str, Any] | LayoutPlan | None): Layouts that are fixed, as rules:
@@ -181,8 +182,8 @@ def search_smallest_mesh(
 ) -> LayoutPlan | None:
     """Find the smallest mesh on which a step fits, with the layouts that make it fastest there.
 
-    Tries 1, 2, 4, … devices as ``batch`` times ``model``; of several shapes that fit, the fastest is taken. The batch
-    is the same on all of them, so every device of a larger ``batch`` axis has fewer rows of it.
+    Tries meshes of 1, 2, 4, … devices, in all shapes ``batch`` x ``model``. Of several shapes that fit, the fastest is
+    taken. The batch has the same rows on all meshes, so with a larger ``batch`` axis each device has fewer of them.
 
     Args:
         model: A built Keras model.
@@ -198,10 +199,10 @@ def search_smallest_mesh(
         hardware: As in `search`.
 
     Returns:
-        The plan on that mesh, or ``None`` where none of them has enough memory.
+        The plan on that mesh, or ``None`` if no mesh has enough memory.
 
     Raises:
-        LayoutError: When the model cannot be traced, or the hardware has rates of other axes.
+        LayoutError: When the model cannot be traced, or ``hardware`` has rates of axes other than these two.
         UsageError: When an argument is of the wrong kind.
     """
     check_options("search_smallest_mesh", options, StepOptions)

@@ -38,7 +38,7 @@ _VALUES_NEEDED = (
     "Its call reads values of tensors (float(), if, NumPy), but a search has only shapes. Use keras.ops (where, cond), "
     "which jit_compile=True needs as well"
 )
-"""Advice in the error if a model cannot be traced because its call reads values; other errors say `_OTHER_INPUTS`."""
+"""Advice in an error if the model's call reads values, so it cannot be traced; `_OTHER_INPUTS` is for other causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class Traced:
     weights: tuple[tuple[Any, Value], ...]
     """Pairs of each Keras variable of the model and its `Value` in the program."""
     batch: tuple[int, ...]
-    """Nodes (see `Value.dims`) of the first dims of all inputs that have more than one row."""
+    """Nodes (see `Value.dims`) of the first dim of each input, except those of length 1."""
     training: bool
 
 
 def input_specs(model: Any, *, batch: int, sequence: int | None = None) -> Any:
-    """Return a shape and dtype for each input of a functional model, or of a task's backbone.
+    """Return a shape and dtype for each input that a functional model declares, or the backbone of a KerasHub task.
 
-    ``batch`` and ``sequence`` are the lengths of the first and of every other dim that the model leaves open; by
-    default, ``sequence`` is `_DEFAULT_SEQUENCE`, or the number of positions that the model has if that is smaller.
+    ``batch`` is the length of first dims that the model leaves open, and ``sequence`` that of all other open dims: by
+    default `_DEFAULT_SEQUENCE`, or the number of positions that the model has if that is smaller.
     """
     inputs = _declared(model)
     if inputs is None:
@@ -150,8 +150,8 @@ def collector_paused() -> Iterator[None]:
 def record_program(model: Any, inputs: Any, *, training: bool, arguments: Mapping[str, Any] | None = None) -> Recorded:
     """Record a model's forward pass, and for training its gradients with respect to the trainable variables.
 
-    The loss is the mean square of all floating-point outputs: what it does with the last activation differs from the
-    model's own, what the weights see does not.
+    The mean square of all floating-point outputs is taken as the loss. The model's own loss would do other work on the
+    outputs, but the same on the weights.
     """
     trainable, other = list(model.trainable_variables), list(model.non_trainable_variables)
     # Shapes in the place of values: a model of any size traces in seconds, without memory.
@@ -301,7 +301,7 @@ def _equation(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Val
 
 
 def _scan(program: Program, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-    """Rule of ``scan``: read the body once. The carry is split alike before and after, and the scanned dim is whole."""
+    """Rule of ``scan``: read the body once. The carry is split alike in all iterations; the scanned dim is whole."""
     params = eqn.params
     if "num_consts" in params:
         n_consts, n_carry = params["num_consts"], params["num_carry"]
@@ -385,5 +385,5 @@ _RULES: dict[str, PrimitiveRule] = {
 }  # fmt: skip
 """The rule of each primitive of JAX, by name: it maps the dims of operands to those of results.
 
-A primitive without a rule constrains nothing: its operands are needed whole and its results are new, and the program's
-``unknown`` counts it, for the notes of the plan."""
+A primitive without a rule needs its operands whole, and the dims of its results form new groups. `Program.unknown`
+counts it, so that the plan can name it."""

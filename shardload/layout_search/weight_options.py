@@ -3,10 +3,10 @@
 A weight is split like the operations that read it. It may be stored split over further axes: devices then gather it
 before use, as in fully sharded data parallelism.
 
-An embedding that a step only looks up in has one layout more, in which the batch axis splits its rows, too:
+An embedding in which a step only looks up rows may also be split over the batch axis. Compare its two layouts:
 
-    rows split over model          at every position of the batch axis are all rows: the gradient of the whole embedding
-                                   is added up over the batch axis, however few rows a batch looks up
+    rows split over model          each position of the batch axis has all rows: the gradient of the whole embedding is
+                                   added up over the batch axis, however few rows a batch looks up
     rows split over model, batch   the batch is moved to the rows: every device looks the whole batch up in its rows,
                                    and results are added up; backward, the gradients of the results are gathered
 
@@ -39,7 +39,7 @@ class WeightOption:
     stored: tuple[tuple[str, int], ...]
     """(axis, dim) pairs: the axis splits this dim of the weight in storage only; the weight is gathered before use."""
     moved: str = ""
-    """The batch axis, if it splits the rows of an embedding, too, and the batch is moved to the rows; else empty."""
+    """The batch axis if it splits the rows of an embedding, so that the batch is moved to the rows; else empty."""
 
 
 def weight_state_bytes(problem: Problem, weight: WeightKind, option: WeightOption) -> float:
@@ -92,14 +92,14 @@ def _may_store(problem: Problem, weight: WeightKind, axis: str, storage_axes: Co
 
 @dataclass(frozen=True, slots=True)
 class WeightExchange:
-    """Collectives for one weight: gathers if it is stored split, or what changes if the batch moves to its rows."""
+    """A collective for a weight: a gather if it is stored split, or a change if the batch moves to its rows."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     count: int
     """How often a step runs the collective. Negative, like bytes and seconds, if the step runs it less often."""
     nbytes: float
-    """Bytes of the results on each device."""
+    """Bytes of the result of one run on each device."""
     seconds: float
     """Seconds of all ``count`` runs."""
 
@@ -123,7 +123,7 @@ def weight_exchanges(problem: Problem, weight: WeightKind, option: WeightOption)
 
 
 def moves_batch(problem: Problem, weight: WeightKind, assignment: Assignment) -> str | None:
-    """Return the batch axis if moving the batch to the rows of an embedding is possible and saves time."""
+    """Return the batch axis if moving the batch to an embedding's rows is possible and saves time; else ``None``."""
     embedding = weight.embedding
     if embedding is None or not (weight.trainable and problem.traced.training) or len(problem.pinned) != 1:
         return None

@@ -1,6 +1,6 @@
-"""Choose, search and check layouts: the mesh axes that split each dim of a variable.
+"""Choose, search and check layouts. A layout says which mesh axes split each dim of a variable.
 
-The names that users import come from three packages below, and from the modules here that need all of them:
+The public names come from the modules of this package, and from three other packages that these modules use:
 
     choosing, distribution, tensor_parallel     this package
     layout_checks      is it right? compiled steps, numbers, placement
@@ -89,7 +89,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need Keras on first use: collectives need JAX only."""
+    """Import a public name that needs Keras on first use: who uses only collectives can do without Keras."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"shardload.{_HOME[name]}"), name)

@@ -1,9 +1,9 @@
-"""Choose layouts, given in any form that users may write; find a mesh on which a model fits; search by compiling steps.
+"""Choose layouts for a model, find a mesh on which it fits, and search layouts with a check by compiling the step.
 
 `choose`: a layout for every variable of a model::
 
     "auto", "keras_hub", "replicated", rules, a LayoutMap ─► layouts.choosing
-    a distribution of keras.distribution                  ─► its own layout, or each variable's
+    a distribution of keras.distribution                  ─► the layouts that it gives to variables
     "search"                                              ─► layout_search ─► a plan
     a plan, or its file                                   ─► layout_search.given_layouts
 
@@ -13,8 +13,8 @@
                ▲                  │ over the limit: a lower limit for the estimate, at most `_ATTEMPTS` times
                └──────────────────┘
 
-An estimate may also be too high: where no layout fits by the estimate, the layout that needs least memory is compiled
-all the same, if its weights and slots alone fit.
+An estimate may also be too high. So if no layout is estimated to fit, the one that needs least memory is compiled
+anyway, provided that its weights and slots alone fit.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def autoconfig(model: Any, device_count: int, layout: LayoutLike = "auto") -> La
 
 
 def mesh_for(layout: LayoutLike, device_count: int) -> MeshSpec:
-    """Return the mesh for tensor parallelism: that of a plan, whose one axis may have any name, else ``1xN``."""
+    """Return the mesh for tensor parallelism: of a plan with one axis, its own; else ``1xN`` for N devices."""
     plan, mesh = given_plan(layout), tensor_parallel_mesh(device_count)
     if plan is None:
         return mesh
@@ -146,7 +146,7 @@ def tensor_parallel_mesh(device_count: int) -> MeshSpec:
 # ---- does it fit? ------------------------------------------------------------------------------------
 
 _RESERVED_SHARE = 0.1
-"""Fraction of device memory kept free of weights, for activations, the generation cache and the runtime, at least."""
+"""Least fraction of device memory that weights leave free, for activations, the generation cache and the runtime."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ _ATTEMPTS = 4
 _HEADROOM = 0.99
 """Factor on the limit of the next search, so that its compiled step does not exceed the real limit by a little."""
 _ROUNDING = 1.005
-"""Factor on the least memory that a search found. As a limit, the product finds that plan despite solver tolerance."""
+"""Factor on the least memory that a search found: as a limit, the product allows for the solver's tolerance."""
 
 _WHOLE_GRADIENTS = (
     "XLA for CPU adds up whole gradients of weights that are stored split; XLA for accelerators does not. In Python, "
@@ -244,7 +244,7 @@ def search_compiled(
     devices: Sequence[Any] | None = None,
     **options: Unpack[SearchOptions],
 ) -> LayoutPlan:
-    """Search layouts, and check them by compiling the step; over the limit, take the next plan.
+    """Search layouts, and check them by compiling the step; if it needs too much memory, try another plan.
 
     The estimate of a search decides which layouts are tried, the compiled program decides which one is returned.
     Nothing is allocated, and the model may have no values.
@@ -338,7 +338,7 @@ def _first(searched: _PlanForLimit, limit: int | None) -> LayoutPlan:
 
 
 def _next(searched: _PlanForLimit, plan: LayoutPlan, step: CompiledStep, limit: int) -> LayoutPlan | None:
-    """Search again, with a limit lowered by the error of the last estimate; return ``None`` if no plan needs less."""
+    """Search again, with a limit lowered by how much ``step`` exceeds its estimate; ``None`` if no plan needs less."""
     try:
         found: LayoutPlan | None = searched(int(plan.device.total * limit / step.total_bytes * _HEADROOM))
     except DoesNotFitError as error:
@@ -348,7 +348,7 @@ def _next(searched: _PlanForLimit, plan: LayoutPlan, step: CompiledStep, limit: 
 
 
 def _least(searched: _PlanForLimit, error: DoesNotFitError) -> LayoutPlan | None:
-    """Search again for the plan that needs least memory. The error of the last search says how many bytes it needs."""
+    """Search again for the plan that needs least memory: ``error`` of the last search says how many bytes it needs."""
     try:
         return searched(int(error.least_bytes * _ROUNDING))
     except DoesNotFitError:

@@ -39,10 +39,10 @@ from shardload.typing import LayoutLike, MeshLike
 class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[misc]
     """A distribution that chooses the layouts of any Keras model, without a hand-written map.
 
-    Inside `scope`, a new variable gets a provisional layout: that of a LayoutMap's rule, else the largest dim that
-    divides is split. Keras computes the initial value of a variable below about 250 MiB / devices whole on the default
-    device before it spreads it, one variable at a time; larger ones are computed in their layout. `shard` then moves
-    the values to the layouts chosen for the model. `build` avoids both steps.
+    Inside `scope`, a new variable gets a provisional layout: that of a LayoutMap's rule, else its largest dim that
+    the mesh divides is split. Keras computes the initial values of small variables (below about 250 MiB / devices) one
+    by one, whole on the default device, and then spreads them; larger ones are computed in their layout. `shard` then
+    moves the values to the layouts chosen for the model. `build` creates every value in its chosen layout at once.
 
     Under its scope, `shardload.load` and `shardload.load_weights` load into layouts chosen in the same way, and
     KerasHub's ``from_preset`` works as under every distribution (inside `shardload.fast`, without the detour).
@@ -73,7 +73,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
             auto_shard_dataset: As in `keras.distribution.Distribution`.
             device_memory_bytes: With ``layout="search"``, the limit that plans keep on each device; see
                 `shardload.parallel.search`.
-            batch: With ``layout="search"``, the rows of a batch over all devices, where `shard` gets no sample inputs.
+            batch: With ``layout="search"``, the rows of a batch over all devices, if `shard` gets no sample inputs.
 
         Raises:
             LayoutError: When ``layout`` is the name of no layout and no file, or a file of no plan.
@@ -110,7 +110,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
         self.device_memory_bytes = device_memory_bytes
         """Most bytes on each device that a plan may need, if layouts are found by a search."""
         self.batch = batch
-        """Rows of the batch that a search plans for, where `shard` gets no sample inputs."""
+        """Rows of the batch that a search plans for, if `shard` gets no sample inputs."""
         self.layout_of_models = layout
         """The argument ``layout``, by which `shardload.parallel.choose` chooses the layouts of each model."""
         # Weak keys: the distribution may live for the whole program, and must not keep its models alive.
@@ -118,16 +118,16 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Make this the distribution of the code in the block; a batch that is not divisible is replicated."""
+        """Make this the distribution of the code in the block; batches that do not divide evenly are replicated."""
         with batches_laid_out_singly(), super().scope():
             yield
 
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
-        """Split the first dim over the batch axis of the mesh if it is divisible, else replicate."""
+        """Return the layout of a batch: the first dim split over the batch axis if that divides it, or replicated."""
         return self._on_mesh.get_data_layout(data_shape)
 
     def get_variable_layout(self, variable: Variable) -> Any:
-        """Return the `jax.sharding.NamedSharding` of a variable: its own, else a provisional one."""
+        """Return the `jax.sharding.NamedSharding` that a variable already has, else a provisional one."""
         # Once `shard` has chosen a layout, it stays, however often Keras asks.
         own = sharding_of(variable)
         if own is not None:

@@ -38,12 +38,12 @@ from shardload.typing import LayoutLike
 from shardload.units import check_kind, plural
 
 _OTHER_BACKENDS = ("torch", "pytorch", "tensorflow", "horovod", "nccl")
-"""Values of ``distributed_backend`` in the proposals that do not run on JAX."""
+"""Values of ``distributed_backend`` that the proposals have, but that do not run on JAX."""
 _OF_THE_MODEL = """
 compile fit evaluate predict train_on_batch test_on_batch predict_on_batch compute_loss compute_metrics
 get_metrics_result reset_metrics summary get_layer quantize export save_weights load_weights
 """
-"""Methods that call the wrapped model's own, as its ``train_step``, ``compile`` and inputs may differ from Keras'."""
+"""Methods that call the wrapped model's method of the same name, as it may differ from that of `keras.Model`."""
 
 
 class ParallelismInfo(TypedDict):
@@ -83,12 +83,10 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     """A model whose weights are split over devices along one axis, as Megatron splits them.
 
     Use it as the model itself: ``compile``, ``fit``, ``evaluate``, ``predict``, ``save``, and ``generate`` if the model
-    has it, are the model's own and run on all devices. Attributes that it does not have itself are the model's.
-    ``save_weights`` writes the files of the plain model. The plain model, on the same devices, is the attribute
-    ``model``.
+    has it, are the model's own and run on all devices. So is every attribute that this class lacks. ``save_weights``
+    writes the same files as the plain model, which is the attribute ``model``, on the same devices.
 
-    As for every class that is not Keras' own, ``keras.saving.load_model`` knows it once it is imported: ``from
-    shardload import TensorParallelKeras``.
+    ``keras.saving.load_model`` knows this class once it is imported: ``from shardload import TensorParallelKeras``.
     """
 
     # A flag rather than isinstance: packages below this one cannot import the class.
@@ -251,14 +249,14 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
         return list(self.model.metrics)
 
     def get_compile_config(self) -> dict[str, Any]:
-        """Return nothing: the configuration of the model includes how it was compiled."""
+        """Return an empty dict: the wrapped model's own configuration, in `get_config`, says how it was compiled."""
         return {}
 
     def get_build_config(self) -> None:
-        """Return nothing: the configuration of the model includes how it was built."""
+        """Return ``None``: the wrapped model's own configuration, in `get_config`, says how it was built."""
 
     def get_config(self) -> dict[str, Any]:
-        """Return the configuration of the model and the arguments given; raise for a LayoutMap, which has none."""
+        """Return the configuration of the wrapped model, and the arguments given; raise if JSON cannot hold these."""
         layout = self._given["layout"]
         saved = layout.to_json() if isinstance(layout, LayoutPlan) else layout
         given = {**self._given, "layout": os.fspath(saved) if isinstance(saved, os.PathLike) else saved}
