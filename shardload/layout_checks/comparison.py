@@ -157,7 +157,7 @@ def compare_all(
 def compare(
     name: str, result: Any, moved: Sequence[Any], expected: Any, *, eps: float, terms: int = 1
 ) -> ComparedArray:
-    """Compare ``result`` with ``expected`` of one device; ``moved`` has its results for `nudged` values."""
+    """Compare a result with that of one device (``expected``), and with its results for `nudged` values (``moved``)."""
     elements, dtype = math.prod(expected.shape), str(expected.dtype)
     # Integers and booleans (a seed, a counter) have no rounding: they are equal or not.
     if not jnp.issubdtype(expected.dtype, jnp.floating):

@@ -3,9 +3,9 @@
 Binary variables say whether an axis splits a dim group, and whether a weight is stored split. A cost depends on several
 of these decisions at once: it is a product of them. *Share* variables make the program linear. An operation, weight or
 buffer has dims of a few dim groups, and each way to split these groups over axes has a share. One way is, for example,
-heads over ``model`` and batch over ``data``. All shares add up to one, and constraints tie them to the binary
-variables: the way that was decided for has the share 1, all others have 0. A cost is then a sum over shares. So all
-mesh axes are decided together, and the optimum is exact for the cost model.
+heads over ``model`` and batch over ``data``. Constraints tie shares to the binary variables: of all ways to split the
+same groups, the one that was decided for has the share 1, and all others have 0. A cost is then a sum over shares. So
+all mesh axes are decided together, and the optimum is exact for the cost model.
 
 Memory is limited only at some moments of a step. If a solution stores most at another moment, this moment is added, and
 the linear program is solved again. `optimum` says what is minimised.

@@ -107,7 +107,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingUse:
-    """Sizes for an embedding whose rows a step looks up exactly once."""
+    """Sizes for an embedding in which a step looks up rows only once, in one operation."""
 
     dim: int
     """The dim of the embedding that indices refer to."""
@@ -175,7 +175,7 @@ class Problem:
     conflicts: frozenset[frozenset[int]]
     """Pairs of dim groups that occur in one tensor: an axis can split only one of the two."""
     pinned: Mapping[str, int]
-    """From the batch axis to the dim group of the batch, which it always splits; empty if it cannot split it evenly."""
+    """Maps the batch axis to the dim group of the batch, which it splits in every plan; empty if it cannot do so."""
     update_bytes: int = 0
     """Bytes that the optimizer's update needs on every device in addition to its state (see `OptimizerMemory`)."""
     candidates: tuple[tuple[int, str], ...] = ()

@@ -202,7 +202,7 @@ def search_smallest_mesh(
         The plan on that mesh, or ``None`` if no mesh has enough memory.
 
     Raises:
-        LayoutError: When the model cannot be traced, or ``hardware`` has rates of axes other than these two.
+        LayoutError: When the model cannot be traced, or ``hardware`` has rates of axes that these meshes do not have.
         UsageError: When an argument is of the wrong kind.
     """
     check_options("search_smallest_mesh", options, StepOptions)

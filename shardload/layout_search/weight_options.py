@@ -3,7 +3,7 @@
 A weight is split like the operations that read it. It may be stored split over further axes: devices then gather it
 before use, as in fully sharded data parallelism.
 
-An embedding in which a step only looks up rows may also be split over the batch axis. Compare its two layouts:
+If a step uses an embedding for a lookup and nothing else, the batch axis may split its rows, too. Compare two layouts:
 
     rows split over model          each position of the batch axis has all rows: the gradient of the whole embedding is
                                    added up over the batch axis, however few rows a batch looks up

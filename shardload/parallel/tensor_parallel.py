@@ -83,8 +83,8 @@ class TensorParallelKeras(keras.Model):  # type: ignore[misc]
     """A model whose weights are split over devices along one axis, as Megatron splits them.
 
     Use it as the model itself: ``compile``, ``fit``, ``evaluate``, ``predict``, ``save``, and ``generate`` if the model
-    has it, are the model's own and run on all devices. So is every attribute that this class lacks. ``save_weights``
-    writes the same files as the plain model, which is the attribute ``model``, on the same devices.
+    has it, are the model's own and run on all devices. Every attribute that this class lacks is the model's, too.
+    ``save_weights`` writes the same files as the plain model, which is the attribute ``model``, on the same devices.
 
     ``keras.saving.load_model`` knows this class once it is imported: ``from shardload import TensorParallelKeras``.
     """
