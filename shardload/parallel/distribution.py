@@ -45,7 +45,7 @@ class AutoShardDistribution(keras.distribution.ModelParallel):  # type: ignore[m
     moves the values to the layouts chosen for the model. `build` creates every value in its chosen layout at once.
 
     Under its scope, `shardload.load` and `shardload.load_weights` load into layouts chosen in the same way, and
-    KerasHub's ``from_preset`` works as under every distribution. Inside `shardload.fast`, it computes no initial values.
+    KerasHub's ``from_preset`` works as under every distribution. Inside `shardload.fast`, it skips initial values.
     """
 
     @suggests_arguments
