@@ -1,10 +1,10 @@
-"""Where the threads of a transfer get the bytes of blocks from, chosen by two properties of a store.
+"""Where the threads of a transfer get the bytes of blocks from: it depends on the store, and on verification.
 
 ============  ====================================  ========================================================
 store         bytes are not verified                bytes are verified, by the store or by a `Verifier`
 ============  ====================================  ========================================================
-local         `FileReads`: ``preadv``               `UnitReads`: whole MiB, each read, compared and kept once
-remote        `RangeReads`: requested in advance    `RangeReads`, if the store verifies; else `UnitReads`
+local         `FileReads`: reads by ``preadv``      `UnitReads`: reads each MiB once, compares and keeps it
+remote        `RangeReads`: requests in advance     `RangeReads`, if the store verifies; else `UnitReads`
 ============  ====================================  ========================================================
 
 A digest covers a MiB of a file (a *unit*). Blocks end where rows end, so neighbouring blocks share a unit. The first
@@ -22,9 +22,9 @@ Ranges are requested in the order of the plan, several of them in advance::
     ranges    [ range 0      )[ range 1      )             only units that some block needs; whole ones if verified
                  in use          on its way                a range is released when its last byte was used
 
-Only *staged* and *packed* blocks, which pass through scratch memory, are read as units and ranges. With a
-`Verifier`, all other blocks are read twice: first to be verified, then to be used. So is every block if the budget has
-no room for whole units. No byte reaches a shard before it has been verified.
+Only *staged* and *packed* blocks, which pass through scratch memory, are read in units or ranges. A `Verifier` makes
+all other blocks be read twice: first to be verified, then to be used. If the budget has no room for units, this holds
+for every block. No byte reaches a shard before it has been verified.
 
 Longer than other modules: the sources are alternatives, read together.
 """
@@ -57,11 +57,11 @@ MAX_RANGE_UNITS = 4
 """Most units (MiB) per remote request: 4 MiB take 70 ms at 60 MB/s per connection, much longer than a round trip.
 Longer requests would leave fewer requests in flight."""
 _MAX_AHEAD_BYTES = 64 << 20
-"""Most bytes of remote ranges that are requested in advance or in use; with two threads, twelve ranges in advance."""
+"""Most bytes of remote ranges that are on their way or in use. Two threads can then request twelve in advance."""
 _MIN_REMOTE_BUDGET_BYTES = 16 << 20
 """Smallest host-memory budget in bytes that has room for the ranges requested from a remote store."""
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
-"""Smallest host-memory budget in bytes with room for units; with less, bytes are read twice: to verify, and to use."""
+"""Smallest host-memory budget in bytes with room for units. Below it, bytes are read twice: to verify, and to use."""
 _IN_SCRATCH = ("staged", "packed")
 """The values of `Block.how` for which a block passes through scratch memory.
 
@@ -102,7 +102,7 @@ class Verifier(Protocol):
 
 
 def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
-    """Verify the bytes that a tensor is stored in, or whole files if it is decoded. Raises like `Verifier.check`."""
+    """Verify a tensor's stored bytes; if a reader decodes the tensor, its whole files. Raises like `Verifier.check`."""
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
             verifier.check(path, 0, path.size)
@@ -112,7 +112,7 @@ def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
 
 
 def _check(verifier: Verifier, path: Location, offset: int, n_bytes: int) -> None:
-    """Verify a range of a file. If the range is empty, the value is in a header: verify the whole file."""
+    """Verify ``n_bytes`` of a file; if 0, the value is in some header of the file, so verify the whole file."""
     start, stop = (offset, offset + n_bytes) if n_bytes else (0, path.size)
     verifier.check(path, start, stop)
 
@@ -130,11 +130,11 @@ class ByteSource(ABC):
 
     @abstractmethod
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """Copy ``n_bytes`` of a file from ``offset`` on into scratch; return the bytes copied, fewer only at its end.
+        """Copy ``n_bytes`` of a file into scratch (``flat``); return how many were copied: fewer only at its end.
 
         Raises:
-            DamagedError: When they do not match their digest; names step, file and offset.
-            TransferError: When the store cannot deliver them.
+            DamagedError: When the bytes do not match their digest; names step, file and offset.
+            TransferError: When the store cannot deliver the bytes.
             OSError: When a read fails.
         """
 
@@ -182,7 +182,7 @@ class ByteSource(ABC):
 
 
 def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "units", "ranges"]:
-    """Return which kind of source a plan needs; raise `BudgetError` if its budget is too small for remote files."""
+    """Return which source a plan needs (``"units"``: `UnitReads`); raise `BudgetError` if its budget is too small."""
     stores = {path.store for path in plan.files}
     is_verifying = any(store.is_verifying for store in stores)
     if any(store.is_remote for store in stores) and (verifier is None or is_verifying):
@@ -211,14 +211,14 @@ def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> B
 
 
 class FileReads(ByteSource):
-    """Reads blocks straight from files, local ones by ``preadv``. Only a separate read can verify their bytes."""
+    """Reads blocks straight from files, without verifying them: a verifier has to read the same bytes once more."""
 
     def __init__(self, verifier: Verifier | None = None) -> None:
         super().__init__(verifier)
         self._own = threading.local()
 
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """See `ByteSource.fill`."""
+        """Read bytes of a file straight into scratch, unverified; see `ByteSource.fill`."""
         # Describing a fill takes 50 µs between copies, and the layers of a model repeat a few of them. Its addresses
         # stay right, as they are those of the memory in the key.
         fills: dict[tuple[int, ...], list[ReadCall]] = self._own.__dict__.setdefault("fills", {})
@@ -226,7 +226,7 @@ class FileReads(ByteSource):
         return self.scatter(fills.get(key) or fills.setdefault(key, _calls(flat, n_bytes)), path=path, offset=offset)
 
     def scatter(self, wanted: Iterable[ReadCall], *, path: Location, offset: int) -> int:
-        """Read one range of a file into many places; see `shardload.transfer.preadv.scatter_read`."""
+        """Read one range of a file into many pieces of memory, such as rows of shards (`preadv.scatter_read`)."""
         return scatter_read(self.open(path), wanted, offset)
 
     def verifies(self, block: Block) -> bool:
@@ -240,7 +240,7 @@ class FileReads(ByteSource):
 
 
 def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
-    """Return the system calls that read ``n_bytes`` of a file into scratch; `scatter_read` adds the file offset."""
+    """Describe the system calls that read ``n_bytes`` of a file, from any offset, into scratch (for `scatter_read`)."""
     itemsize = flat.dtype.itemsize
     row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
     grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
@@ -252,7 +252,7 @@ class UnitReads(ByteSource):
     """Reads whole units of files, verified by the verifier or else by the store; keeps units that blocks share."""
 
     def __init__(self, blocks: Iterable[Block], *, kept_units: int, verifier: Verifier | None) -> None:
-        """Count how many ``blocks`` (those that pass through scratch) need each unit. `release` each block once."""
+        """Count how many of ``blocks`` need each unit: the unit is freed once each of them was passed to `release`."""
         super().__init__(verifier)
         self.kept_units = kept_units  # at most; a unit that does not fit is read again
         self.shared_bytes = kept_units * UNIT_BYTES
@@ -265,7 +265,7 @@ class UnitReads(ByteSource):
         self._own = threading.local()
 
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """See `ByteSource.fill`."""
+        """Copy bytes of a file into scratch out of its units, which are verified; see `ByteSource.fill`."""
         at = 0
         while at < n_bytes:
             unit, skip = divmod(offset + at, UNIT_BYTES)
@@ -366,7 +366,7 @@ class RangeReads(ByteSource):
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
-        """Plan ranges for ``blocks``, those that pass through scratch; ``verifier`` checks all other blocks."""
+        """Plan the ranges of ``blocks``, which all pass through scratch; ``verifier`` verifies the other blocks."""
         super().__init__(verifier)
         self.shared_bytes = limit_bytes
         # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.
@@ -382,7 +382,7 @@ class RangeReads(ByteSource):
             self._add(block, most)
 
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """See `ByteSource.fill`."""
+        """Copy bytes of a file into scratch out of the ranges requested before; see `ByteSource.fill`."""
         at = 0
         while at < n_bytes:
             wanted = self._of[path, (offset + at) // UNIT_BYTES]
@@ -405,7 +405,7 @@ class RangeReads(ByteSource):
         return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + self._range_bytes
 
     def cancel(self) -> None:
-        """See `ByteSource.cancel`."""
+        """Cancel the requests for ranges that are on their way, and send no more."""
         with self._lock:
             # Nothing new begins: `_top_up` is past the last range.
             self._next = len(self._ranges)

@@ -1,7 +1,8 @@
 """Dtype casts that a load may make, decided before any byte is read.
 
-Float to float and integer to float round to nearest even, as NumPy and JAX do; integer to integer only
-where every value survives. Any other cast would change the meaning of the weights and raises.
+Casts from float or integer to float are allowed: they round to nearest even, as in NumPy and JAX. A cast from integer
+to integer is allowed if the new dtype has every value of the old one. Any other cast would change the meaning of the
+weights, and raises.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _range(dtype: np.dtype[Any]) -> tuple[int, int] | None:
 
 
 def check_cast(source: np.dtype[Any], target: np.dtype[Any], *, variable: str, tensor: str) -> None:
-    """Raise `MismatchError` if a cast may change values other than by rounding floats, as from int64 to int32."""
+    """Raise `MismatchError` for a cast that may do more than round values to a float, for example int64 to int32."""
     if source == target:
         return
     # bool and complex have no range and are no floats here, so they load unchanged or not at all.
@@ -60,7 +61,7 @@ def wide(dtype: np.dtype[Any]) -> str:
 
 
 def needs_64_bits(variable: str, dtype: np.dtype[Any]) -> MismatchError:
-    """Build the error for a variable of a dtype that JAX has disabled."""
+    """Build the error for a variable of a 64-bit dtype, such as float64, while JAX has 64-bit dtypes disabled."""
     # Integers of 64 bits may not fit into fewer, whatever the model is built with.
     other = ", or build the model with a 32-bit dtype" if dtype.kind == "f" else ""
     return MismatchError(

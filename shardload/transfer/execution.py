@@ -1,20 +1,20 @@
 """Carry out a `LoadPlan`: read blocks, copy them into shards (`workers`) and place shards on devices (`placement`).
 
-The calling thread submits blocks in file order and places variables as they complete; a few worker threads
-read and copy (both release the GIL)::
+The calling thread submits blocks in file order and places variables as they complete. A few worker threads
+read and copy, and release the GIL while they do::
 
     caller    map shards ─ prepare blocks ─ submit block ─ … ─ variable complete ─► jax.Array ─► on_ready(name, array)
-    workers        read block ─► shard buffers        (direct: the kernel copies; else through scratch in L2)
+    workers        read block ─► shard buffers        (direct blocks: without scratch memory in between)
 
-Two placements:
+A variable is placed in one of two ways:
 
-* ``adopt`` (CPU devices): a shard buffer becomes the device's memory. Only scratch and decoded rows are staged.
-* ``upload`` (accelerators): shard buffers are staged too and count against the budget until their transfer has
-  finished. A variable larger than its part of the budget is uploaded in pieces. Widening casts happen on
-  the device, so that fewer bytes cross the bus; all other casts happen on the host.
+* ``adopt`` (CPU devices): a shard buffer becomes the device's memory, and does not count against the budget.
+* ``upload`` (accelerators): a shard buffer is copied to the device, and counts against the budget until that is done. A
+  variable larger than its part of the budget is uploaded in pieces. Casts to a wider dtype run on the device, so that
+  fewer bytes cross the bus; all other casts run on the host.
 
-Deadlock cannot happen: blocks are submitted in file order, each only when all memory it needs has been
-taken, and pieces are sized so that all that can be open together fit into half of the budget.
+Deadlock cannot happen: a block is submitted only when all the memory that it needs has been taken, and the pieces that
+are being filled at a time fit into half of the budget.
 
 Imports JAX: import this module only when a transfer is about to start.
 """
@@ -59,12 +59,12 @@ from shardload.units import exact_bytes
 __all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
 _QUEUED_PER_THREAD = 4
-"""Most jobs in flight per thread (in all, `BUDGET_PARTS`): one runs, the others are ready if the caller is busy."""
+"""Most submitted jobs per thread (`BUDGET_PARTS` in all): one runs, the others wait in case the caller is busy."""
 _JOB_BYTES = 4 << 20
-"""Most bytes of short blocks in one job: 1 ms of work for 0.1 ms of Python. Small plans have smaller jobs."""
+"""Most bytes of one job that moves many short blocks: 1 ms of work, 0.1 ms of Python. Small plans have smaller jobs."""
 PREPARED = 1024
-"""Most staged blocks to prepare before the first read: one takes 16 µs and 2 kB then, but 100 µs later, when copying
-has emptied the CPU's caches. (Direct blocks take longer to prepare: not worth it.)"""
+"""Most staged blocks to prepare before the first read. A block takes 16 µs and 2 kB. During the reads it would take
+100 µs, because copying empties the CPU's caches. (Direct blocks take longer to prepare: not worth it.)"""
 _PLACED_TOGETHER = 32
 """Number of complete variables to place on devices at once: each takes 0.1 ms then, 0.4 ms if placed on its own."""
 
@@ -238,7 +238,7 @@ class Transfer:
         return VariableTransfer(binding, shards, stored if widens else binding.dtype)
 
     def _jobs(self) -> Iterator[list[range]]:
-        """Yield the runs of blocks of each job: several short runs if they take no memory from the budget, else one."""
+        """Yield each job as its runs of blocks: several short runs, or one run if it takes memory from the budget."""
         # In a small plan, jobs are small enough for every thread to get several.
         share = self.plan.read_bytes // (self.threads * _QUEUED_PER_THREAD * 2)
         most = min(_JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)
@@ -307,7 +307,7 @@ class Transfer:
         chunk.take_memory()
 
     def _must_take(self, n_bytes: int, what: str) -> None:
-        """Take ``n_bytes`` from the budget; while it has no room, wait for jobs and uploads that give memory back."""
+        """Take ``n_bytes`` from the budget for ``what``; while there is no room, wait for jobs and uploads to end."""
         while not self.budget.try_take(n_bytes, what=what):
             if self.uploads:
                 self._finish_upload()

@@ -1,16 +1,16 @@
 """Where the elements of a tensor and of its views lie in files.
 
-A tensor is one run of a file, or several chunks: its *regions*. A chunk of shape ``chunk_shape`` stores its elements in
-C order (after decoding, if it is packed), including elements past the tensor's edge. Seen from one chunk, a variable
-is a view with the chunk's own strides, and the chunk contains only a box of the variable::
+A tensor is stored as one run of a file, or in several chunks: its *regions*. A chunk stores its elements in C order
+(after decoding, if it is packed), including elements past the tensor's edge. Seen from one chunk, a variable is a view
+with the chunk's own strides, and only a box of the variable is in the chunk::
 
     tensor (4, 6), chunks (4, 3)      variable = tensor, seen from chunk (0, 1)
         0  1  2 │ 3  4  5                 strides (3, 1), offset -3: index (0, 3) is element 0 of the chunk
         6  7  8 │ 9 10 11                 box [0:4, 3:6]
 
-A view is cut into boxes that are short, ascending runs of a region. Sort a view's dims by stride, largest first: in
-that *address order* later elements lie at higher addresses. A box of a prefix of single indices, then a range in one
-dim, then full dims spans one short run of the file::
+A view is cut into boxes, each of which spans one short run of the file. For this, its dims are sorted by stride, the
+largest first: in this *address order*, later elements lie at higher addresses. A box then has one index in each of the
+first dims, a range in the next dim, and all indices in the rest::
 
     stored (6, 4), view transposed to (4, 6)      address order: view dims (1, 0), strides (4, 1)
         0  1  2  3  ┐
@@ -18,8 +18,8 @@ dim, then full dims spans one short run of the file::
         8  9 10 11  ┐
        12 13 14 15  ┘ box 1 = view[:, 2:4]
 
-Ranges start at multiples of the same number of rows of the *tensor*, so that several views of one
-tensor (query, key and value out of one fused kernel) are cut at the same places and share their reads.
+All views of one tensor (for example query, key and value, stored as one fused kernel) are cut at the same rows of the
+tensor, so that they share reads.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from shardload.sharding.layout import Bounds
 from shardload.stores.location import Location
 
 SKIP_BYTES = 128 << 10
-"""Shortest gap, in bytes, that is skipped between two ranges: reading a shorter gap costs less than another block.
+"""Shortest gap between needed bytes, in bytes, that is not read: a shorter one costs less than one more block.
 
-128 KiB take 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measures it: from a disk, skipping breaks even at 128 KiB in
-one case, above 512 KiB in another."""
+Reading 128 KiB takes 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measured on a disk from which length on skipping is
+faster: from 128 KiB in one case, from more than 512 KiB in another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Region:
     """How the region is encoded, if it can only be decoded as a whole; else None."""
 
     def stored_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Return the region's bytes in the file; for a decoded tensor, where they are unknown, the decoded bytes."""
+        """Return how many bytes of the file the region takes; unknown for a decoded tensor: then its decoded size."""
         return self.size * dtype.itemsize if self.packed is None else self.packed.n_bytes
 
     def unpacking_bytes(self, dtype: np.dtype[Any]) -> int:
@@ -77,7 +77,7 @@ class RegionView:
     """The part of a variable that is stored in one region."""
 
     view: View
-    """The variable as a view of the region; offset 0 is the region's first element. Only ``box`` of it is valid."""
+    """The variable as a view of the region; offset 0 is the region's first element. Use only indices in ``box``."""
     box: Bounds
     """Indices of the variable that the region contains."""
 
@@ -128,7 +128,7 @@ def view_in_region(view: View, tensor: Tensor, region: Region) -> RegionView | N
 
 
 def _dims(view: View, tensor: Tensor) -> list[int | None]:
-    """Return, for each dim of a view, the dim of the tensor along which it steps; None for a dim of length 1."""
+    """Return, for each dim of a view, the dim of the tensor that it runs along; None for a dim of length 1."""
     strides = c_strides(tensor.shape)
     # Dims longer than 1 have different strides in C order, so a stride tells the dim.
     along = {t: j for j, (t, n) in enumerate(zip(strides, tensor.shape, strict=True)) if n > 1}
@@ -153,7 +153,7 @@ def paths_of(tensor: Tensor) -> tuple[Location, ...]:
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
-    """Yield the tensors' regions by file and offset; a decoded tensor, without offset, follows the one before it."""
+    """Yield the tensors' regions by file and offset. A decoded tensor has no offset: it follows the previous one."""
     files: dict[Location, int] = {}
     reached: dict[Location, int] = {}
     placed = []
@@ -222,7 +222,7 @@ def is_injective(view: View) -> bool:
 
 
 def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
-    """Return the length of the runs contiguous in ``source`` and ``target``, and how many outer dims count the runs."""
+    """Return how long the runs are that are contiguous with both strides, and how many leading dims count the runs."""
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
         outer -= 1
@@ -233,8 +233,8 @@ def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tupl
 def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
     """Cut a box of a tensor into smaller boxes, each of which spans at most ``limit`` elements of the tensor.
 
-    A box spans all elements from its first to its last in memory; it has no gap of ``skip`` elements or more between
-    them. Boxes are in address order.
+    A box *spans* the elements from its first to its last in memory, with any gaps between them; a gap is shorter than
+    ``skip`` elements. Boxes are yielded in address order.
     """
     if 0 in whole.shape:
         return

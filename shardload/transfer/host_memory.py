@@ -1,14 +1,14 @@
 """Host memory: fresh, aligned buffers for shards, and the budget that limits what is staged.
 
-On CPU, JAX adopts a host array as device memory, without a copy, when it starts on a 64-byte boundary. There a
-shard buffer *is* the device's memory, and is never written or reused after it was handed over. All
-shards of one variable lie in one arena::
+On CPU, JAX uses a host array as device memory, without a copy, if the array starts on a 64-byte boundary. A shard
+buffer then *is* the device's memory: once it was handed over, it is never written or reused. All shards of one variable
+lie in one arena::
 
     arena ─[ shard 0 │pad│ shard 1 │pad│ … ]      each shard on a 64-byte boundary
 
 A load from the page cache spends most time on first touching fresh memory: 4.9 GB/s with 4 KiB pages, 17.8 GB/s with
-huge pages (2 threads). So arenas from 2 MiB on are advised to use huge pages, except for the
-last partial one, which would waste up to 2 MiB of resident memory per variable.
+huge pages (2 threads). So arenas of 2 MiB or more use huge pages, except at their end, where a huge page filled in part
+would waste up to 2 MiB of memory per variable.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Budget:
         self.peak_bytes = 0
 
     def try_take(self, n_bytes: int, *, what: str) -> bool:
-        """Count ``n_bytes`` as taken and return True, or False if there is no room now; ``what`` is for the error."""
+        """Count ``n_bytes`` as taken and return True, or False if there is no room now; an error names ``what``."""
         if n_bytes > self.limit_bytes:
             raise BudgetError(
                 f"{what} needs {exact_bytes(n_bytes)} of host memory at once, but the budget is "
