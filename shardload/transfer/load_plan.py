@@ -10,12 +10,12 @@ Every stored tensor is a row-major sequence of elements. A `Binding` names a var
 
 A block is moved in one of four ways (``how``):
 
-* ``direct``: element order and dtype of file and shards agree in runs of at least `DIRECT_RUN_BYTES`, so one
-  scatter read puts each run where it belongs: one copy in all, no scratch. Blocks are 16 MiB: shorter ones
-  need more Python calls, and share more huge pages of the shards.
-* ``staged``: transposed, cast, shared between variables, or with short runs. The block goes row by row through a
-  2 MiB scratch buffer, which mostly stays in a core's L2, so the second copy does not come from memory.
-* ``packed``: a chunk that is compressed, or can only be decoded as a whole; it is decoded once, for any layout.
+* ``direct``: the file has runs of at least `DIRECT_RUN_BYTES` in the element order and dtype of the shards. One
+  scatter read puts each run where it belongs, without scratch. Such a block has up to 16 MiB: shorter ones would need
+  more Python calls, and more of them would write to the same huge page.
+* ``staged``: the elements are transposed, cast, or shared between variables, or the runs are short. The block goes row
+  by row through a 2 MiB scratch buffer, which stays in a core's L2 cache, so that the copy from there is fast.
+* ``packed``: the block is a chunk that is compressed, or can only be decoded as a whole. It is decoded only once.
 * ``decoded``: a `RowReader` returns the rows. Such a block is 2 MiB long, because each call has a fixed cost.
 
 Small blocks next to each other are read together, through scratch, in *runs*::
@@ -113,7 +113,7 @@ class Block:
     host_bytes: int
     """Bytes of host memory that moving the block needs besides the shard buffers; 0 for a ``direct`` block."""
     row_elements: int
-    """Elements per row, if a staged block can go through scratch a few rows at a time; else 0."""
+    """Elements per row, as of a matrix, if a staged block goes through scratch a few rows at a time; else 0."""
     step: int
     """Elements that go through scratch at a time: a multiple of ``row_elements``, or if that is 0, the whole block."""
     how: How
@@ -123,7 +123,7 @@ class Block:
 
     @property
     def is_decoded(self) -> bool:
-        """Whether the block is encoded. Its elements are then in memory that the decoder allocates, not in scratch."""
+        """Whether the block has to be decoded. Its elements are then in memory of the decoder, not in scratch."""
         return self.how in ("packed", "decoded")
 
     @property
@@ -210,7 +210,7 @@ class LoadPlan:
 def joined_runs(blocks: Sequence[Block], *, staged: Callable[[Block], int], limit_bytes: int) -> Iterator[range]:
     """Group neighbouring small blocks into runs, each read at once; yield the index range of each run.
 
-    ``staged`` gives the host bytes of the shards that a block fills; those of a run sum up to ``limit_bytes`` at most.
+    ``staged`` returns how many bytes the shards have that a block fills; summed over a run, at most ``limit_bytes``.
     """
     first = read_bytes = staged_bytes = 0
     before: Block | None = None

@@ -1,13 +1,13 @@
-"""Stage variables in host buffers and place them as sharded `jax.Array`s, never through device 0.
+"""Collect variables in host buffers and place them as sharded `jax.Array`s, never through device 0.
 
-A variable is *staged* in shard buffers, in chunks. One `Chunk` is the whole variable if the buffers become device
-memory or fit the budget. Otherwise each `Chunk` is a box of the variable: it is gathered from consecutive blocks,
-uploaded and released, without waiting for the rest of the variable.
+A `Chunk` is a part of a variable whose elements are collected in host buffers, one buffer per shard. If the buffers
+become device memory or fit the budget, a chunk is the whole variable. Otherwise it is a box of the variable. A box is
+filled from consecutive blocks, uploaded and released, without waiting for the rest of the variable.
 
-`assemble` passes one buffer per distinct shard to all its devices in one call (27 µs for eight shards;
-`device_put` per shard takes 200 µs). On CPU the devices adopt the buffers: no copy. `IncrementalArray` is
-for variables larger than the budget: the shards are allocated on their devices, and each piece is uploaded and written
-into place by a donated update, so that a device stores only its final shards and one piece.
+`assemble` makes an array of the buffers in one call (27 µs for eight shards; `device_put` per shard takes 200 µs).
+CPU devices use the buffers as their memory. `IncrementalArray` is for variables larger than the budget: their shards
+are allocated on the devices, and each uploaded piece is written into place, so that a device stores only its final
+shards and one piece.
 
 Imports JAX: import this module only when a transfer is about to start.
 """
@@ -91,7 +91,7 @@ def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
 def widens_on_device(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     """Whether a cast should run on the device: it widens the dtype, and gives the same bits there as on the host.
 
-    Not float16 and float8: XLA quiets signalling NaNs, and accelerators may flush denormals.
+    Always false for float16 and float8: XLA quiets signalling NaNs, and accelerators may flush denormals.
     """
     exact = stored.kind in "iu" or (stored == jnp.bfloat16 and wanted == np.float32)
     return exact and stored.itemsize < wanted.itemsize
@@ -142,7 +142,7 @@ class IncrementalArray:
         }
 
     def put(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[Any]:
-        """Upload, for each shard, a box and its content; once the returned arrays are ready, host buffers are free."""
+        """Upload a box of each shard (``pieces``); once the arrays returned are ready, host buffers may be reused."""
         uploaded = []
         for device, (bounds, shard) in self.shards.items():
             if bounds in pieces:
@@ -175,9 +175,9 @@ class VariableTransfer:
 class StackedShards:
     """Shards that follow each other along one dim and are equally spaced in memory, treated as one array.
 
-    A block of rows has a piece of each of eight shards that split the columns. Locating each piece took
-    0.15 ms of Python, twice that with cold caches, for a block that moves in 3 ms. So the split dim becomes two dims,
-    shard and position in the shard, and the piece is one part::
+    For example, if eight shards split the columns, a block of rows has a piece of every shard. Locating each of these
+    pieces took 0.15 ms of Python, twice that with cold caches, for a block that moves in 3 ms. So the split dim is
+    treated as two dims, shard and position in the shard, and all eight pieces are copied as one::
 
         variable (rows, 8 * w), strides (s, 1)  =  (8, rows, w), strides (w, s, 1)
     """
@@ -279,7 +279,7 @@ class Chunk:
         self.buffers = dict(zip(common, held, strict=True))
 
     def parts(self, piece: BlockPiece, *, by_rows: bool = True) -> list[CopyPart]:
-        """Return the copies of a block's piece to this chunk's buffers; ``by_rows``: a few rows at a time."""
+        """Return the copies of a block's piece to this chunk's buffers, each of a few rows at a time if ``by_rows``."""
         if self.stack is not None and (part := self.stack.part(piece, by_rows=by_rows)) is not None:
             return [part]
         found = []
@@ -292,7 +292,7 @@ class Chunk:
 
 
 def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer]) -> dict[tuple[int, int], Chunk]:
-    """Return the chunk for each (block number, piece number): one per variable, as its memory is not limited."""
+    """Return the chunk that each piece of each block fills, by (block number, piece number): the whole variable."""
     chunks: dict[int, Chunk] = {}
     found: dict[tuple[int, int], Chunk] = {}
     for b, block in enumerate(blocks):
@@ -309,7 +309,7 @@ def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer])
 def limited_chunks(
     blocks: Sequence[Block], variables: Sequence[VariableTransfer], *, free_bytes: int
 ) -> dict[tuple[int, int], Chunk]:
-    """Return the chunk for each (block number, piece number); chunks open at once fit into half of ``free_bytes``."""
+    """Like `whole_chunks`, but the chunks that are being filled at a time fit into half of ``free_bytes``."""
     pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
     sharing: dict[str, set[int]] = {}
     for b, block in enumerate(blocks):

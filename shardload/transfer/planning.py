@@ -1,11 +1,11 @@
 """Decide which bytes are read, in which order, and where they go: pure arithmetic, printable without reading data.
 
-`plan_transfers` checks the request and the budget; `Planner` goes tensor by tensor: all views of a tensor are cut at
-the same rows (`shardload.transfer.geometry.cut`), ranges that touch are joined into one read unless it gets too long,
-and the most demanding variable decides how the block is moved (see the picture in `shardload.transfer.load_plan`).
+`plan_transfers` checks the request and the budget, and `Planner` plans one tensor after the other. All views of a
+tensor are cut at the same rows (`shardload.transfer.geometry.cut`). Ranges that touch become one block, unless it gets
+too long. If one variable needs scratch, all blocks of the tensor pass through it (see `shardload.transfer.load_plan`).
 
 Views of one tensor whose byte ranges overlap (fused kernels, tied weights) share blocks, so that each byte is read
-once. Columns that no local shard needs are trimmed; `LoadPlan.read_bytes` counts unneeded bytes that are read.
+once. Columns that no local shard needs are skipped if that is faster; `LoadPlan.read_bytes` counts them otherwise.
 
 Longer than other modules: the decisions about one block depend on each other.
 """
@@ -68,9 +68,9 @@ DEFAULT_HOST_MEMORY = 256 << 20
 """Default host-memory budget for staging, in bytes: enough to keep every thread busy with several blocks. A larger
 budget does not make loading faster (docs/performance.md)."""
 SCRATCH_BYTES = 64 << 20
-"""Most scratch bytes of all threads of a transfer: 8 MiB for each of eight. If one needs more, fewer threads run."""
+"""Most scratch bytes of all threads together: 8 MiB for each of eight. If a thread needs more, fewer threads run."""
 _CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
-"""Most bytes of a transfer for scratch and for file units (MiB), which are kept for later blocks or prefetched."""
+"""Most bytes of a transfer for scratch, and for units (MiB) of files that are kept for later blocks or prefetched."""
 
 
 def plan_transfers(
@@ -153,9 +153,9 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool
 def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
     """Return the smallest host-memory budget that can decode each chunk of a tensor; 0 if no chunk decodes as a whole.
 
-    Verified or remote reads (``through_units``) take up to half of the budget, `_CHECKING_BYTES` at most; scratch
-    alone takes a quarter, `SCRATCH_BYTES` at most. Shards that are staged as well (``uploads``) take at most half of
-    the rest.
+    With ``through_units``, for verified or remote reads, scratch and units of files take half of the budget, or
+    `_CHECKING_BYTES` if that is less. Otherwise, scratch takes a quarter, or `SCRATCH_BYTES` if that is less. With
+    ``uploads``, the shards are staged on the host too, and take at most half of the rest.
     """
     most = max((region.unpacking_bytes(tensor.dtype) for region in regions(tensor)), default=0)
     if not most:
@@ -189,7 +189,7 @@ class TensorPart:
 
     @property
     def row_elements(self) -> int:
-        """Elements per row: the largest stride of a view if all views have the same one, else the region's size."""
+        """Elements per row: the largest stride of the views if it is the same for all, else the region's size."""
         strides = {largest_stride(seen.view) for seen in self.views.values()}
         return max(1, strides.pop() if len(strides) == 1 else self.region.size)
 
@@ -310,7 +310,7 @@ class Planner:
         return [both for b in shards if (both := b.intersect(seen.box)) is not None]
 
     def _is_direct(self, part: TensorPart, index: int) -> bool:
-        """Whether a variable's shards are long, uncast runs of the file, which reads can fill without scratch."""
+        """Whether reads can fill a variable's shards without scratch: no cast, and each shard consists of long runs."""
         binding, seen = self.bindings[index], part.views[index]
         if binding.dtype != part.tensor.dtype or not is_injective(binding.view):
             return False
@@ -332,7 +332,7 @@ class Planner:
         return True
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
-        """Return the most bytes that a block of a region may have; for a decoded tensor, whole units of its reader."""
+        """Return the most bytes of a region's blocks; for a decoded tensor, a multiple of what is decoded at once."""
         tensor, sharing = part.tensor, len(part.views)
         # A block longer than scratch passes through it row by row, so at least two rows must fit.
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
@@ -404,7 +404,7 @@ class Planner:
         return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
 
     def needed_bytes(self) -> int:
-        """Return how many stored bytes this process's shards need; of each tensor, at most its stored size."""
+        """Return how many stored bytes this process's shards need. Each tensor counts with at most its stored size."""
         total = 0
         for name, indices in self.by_tensor.items():
             tensor = self.tensors[name]

@@ -84,8 +84,7 @@ def calls(grids: Sequence[Grid], *, start: int, stop: int, gap_memory: NDArray[n
     """Yield the calls that read bytes ``start`` to ``stop`` of a file into the memory of ``grids``, in file order.
 
     Bytes in no grid go to ``gap_memory``, which must be as long as the longest gap. Grids must not overlap in the
-    file. The entries of a call are valid only
-    until the next one is requested.
+    file. The entries of a call are valid only until the next call is requested.
     """
     # Grids whose runs alternate form a group: one begins before the last run of another one.
     groups: list[list[Grid]] = []

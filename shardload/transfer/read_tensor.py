@@ -38,7 +38,7 @@ def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
 
 
 def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive ranges of a tensor's rows, each of at most ``limit_bytes`` or what must be read at once."""
+    """Yield consecutive ranges of a tensor's rows, of at most ``limit_bytes`` unless more must be read at once."""
     row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
     match tensor.storage:
         case Decoded(reader):

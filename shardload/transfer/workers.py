@@ -1,6 +1,6 @@
 """Worker threads, and what they do with one block: read it and copy each part into its shard buffer.
 
-The caller competes with its workers for cores, so it states how many jobs must finish before it wakes. The threads
+The caller would compete with its workers for cores, so it sleeps until a given number of jobs has finished. The threads
 start before there is work: starting one while another touches fresh memory took 3 ms, a tenth of the time to read
 300 MB. A `Task` is everything that can be computed about a block before it is read; the caller prepares some tasks
 ahead. Scratch memory belongs to one thread, is reused from block to block and never leaves this module.
@@ -104,7 +104,7 @@ class WorkerThreads(Generic[T]):
 
 
 class _Table(Generic[T]):
-    """State that the threads share. It does not refer to `WorkerThreads`, whose garbage collection ends the threads."""
+    """State that the threads share. It must not refer to `WorkerThreads`: the threads end when that is collected."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Any, Callable[[], T]] | None] = queue.SimpleQueue()
@@ -186,7 +186,7 @@ class BlockCopier:
     def __init__(self, source: ByteSource) -> None:
         self.source = source
         self.overflowed: set[str] = set()
-        """Names of tensors in which a cast made finite values infinite: no error, as in JAX and Keras."""
+        """Names of tensors in which a cast made finite values infinite. As in JAX and Keras, this is not an error."""
         self._own = threading.local()
 
     def move(self, task: Task) -> BlockTimes:
