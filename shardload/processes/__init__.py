@@ -1,7 +1,7 @@
 """Messages between the processes of one `jax.distributed` run, through its coordination service.
 
-A background thread can use the service's key-value store at any time. It could not use device collectives: these would
-have to be ordered with the collectives of training. JAX runs the store in every such run, and Orbax uses it too.
+The messages go through the service's key-value store. JAX runs it in every such run, and a background thread can use it
+at any time. (Collectives on devices would have to be ordered with those of training.) The main exchange:
 
     together    every process runs a function and sends its result    ─► process 0 collects the results
                 ─► every process receives all of them, or raises the first failure
@@ -40,8 +40,8 @@ _JOIN_S = 18.0
 """Seconds to wait for messages of other processes once one process has failed: longer than the heartbeat takes to
 detect a lost process."""
 Word = dict[str, Any]
-"""A message from a process. Its keys: ``value``, a result, and ``at``, the meeting it is for; or ``error``, ``kind``
-and ``errno`` of a failure; ``told`` if it stopped because another one failed; ``absent`` if it sent no message."""
+"""A message from a process. Its keys are ``value`` (a result) and ``at`` (name of the meeting); or ``error``, ``kind``
+(class) and ``errno`` of a failure; or ``told`` (it stops because another failed); or ``absent`` (no message came)."""
 
 
 def count() -> int:
@@ -52,13 +52,13 @@ def count() -> int:
 
 
 def index() -> int:
-    """Return the index of this process; process 0 creates folders and publishes."""
+    """Return the index of this process in the run, from 0 on."""
     state = _distributed.global_state
     return int(jax.process_index() if state.client is None else state.process_id)
 
 
 def is_first() -> bool:
-    """Whether this is process 0, the only one that creates folders and publishes."""
+    """Whether this is process 0, the only one that creates folders and completes saved steps."""
     return index() == 0
 
 
@@ -88,8 +88,8 @@ def heartbeat() -> Heartbeat:
 def begin(*, by_all: bool = False) -> None:
     """Start the heartbeat, if there are several processes: from now on, the others notice if this process dies.
 
-    With ``by_all``, all processes call this now, and make a joint call next: then a process that never does counts as
-    lost, too, and losses are not logged, because that call raises them.
+    ``by_all`` says that all processes call this now, and make a joint call next. A process that does not call it then
+    counts as lost, too. Losses are not logged, because the joint call raises them.
     """
     if are_several() and not by_all:
         heartbeat()
@@ -101,7 +101,7 @@ def begin(*, by_all: bool = False) -> None:
 # Registered after JAX's shutdown, which waits for the others, so it runs before it.
 @atexit.register
 def leave_unheard() -> None:
-    """Tell the others that this process exits without having made a joint call, so that they do not wait for it."""
+    """At exit, tell the others if this process never started a heartbeat, so that they do not wait for it."""
     if are_several() and not heartbeat.cache_info().currsize:
         with suppress(Exception):  # the service is gone
             Heartbeat.say_left(run_client(), index())
@@ -112,7 +112,7 @@ _starting: list[threading.Timer] = []
 
 @contextmanager
 def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[None]:
-    """Start JAX in another thread if the block takes longer than ``after_s``; the next start raises its errors."""
+    """Start JAX in another thread if the with block takes longer than ``after_s``; a later start raises any error."""
 
     def run() -> None:
         with suppress(Exception):
@@ -132,7 +132,7 @@ def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[Non
 # Runs after the heartbeat has stopped, which is registered later, and before JAX's own shutdown.
 @atexit.register
 def _end_starts() -> None:
-    """Shut JAX down at exit so that threads still starting it return: after the exit, they would abort the process."""
+    """Shut JAX down at exit if a thread is still starting it, so that the thread ends: it would abort the process."""
     if any(one.is_alive() for one in _starting):
         with suppress(Exception):
             jax.distributed.shutdown()
@@ -168,9 +168,9 @@ class Channel:
         self._number = 0
 
     def together(self, do: Callable[[], _T]) -> list[_T]:
-        """Run ``do`` on every process, and wait until all are done; return the results, which must be JSON, in order.
+        """Run ``do`` on every process, and wait until all are done; return all results (JSON), by process index.
 
-        The first failure is raised on all, in its own class; on the process that failed, the original error.
+        If ``do`` fails, the process raises its own error, and every other process raises a copy of the first failure.
         """
         if len(self._all()) == 1:
             return [do()]
@@ -187,7 +187,7 @@ class Channel:
         return [heard["value"] for heard in said.values()]
 
     def first(self, do: Callable[[], _T]) -> _T:
-        """Run ``do`` on process 0 only; every process gets the result (JSON), or raises the failure."""
+        """Run ``do`` on process 0 only; every process returns its result (JSON), or raises its failure."""
         return self.together(do if is_first() else lambda: None)[0]  # type: ignore[return-value]
 
     def exchange(
@@ -199,8 +199,8 @@ class Channel:
     ) -> dict[int, Word]:
         """Send a message; return the messages of all members, and for a lost or silent member one that says so.
 
-        Each second, ``hurried`` says whether a process failed, which limits the wait to `_JOIN_S`, and ``check`` may
-        raise.
+        Both functions are called each second. Once ``hurried`` returns True (a process failed), the wait is limited to
+        `_JOIN_S`; ``check`` may raise to end the wait.
         """
         beat, client = heartbeat(), run_client()
         base, wait = f"{self.name}/{self._number}", _Wait(beat, hurried, check)
@@ -266,8 +266,8 @@ def run_watched(
 ) -> BaseException | None:
     """Run ``do`` in another thread and return its error; call ``look`` at intervals with whether ``do`` still runs.
 
-    The wait ends if ``look`` raises. A daemon thread, because what waits for other processes cannot be cancelled, and
-    must not keep the program from ending.
+    If ``look`` raises, this function stops waiting for ``do``, which cannot be cancelled. So ``do`` runs in a daemon
+    thread, which does not keep the program from ending.
     """
     raised: list[BaseException] = []
 
@@ -353,7 +353,7 @@ def run_client() -> Any:
 def _let_go() -> None:
     """Detach from JAX's coordination: at exit, it would wait minutes for processes that do not come, then abort.
 
-    JAX's client waits at shutdown and also at its deallocation: a leaked reference prevents that.
+    JAX's client waits at shutdown, and also when it is deallocated. So one reference to it is never released.
     """
     state = _distributed.global_state
     for held in (state.client, state.service, state.preemption_sync_manager):

@@ -29,11 +29,11 @@ class Meetings(Protocol):
     """The methods of a `JointCall` by which processes exchange results."""
 
     def together(self, do: Callable[[], _T], what: str) -> list[_T]:
-        """See the same method of `JointCall`."""
+        """Run ``do`` on every process and return all results; see `JointCall.together`."""
         ...
 
     def first(self, do: Callable[[], _T], what: str) -> _T:
-        """See the same method of `JointCall`."""
+        """Run ``do`` on process 0 only, and return its result on every process; see `JointCall.first`."""
         ...
 
 
@@ -116,10 +116,9 @@ def _as_text(value: Any) -> str:
 def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> None:
     """Raise unless all processes give a variable the same initial value; all of them call this, in the same order.
 
-    JAX's ``device_put`` compares too, but on the devices: a process that raises could then never exit, because its
-    devices wait for the devices of the other processes, and a killed process would block the others. So digests are
-    compared through the key-value store: of the initial value, or of the inputs it is computed from. Devices of all
-    processes that call this are in the variable's sharding.
+    ``values`` are the initial value, or the inputs it is computed from. The processes exchange digests of them through
+    the key-value store. Those with devices in ``sharding`` take part. (JAX's ``device_put`` compares values, too, but
+    on the devices: a process that raises could then not exit, as its devices wait for those of the others.)
     """
     members = tuple(sorted({d.process_index for d in sharding.device_set}))
     digest = hashlib.sha256()

@@ -35,8 +35,8 @@ class ExitRecorder:
     def begin(self, *, holds_back: bool = False) -> None:
         """Start the helper process that watches this process, and record lost processes.
 
-        ``holds_back`` keeps the stack trace out of stderr with which JAX aborts this process when process 0 has ended:
-        for commands, as it replaces file descriptor 2 and ``sys.stderr``.
+        When process 0 has ended, JAX aborts this process with a stack trace; ``holds_back`` keeps it out of stderr.
+        Only shardload's commands use it, because it replaces file descriptor 2 and ``sys.stderr``.
         """
         if processes.count() == 1 or self._beside is not None:
             return
@@ -84,7 +84,7 @@ class ExitRecorder:
 
 @functools.cache
 def exit_recorder() -> ExitRecorder:
-    """Return the recorder for the loads of this process, which have no folder of steps."""
+    """Return the recorder for loads in this process. It has no folder, so failures are written to stderr only."""
     return ExitRecorder()
 
 

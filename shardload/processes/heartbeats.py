@@ -46,7 +46,7 @@ _LEFT = "left"
 class Heartbeat:
     """The heartbeat of this process, which also watches the heartbeats of the others.
 
-    ``let_go`` is called at interpreter exit if the other processes will not exit, too, so that JAX stops waiting.
+    ``let_go`` is called when the interpreter exits while other processes may not: it keeps JAX from waiting for them.
     """
 
     logs_loss: ClassVar[bool] = True
@@ -193,7 +193,7 @@ class Heartbeat:
     # ---- the thread that makes no requests -------------------------------------------------------
 
     def _watch(self) -> None:
-        """Detect a blocked heartbeat thread by counting beats, not seconds: a suspended machine misses no beats."""
+        """At each beat, count process 0 as lost if the other thread is blocked, and call the functions `each_beat`."""
         seen = still = 0
         while not self._leaving.wait(self._beat_s):
             still = 0 if self._rounds != seen else still + 1
@@ -227,8 +227,8 @@ class Heartbeat:
     def _leave(self) -> None:
         """Stop the heartbeat at exit: a thread that still makes a request to the service would abort the process.
 
-        Python ends a daemon thread when it next takes the GIL; in C++ code that must not throw, that aborts. A thread
-        whose request a lost process 0 never answers does not return before the exit, so waiting for it is useless.
+        At exit, Python ends a daemon thread when it next takes the GIL; inside JAX's C++ code, this aborts the process.
+        If process 0 was lost, its answer may never come, so the wait for the thread is short.
         """
         self._leaving.set()
         alone = self.lost is not None or self._abandoned

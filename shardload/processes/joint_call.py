@@ -31,9 +31,9 @@ from shardload.sharding.devices import available
 _T = TypeVar("_T")
 
 _LOST_S = 8.0
-"""How long this process may wait inside JAX, where it cannot raise, after another process was lost."""
+"""How long this process may wait inside JAX after another process was lost, before it is terminated."""
 _FAILED_S = 20.0
-"""How long this process may wait inside JAX after another process failed: it may notice late while it computes."""
+"""How long this process may wait inside JAX after another process failed, before it is terminated."""
 _LOOK_S = 0.2
 """Interval at which a process that waits for JAX to start checks that all others are still running."""
 
@@ -74,7 +74,7 @@ class JointCall:
     def try_again(self) -> None:
         """Forget a failure that all processes know, so that they can try an alternative.
 
-        Otherwise the next heartbeat would tell of it, and stop the alternative on all of them.
+        Otherwise the next `check` would find the failure again, and the alternative would stop on all processes.
         """
         self._beat.forget(self._flags)
         self._flags = self._flags_of_attempt()
@@ -83,7 +83,7 @@ class JointCall:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Raise an error of the block on all processes, each of which may then try an alternative (`try_again`)."""
+        """If the with block fails on one process, raise its error on all; they may then `try_again` another way."""
         try:
             yield
         except BaseException as error:
@@ -92,7 +92,7 @@ class JointCall:
             raise cause from None
 
     def check(self) -> None:
-        """Raise if another process failed since the last meeting; reads local data only."""
+        """Raise if another process failed since the last meeting. It looks only at what the heartbeat has read."""
         self._beat.check()
         for process, word in self._failed().items():
             self._from_elsewhere = processes.from_elsewhere(process, word, foreign=ProcessFailedError)
@@ -119,7 +119,7 @@ class JointCall:
         return [heard["value"] for heard in said.values()]
 
     def first(self, do: Callable[[], _T], what: str) -> _T:
-        """Run ``do`` on process 0 only; every process gets the result (JSON), or raises the failure."""
+        """Run ``do`` on process 0 only; every process returns its result (JSON), or raises its failure."""
         return self.together(do if processes.is_first() else lambda: None, what)[0]  # type: ignore[return-value]
 
     def meet(self, what: str) -> None:
@@ -131,7 +131,7 @@ class JointCall:
         agreement.require(self, found)
 
     def watched(self, progress: Progress) -> Progress:
-        """Wrap a progress so that it also raises if another process failed."""
+        """Wrap a progress display, so that each of its updates raises if another process failed."""
         return Watched(progress, self.check)
 
     def start_jax(self) -> None:
@@ -152,7 +152,7 @@ class JointCall:
         return self.first(draw, "the seed")
 
     def failure(self, error: BaseException) -> BaseException:
-        """Report a failure of this process to the others; return the exception to raise: ``error``, or its cause."""
+        """Report ``error`` to the other processes; return what to raise: ``error``, or the failure that caused it."""
         if error is self._heard:
             return error
         root = error
@@ -240,7 +240,7 @@ class JointCall:
         return error
 
     def _watch(self) -> None:
-        """Terminate this process, from a heartbeat thread, if it waits inside JAX and cannot raise."""
+        """Called at each heartbeat: terminate this process if another failed while this one is stuck inside JAX."""
         lost = self._beat.lost
         # In a meeting, or once it knows the failure, this process raises by itself.
         if self._heard is not None or self._meeting or (lost is None and not self._failed()):
@@ -271,7 +271,7 @@ class JointCall:
 
 
 class Watched:
-    """A progress that forwards to another one, and raises between two blocks if another process failed."""
+    """A progress display that forwards to another one, and raises, between two blocks, if another process failed."""
 
     def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
         self._progress, self._check = progress, check
@@ -291,7 +291,7 @@ class Watched:
 
 
 def _primary(said: dict[int, Word]) -> int | None:
-    """Return the process whose failure likely caused the others; damage, lost processes and XLA errors come last."""
+    """Return the process whose failure likely caused the others; damage, a lost process or an XLA error counts last."""
     failed = [process for process, heard in said.items() if "error" in heard]
     return min(failed, key=lambda process: (_rank(said[process]), process), default=None)
 
@@ -308,15 +308,15 @@ def _with_note(error: Any, own: BaseException) -> Any:
 
 
 _OUTSIDE_S = 3.0
-"""Seconds to wait for the others before this process starts JAX: one of them may be starting it outside of a joint
-call, and that waits until this process starts it, too."""
+"""Seconds to wait for the other processes before this one starts JAX. One of them may be starting JAX outside of a
+joint call: it then waits for this process to start JAX, too."""
 
 
 @contextmanager
 def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str = "loading") -> Iterator[JointCall]:
     """Make a call of a public function together with all other processes of this run.
 
-    ``what`` is loaded or saved, for reports of an unexpected exit; ``arguments`` must be equal on all processes.
+    ``what`` is the thing loaded or saved, for reports of an unexpected exit. ``arguments`` are equal on all processes.
     """
     # Before the first meeting: if this process is killed from now on, its helper process can say so.
     recorder = exit_recorder()

@@ -7,7 +7,7 @@ TensorStore's driver refuses the redirects of HTTP servers::
 The answer of the last address is read like any other: the same limits, and each byte compared with its digest. A
 redirect is refused if it leaves HTTP, goes from https to http, or has a user or password. No credentials are sent.
 
-TensorStore gives status, code and cause of a failure in its text only, mixed with text of the server, and says nothing
+TensorStore's error message contains the status and cause of a failure, mixed with text of the server, but says nothing
 about an incomplete answer. In two cases, a second request to an HTTP server explains the failure::
 
     no answer in time   ─► asks for the same range again: finds a redirect, an error, or how many bytes arrive

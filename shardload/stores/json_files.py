@@ -21,9 +21,9 @@ from shardload.units import exact_bytes
 MAX_JSON_BYTES = 1 << 25
 """Limit on a JSON file, 32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, a config 5 MB."""
 _MIN_BYTES_PER_CONTAINER = 16
-"""Fewest bytes of JSON per list or object. Real files have 50; Python allocates 200 for each list or object."""
+"""JSON with fewer bytes than this per list or object is refused: Python needs 200 for each. Real files have 50."""
 _FREE_CONTAINERS = 1024
-"""How many lists and objects even the smallest JSON text may contain."""
+"""How many lists and objects any JSON text may contain, however short; longer ones may contain more."""
 _SMALL_BYTES = 4096
 """JSON objects up to this size are read at once; in a larger one, the closing brace is checked first."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)

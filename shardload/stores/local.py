@@ -1,8 +1,8 @@
 """Files on this machine, read at positions: no function moves a file position, so threads can share a descriptor.
 
-Opening raises a `SourceError` for every failure (the checkpoint is bad); after that, a failed read is a
-`TransferError` (the file changed, or the disk failed). Copies of files are in private folders. A process removes its
-folders when it ends, even if shardload ends it by ``os._exit``.
+Opening a file raises a `SourceError` for every failure (the checkpoint is bad). After that, a failed read raises a
+`TransferError` (the file changed, or the disk failed). Temporary copies of files are in private folders, which the
+process removes when it ends, even if shardload ends it by ``os._exit``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def home() -> Path | None:
 def any_home() -> Iterator[None]:
     """Set HOME inside the with block if there is none, for packages that cannot be imported without it (kagglehub).
 
-    It is then a path below which nothing can be read or written.
+    HOME is then the path of the null device, below which nothing can be read or written.
     """
     if home() is not None:
         yield
@@ -89,7 +89,7 @@ def any_home() -> Iterator[None]:
 
 
 def local_target(path: str | os.PathLike[str]) -> Path:
-    """Return a path to write to, with ``~`` expanded; raise for a URL. For every path that a user wants written."""
+    """Return the path that a user asks to write to, with ``~`` expanded; raise if it is a URL."""
     text = os.fspath(path)
     if (scheme := _SCHEME.match(text)) is None:
         found = expanded(path)
@@ -173,7 +173,7 @@ class LocalFile:
         self.n_bytes = os.fstat(self.descriptor).st_size
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """See `shardload.stores.store.File`."""
+        """Fill ``buffer`` with the bytes that start at ``offset``; see `shardload.stores.store.File`."""
         read_exact(self.descriptor, buffer, offset, self._name)
 
     # Local files have no digests here: a training step's are compared by its checker.
@@ -192,7 +192,7 @@ class LocalStore(Store):
         return key
 
     def kind(self, key: str) -> Kind | None:
-        """See `Store.kind`; symbolic links are followed."""
+        """Return whether a path is a file, a folder or something else; symbolic links are followed (`Store.kind`)."""
         try:
             mode = os.stat(key).st_mode  # noqa: PTH116
         except ValueError:
@@ -207,7 +207,7 @@ class LocalStore(Store):
         return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
     def names(self, key: str) -> list[str]:
-        """See `Store.names`."""
+        """Return the names directly in a folder, sorted; see `Store.names`."""
         try:
             return sorted(os.listdir(key))  # noqa: PTH208
         except OSError as error:
@@ -216,11 +216,11 @@ class LocalStore(Store):
             ) from error
 
     def open(self, key: str) -> LocalFile:
-        """See `Store.open`."""
+        """Open a file of this machine for reading; see `Store.open`."""
         return LocalFile(key)
 
     def identity(self, key: str) -> FileIdentity:
-        """See `Store.identity`; raises `OSError` if the file is gone."""
+        """Return a file's size and version; raise `OSError` if the file is gone. See `Store.identity`."""
         found = os.stat(key)  # noqa: PTH116
         return FileIdentity(found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns))
 
@@ -229,11 +229,11 @@ class LocalStore(Store):
         return Path(key)
 
     def is_link(self, key: str) -> bool:
-        """See `Store.is_link`."""
+        """Whether a path is a symbolic link."""
         return os.path.islink(key)  # noqa: PTH114
 
     def resolved(self, key: str) -> str:
-        """See `Store.resolved`."""
+        """Return the path with all symbolic links followed."""
         return os.path.realpath(key)
 
 
@@ -284,7 +284,7 @@ class _PrivateCopy(LocalStore):
         return self._shown
 
     def open(self, key: str) -> LocalFile:
-        """See `Store.open`."""
+        """Open the copy for reading; error messages name the file that was copied."""
         return LocalFile(key, shown=self._shown)
 
 

@@ -1,6 +1,6 @@
 """Folders at URLs (``s3://``, ``gs://``, ``http(s)://``) as stores, and the one test whether a source is a URL.
 
-    source ─► location_of ─► a path: None, or `Location(store, key)` ─► as any other location
+    source ─► location_of ─► `Location(store, key)` if the source is a URL; None if it is a path
 
 `RemoteStore` is the store of each scheme in `SCHEMES`; `shardload.stores.requests` sends its requests.
 """
@@ -58,19 +58,19 @@ class RemoteStore(Store):
         return f"{self.url}/{key}".rstrip("/")
 
     def kind(self, key: str) -> Kind | None:
-        """See `Store.kind`; where names cannot be listed, only the root is known to be a folder."""
+        """Return whether a key names a file or a folder; if the store cannot list, only the root counts as a folder."""
         if self.can_list:
             return self._tree.kinds.get(key)
         return "folder" if not key else "file" if self.requests.exists(key) else None
 
     def names(self, key: str) -> list[str]:
-        """See `Store.names`; raises `UnsupportedError` if the store cannot list."""
+        """Return the names directly in a folder, sorted; raise `UnsupportedError` if the store cannot list."""
         if (found := self._tree.names(key)) is None:
             raise SourceError(f"Cannot list the folder {self.shown(key)}: it does not exist")
         return found
 
     def open(self, key: str) -> RemoteObject:
-        """See `Store.open`."""
+        """Open an object for reading; see `Store.open`."""
         match self.kind(key):
             case "folder":
                 raise SourceError(f"{self.shown(key)} should be a file, but it is a folder")
@@ -79,7 +79,7 @@ class RemoteStore(Store):
         return RemoteObject(self, key)
 
     def identity(self, key: str) -> FileIdentity:
-        """See `Store.identity`."""
+        """Return an object's size and a number that differs between its versions; see `Store.identity`."""
         return FileIdentity(self.open(key).n_bytes, (0, self.requests.version(key)))
 
 
@@ -102,13 +102,13 @@ class RemoteObject:
         return found
 
     def begin(self, start: int, stop: int) -> PendingObject:
-        """See `shardload.stores.store.RemoteFile`."""
+        """Start to fetch bytes ``[start, stop)`` of the object; see `shardload.stores.store.RemoteFile`."""
         stop = min(stop, self.n_bytes)
         fetch = self._store.requests.begin(self._key, start, stop) if start < stop else None
         return PendingObject(fetch, stop - start, shown=self._store.shown(self._key))
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """See `shardload.stores.store.File`; a short read fetches a whole MiB, which is kept for later reads."""
+        """Fill ``buffer`` from ``offset`` on; a short read fetches a whole MiB, which is kept for later reads."""
         rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         if offset + len(rest) > self.n_bytes:
             raise TransferError(
@@ -137,7 +137,7 @@ class PendingObject:
         self._fetch, self._n_bytes, self._shown = fetch, n_bytes, shown
 
     def result(self) -> memoryview:
-        """See `shardload.stores.store.PendingBytes`."""
+        """Wait for the bytes and return them; see `shardload.stores.store.PendingBytes`."""
         found = b"" if self._fetch is None else self._fetch.result()
         if found is None or len(found) < self._n_bytes:
             raise TransferError(

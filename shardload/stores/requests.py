@@ -108,9 +108,9 @@ class Requests:
         return kv
 
     def check_redirects(self, name: str, asked: slice | None, limit_s: float) -> None:
-        """Ask a silent HTTP server once more; return if it redirects, otherwise raise an error that gives the reason.
+        """Ask a silent HTTP server once more: do nothing if it redirects, else raise an error that gives the reason.
 
-        TensorStore tells the status of an answer only after its last retry, and retries status 308 too.
+        TensorStore may look silent for long: it reports a failure, or a redirect by status 308, only after all retries.
         """
         if self.can_list or self._progress.asked_again:
             raise answers.stalled(self.url, name, limit_s)
@@ -124,7 +124,7 @@ class Requests:
             raise answers.stalled(self.url, name, limit_s, answer)
 
     def read_small(self, name: str, *, limit: int) -> bytes | None:
-        """Read a whole object of unknown size; ``None`` if there is no such object."""
+        """Read a whole object; raise if it has more than ``limit`` bytes. ``None`` if there is no such object."""
         try:
             # Ask for the first byte beyond the limit: an object without one is small enough to fetch as a whole.
             beyond = self.read(name, limit, limit + 1)
@@ -194,7 +194,7 @@ class Requests:
 
 
 class _Progress:
-    """When a store last responded, and how it answers; shared by all threads that wait for the store."""
+    """When a store last responded, and whether it redirects; shared by all threads that wait for the store."""
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()

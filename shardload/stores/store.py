@@ -65,7 +65,7 @@ class File(Protocol):
 
 
 class PendingBytes(Protocol):
-    """A pending request for bytes of a file."""
+    """A request for bytes of a file; `result` waits for its answer."""
 
     def result(self) -> memoryview:
         """Return the bytes, fewer at the end of the file; raises like `File.read_into`."""
@@ -80,7 +80,7 @@ class RemoteFile(File, Protocol):
     """A file of a remote store that has no local copy: its bytes can be requested before they are needed."""
 
     def begin(self, start: int, stop: int) -> PendingBytes:
-        """Start to fetch bytes ``[start, stop)``, whole units if the store verifies. ``stop`` may be past the end."""
+        """Start to fetch bytes ``[start, stop)``; if the store verifies, whole units. ``stop`` may be past the end."""
         ...
 
 
