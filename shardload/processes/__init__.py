@@ -88,7 +88,7 @@ def heartbeat() -> Heartbeat:
 def begin(*, by_all: bool = False) -> None:
     """Start the heartbeat, if there are several processes: from now on, the others notice if this process dies.
 
-    ``by_all`` says that all processes call this now, and make a joint call next. A process that does not call it then
+    ``by_all`` says that all processes call this now, and make a joint call next. A process that does not call it
     counts as lost, too. Losses are not logged, because the joint call raises them.
     """
     if are_several() and not by_all:
@@ -132,7 +132,7 @@ def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[Non
 # Runs after the heartbeat has stopped, which is registered later, and before JAX's own shutdown.
 @atexit.register
 def _end_starts() -> None:
-    """Shut JAX down at exit if a thread is still starting it, so that the thread ends: it would abort the process."""
+    """Shut JAX down at exit if a thread is still starting it, so that the thread ends; else it aborts the process."""
     if any(one.is_alive() for one in _starting):
         with suppress(Exception):
             jax.distributed.shutdown()
@@ -168,7 +168,7 @@ class Channel:
         self._number = 0
 
     def together(self, do: Callable[[], _T]) -> list[_T]:
-        """Run ``do`` on every process, and wait until all are done; return all results (JSON), by process index.
+        """Run ``do`` on every process, and wait until all are done; return all results (JSON), in process order.
 
         If ``do`` fails, the process raises its own error, and every other process raises a copy of the first failure.
         """

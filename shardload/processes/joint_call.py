@@ -291,7 +291,7 @@ class Watched:
 
 
 def _primary(said: dict[int, Word]) -> int | None:
-    """Return the process whose failure likely caused the others; damage, a lost process or an XLA error counts last."""
+    """Return the process whose failure likely caused the others: damage, lost processes and XLA errors rank last."""
     failed = [process for process, heard in said.items() if "error" in heard]
     return min(failed, key=lambda process: (_rank(said[process]), process), default=None)
 
@@ -334,7 +334,7 @@ def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str 
 
 
 def start_jax() -> None:
-    """Start JAX on all processes, before they know what to load."""
+    """Start JAX on all processes of the run together, before a load; do nothing if there is only one process."""
     if processes.are_several():
         with joint("load", "its devices", {}) as call:
             call.start_jax()

@@ -22,9 +22,9 @@ Ranges are requested in the order of the plan, several of them in advance::
     ranges    [ range 0      )[ range 1      )             only units that some block needs; whole ones if verified
                  in use          on its way                a range is released when its last byte was used
 
-Only *staged* and *packed* blocks, which pass through scratch memory, are read in units or ranges. A `Verifier` makes
-all other blocks be read twice: first to be verified, then to be used. If the budget has no room for units, this holds
-for every block. No byte reaches a shard before it has been verified.
+Only *staged* and *packed* blocks, which pass through scratch memory, are read in units or ranges. With a
+`Verifier`, all other blocks are read twice: first to be verified, then to be used. The same holds for every block if
+the budget has no room for units. No byte reaches a shard before it has been verified.
 
 Longer than other modules: the sources are alternatives, read together.
 """
@@ -130,7 +130,7 @@ class ByteSource(ABC):
 
     @abstractmethod
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """Copy ``n_bytes`` of a file into scratch (``flat``); return how many were copied: fewer only at its end.
+        """Copy ``n_bytes`` of a file into scratch (``flat``); return how many there were: fewer only at the file's end.
 
         Raises:
             DamagedError: When the bytes do not match their digest; names step, file and offset.
@@ -366,7 +366,7 @@ class RangeReads(ByteSource):
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
-        """Plan the ranges of ``blocks``, which all pass through scratch; ``verifier`` verifies the other blocks."""
+        """Plan the ranges of ``blocks``, which all pass through scratch; ``verifier`` is for all blocks that do not."""
         super().__init__(verifier)
         self.shared_bytes = limit_bytes
         # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.

@@ -63,8 +63,8 @@ _QUEUED_PER_THREAD = 4
 _JOB_BYTES = 4 << 20
 """Most bytes of one job that moves many short blocks: 1 ms of work, 0.1 ms of Python. Small plans have smaller jobs."""
 PREPARED = 1024
-"""Most staged blocks to prepare before the first read. A block takes 16 µs and 2 kB. During the reads it would take
-100 µs, because copying empties the CPU's caches. (Direct blocks take longer to prepare: not worth it.)"""
+"""Most staged blocks to prepare before the first read. Preparing one takes 16 µs and 2 kB; during the reads, it would
+take 100 µs, because copying empties the CPU's caches. (Direct blocks take longer to prepare: not worth it.)"""
 _PLACED_TOGETHER = 32
 """Number of complete variables to place on devices at once: each takes 0.1 ms then, 0.4 ms if placed on its own."""
 

@@ -38,7 +38,7 @@ from shardload.sharding.layout import Bounds
 from shardload.stores.location import Location
 
 SKIP_BYTES = 128 << 10
-"""Shortest gap between needed bytes, in bytes, that is not read: a shorter one costs less than one more block.
+"""Shortest gap of unneeded bytes that is skipped: reading a shorter gap costs less than one more block.
 
 Reading 128 KiB takes 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measured on a disk from which length on skipping is
 faster: from 128 KiB in one case, from more than 512 KiB in another."""
@@ -153,7 +153,7 @@ def paths_of(tensor: Tensor) -> tuple[Location, ...]:
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
-    """Yield the tensors' regions by file and offset. A decoded tensor has no offset: it follows the previous one."""
+    """Yield the tensors' regions by file and offset. A decoded tensor has no offset: it follows the previous tensor."""
     files: dict[Location, int] = {}
     reached: dict[Location, int] = {}
     placed = []

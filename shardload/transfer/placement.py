@@ -292,7 +292,7 @@ class Chunk:
 
 
 def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer]) -> dict[tuple[int, int], Chunk]:
-    """Return the chunk that each piece of each block fills, by (block number, piece number): the whole variable."""
+    """Return the chunk that each piece of each block fills, by (block number, piece number): one per variable."""
     chunks: dict[int, Chunk] = {}
     found: dict[tuple[int, int], Chunk] = {}
     for b, block in enumerate(blocks):

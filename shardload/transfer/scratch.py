@@ -9,9 +9,9 @@ order, so a transpose is an ordinary strided copy::
 Without the padding of 64 bytes, a walk down rows of 4 KiB hits the same few cache sets over and over, at 1.0 GB/s per
 core. With padding, it copies 5.4 GB/s (2-byte elements, block of 1 MiB, in L2); tiles would not make it faster.
 
-Copies without a cast use unsigned integers of the element's size: NumPy converts ``ml_dtypes`` arrays element by
-element and holds the GIL. A run of elements that goes to a shard unchanged is copied as one large element. Two threads
-then divide rows into runs of 576 bytes at 11.5 GB/s. A scatter read does it at 10 GB/s; a plain read reaches 15.
+Copies without a cast use unsigned integers of the element's size: NumPy would convert ``ml_dtypes`` arrays element
+by element and hold the GIL. A run of elements that goes to a shard unchanged is copied as one large element. Two
+threads then divide rows into runs of 576 bytes at 11.5 GB/s; a scatter read does it at 10 GB/s.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
 _FLOAT32 = np.dtype(np.float32)
 _UNSEEN_OVERFLOWS = ((_BFLOAT16, _FLOAT16), (np.dtype(np.float64), _BFLOAT16))
-"""Casts (from, to) whose overflow NumPy does not report. float32 to bfloat16 is left out: both have about one range."""
+"""Casts (from, to) whose overflow NumPy does not report. float32 to bfloat16 is left out: their ranges are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class RowCopy:
 
 
 def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> np.dtype[np.void] | None:
-    """Return a dtype that copies a run of elements, contiguous in target and source, as one; ``None`` if none can.
+    """Return a dtype as long as a run of contiguous elements, to copy the run as one element; ``None`` without runs.
 
     Runs are halved until there are more than `_UNLOCKED` of them: then NumPy releases the GIL while it copies.
     """

@@ -104,7 +104,7 @@ class WorkerThreads(Generic[T]):
 
 
 class _Table(Generic[T]):
-    """State that the threads share. It must not refer to `WorkerThreads`: the threads end when that is collected."""
+    """State that the threads share. It must not keep the `WorkerThreads` alive: the threads end when that is freed."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Any, Callable[[], T]] | None] = queue.SimpleQueue()
