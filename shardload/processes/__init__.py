@@ -286,7 +286,7 @@ def run_watched(
 
 
 def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
-    """Make a request to process 0; raise if process 0 is lost, as a stopped process would never answer."""
+    """Make a request to process 0; raise as soon as process 0 counts as lost: if stopped, it would never answer."""
 
     def look(is_waiting: bool) -> None:
         if is_waiting:

@@ -138,5 +138,5 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
 
 @functools.cache
 def _channel(members: tuple[int, ...], call: str) -> processes.Channel:
-    """Return a channel that only one joint call uses, because a failed call may leave an exchange incomplete."""
+    """Return a channel for one joint call alone: a call that fails may leave an exchange on its channel incomplete."""
     return processes.Channel("-".join(("initial", *map(str, members), call)), members=members)

@@ -89,7 +89,7 @@ def exit_recorder() -> ExitRecorder:
 
 
 def _divert(pipe: int) -> int:
-    """Redirect file descriptor 2, where C++ writes, to a pipe, but not ``sys.stderr``; return the real stderr."""
+    """Redirect file descriptor 2, where C++ writes, to a pipe; ``sys.stderr`` writes as before. Return its number."""
     sys.stderr.flush()
     real = os.dup(2)
     os.dup2(pipe, 2)

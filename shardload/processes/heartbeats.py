@@ -98,7 +98,7 @@ class Heartbeat:
         atexit.register(self._leave)
 
     def expect(self, processes: Iterable[int]) -> None:
-        """Count these processes as lost even if they never send a heartbeat: all of them should begin now."""
+        """Expect heartbeats of these processes from now on: one that sends none counts as lost, too."""
         now = time.monotonic()
         for process in processes:
             if process != self._index and not (self._index and process):  # those that this one watches

@@ -108,7 +108,7 @@ def _containers(raw: bytes) -> int:
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate keys, of which `json` would keep the last; used as `object_pairs_hook` of `json.loads`."""
+    """Return the pairs of a JSON object as a dict; refuse duplicate keys. An `object_pairs_hook` for `json.loads`."""
     found = dict(pairs)
     # Which key it is, is looked up for the message only.
     if len(found) < len(pairs):

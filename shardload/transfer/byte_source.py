@@ -97,7 +97,7 @@ class Verifier(Protocol):
         ...
 
     def units_by_file(self) -> Mapping[str, Sequence[str]]:
-        """Return the digests of all units of each file, by the file's name within the checkpoint."""
+        """Return, for each file of the checkpoint (by its name there), the digests of all its units, in order."""
         ...
 
 

@@ -46,7 +46,7 @@ from shardload.transfer.geometry import SKIP_BYTES
 from shardload.units import exact_bytes
 
 BUDGET_PARTS = 16
-"""A staged or uploaded block takes at most one of 16 parts of the host-memory budget: several can be in flight."""
+"""Number of parts of the host-memory budget: a staged or uploaded block takes one at most, so that several fit."""
 SMALL_BLOCK_BYTES = 64 << 10
 """Longest block, in bytes, that is read together with its neighbours: an extra copy is faster than a separate read."""
 RUN_BYTES = 512 << 10

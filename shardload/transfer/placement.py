@@ -244,7 +244,7 @@ class Chunk:
     n_bytes: int = 0
     """Bytes that the chunk's buffers take from the host-memory budget."""
     buffers: dict[Bounds, tuple[Bounds, NDArray[Any]]] = field(default_factory=dict)
-    """For each shard: its host buffer, preceded by the box of the variable that the buffer is for."""
+    """For each shard, by its box: the box of the variable that shard and chunk share, and the host buffer for it."""
     stack: StackedShards | None = None
     """All buffers as one array, if the buffers have one shape and follow each other along one dim."""
 

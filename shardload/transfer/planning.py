@@ -176,7 +176,7 @@ class TensorPart:
     tensor: Tensor
     region: Region
     views: Mapping[int, RegionView]
-    """The view of each variable that has elements in this region, by the index of its binding."""
+    """The view of each variable that has elements in this region, by the index of its binding in the plan."""
 
     def key(self, bindings: Sequence[Binding]) -> Hashable:
         """Return a key that is equal for parts that are cut alike, so that repeated layers are planned only once."""

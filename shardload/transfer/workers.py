@@ -136,7 +136,7 @@ class _Table(Generic[T]):
 
 
 _NOWHERE = np.empty(0, np.uint8)
-"""Placeholder for scratch memory where only the layout of a block in scratch is computed."""
+"""Stand-in for scratch memory, to compute how a block will lie in scratch before there is any."""
 
 
 @dataclass(frozen=True, slots=True)
