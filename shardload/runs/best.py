@@ -1,17 +1,17 @@
-"""Which step is the best, and which steps stay.
+"""Which step is the best, and which steps stay when old ones are removed.
 
-A new step has to beat the best value of the undamaged steps in the folder. ``best_of`` says which runs' steps count::
+A new step is the best if its metric is better than that of all undamaged steps saved before. ``best_of`` says which
+of these count::
 
-    best_of="folder"    all runs that saved to the folder
-    best_of="run"       this run and the steps it resumed; Keras' own callbacks compare like this
+    best_of="folder"    the steps of all runs that saved to the folder
+    best_of="run"       the steps of this run and of the run that it resumed; Keras' own callbacks compare like this
 
-The value is determined each time ``fit`` begins, because earlier steps may have been removed or damaged in the
-meantime. `Monitor` compares the values as Keras' callbacks do, except that NaN and infinities are never an improvement:
-no later value could beat them.
+The value to beat is determined when ``fit`` begins, because steps may have been removed or damaged since. NaN and
+infinities are never the best: no later value could beat them.
 
-A step stays if any rule of `Retention` keeps it; without a limit for the latest steps, all steps stay. Only undamaged
-steps saved by shardload are counted and removed. Users remove damaged and foreign steps themselves. The best steps
-of another callback or run stay, too, so one callback for the latest steps and one for the best can share a folder.
+`Retention` has up to four rules, such as "the 3 latest steps". A step stays if any rule keeps it. Only undamaged steps
+saved by shardload are counted and removed; users remove all other steps themselves. The best steps of another callback
+or run stay, too, so one callback for the latest steps and one for the best can share a folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READ_BYTES = 4 << 30
 
 
 class Best:
-    """Tracks the best value of a metric during a run; ``rule`` is the name of the argument that needs it, if any."""
+    """Tracks the best value of a metric; ``rule`` is the user's argument that needs it (``keep_best``), if any."""
 
     def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
         self.monitor, self.of, self.rule = monitor, of, rule
@@ -98,11 +98,11 @@ class Found:
     step: int = -1
     run: str | None = None
     damaged: list[tuple[int, float | None, str]] = field(default_factory=list)
-    """Damaged steps that are or may be better: number, value of the metric if known, description of the damage."""
+    """Damaged steps that may be better than the best undamaged one: number, value of the metric if known, damage."""
 
 
 def _find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Found:
-    """Return the best undamaged step, and the damaged ones above it. Steps over ``read_bytes`` are not verified."""
+    """Return the best undamaged step and damaged ones that may be better. Steps over ``read_bytes`` are not read."""
     unknown = (info for info in steps if info.hides_rank)
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
     for info in by.best(info for info in steps if info.ours):
@@ -137,7 +137,7 @@ Mode = Literal["min", "max"]
 
 
 class Monitor:
-    """A metric in the logs of ``fit``. With ``mode="auto"``, the model says whether lower or higher is better."""
+    """A metric that ranks steps, such as ``val_loss``; with ``mode="auto"``, the model says whether lower is better."""
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         check_choice("mode", mode, ("auto", "min", "max"))
@@ -294,12 +294,12 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
 
 
 def _recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
-    """Return the step numbers that the records of other steps list as damaged; reads the records only, no data."""
+    """Return the numbers of the damaged steps that any of ``steps`` lists in its ``step.json``; no data is read."""
     return {step for info in steps for step in info.recorded.damaged}
 
 
 def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
-    """Yield the best steps that other callbacks keep: per metric, as many as its newest step's ``keep_best`` says."""
+    """Yield the numbers of the n best steps for each metric; n is ``keep_best`` in its newest ``step.json``."""
     groups: dict[tuple[str, str], list[StepInfo]] = {}
     for info in steps:
         if info.recorded.monitor is not None and info.recorded.keep_best is not None:

@@ -112,8 +112,8 @@ ALL = Selection()
 class Contents:
     """Collects what one callback saves in each step: state, configuration, data position, the user's items.
 
-    ``warn`` is called with a message about each part that cannot be saved. A step with selected weights only leaves out
-    the files that layers save (assets): they belong to the weights that are left out.
+    ``warn`` is called with a message about each part that cannot be saved. If the user selects weights, steps have no
+    assets (files that layers save), because assets belong to the weights that are left out.
     """
 
     def __init__(self, *, weights_only: bool, warn: Callable[[str], None], selection: Selection = ALL) -> None:
@@ -147,7 +147,7 @@ class Contents:
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         **how: Any,
     ) -> SaveJob:
-        """Return all that is needed to write one step. ``record``, after fields are added, becomes ``step.json``."""
+        """Return all that is needed to write a step. Its ``step.json`` is ``record`` plus versions, mesh and so on."""
         state = self.described_state(model)
         shardings = (getattr(current_value(leaf.variable), "sharding", None) for leaf in state.leaves)
         meshes = (one.mesh.shape for one in shardings if isinstance(one, jax.sharding.NamedSharding))
@@ -221,8 +221,8 @@ def prepare_serialising() -> None:
 def _for_all_processes(tree: Any) -> Any:
     """Return a state tree that several processes can save together.
 
-    An array that is not distributed over all processes (seeds, counters of a model without a distribution) belongs to
-    one process, and Orbax refuses it. Process 0 stores its value, which is the same on all: they train the same model.
+    Orbax refuses arrays that only one process can access, such as seeds of a model without a distribution. They become
+    NumPy arrays, and process 0 stores its own: all processes train the same model, so the values are equal.
     """
 
     def plain(value: Any) -> Any:
@@ -273,7 +273,7 @@ def iterations(model: Any) -> int:
 
 
 def trained_batches(model: Any) -> int:
-    """Return how many batches the optimizer has processed; if it accumulates gradients, more than its updates."""
+    """Return how many batches the optimizer has processed: more than its updates if it accumulates gradients."""
     optimizer = innermost(getattr(model, "optimizer", None))
     counts = [one.count for one in accumulations_in(optimizer)][:1]
     return int(counts[0]) if counts else iterations(model)

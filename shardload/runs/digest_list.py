@@ -3,13 +3,11 @@
     7/pytree/ocdbt.process_0/d/ab12    |--1 MiB--|--1 MiB--|--1 MiB--|-rest-|
     7/shardload/digests.json            "9f3c…"   "01aa…"   "77de…"   "c0de…"   plus each size, and its own digest
 
-``digests.json`` is written last and read first. Its paths are untrusted input: a path that leaves the folder is
-refused, and a symbolic link in a step counts as damage.
+``digests.json`` is written last and read first. Its paths are not trusted: one that leads out of the step's folder is
+refused. xxh3 detects accidents, such as flipped bits, but not tampering: it is not a cryptographic hash.
 
-xxh3 detects accidents (flipped bits, lost blocks, stale sectors), not tampering: it is not a cryptographic hash.
-
-A step consists of regular files and folders only: `scan` follows no symbolic link, and lists everything else
-separately, for the caller to refuse. Names are sorted, so the result does not depend on the file system.
+A step consists of regular files and folders only. `scan` follows no symbolic link; it returns links, pipes and devices
+separately, and its caller refuses them.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class DigestTask:
-    """Consecutive units (MiB) of a file, ``count`` from number ``first`` on, whose digests one thread computes."""
+    """Several units (MiB) of a file, from number ``first`` to ``first + count - 1``, that one thread digests."""
 
     path: str
     first: int
@@ -150,7 +148,7 @@ class Digests:
 
 
 def is_saved(name: str) -> bool:
-    """Whether a step's digests cover the file ``name``: all but ``digests.json`` itself and the system's litter."""
+    """Whether digests cover a file: all but ``digests.json`` and the litter of file browsers, such as ``.DS_Store``."""
     return name != DIGESTS_FILE and not is_litter(name)
 
 
@@ -228,12 +226,12 @@ def size_damage(name: str, found: int, expected: int, step: str) -> Damage:
 
 
 def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
-    """Return the damage of a file whose bytes from ``first`` to ``last`` do not match their digests."""
+    """Return the damage of a file of which the bytes from ``first`` to before ``last`` do not match their digest."""
     return Damage(name, f"is damaged: the digest does not match the next {exact_bytes(last - first)}", first, step)
 
 
 def _bad_list(folder: str | os.PathLike[str] | Location, why: str | SourceError) -> DamagedError:
-    """Build the error for an invalid ``digests.json``; the file is named, unless ``why`` (a `SourceError`) names it."""
+    """Build the error that ``digests.json`` is invalid because of ``why``; a `SourceError` names the file already."""
     where = "" if isinstance(why, SourceError) else f"{located(folder) / DIGESTS_FILE}: "
     return DamagedError(
         f"Step {step_name(folder)} is damaged: {where}{why}. Without its digests nothing in the step can be checked; "

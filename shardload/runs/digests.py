@@ -1,11 +1,11 @@
-"""Verify a step: all of it, or only the MiB that are read, each by the thread that needs it first.
+"""Verify a step: all its bytes, or only those that are read.
 
                 start          stop
 |----unit----|--[-unit-----|--]-unit----|     the range overlaps two units: both are checked as a whole
 
-`Digests` is the list of digests (``shardload/digests.json``), one xxh3-64 per MiB of every file, written last and read
-first. `SavedUnits` compares bytes with them; a `Checker` checks only the units that a partial read overlaps, each once;
-`find_damage` reads a whole step.
+``shardload/digests.json`` has one digest for each unit (MiB) of every file. `SavedUnits` compares bytes with these
+digests. A `Checker` verifies the units that a read overlaps, each only once: the first thread that needs a unit
+verifies it, others wait. `find_damage` reads a whole step.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _close_all(files: dict[str, File]) -> None:
 class SavedUnits:
     """Compares the bytes of a step with the digests that it was saved with. Thread-safe.
 
-    ``shown`` is the step's path or URL, for messages. ``explain`` takes the name of a file whose bytes are wrong, and
-    returns the error if they are not damaged but something else, such as a web page; else ``None``.
+    ``shown`` is the step's path or URL, for messages. ``explain`` takes the name of a file whose bytes are wrong. If
+    the cause is not damage (a server sent a web page, say), it returns the error to raise instead, else ``None``.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Checker:
 
     @classmethod
     def of_step(cls, folder: str | os.PathLike[str] | Location) -> Checker:
-        """Open a step; check all names and sizes, and the bytes of files up to 1 MiB: longer files are checked as read.
+        """Open a step; verify all names and sizes, and files up to 1 MiB. Longer files are verified when they are read.
 
         Missing digests, and a folder whose name is the number of another step, count as damage, too.
         """
@@ -271,7 +271,7 @@ class Checker:
             return file
 
     def _settle(self, done: Future[None], name: str, unit: int, *, file: File) -> None:
-        """Verify one unit (MiB) of a file, and set ``done``, for which other threads may wait, to the result."""
+        """Verify one unit (MiB) of a file and put the result or error into ``done``; other threads may wait for it."""
         try:
             first, last = self.saved.span(name, unit)
             running, piece = hasher(), memoryview(bytearray(min(_PIECE_BYTES, last - first)))

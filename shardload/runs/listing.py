@@ -1,20 +1,21 @@
-"""List the steps in a folder or at a URL, and resolve "latest" and "best" to a step. Reads no data.
+"""List the steps in a folder or at a URL, and find the step that "latest" or "best" stands for.
 
-A step is a folder named by digits without leading zeros that contains ``shardload/`` (saved by shardload) or Orbax's
-``_CHECKPOINT_METADATA`` (a foreign step: readable, but without digests). Other folders, such as empty ones, are never
-steps. A shardload step without digests is listed with a problem; as a foreign step, it would be used unchecked.
+A step is a folder that is named by its number, without leading zeros, and contains one of these::
+
+    shardload/               shardload saved the step; if its digests are missing, it is listed as damaged
+    _CHECKPOINT_METADATA     plain Orbax or Keras saved the step: a foreign step, readable but without digests
+
 At a URL, only shardload's steps can be read::
 
     s3://bucket/run          the store lists its names; digests and ``step.json`` of each step are fetched
     s3://bucket/run/7        a single step, recognized by its digests
     http://host/run          HTTP cannot list: give the step's number or its own URL
 
-`alternative` chooses a step to use instead of a damaged one, and writes the advice for the error message::
+Listing reads no arrays. `alternative` chooses a step to use instead of a damaged one, and does read it completely if it
+is local::
 
     step="latest", a number    the newest undamaged step before the damaged one
-    step="best"                the best undamaged other step, as ranked by `find_step`
-
-A local step is read completely before it counts as undamaged; for remote steps only the listing is read.
+    step="best"                the best of the other undamaged steps
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def find_step(root: str | os.PathLike[str], step: Literal["latest", "best"] | in
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder, whatever its name, is a step that shardload saved; a subfolder ``shardload`` is no proof."""
+    """Whether shardload saved a step in this folder, whatever its name; a subfolder ``shardload`` is no proof of it."""
     path = Path(folder)
     # A source checkout of this project has a folder shardload/, too.
     marked = (path / OWN_FOLDER).is_dir() and (path / _ORBAX_FILE).is_file()
@@ -141,7 +142,7 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 
 def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
-    """Return ``path`` if it is a step, else the latest step in it; ``None`` if shardload did not save that step."""
+    """Return ``path`` if it is a step, else the latest step in it; ``None`` unless shardload saved the step found."""
     if is_ours(path):
         return Path(path)
     steps = list_steps(path) if Path(path).is_dir() else []
@@ -200,7 +201,7 @@ def _existing(steps: Sequence[StepInfo]) -> str:
 
 
 def _remote_steps(store: RemoteStore, wanted: str | int | None = None) -> list[StepInfo]:
-    """Return the steps at a URL in ascending order; only the ``wanted`` one if it can be found without the others."""
+    """Return the steps at a URL in ascending order, or only the ``wanted`` one if no other needs to be opened."""
     # A number needs no listing: one request is enough, and HTTP servers cannot list.
     if isinstance(wanted, int) and (stored := open_step(store, str(wanted))) is not None:
         return [_remote_info(stored)]
@@ -343,9 +344,10 @@ class Alternative:
 def alternative(
     directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]
 ) -> Alternative:
-    """Find a step to use instead of the damaged step ``bad`` (``None`` if damage hides which step is the best).
+    """Find a step to use instead of the damaged step ``bad``.
 
-    ``which`` is the step that the user requested, as in `find_step`; all steps in ``tried`` were found to be damaged.
+    ``which`` is the step that the user requested, as in `find_step`. ``bad`` is ``None`` if damaged metrics hide which
+    step is the best. All steps in ``tried`` were found to be damaged.
     """
     # HTTP cannot list, and the URL of a single step says nothing about the steps next to it.
     store = remote_store(directory)
@@ -373,5 +375,5 @@ def _take(found: StepInfo, rank: str) -> Alternative:
 
 
 def _first_good(steps: Iterable[StepInfo]) -> StepInfo | None:
-    """Return the first undamaged step: a local one is read completely, of a remote one only the listing counts."""
+    """Return the first undamaged step. Local steps are read completely to find out; of remote ones, no data is read."""
     return next((s for s in steps if s.problems is None and (s.url is not None or not find_damage(s.path))), None)

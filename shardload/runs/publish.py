@@ -36,10 +36,10 @@ _STEP_FOLDER = "step"
 
 _REMOVALS = 10
 _REMOVAL_PAUSE_S = 0.05
-"""Seconds to wait after each of ten attempts to remove a folder: half a second in all, once after a failed save."""
+"""Seconds to wait after each attempt to remove the folder of a failed save; ten attempts take half a second."""
 
 _published: dict[Path, float] = {}
-"""Path of each step that this process saved → time at which the `Root` that contains it was opened."""
+"""Path of each step that this process saved → time at which its `Root` was opened. The advice in `_exists` needs it."""
 _MOVED = "Earlier steps may have moved with the folder"
 
 

@@ -45,7 +45,7 @@ _MAX_FILES = 1 << 14
 _IN_FLIGHT = 16
 """Number of small files that are fetched at once, because each request takes a round trip."""
 _ITEMS = frozenset({OWN_FOLDER, "pytree", "model_config", "assets"})
-"""Folders of a step that loading reads: their small files are fetched. Users' own items may be of any size."""
+"""Folders of a step that are needed to load a model: their small files are fetched. Users' items are not fetched."""
 _DATA = re.compile(r"(?:^|/)d/[^/]+$")
 """Matches the paths of OCDBT data files, which are not fetched when a step is opened, only once they are needed."""
 

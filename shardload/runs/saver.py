@@ -1,8 +1,9 @@
-"""The engine that `OrbaxCheckpoint` and `Checkpointer` share: rank, describe and write the steps of one run.
+"""The engine that `OrbaxCheckpoint` and `Checkpointer` share: it saves the steps of one run.
 
-begin ─► wait for other savers · list the steps · find the value to beat
-save  ─► wait for the last save · note the metrics · StepRecord · Contents ─► Writer, in the background
-                                                                              └─► remove the steps not kept
+begin     wait for other savers to the same folder · remove what killed processes left
+compare   find the value of the metric that a new step has to beat
+save      wait for the last save · collect what the step contains ─► `Writer` writes the step in the background
+                                                                  └─► remove the steps that no rule keeps
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ Metadata = Mapping[str, Any] | Callable[[int, Mapping[str, float]], Mapping[str,
 class StepSaver:
     """Saves the steps of one run to a folder; `shardload.callbacks.OrbaxCheckpoint` describes the arguments.
 
-    ``rule`` is the name of the argument that needs the best step. ``warn`` is called with a message about each part
-    that cannot be saved.
+    ``rule`` is the user's argument that needs the best step, such as ``keep_best``. ``warn`` is called with a message
+    about each part that cannot be saved.
     """
 
     def __init__(
@@ -88,11 +89,11 @@ class StepSaver:
         remove_later: bool = False,
         then: Callable[[int, Path], None] | None = None,
     ) -> None:
-        """Save a step, after waiting for the last save. When this returns, the arrays may change.
+        """Wait for the last save, then save a step. When this returns, the arrays may change.
 
-        ``record`` is what the caller knows about the step: its number, epoch and metrics; ``position`` is the position
-        of the data on this process, empty if there is none. With ``remove_later``, the next save does not wait until
-        old steps are removed. ``then`` is called with the step and its folder after publishing.
+        ``record`` has the step's number, epoch and metrics. ``position`` is the position in the data on this process,
+        empty if there is none. With ``remove_later``, the next save does not wait until old steps are removed.
+        ``then`` is called with the step's number and folder after publishing.
         """
         self.writer.wait()
         assert record.step is not None

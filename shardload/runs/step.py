@@ -292,7 +292,7 @@ def ranked(
 ) -> list[StepInfo]:
     """Return the steps that have a value of ``monitor`` and belong to one of ``runs``, from best to worst.
 
-    Of equal steps, the original precedes a copy and the earlier precedes the later.
+    Of steps with equal values, the earlier comes first, but copies (renamed folders) come after all originals.
     """
     # Negate the value instead of reversing the order, which would also reverse the order of equal ones.
     sign = -1 if _is_higher_better(mode, monitor) else 1
@@ -308,7 +308,7 @@ def _is_higher_better(mode: str, monitor: str) -> bool:
 
 
 def ranking_record(steps: Sequence[StepInfo]) -> StepRecord | None:
-    """Return the record that defines "best": that of the newest step saved with ``keep_best``, else with any metric.
+    """Return the record that says what "best" means: of the newest step with ``keep_best``, or else with any metric.
 
     A callback without ``keep_best`` has a default metric, too; it must not override the rule of another callback.
     """

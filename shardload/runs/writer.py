@@ -1,19 +1,18 @@
-"""Write one step at a time, from the arrays to a published folder; background failures are raised in the foreground.
+"""Write one step at a time, from the arrays to a published folder. Most of the work runs in a background thread.
 
     training thread   wait for the last save · begin staging · snapshot the arrays ─► returns
     worker thread     Orbax writes · shardload/*.json · digests · publish · remove old steps · post_finalization
 
-Arrays of CPU devices are not copied: `snapshot` keeps a NumPy view of every shard, and the worker makes arrays of them.
-`fit` donates its state to the next batch: XLA deletes the arrays and reuses their memory, unless something outside JAX
-still refers to it; then XLA allocates new memory. Orbax keeps arrays of CPU devices in the same way, but runs its own
-slow Python code first. Arrays of accelerators, which must be copied off before the next batch, and objects that only
-their handlers understand go to Orbax in the training thread; if several processes save together, all items do.
+`fit` lets XLA overwrite its arrays in the next batch, while the worker still writes them. So `snapshot` keeps NumPy
+views of arrays on CPU devices: XLA then uses other memory, and nothing is copied. All other items (arrays on
+accelerators, objects with their own Orbax handler) go to Orbax in the training thread. So do all items if several
+processes save together.
 
-Several processes do each stage together: process 0 begins, publishes and removes, each process writes its own
-shards and computes the digests of its files, and a failure on one process fails on all.
+Several processes do each stage together. Process 0 creates, publishes and removes folders; each process writes its own
+shards and computes the digests of its files. A failure on one process fails on all.
 
-A process that exits, even through an exception in ``fit``, first finishes the current save. A failure is kept until
-`raise_failure` or `wait`. The root never contains a partial step: before the publishing rename, all is in staging.
+A process that exits, even through an exception in ``fit``, first finishes the current save. An error of the worker is
+raised later, by `raise_failure` or `wait`. Until a step is complete, all its files are in a staging folder.
 
 Longer than other modules: the stages of one save, read in order.
 """
@@ -63,7 +62,7 @@ from shardload.stores.local import located
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 LOOK_S = 1.0
-"""Seconds between two checks, by a process that waits for Orbax, whether the other processes are alive."""
+"""Seconds between two checks whether the other processes are alive, while a process waits for Orbax."""
 _OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
 
 
@@ -83,7 +82,7 @@ class SaveJob:
 
 
 class Writer:
-    """Writes the steps of one root, one at a time."""
+    """Writes steps to one folder, the root, one step at a time."""
 
     def __init__(self, root: Root) -> None:
         self.root = root
@@ -159,9 +158,10 @@ class Writer:
         self.raise_failure()
 
     def later(self, call: Callable[[int, Path], None]) -> Callable[[int, Path], None]:
-        """Return a function that runs ``call`` in another thread, for one step at a time; the next save does not wait.
+        """Return a function that runs ``call`` in another thread, so that the next save does not wait for it.
 
-        With several processes, only one would see the failure of ``call``, so it stays a part of the save there.
+        Calls for several steps run one after the other. With several processes, ``call`` itself is returned and runs as
+        a part of the save: in another thread, only one process would see it fail.
         """
         if processes.count() > 1:
             return call
@@ -200,8 +200,8 @@ class Writer:
     def raise_failure_together(self) -> None:
         """Raise the error of the last save, if it failed. With several processes, only if another process was lost.
 
-        One process may notice the error a batch before the others, which would then wait for it in the next batch.
-        So all raise it with the next save, where they wait for each other, but a lost process stops the others anyway.
+        One process may notice an error a batch before the others. If it raised the error at once, the others would wait
+        for it in the next batch. So all raise it at the next save, where they meet. A lost process stops all anyway.
         """
         if processes.count() == 1 or isinstance(self._failure, ProcessLostError):
             self.raise_failure()
@@ -251,7 +251,7 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
 
 
 def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingSave]:
-    """Prepare a save: start it, or snapshot its arrays. Return a function that returns the started save."""
+    """Snapshot the arrays to save; if impossible, start Orbax now. Return a function that returns the started save."""
 
     def begin(items: Mapping[str, Any]) -> orbax_writer.PendingSave:
         options: Any = {"compression": job.compression, "step": job.step, "timeout_s": job.timeout_s}
@@ -336,7 +336,7 @@ def _digest(job: SaveJob, staging: Staging) -> None:
             (own / name).write_text(json.dumps(_finite(content), indent=1, allow_nan=False), encoding="utf-8")
 
     def is_ours(name: str) -> bool:
-        """Whether this process digests a file: it wrote the file, or it is process 0 and the writer is not known."""
+        """Whether this process digests a file: if this process wrote it, or is process 0 and the writer is unknown."""
         found = _OF_PROCESS.match(name)
         writer = int(found.group(1)) if found else 0
         return (writer if writer < processes.count() else 0) == processes.index()
@@ -389,7 +389,7 @@ def _finite(content: Any) -> Any:
 
 
 _WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
-"""Dtypes that JAX narrows unless ``jax_enable_x64`` is set, which may be set in the training thread only."""
+"""Dtypes that JAX narrows to 32 bits without ``jax_enable_x64``, which may be set for the training thread only."""
 
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
 """Types whose values cannot change, so that a snapshot needs only a reference to them."""
