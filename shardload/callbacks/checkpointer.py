@@ -54,7 +54,7 @@ class Checkpointer:
         directory: The folder of the steps, created if missing.
         max_to_keep: The number of latest steps to keep; ``None`` keeps all.
         monitor: The metric that ranks steps, among the ``metrics`` of `save`.
-        mode: ``min``, ``max``, or ``auto``: the direction of the model's metric of that name.
+        mode: ``min`` if lower values are better, ``max`` if higher, ``auto`` to ask the model's metric of that name.
         keep_best: The number of best steps to keep as well.
         keep_every_steps: Also keep the first step at or after each multiple of this number.
         keep_every_hours: Also keep one step per this many hours.
@@ -62,7 +62,7 @@ class Checkpointer:
         compression: ``"zstd"`` makes smaller files that take longer to write and read.
         async_timeout_s: The time limit of a save in seconds.
         save_trainable_only: Omit the weights that training does not change.
-        variables: The weights to store: patterns of variable paths, or a function of a variable.
+        variables: The weights to store, if not all: patterns of variable paths, or a function of a variable.
 
     Raises:
         UsageError: If an argument is invalid.
@@ -120,7 +120,7 @@ class Checkpointer:
     ) -> None:
         """Save the values that the variables have now; training may continue at once.
 
-        A loop that keeps values outside the variables, as with ``stateless_call``, assigns them first.
+        If a loop keeps values elsewhere, as with ``stateless_call``, it must first assign them to the variables.
 
         Args:
             step: The number of the step; larger than those in the folder.
@@ -128,7 +128,7 @@ class Checkpointer:
             optimizer: The optimizer of the loop, if the model is not compiled with it.
             metrics: Scalars by name, which rank the step and are listed with it.
             epoch: The epoch that this step completes, counted from 0; ``fit`` continues after it.
-            metadata: A JSON value.
+            metadata: A JSON value to store with the step.
             iterator: The data source whose position is stored: an object with ``get_state``, a function, or JSON.
             checkpointables: Further named items (pytrees, or objects with an Orbax handler) stored in the same step.
 
@@ -245,7 +245,7 @@ class Checkpointer:
         return next(reversed(self.steps()), None)
 
     def best(self) -> StepInfo | None:
-        """Return the best step by the metric that ranks steps, ``None`` without one."""
+        """Return the step with the best value of the metric ``monitor``, or ``None`` if there is no such step."""
         return next((info for info in self.steps() if info.best), None)
 
     def __enter__(self) -> Checkpointer:

@@ -46,8 +46,8 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         monitor: The metric that ranks steps.
         verbose: 1 prints a line for every save.
         save_best_only: Save only if ``monitor`` beats the best value so far; later steps do not displace the best one.
-        mode: ``min``, ``max``, or ``auto``: the direction of the metric of that name.
-        save_freq: ``"epoch"``, or a number of batches.
+        mode: ``min`` if lower values are better, ``max`` if higher, ``auto`` to ask the metric of that name.
+        save_freq: When to save: after every ``"epoch"``, or after this number of batches.
         initial_value_threshold: The initial value of ``monitor`` to beat.
         max_to_keep: The number of latest steps to keep; ``None`` keeps all. Steps not saved by this class are
             never removed.
@@ -55,12 +55,12 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         save_weights_only: Omit optimizer, metrics and the model's configuration.
         save_trainable_only: Omit the weights that training does not change, such as the frozen base of LoRA adapters,
             and the assets. `shardload.restore` puts such a step into a model that has these weights.
-        variables: The weights to store, instead: patterns of variable paths such as ``["*lora*"]``, or a function of
-            a variable.
+        variables: The weights to store, if not all: patterns of variable paths such as ``["*lora*"]``, or a function
+            that returns for each variable whether to store it.
         metadata: A JSON value, or a function of step and logs that returns one; stored with each step.
         checkpointables: Further named items (pytrees, or objects with an Orbax handler) stored in the same step, or
-            a function that returns them. An item with its own handler keeps plain Orbax from loading the step
-            without naming items.
+            a function that returns them. If an item has its own handler, plain Orbax loads the step only if the
+            items to load are named.
         data_iterator: The data source whose position is stored: an object with ``get_state``, a function, or JSON.
         compression: ``"zstd"`` makes smaller files that take longer to write and read.
         keep_best: The number of best steps to keep as well; with ``save_best_only`` at least one.

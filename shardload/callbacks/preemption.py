@@ -1,9 +1,9 @@
-"""Handle signals during ``fit``: SIGTERM, which a cluster sends before it takes a machine away, and a dropped Ctrl-C.
+"""Handle signals during ``fit``: SIGTERM, which a cluster sends before it takes a machine away, and Ctrl-C.
 
-After SIGTERM, the callback saves once more and ends ``fit``. After Ctrl-C, ``fit`` ends as without the callback,
-even if Python dropped the `KeyboardInterrupt` in a finalizer or in a garbage collection callback. The handlers
-only set a flag; the callback checks it after each batch. With ``jax.distributed``, JAX handles SIGTERM itself, and all
-processes agree on the batch after which they save together; a handler set here would keep JAX from being notified.
+After SIGTERM, the callback saves once more and ends ``fit``. After Ctrl-C, ``fit`` ends as it does without the
+callback, also when Python loses the `KeyboardInterrupt`, as in a finalizer. The handlers only set a flag; the callback
+checks it after each batch. With ``jax.distributed``, JAX handles SIGTERM itself, and all processes agree on the batch
+after which they save. No handler for SIGTERM is then set here, because it would replace JAX's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardload import processes
 from shardload.keras_bridge.training import in_fit
 
 _asked = itertools.count()
-"""Counts the queries to JAX whether the run is preempted: JAX needs the same number on all processes."""
+"""Numbers the calls that ask JAX whether the run is preempted: JAX needs the same number on all processes."""
 
 
 class Preemption:
@@ -32,7 +32,7 @@ class Preemption:
         self._agreed = False
 
     def is_announced(self) -> bool:
-        """Whether any process received SIGTERM, so that ``fit`` must save and end. All processes ask after a batch."""
+        """Whether any process got SIGTERM, so that ``fit`` must save and end. All processes ask this after a batch."""
         # JAX returns true for a single query, so the answer is kept.
         if not self._agreed and processes.is_distributed():
             try:

@@ -4,14 +4,13 @@ saved                          the next fit continues
 at the end of epoch 4          with epoch 5
 after 30 batches of epoch 4    in epoch 4: with batch 31 if the data position was saved, else from batch 1
 
-Two callbacks of Keras decide by earlier epochs: ``EarlyStopping`` and ``ReduceLROnPlateau``. Their state is saved in
-each step and continues, too (`OtherCallbacks`)::
+Keras' callbacks ``EarlyStopping`` and ``ReduceLROnPlateau`` decide by earlier epochs. Each step stores their state, for
+example how many epochs they have waited, and a resumed run restores it (`OtherCallbacks`)::
 
     step.json    "callbacks": [{"callback": "EarlyStopping", "monitor": "val_loss", "wait": 2, "best": 0.25, …}]
 
-Keras resets both callbacks when ``fit`` begins, and a resumed run would count its patience again. So their state is
-restored when the first epoch begins. `OrbaxCheckpoint` runs after both callbacks in ``fit``: a step saved at the end of
-an epoch then contains their decision about this epoch, and the learning rate that follows from it.
+Keras resets both callbacks when ``fit`` begins, so their state is restored later, when the first epoch begins.
+`OrbaxCheckpoint` runs after both: a step saved at the end of an epoch contains what they decided after that epoch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _SAVED = {
     False: "Step {step} was saved after {place}, without a data position.",
     True: "Step {step} was saved after {place}, with a data position, but this data cannot continue there.",
 }
-"""How the warning that data starts over begins; the key says whether the step stores a data position."""
+"""Beginnings of the warning that data starts over; the key says whether the step stores a data position."""
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class Resumption:
     epoch: int
     """The epoch with which ``fit`` begins, counted from 0."""
     complete: int
-    """Number of epochs completed at the step: also the value of ``epoch``, unless the user gave ``initial_epoch``."""
+    """Number of epochs that were complete at the step; equals ``epoch`` unless the user gave ``initial_epoch``."""
     skipped: int = 0
     """The number of batches of epoch ``epoch`` that were trained before the step was saved."""
     metrics: list[tuple[Any, Any]] = field(default_factory=list)
@@ -135,7 +134,7 @@ def resume_training(
     data_iterator: Any,
     initial_epoch: int | None,
 ) -> Resumption | None:
-    """Return where ``fit`` continues: after the step that was or, by ``resume``, is now restored; None without one."""
+    """Restore the step that ``resume`` names, unless one was restored before; return where ``fit`` then continues."""
     record = record_of(model)
     info, record.restored = record.restored, None
     before = info is not None and _is_in(directory, info)
@@ -244,7 +243,7 @@ def _resumption(
 
 
 def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
-    """Return what a step stores about data: ``own``, the position of a user's iterator, and that of the dataset."""
+    """Return the data position to store in a step: ``own``, of the user's iterator, and that of the dataset, if any."""
     state = position.state
     if state is None:
         return own
@@ -270,7 +269,7 @@ class OtherCallbacks:
     """The ``EarlyStopping`` and ``ReduceLROnPlateau`` callbacks of one ``fit``, whose state is stored in its steps."""
 
     def __init__(self, saver: Any = None) -> None:
-        """Find the callbacks in the running ``fit``, and move ``saver`` behind them. Without ``saver``, find none."""
+        """Find the callbacks in the running ``fit``, and make ``saver`` run after them. If it is None, find none."""
         self._found = () if saver is None else tuple(run_after(saver, _KINDS))
         self._waiting: list[tuple[Any, dict[str, Any]]] = []
 
