@@ -1,7 +1,8 @@
 """Optimizers for sharded models, and layouts for optimizer state.
 
-`REKLS` is second-order: `rekls_math` is the arithmetic for one matrix, `joint_update` one step for all variables,
-`matrices` turns shapes into matrices, and `dealing` decides which device decomposes what and runs the decompositions.
+`REKLS` is second-order: it decomposes matrices into eigenvectors. `rekls_math` is the arithmetic for one matrix,
+`joint_update` is one training step of all variables, `matrices` says how variables of any shape are viewed as matrices,
+and `dealing` decides which device decomposes what, and runs the decompositions.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Put matrices into batches, and deal matrices or decompositions out over devices.
 
-If there are as many matrices of one kind as devices, each device updates one alone. Other matrices are
-updated in batches: each device decomposes its share of a batch's factors, then all devices get all eigenpairs.
+If there are as many matrices of one kind as devices, each device updates one of them alone. Other matrices are updated
+in batches: each device decomposes its share of the factors, then all devices get all eigenpairs. For example, four
+devices share six factors of 64 x 64 and three of 32 x 32::
 
-six factors of 64, three of 32, four devices
-device 0   64 64          device 2   64    32
-device 1   64 64          device 3   64    32 32     ◄─ equal numbers first, the rest to whoever has least to do
+    device 0   64 64          device 2   64    32
+    device 1   64 64          device 3   64    32 32     ◄─ equal numbers first, the rest to whoever has least to do
 
-Inside `jax.shard_map`, whole arrays become shards, and shards become whole arrays:
+Inside `jax.shard_map`, four functions turn shards into whole arrays and back::
 
     shards of one array on all devices        ─ gather ─►  the whole array on all devices        ─ shard ─►  the shards
     shards of k arrays on each of k devices   ─ collect ─► one whole array on each device        ─ spread ─► the shards
 
-An optimization barrier separates these four from the arithmetic: XLA would move slices into matrix products, which then
-round differently (seen at 96 x 200).
+They contain optimization barriers: without these, XLA would merge them with the arithmetic, which then rounds
+differently.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Sized:
     nbytes: int
     """Bytes of the whole matrix and its state."""
     is_split: bool
-    """Whether the matrix and its state are split over all devices. Only then is it dealt out: otherwise its results
-    would have to be gathered again."""
+    """Whether the matrix and its state are split over all devices. Only such a matrix is given whole to one device:
+    the results for any other would have to be gathered on all devices."""
     kind: Hashable
     """Everything else that the update of a matrix depends on."""
 
@@ -78,9 +78,9 @@ class Deal:
 def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
     """Put matrices into batches of at most ``limit`` bytes, or of one matrix.
 
-    Matrices of one kind that are split over all devices are dealt out, the same number to each device. Those left over
-    are whole everywhere; matrices of one shape, or its transpose, share a batch there, so that their decompositions
-    divide evenly.
+    Matrices of one kind that are split over all devices are dealt out: each device gets the same number of them, whole.
+    All other matrices are whole on every device. They are sorted by shape, so that a batch has many factors of one
+    size, which devices can share evenly.
     """
     found, rest = [], []
     for kind in dict.fromkeys(matrices):
@@ -103,7 +103,7 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
-    """Decide which device decomposes which factors: all get equally many of each size; the rest is dealt by work."""
+    """Decide which device decomposes which factors: all get equally many of each size, the least busy get the rest."""
     load = [0] * devices
     found = []
     # Largest first, so that smaller factors even out what is left over of larger ones.
@@ -161,7 +161,7 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 
 def _picked(group: Deal, cards: slice, axes: tuple[str, ...]) -> Array:
-    """Return a slice of the factors that this device decomposes, as positions in ``group.factors``, padded with -1."""
+    """Return ``cards``, a part of the factors that this device decomposes: positions in ``group.factors``, then -1s."""
     # All devices run one program: each looks up its own row in a constant.
     hands = [hand[cards] for hand in group.hands]
     longest = max(map(len, hands))
@@ -177,10 +177,10 @@ def _at(places: Array, stack: Array, old: Eigenpairs) -> tuple[Array, Eigenpairs
 def _rest(
     group: Deal, share: int, stack: Array, old: Eigenpairs, decompose: _Decompose, *, axes: tuple[str, ...]
 ) -> Eigenpairs:
-    """Decompose the factors left after equal shares, at most one per device; return their eigenpairs, by device.
+    """Decompose the factors left after equal shares, at most one per device; return their eigenpairs on all devices.
 
-    An all-gather would also send padding from devices that have nothing. Instead, results are summed over devices that
-    have zeros in all other places.
+    An all-gather would also send padding for devices without a factor. Instead, each device puts its result into an
+    array of zeros, and the arrays of all devices are summed.
     """
     mine = _picked(group, slice(share, share + 1), axes)
     has = mine[0] >= 0
@@ -228,9 +228,10 @@ def shard(arrays: Any, specs: Any) -> Any:
 
 
 def collect_dealt(stacks: Any, specs: Any, mesh: Mesh) -> Any:
-    """Turn stacks of shards into the whole arrays that this device gets; ``specs`` has the `PartitionSpec` of each.
+    """Turn shards of all dealt arrays into the whole arrays that this device gets; ``specs`` says how they are split.
 
-    A stack has shape (c · k, …) for k devices, which get c of the arrays each, every k-th one; returns (c, …) each.
+    Each stack has this device's shards of c · k arrays along dim 0, for k devices. The result has c whole arrays each:
+    device i gets the arrays i, i + k, and so on.
     """
 
     def one(stack: Any, spec: PartitionSpec) -> Any:
@@ -250,7 +251,7 @@ def collect_dealt(stacks: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def spread_dealt(arrays: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return stacks of this device's shards of the arrays that all devices have: the inverse of `collect_dealt`."""
+    """Turn the whole arrays of this device back into shards of the arrays of all devices: undoes `collect_dealt`."""
 
     def one(array: Any, spec: PartitionSpec) -> Any:
         array = array.reshape(array.shape[0], *(1 for _ in mesh.axis_names), *array.shape[1:])
@@ -275,7 +276,7 @@ def _dims_of_axes(spec: PartitionSpec) -> dict[str, int]:
 
 
 def _minor_first(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, str]]:
-    """Return mesh axes of several devices with their dims in a stack; where axes split one dim, the minor is first."""
+    """Return mesh axes of several devices with their dims in a stack; of axes that split one dim, the last is first."""
     # Minor axes split neighbours: joined first, they give the contiguous blocks that the major axis then joins.
     order = [axis for _, axes in _split_dims(spec) for axis in reversed(axes)]
     rest = [axis for axis in mesh.axis_names if axis not in order]

@@ -1,25 +1,24 @@
-"""One step of REKLS as one traced function, or no step at all: matrices together, all others element by element.
+"""One step of REKLS as one traced function: matrices together, other variables element by element.
 
     any gradient not finite         ─► nothing changes; ``skipped`` counts it
     gradients are only accumulated  ─► nothing changes, nothing is computed
     otherwise                       ─► matrices: `update`; other variables: AdamW
 
-Each array of a matrix is spread over a mesh in its own way:
+How matrices are updated depends on how many of one kind there are. W is the weight of a matrix, G its gradient, L and R
+are its factors, Q and λ their eigenpairs, M and V Adam's moments::
 
-    as many matrices of one kind as devices: each device gets one, whole, updates it alone, and hands back the shards
+    as many as devices: each device gets one whole matrix, updates it alone, and hands back the shards
 
-    any other number of matrices:
-    shard of G, M, V, Q, λ ─► all-gather ─► the arithmetic of `rekls_math`, on whole arrays, on every device alike
-    shard of L, W          ─► element by element, with the device's slice of what the arithmetic gives
-    whole L, R             ─► dealt out: each device decomposes its share ─► eigenpairs to all devices
+    any other number:
+    shards of G, M, V, Q, λ ─► all-gather ─► the arithmetic of `rekls_math` on whole arrays, on every device alike
+    shards of L, W          ─► element by element, with the device's slice of what the arithmetic gives
+    whole L, R              ─► dealt out: each device decomposes its share ─► eigenpairs to all devices
 
 Matrices are updated in batches, one after the other, so that only one batch is whole at a time. Each batch is a
-`jax.lax.cond`, whose memory XLA frees at its end; barriers between batches have no effect on CPU, where XLA drops them
-before it schedules.
+`jax.lax.cond`, because XLA frees its memory at its end.
 
-The gathers are written out in a `jax.shard_map`, because XLA's partitioner would split the inner products, and rounding
-would differ from layout to layout. State has the same bits for every way to split W on one mesh; W itself may differ in
-its last bit, because XLA fuses the last sums in different ways.
+Gathers are written out in a `jax.shard_map`: XLA's partitioner would split the inner products, and rounding would then
+depend on the layout. State has the same bits for every way to split W on one mesh; W may differ in its last bit.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class JointPlan:
     frequency: int = 1
     """Factors are decomposed in step 1, step 1 + frequency, and so on."""
     decomposition: str = "eigh"
-    """``eigh`` each time; or ``qr``: ``eigh`` when a factor is first not 0, then one step of QR iteration each time."""
+    """``"eigh"``: exact each time. ``"qr"``: exact when a factor is first not 0, then one step of QR iteration."""
     dealt: bool = True
     """Whether each decomposition runs on one device of the mesh, not on all of them."""
 
@@ -142,7 +141,7 @@ def _local(
 def _update_each_on_one(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards of matrices of one kind, each of which one device computes alone."""
+    """Update this device's shards of matrices of one kind: each matrix is computed whole, by one device."""
     mesh, specs = plan.mesh, plan.matrices[0].specs
     assert mesh is not None
     # Shards of all matrices ─► whole matrices, `count` on each device ─► the update without a mesh ─► shards again.
@@ -181,7 +180,7 @@ def _update_everywhere(
 
 
 def _moving(plan: JointPlan, states: Sequence[MatrixState]) -> Array:
-    """Return for each matrix whether the step changes W: only if L or R is not all zeros, after an earlier gradient."""
+    """Return for each matrix whether the step moves W: not if ``skip_first_update`` is set and L and R are still 0."""
     if not plan.settings.skip_first_update:
         return jnp.ones(len(states), bool)
     own = jnp.stack([jnp.array([jnp.any(x != 0) for x in jax.tree.leaves(state.factors)]).any() for state in states])
@@ -208,7 +207,7 @@ class _OneMatrix:
         return found
 
     def whole_gradient(self, *, when: Sequence[str]) -> Array:
-        """Return the whole gradient as a matrix, with weight decay added if ``when`` names its method."""
+        """Return the whole gradient as a matrix, plus weight decay if its method is in ``when``: ``("l2",)``, say."""
         # Decay is added to the shard, so that W itself is never gathered.
         own = self.gradient.astype(jnp.float32)
         for method in when:
@@ -217,7 +216,7 @@ class _OneMatrix:
         return found
 
     def new_factors(self, old: Sides) -> tuple[Sides, Array]:
-        """Return the shards of L and R, and how many did not change because the contribution is not finite."""
+        """Return shards of the new L and R, and how many of the two stayed as they were because of NaN or infinity."""
         whole = self.whole_gradient(when=("l2_before_factors",))
         added = rekls_math.contributions(whole, old, self.settings)
         failed = jnp.int32(0)
@@ -259,7 +258,7 @@ class _OneMatrix:
 def _decomposed(
     plan: JointPlan, factors: Sequence[Sides], olds: Sequence[Sides], step: StepNumbers
 ) -> tuple[list[Sides], Array]:
-    """Return the whole eigenpairs of all factors (old ones between decompositions), and how many were not finite."""
+    """Return the whole eigenpairs of all factors (the old ones if none are due), and how many were not finite."""
     # A side that is the identity has None, which is no leaf: the three lists are of the same factors.
     is_pair = lambda x: isinstance(x, Eigenpairs)  # noqa: E731
     old, structure = jax.tree.flatten(list(olds), is_leaf=is_pair)

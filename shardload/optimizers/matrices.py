@@ -1,11 +1,11 @@
 """Which variables REKLS treats as matrices, how, and how many bytes their state takes: arithmetic on shapes.
 
-    Dense            (D, F)              D × F
-    query            (D, H, K)           D × H·K          the largest of three dims (the first, of equals)
-                                                          forms one side by itself
-    query of Gemma   (H, D, K)           D × H·K
-    attention output (H, K, D)           H·K × D          where D is the largest
-    Conv2D           (h, w, in, out)     h·w·in × out
+    variable         shape                rows × columns
+    Dense            (D, F)               D × F
+    query            (D, H, K)            D × H·K          of three dims, the largest is one side, the other two
+    query of Gemma   (H, D, K)            D × H·K          form the other side (here, D is the largest)
+    attention output (H, K, D)            H·K × D
+    Conv2D           (h, w, in, out)      h·w·in × out
 
 The view follows from the shape alone, never from a layout, so state that was saved on one mesh fits any other.
 """
@@ -26,8 +26,8 @@ from shardload.units import check_kind, plural
 MAX_DIMENSION = 10_000
 """Longest side that has a factor, as in SOAP: the decomposition of a larger factor takes minutes."""
 ADAMW_FOR = ("embedding", r"(^|/)bias$")
-"""Paths of variables that get AdamW, as in `keras.optimizers.Muon`: few rows of an embedding have a gradient in each
-step, and biases with two dims (heads, or the two of a GRU) have no rows and columns that belong together."""
+"""Regular expressions for paths of variables that get AdamW. In each step, few rows of an embedding have a gradient;
+and in a bias of two dims, such as (heads, size), rows and columns have no common meaning."""
 _FLOAT32_BYTES = 4
 _SHOWN = 5
 
@@ -38,7 +38,7 @@ class MatrixView:
 
     shape: tuple[int, ...]
     rows: tuple[int, ...]
-    """The dims that form the rows, slowest first."""
+    """The dims of the array that are merged into rows, such as (0, 1); the last one varies fastest from row to row."""
     has_left: bool = True
     """Whether the rows have a factor L; otherwise the identity takes the place of L."""
     has_right: bool = True
@@ -75,7 +75,7 @@ class MatrixRules:
     """Rules that say which variables REKLS treats as matrices; the others get AdamW."""
 
     max_dimension: int = MAX_DIMENSION
-    """A longer side has the identity as its factor; a variable with two longer sides is not treated as a matrix."""
+    """Longest side of a matrix that has a factor. If both sides are longer, the variable gets AdamW instead."""
     adamw_for: tuple[str, ...] = ADAMW_FOR
     """Regular expressions, case ignored: a variable with a match anywhere in its path gets AdamW."""
     row_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

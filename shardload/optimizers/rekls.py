@@ -51,16 +51,16 @@ class REKLS(JointOptimizer):
         beta_1: Decay rate of the first moment.
         beta_2: Decay rate of the second moment.
         factor_beta: Decay rate of the factors L and R.
-        epsilon: Added to the root of the second moment. Gradients are divided by no smaller eigenvalue.
+        epsilon: Added to the root of the second moment; also the smallest eigenvalue to divide gradients by.
         weight_decay: Strength of the weight decay; ``None`` or 0 turns it off.
         weight_decay_method: What is subtracted from W: ``"decoupled"`` (lr · wd · W), ``"independent"`` (wd · W) or
             ``"palm"`` (lr² · wd · W). Or wd · W is added to the gradient: ``"l2"`` after the factors are updated,
             ``"l2_before_factors"`` before, as the tensor-parallel original does.
         precondition_frequency: Number of steps from one decomposition to the next.
-        decomposition: ``"eigh"``, or ``"qr"``: one step of QR iteration from the eigenvectors of the step before.
-        decompositions: ``"dealt"``: each runs on one device of the mesh, and where there are enough matrices of one
-            kind, so does all other work on a matrix. ``"repeated"``: every device does everything.
-        max_dimension: A longer side has no factor: the identity takes its place.
+        decomposition: ``"eigh"``: exact. ``"qr"``: one step of QR iteration from the eigenvectors of the step before.
+        decompositions: ``"dealt"``: each decomposition runs on one device of the mesh; with enough matrices of one
+            kind, all other work on a matrix does, too. ``"repeated"``: every device does everything.
+        max_dimension: Longest side of a matrix that has a factor. For a longer side, the identity takes its place.
         factor_dtype: Dtype in which L and R are stored: ``"float32"`` or ``"bfloat16"``.
         skip_first_update: Use the first nonzero gradient of each matrix only to find its eigenbases. In exact
             arithmetic, that gradient is diagonal in its own eigenbasis; everything else in it is rounding noise, which
@@ -70,8 +70,9 @@ class REKLS(JointOptimizer):
             eigenvectors for 100 steps and more, see ``docs/rekls.md``.
         relative_epsilon: Smallest eigenvalue that a gradient is divided by, as a share of the mean eigenvalue of the
             factor. The original has 0.
-        limit_updates: Clip U to the largest update of Adam with these betas, 1.165 by default. The second moment is not
-            rotated with the eigenbases, so without this, steps can be hundreds of learning rates long.
+        limit_updates: Clip updates, before multiplying by the learning rate, to the largest one of Adam with these betas,
+            1.165 by default. The second moment is not rotated with the eigenbases, so without this, steps can be
+            hundreds of learning rates long.
         rank_tolerance: W moves only along eigenvectors whose eigenvalue is at least this share of the largest one, of
             both factors. Along the others, gradients are rounding noise, which Adam would scale to full steps. With
             ``factor_dtype="bfloat16"``, at least 2⁻⁸ is used, its precision. With 0, as in the original, W moves in all
@@ -84,7 +85,7 @@ class REKLS(JointOptimizer):
         whole_bytes: Most state that is whole on a device at a time, in bytes, or as text like ``"4GiB"``. Matrices are
             updated in batches of at most this size, or one by one; an update needs about twice as much on each device.
             If there are as many matrices of one kind as devices, all split over every device, each device updates one
-            alone. Of other batches, only decompositions are dealt out; with fewer of them than devices, some wait.
+            alone. In other batches, only decompositions are dealt out; if there are too few, some devices wait.
         uneven: For a factor whose length the devices do not divide: raise an ``"error"``, or ``"replicate"`` it.
         **options: As for every Keras optimizer: ``clipnorm``, ``global_clipnorm``, ``use_ema``, ``name`` and so on.
 
@@ -183,7 +184,7 @@ class REKLS(JointOptimizer):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
 
     def start_of_slot(self, slot: str) -> Any:
-        """Return the initializer of state by its attribute (``left_vectors``), for restoring a step that lacks it."""
+        """Return the initializer of the state in an attribute (``left_vectors``), to restore a step that lacks it."""
         return rekls_setup.start_of_slot(slot, self.options)
 
     def _view(self, variable: Variable) -> MatrixView | None:
@@ -219,7 +220,7 @@ class REKLS(JointOptimizer):
 
     @property
     def needs_even_state(self) -> bool:
-        """Whether a factor that does not divide into as many parts as its variable is an error, not replicated."""
+        """Whether to raise an error for a factor that cannot be split evenly, instead of replicating the factor."""
         return self.options.uneven == "error"
 
     @property
@@ -262,7 +263,7 @@ class REKLS(JointOptimizer):
         return sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in state if v is not None)
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return by ``id`` the layouts that factors and eigenpairs have if ``layout_of`` has those of the variables."""
+        """Return the layouts of factors and eigenpairs, by ``id``, that follow from the layouts of their variables."""
         found: dict[int, Layout] = {}
         for place, variable in enumerate(self.trained):
             if (layout := layout_of(variable)) is not None:

@@ -36,7 +36,7 @@ class Eigenpairs(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """A pair for the rows and the columns of a matrix, such as L and R; `None` for a side that has no factor."""
+    """One value for the rows and one for the columns of a matrix, such as L and R; `None` where there is no factor."""
 
     left: Any
     right: Any
@@ -61,7 +61,7 @@ class Settings:
     decay: str = "decoupled"
     skip_first_update: bool = True
     starts_at_rms: bool = False
-    """Whether the gradient's root mean square replaces eigenvalues that are all 0, as before the first step."""
+    """Whether the gradient's root mean square takes the place of eigenvalues that are still all 0."""
     relative_epsilon: float = 0.0
     """Least number that `divisors` returns for an eigenvalue, as a share of the mean eigenvalue."""
     limits_updates: bool = False
@@ -71,7 +71,7 @@ class Settings:
 
     @property
     def largest_update(self) -> float:
-        """The bound of Adam's U, by Cauchy and Schwarz, if all gradients were in the same coordinates."""
+        """Largest absolute value of Adam's U, by Cauchy and Schwarz; exceeded only when the eigenbases change."""
         # The bound has the factor √Σ(b₁²/b₂)ᵏ over all past steps k: infinite unless b₁² < b₂.
         ratio = self.beta_1**2 / self.beta_2 if self.beta_2 else math.inf
         return (1 - self.beta_1) / math.sqrt((1 - self.beta_2) * (1 - ratio)) if ratio < 1 else math.inf
@@ -106,7 +106,8 @@ def contributions(gradient: Array, pairs: Sides, settings: Settings) -> Sides:
 def divisors(values: Array, gradient: Array, settings: Settings) -> Array:
     """Return what to divide by for each eigenvalue: itself, or the smallest divisor that the settings allow.
 
-    With L and R both of the scale of G's root mean square, the next contributions are of that scale too.
+    If all eigenvalues are still 0 and ``starts_at_rms`` is set, the root mean square of G replaces them: what is added
+    to L and R then has that scale, too.
     """
     # The values tell, not the step: an idle expert or LoRA's A gets its first gradient late.
     if settings.starts_at_rms:
@@ -139,16 +140,16 @@ def eigenpairs(factors: Array) -> Eigenpairs:
 
 
 _DEPENDENT = 1e-3
-"""An image counts as dependent on those before it if orthogonalisation leaves at most this share of its length, which
-is well above float32 noise (1e-7)."""
+"""An image (factor times old eigenvector) counts as dependent on those before it if orthogonalization leaves at most
+this share of its length, which is well above float32 noise (1e-7)."""
 _ROUNDS = 8
-"""The most orthogonalisations: one is enough where no image depends on others, and two or three nearly always are."""
+"""The most orthogonalizations of one factor: without dependent images, one is enough; else two or three mostly are."""
 
 
 def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
     """Approximate `eigenpairs` by one step of QR iteration from the old ones: a fraction of the work.
 
-    The order of eigenpairs is kept: the second moment, which is not rotated, belongs to it.
+    The pairs stay in their order, because Adam's second moment has one entry for each coordinate and is not reordered.
     """
 
     def together(stack: Array, start: Eigenpairs) -> Eigenpairs:
@@ -161,9 +162,10 @@ def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
 
 
 def _orthogonalised(images: Array) -> tuple[Array, Array]:
-    """Return the images (..., n, n) of eigenvectors made orthonormal, and which of these columns are noise.
+    """Return the images (..., n, n) of eigenvectors made orthonormal, and which of these columns are only noise.
 
-    An image that depends on those before it leaves noise, of which those after it would get a share. So it goes last.
+    Only rounding noise is left of an image that depends on those before it, and the images after it would get a share
+    of this noise. So it is treated last; the columns returned are in the old order.
     """
     lengths = jnp.linalg.norm(images, axis=-2)
 
@@ -193,9 +195,9 @@ def _columns(matrices: Array, order: Array) -> Array:
 
 
 def _singly_on_cpu(decompose: Callable[..., Eigenpairs], *stacks: Any) -> Eigenpairs:
-    """Decompose a stack (b, n, n) together, but one after the other on CPU.
+    """Decompose one matrix or a stack (b, n, n): on CPU one matrix after the other, elsewhere all at once.
 
-    There, jaxlib 0.10 spreads the batch over the threads in which simulated devices wait for each other, and hangs.
+    On CPU, jaxlib 0.10 would use the threads in which simulated devices wait for each other, and hang.
     """
     if stacks[0].ndim == 2:
         return decompose(*stacks)
@@ -229,7 +231,7 @@ def rotated(first: Array, old: Sides, new: Sides) -> Array:
 
 
 def decayed(weight: Array, rate: Array, settings: Settings, *, decays: bool) -> Array:
-    """Return the weight W after decay, if its kind shrinks W itself instead of adding to the gradient."""
+    """Return W after weight decay, or W itself if the method adds decay to the gradient (``"l2"``)."""
     if not decays:
         return weight
     match settings.decay:
@@ -274,7 +276,8 @@ def moments_and_direction(
 ) -> tuple[Moments, Array]:
     """Return the new moments and the direction Q_L U Q_Rᵀ, in which W moves.
 
-    ``moments`` are in the old eigenbases. ``step`` counts from 1, from the second update if the first is skipped.
+    ``pairs`` are the old and the new ones; ``moments`` are in coordinates of the old. ``step`` counts from 1, without
+    the first update if that is skipped.
     """
     old, new = pairs
     first, own = rotated(moments.first, old, new), into_basis(gradient, new)

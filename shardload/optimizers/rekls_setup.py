@@ -65,7 +65,7 @@ _LIMITS = {
     "rank_tolerance": 1.0,
     "adamw_ratio": math.inf,
 }
-"""Arguments that are numbers from 0 up to, but not including, the limit."""
+"""Argument that must be a number of at least 0 → the limit that it must be below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Options:
 
     @property
     def rules(self) -> MatrixRules:
-        """The rules for which variables are matrices; if ``adamw_for`` is a function, the caller asks it first."""
+        """The rules that say which variables are matrices. If ``adamw_for`` is a function, callers ask it first."""
         patterns = () if callable(self.adamw_for) else tuple(self.adamw_for)
         dims = {pattern: tuple(found) for pattern, found in self.row_dims.items()}
         return MatrixRules(self.max_dimension, patterns, dims)
@@ -168,7 +168,7 @@ def check_hyperparameter(name: str, value: Any, *, below: float = math.inf, othe
 
 
 def canonical_dtype(wanted: Any) -> Any:
-    """Return the name of a dtype, ``"float32"`` for ``jnp.float32``; anything else unchanged: `Options` refuses it."""
+    """Return the name of a dtype, such as ``"float32"`` for ``jnp.float32``; return anything else as it is."""
     try:
         return dtype_name(wanted)
     except UsageError:
@@ -259,7 +259,7 @@ def check_variable(variable: Variable) -> None:
 
 
 def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> Iterator[NewSlot]:
-    """Yield the state of a variable: moments of its shape, and each factor with its eigenpairs, split along dim 0."""
+    """Yield the state to create for a variable: moments of its shape; factors and eigenpairs, split along dim 0."""
     own = sharding_on_mesh(variable)
     for slot in ("momentums", "velocities"):
         yield NewSlot(slot, tuple(variable.shape), "float32", own)
@@ -272,9 +272,9 @@ def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> 
 
 
 def start_of_slot(slot: str, options: Options) -> Any:
-    """Return the initializer of the state in an attribute, counters included.
+    """Return the initializer of the state in an attribute of the optimizer, such as ``left_vectors`` or a counter.
 
-    L and R start as zeros with every ``init_factor``: the update tells by them that a matrix had no gradient yet.
+    L and R always start as zeros, because zeros tell the update that a matrix had no gradient yet.
     """
     if slot.endswith("_vectors"):
         return keras.initializers.Identity()
@@ -283,7 +283,7 @@ def start_of_slot(slot: str, options: Options) -> Any:
 
 
 def _split_state(variable: Variable, own: NamedSharding | None, side: int, options: Options) -> NamedSharding | None:
-    """Return the sharding of a factor by `along_first`; with ``uneven="error"``, raise if it would be replicated."""
+    """Return how a factor is split: along dim 0 if even, else not at all; with ``uneven="error"``, raise then."""
     if own is None:
         return None
     layout = Layout.of_spec(mesh_spec(own.mesh), own.spec, len(variable.shape))

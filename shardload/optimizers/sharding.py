@@ -152,7 +152,7 @@ class SlotLayout:
     """The layout of the weight. The slot has the same layout unless it is spread."""
     after: Layout
     why: str = ""
-    """Why an axis does not split the slot; empty if every axis does."""
+    """Why one of the requested axes does not split the slot; empty if all of them do."""
 
     @property
     def is_spread(self) -> bool:

@@ -1,8 +1,8 @@
-"""An optimizer with the interface of Keras pull request 21792; under a distribution, it is the plain optimizer.
+"""An optimizer with the interface of Keras pull request 21792. It trains like the optimizer that it wraps.
 
 The pull request proposed an optimizer that keeps a shard of its state for each device, and copies each shard into the
-optimizer of one shard of the model. With arrays that are sharded over a mesh, nothing needs to be coordinated: there is
-one model, one gradient for each weight, and XLA reduces gradients where a mesh axis splits the sum.
+optimizer of one shard of the model. With arrays that are sharded over a mesh, this is not needed: there is one model
+with one gradient for each weight, and XLA adds up gradients where a mesh axis splits the sum.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return self.inner_optimizer
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Create the slots, split over the axes that split their weights and over further axes."""
+        """Create the slots: split like their weights, and with ``shard_optimizer_states`` over further axes, too."""
         if self.built:
             return
         # A load creates slots without values, to fill them on the mesh that it brings: `state_layouts` knows it.
@@ -104,7 +104,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self._report = spread_slots(self.inner_optimizer, SlotSpread("every"))
 
     def state_layouts(self, layout_of: Callable[[Any], Layout | None]) -> dict[int, Layout]:
-        """Check ``device_count`` against the mesh that weights are about to be on; return no layouts."""
+        """Check ``device_count`` against the mesh that weights will be on; return {}, as this class adds no state."""
         if self.built:
             self._check_device_count(map(layout_of, self._trainable_variables))
         return {}
