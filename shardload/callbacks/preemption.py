@@ -63,8 +63,8 @@ class Preemption:
 class _FitSignal:
     """Handles one signal: records the signal during ``fit``, and always passes it on to the handler set before.
 
-    Keras does not notify callbacks when ``fit`` fails, so the handler may outlive it. For Ctrl-C it replaces the
-    default handler only: a user's own handler has priority.
+    Keras does not notify callbacks when ``fit`` fails, so the handler may stay after ``fit``. For Ctrl-C, it
+    replaces only Python's default handler: a user's own handler stays.
     """
 
     def __init__(self, number: signal.Signals) -> None:

@@ -101,7 +101,7 @@ class Resumption:
             record_of(model).restored = self.info
 
     def notices(self, *, epochs: int | None, newest: int) -> Iterator[str]:
-        """Yield sentences on where training continues; ``epochs`` is ``fit``'s, ``newest`` the folder's last step."""
+        """Yield sentences on where training continues; ``epochs`` is ``fit``'s argument, ``newest`` the latest step."""
         if self.undone:
             had = f"this model had trained {plural(self.trained, 'batch')}, so its last {self.undone} are undone"
             way_out = "To continue from the model's current state, pass resume=False"

@@ -163,7 +163,7 @@ def _unstacked(stacks: Any, count: int) -> list[Any]:
 def _update_everywhere(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards of the matrices of one batch, which are whole on all devices."""
+    """Update this device's shards of the matrices of one batch, after gathering whole matrices on all devices."""
     inputs = zip(plan.matrices, states, gradients, strict=True)
     ones = [_OneMatrix(matrix, plan.settings, state, gradient, step) for matrix, state, gradient in inputs]
     olds = [one.old_pairs() for one in ones]
@@ -316,7 +316,7 @@ class AdamwState(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """What `Counts` counts, as int32 scalars."""
+    """Numbers of updates, skipped steps and kept eigenpairs, as int32 scalars; see `Counts`."""
 
     steps: Array
     skipped: Array

@@ -1,4 +1,4 @@
-"""The Keras optimizer: state in Keras variables, one traced function per step, and the checks before it."""
+"""The Keras optimizer `REKLS`: state in Keras variables, one traced function per step, and the checks before it."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class REKLS(JointOptimizer):
             eigenvectors for 100 steps and more, see ``docs/rekls.md``.
         relative_epsilon: Smallest eigenvalue that a gradient is divided by, as a share of the mean eigenvalue of the
             factor. The original has 0.
-        limit_updates: Clip updates, before multiplying by the learning rate, to the largest one of Adam with these betas,
-            1.165 by default. The second moment is not rotated with the eigenbases, so without this, steps can be
+        limit_updates: Clip updates, before they are multiplied by the learning rate, to the largest one of Adam with
+            these betas, 1.165 by default. The second moment is not rotated with the eigenbases, so without this, steps can be
             hundreds of learning rates long.
         rank_tolerance: W moves only along eigenvectors whose eigenvalue is at least this share of the largest one, of
             both factors. Along the others, gradients are rounding noise, which Adam would scale to full steps. With

@@ -124,7 +124,7 @@ def _place(slot: Any, weight: Any, axes: Sequence[str]) -> SlotLayout:
 
 
 def _others(optimizer: Any, mesh: MeshSpec) -> list[SlotLayout]:
-    """Return the layouts of state that has no weight's shape, such as Adafactor's rows. Such state is never spread."""
+    """Return the layouts of state of another shape than its weight's (Adafactor's rows), which is never spread."""
     # Keras creates these without a reference to a weight, so there is no layout to spread.
     slots = {id(slot) for slot, _ in optimizer_slots.slots_in(optimizer)}
     others = [v for v in optimizer.variables if id(v) not in slots and len(v.shape)]

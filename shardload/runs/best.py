@@ -49,7 +49,7 @@ class Best:
     def begin(
         self, model: Any, steps: Sequence[StepInfo], folder: Path, resumed: StepInfo | None, *, channel: Channel
     ) -> list[str]:
-        """Determine the value that a new step has to beat; process 0 finds it for all. Return notices for the user."""
+        """Determine the value that a new step has to beat; process 0 reads the steps. Return notices for the user."""
         # The run of the step that was resumed, of the model's last ``fit`` in this process, or a new one.
         runs = record_of(model).runs
         known_run = runs.get(folder) if resumed is None else resumed.run

@@ -298,7 +298,7 @@ def remove_for_good(folder: Path) -> None:
     """Try several times to remove a folder that threads may still write to; raise nothing if it stays.
 
     After a failure, threads of Orbax run on for a moment: new files keep a folder from being removed, and the threads
-    recreate missing parents. Files they create after the last attempt become stale.
+    recreate missing parents. `remove_stale` removes files that they create after the last attempt.
     """
     for _ in range(_REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)

@@ -96,11 +96,11 @@ class RemoteStep(Store):
         return self._remote.shown(_joined(self._key, key))
 
     def kind(self, key: str) -> Kind | None:
-        """See `Store.kind`; answered from the step's list of digests, without a request."""
+        """Whether ``key`` names a file, a folder or nothing (``None``); known from the step's list of digests, without a request."""
         return self._tree.kinds.get(key)
 
     def names(self, key: str) -> list[str]:
-        """See `Store.names`; answered from the step's list of digests, without a request."""
+        """Return the sorted names in a folder of the step, known from the step's list of digests, without a request."""
         if (found := self._tree.names(key)) is None:
             raise SourceError(f"Cannot list the folder {self.shown(key)}: it was not saved with the step")
         return found
@@ -116,7 +116,7 @@ class RemoteStep(Store):
         raise SourceNotFoundError(f"There is no file {self.shown(key)}: it was not saved with the step")
 
     def identity(self, key: str) -> FileIdentity:
-        """Return the identity of a file: only its size, because the digests already reveal any other change."""
+        """Return what tells whether a file was replaced: only its size, because digests reveal any other change."""
         return FileIdentity(self.saved.of_file(key).n_bytes)
 
     def local_path(self, key: str) -> Path:
