@@ -245,7 +245,7 @@ class Checkpointer:
         return next(reversed(self.steps()), None)
 
     def best(self) -> StepInfo | None:
-        """Return the step with the best value of the metric ``monitor``, or ``None`` if there is no such step."""
+        """Return the step with the best value of the monitored metric, or ``None`` if there is no such step."""
         return next((info for info in self.steps() if info.best), None)
 
     def __enter__(self) -> Checkpointer:

@@ -47,7 +47,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         verbose: 1 prints a line for every save.
         save_best_only: Save only if ``monitor`` beats the best value so far; later steps do not displace the best one.
         mode: ``min`` if lower values are better, ``max`` if higher, ``auto`` to ask the metric of that name.
-        save_freq: When to save: after every ``"epoch"``, or after this number of batches.
+        save_freq: ``"epoch"`` to save after every epoch, or the number of batches from one save to the next.
         initial_value_threshold: The initial value of ``monitor`` to beat.
         max_to_keep: The number of latest steps to keep; ``None`` keeps all. Steps not saved by this class are
             never removed.

@@ -15,10 +15,11 @@ are its factors, Q and λ their eigenpairs, M and V Adam's moments::
     whole L, R              ─► dealt out: each device decomposes its share ─► eigenpairs to all devices
 
 Matrices are updated in batches, one after the other, so that only one batch is whole at a time. Each batch is a
-`jax.lax.cond`, because XLA frees its memory at its end.
+`jax.lax.cond`, because XLA frees its memory at its end; barriers between batches have no effect on CPU.
 
 Gathers are written out in a `jax.shard_map`: XLA's partitioner would split the inner products, and rounding would then
-depend on the layout. State has the same bits for every way to split W on one mesh; W may differ in its last bit.
+depend on the layout. State has the same bits for every way to split W on one mesh; W may differ in its last bit,
+because XLA fuses the last sums in different ways.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class REKLS(JointOptimizer):
         relative_epsilon: Smallest eigenvalue that a gradient is divided by, as a share of the mean eigenvalue of the
             factor. The original has 0.
         limit_updates: Clip updates, before they are multiplied by the learning rate, to the largest one of Adam with
-            these betas, 1.165 by default. The second moment is not rotated with the eigenbases, so without this, steps can be
-            hundreds of learning rates long.
+            these betas, 1.165 by default. The second moment is not rotated with the eigenbases, so without this, steps
+            can be hundreds of learning rates long.
         rank_tolerance: W moves only along eigenvectors whose eigenvalue is at least this share of the largest one, of
             both factors. Along the others, gradients are rounding noise, which Adam would scale to full steps. With
             ``factor_dtype="bfloat16"``, at least 2⁻⁸ is used, its precision. With 0, as in the original, W moves in all

@@ -6,8 +6,8 @@ of these count::
     best_of="folder"    the steps of all runs that saved to the folder
     best_of="run"       the steps of this run and of the run that it resumed; Keras' own callbacks compare like this
 
-The value to beat is determined when ``fit`` begins, because steps may have been removed or damaged since. NaN and
-infinities are never the best: no later value could beat them.
+The value to beat is determined anew when ``fit`` begins, because steps may have been removed or damaged since. NaN and
+infinities never count as the best: no later value could beat them.
 
 `Retention` has up to four rules, such as "the 3 latest steps". A step stays if any rule keeps it. Only undamaged steps
 saved by shardload are counted and removed; users remove all other steps themselves. The best steps of another callback

@@ -305,7 +305,7 @@ def foreign(url: str) -> UnsupportedError:
 
 
 def prepared(info: StepInfo) -> StepInfo:
-    """Fetch the small files of a remote step that are needed to open it, and return the step. Return a local step as is."""
+    """Fetch the small files needed to open a remote step, and return the step. Return a local step unchanged."""
     if info.url is not None:
         if not info.ours:
             raise foreign(info.url)

@@ -96,7 +96,7 @@ class RemoteStep(Store):
         return self._remote.shown(_joined(self._key, key))
 
     def kind(self, key: str) -> Kind | None:
-        """Whether ``key`` names a file, a folder or nothing (``None``); known from the step's list of digests, without a request."""
+        """Return whether ``key`` names a file, a folder or nothing (``None``) in the step's list of digests."""
         return self._tree.kinds.get(key)
 
     def names(self, key: str) -> list[str]:

@@ -4,9 +4,9 @@
     worker thread     Orbax writes · shardload/*.json · digests · publish · remove old steps · post_finalization
 
 `fit` lets XLA overwrite its arrays in the next batch, while the worker still writes them. So `snapshot` keeps NumPy
-views of arrays on CPU devices: XLA then uses other memory, and nothing is copied. All other items (arrays on
-accelerators, objects with their own Orbax handler) go to Orbax in the training thread. So do all items if several
-processes save together.
+views of arrays on CPU devices: XLA then uses other memory, and nothing is copied. Orbax would keep such arrays in the
+same way, but runs slow Python code of its own first. All other items (arrays on accelerators, objects with their own
+Orbax handler) go to Orbax in the training thread. So do all items if several processes save together.
 
 Several processes do each stage together. Process 0 creates, publishes and removes folders; each process writes its own
 shards and computes the digests of its files. A failure on one process fails on all.
@@ -389,7 +389,7 @@ def _finite(content: Any) -> Any:
 
 
 _WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
-"""Dtypes that JAX narrows to 32 bits without ``jax_enable_x64``, which may be set for the training thread only."""
+"""Dtypes that JAX narrows without ``jax_enable_x64``, which may be set for the training thread only."""
 
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
 """Types whose values cannot change, so that a snapshot needs only a reference to them."""
