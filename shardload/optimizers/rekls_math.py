@@ -65,7 +65,7 @@ class Settings:
     relative_epsilon: float = 0.0
     """Least number that `divisors` returns for an eigenvalue, as a share of the mean eigenvalue."""
     limits_updates: bool = False
-    """Whether elements of U are clipped to `largest_update`."""
+    """Whether elements of U, Adam's update before the learning rate, are clipped to `largest_update`."""
     rank_tolerance: float = 0.0
     """Smallest eigenvalue of a direction in which W moves, as a share of the largest; 0 moves W in all directions."""
 

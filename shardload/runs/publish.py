@@ -132,7 +132,7 @@ class Staging:
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
     def check(self) -> None:
-        """Raise if the staging folder or the root was removed or replaced: Orbax may recreate one without an error."""
+        """Raise if the staging folder or the root was removed or replaced: Orbax may silently recreate it."""
         self.root.check(self.step)
         if self._lock is not None and not self._lock.is_in_place:
             why = f"the folder {self.home} was removed"
