@@ -94,7 +94,7 @@ class Writer:
         _WRITERS.add(self)
 
     def begin(self) -> None:
-        """Prepare the root for a run: wait for this process's other writers, and remove steps that were left unfinished."""
+        """Prepare the root for a run: wait for this process's other writers, and remove unfinished steps."""
         # A save of an interrupted `fit` may still publish a step: wait, so that the list of steps is final. Failures
         # of other callbacks are not raised here.
         for writer in list(_WRITERS):
