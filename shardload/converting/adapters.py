@@ -1,10 +1,12 @@
-"""LoRA in a conversion: adapters of a partial step on top of their base, and kernels with their adapters merged.
+"""Convert checkpoints with LoRA: combine a partial step with its base, and merge LoRA factors into kernels.
 
-    base ─► source ─┐
-                    ├─► source with adapters ─► merged: kernel + alpha / rank · a @ b
-    step ─► leaves ─┘   the step's weights replace those of the base
+A partial step stores only the trained weights, for example LoRA factors. The base is the checkpoint with all others.
 
-A merge has one kernel and its factors in memory at a time.
+    base ─────────┐
+                  ├─► source with LoRA ─► if requested, merged: kernel + alpha / rank · a @ b
+    partial step ─┘   (the step's weights replace those of the base)
+
+Merging has one kernel and its factors in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from shardload.units import plural
 
 
 def check_base(manifest: Manifest, base: Any) -> None:
-    """Raise `UsageError` if a partial step is to be converted without ``base``, or a complete checkpoint with one."""
+    """Raise `UsageError` if a partial step is given without ``base``, or a checkpoint with all weights with it."""
     left_out = manifest.n_left_out
     if left_out and base is None:
         raise UsageError(
@@ -44,7 +46,7 @@ def check_base(manifest: Manifest, base: Any) -> None:
 
 
 def on_base(base: Source, path: str) -> Source:
-    """Return ``base`` with some weights replaced: by those in the partial step at ``path``, LoRA adapters included."""
+    """Return ``base`` with weights replaced by those of the partial step at ``path``, LoRA factors included."""
     step = open_manifest(path)
     structure = step.metadata["structure"]
     # The base was built without LoRA: create the factors' variables before the step's tensors are mapped to them.
@@ -84,9 +86,9 @@ def refuse_adapters(source: Source, layers: Sequence[Any], to: str, *, merge_lor
 
 
 def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
-    """Return the source with the LoRA factors of ``layers`` merged into their kernels: each kernel when it is read.
+    """Return the source with the LoRA factors of ``layers`` merged into their kernels. Reading a kernel merges it.
 
-    The layers must be hidden (`keras_bridge.lora.hidden`) while it is used.
+    While the returned source is used, LoRA must be hidden in these layers (`keras_bridge.lora.hidden`).
     """
     kernels = lora_kernels(layers)
     values = dict(source.values)

@@ -1,8 +1,8 @@
 """Check a result before it gets its final name: open it as its readers will, reading headers only.
 
-every result       our own reader: the tensors are those of the plan
-Keras' files       Keras' own reader finds in every group what Keras would have written for the model
-a folder           the model that its description builds finds all its weights, and no others
+every result       shardload's reader finds exactly the planned tensors
+Keras' files       Keras' reader finds in every group what Keras would have written for the model
+a folder           the model built from its configuration finds all its weights, and uses all tensors
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder
 def description_fault(name: str, described: Mapping[str, Any], tensors: list[Wanted]) -> str | None:
     """Return why a model built from its description would not fit the weights file of the result; ``None`` if it does.
 
-    Keras describes a layer that is used in several places once for each, and does not always join them again. If the
-    description has classes or functions of other packages than Keras and KerasHub, nothing is built, because that would
-    run their code.
+    If several parts of a model share a layer, its description has the layer several times, and Keras may build it
+    as several layers. If the description has classes or functions of other packages than Keras and KerasHub, nothing
+    is built or checked, because building would run their code.
     """
     if not _is_of_keras(described):
         return None

@@ -51,7 +51,7 @@ KERAS, TRANSFORMERS = "keras", "transformers"
 CONFIG_ENTRY = "shardload_transformers"
 """Name of the entry with Hugging Face's configuration in the JSON file next to Keras' weights; Keras ignores it."""
 STATE = "state.json"
-"""File among KerasHub's with the values of seeds and other variables that the format's weights files cannot store."""
+"""Name of a file next to KerasHub's: the values of seeds and other variables that weights files cannot store."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 _OTHERS = (".gguf", ".msgpack", ".onnx", ".ckpt", ".keras", ".pkl")
 _OF_MODELS = frozenset(
@@ -75,7 +75,7 @@ class Companions:
 
     keras: Mapping[str, Path] = field(default_factory=dict)
     transformers: Mapping[str, Path | bytes] = field(default_factory=dict)
-    """For each path, the file to copy, or the content to write."""
+    """Hugging Face's files: relative path → the file to copy, or the content to write."""
     notes: tuple[str, ...] = ()
 
     def config(self, family: str, name: str = "config.json") -> dict[str, Any] | None:
@@ -180,7 +180,7 @@ class Preprocessing:
 def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> Preprocessing:
     """Return the model's own preprocessor; else one made from the source's tokenizer files; else only a tokenizer.
 
-    Without TensorFlow, some can be written, but not used.
+    If TensorFlow is not installed, some preprocessors can still be written to a preset, but not applied to text.
     """
     if (found := getattr(model, "preprocessor", None)) is not None:
         return Preprocessing(found)
@@ -207,8 +207,8 @@ def preprocessing_of(model: Any, manifest: Manifest, companions: Companions) -> 
 def write_description(model: Any, found: Preprocessing, folder: Path) -> None:
     """Write KerasHub's files of a model and its preprocessor, except weights, as ``save_to_preset`` does.
 
-    ``task.json`` may name the preprocessor only if all its files exist: KerasHub would look for the vocabulary. A
-    model from a training step has a tokenizer without one.
+    ``task.json`` names the preprocessor only if all its files could be written, because KerasHub would look for them. A
+    model built from a training step has a tokenizer without a vocabulary, so its files cannot be written.
     """
     layer = found.layer
     named = layer if hasattr(layer, "tokenizer") and hasattr(type(model), "preprocessor_cls") else None
@@ -317,7 +317,7 @@ def hugging_face_tokenizer(
 
 
 def _metadata(layer: Any, pattern: str) -> TokenizerMetadata:
-    """Describe a byte-pair tokenizer of KerasHub by the entries of a GGUF header, from which files can be written."""
+    """Return a KerasHub byte-pair tokenizer in the form of a GGUF header, from which `files_of` makes files."""
     tokens = {int(number): word for word, number in layer.vocabulary.items()}
     special = set(layer.unsplittable_tokens or ())
     # A vocabulary may have gaps, but in a header a token's position is its number.

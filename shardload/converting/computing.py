@@ -1,9 +1,10 @@
 """Compute tensors that are not views of stored tensors, with the same steps as a load.
 
-    step (a converter's second run, a layer's hook) ──compute(variable, value)──► cast ──► written, then released
+    step ──compute(variable, value)──► cast ──► written, then released
 
-A step, and so a conversion, has the tensors of only one layer in memory. If a step reads the value of another variable,
-as converters of position embeddings do, that variable gets its value temporarily and the step runs again.
+A step is code that computes values of variables from tensors: a KerasHub converter, run once more, or a layer's loading
+hook. If a step reads the value of another variable, as converters of position embeddings do, that variable gets its
+value temporarily and the step runs again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from shardload.transfer.read_tensor import read_rows, read_tensor
 
 _Array = NDArray[Any]
 Computing = ConverterStep | LayerStep
-"""Parts of a load that compute values: a second run of a KerasHub converter, or a layer's loading hook."""
+"""A step, which computes values of variables: a KerasHub converter, run once more, or a layer's loading hook."""
 Lend = Callable[[Any, _Array], None]
 """Function that gives a variable a temporary value, for a step (converter or loading hook) that reads it."""
 
 
 def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
-    """Yield each computed variable and the step that computes it: the last one if several do, as its value counts."""
+    """Yield (step, variable) for each variable whose value is computed; of several steps that do so, the last."""
     found: dict[int, tuple[Computing, Any]] = {}
     for step in mapping.steps:
         if isinstance(step, ConverterStep | LayerStep):
@@ -135,7 +136,7 @@ def _lending() -> Iterator[Lend]:
 
 @dataclass(slots=True)
 class _Runtime:
-    """What a step calls to read tensors and set variables: writes values to files, and leaves the model without any."""
+    """What a step calls to read tensors and set variables. Values go to the target's files, not into the variables."""
 
     manifest: Manifest
     dtypes: Mapping[int, np.dtype[Any]]
@@ -151,10 +152,10 @@ class _Runtime:
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> None:
-        """Do nothing: values that are views of tensors are copied by the conversion itself, which needs no step."""
+        """Do nothing. A load would copy a tensor to its variable here; a conversion does so without the step."""
 
     def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Assign nothing: values that are views of tensors are copied by the conversion itself, which needs no step."""
+        """Assign nothing, and return ``value``: a value that is not computed is copied without the step."""
         return value
 
     def compute(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:

@@ -1,8 +1,9 @@
 """Convert a checkpoint to another format in bounded memory.
 
-Source and target are views of the same variables, so every pair of formats uses the same copy. Values keep their dtype
-and bits unless another dtype is requested. The target's files are made first; then each missing tensor is copied or
-computed, and recorded in the journal.
+For source and target alike, it is known which elements of which tensor have the value of a variable, so the same code
+copies between any two formats. Values keep their dtype and bits unless another dtype is requested. The target's files
+are made first, without values; then each tensor is copied or computed, and recorded in a journal, so that a conversion
+that was interrupted can continue.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def convert(
             5 GB by default for safetensors, 5 GiB for ``.weights.json``; a preset is split only if this is given.
         overwrite: Replace an existing checkpoint at ``dst``.
         progress: As for `shardload.load`.
-        ignore: Tensors to leave out, as for `shardload.load`; of the base, if there is one. Of a copy, any tensors.
+        ignore: Names of tensors to leave out, as for `shardload.load`; with ``base``, names of its tensors. A copy
+            from Hugging Face to Hugging Face can leave out any tensor.
         ignore_config: As for `shardload.load`.
         merge_lora: Merge the factors of LoRA into the kernels, which is arithmetic: in float32, rounded once to the
             dtype of the kernel. A source with LoRA is refused otherwise, unless ``to`` is ``"orbax"``.
@@ -111,7 +113,7 @@ def convert(
         UsageError: When an argument is invalid.
         SourceNotFoundError: When ``src`` does not exist.
         SourceError: When it contradicts itself or is damaged.
-        MismatchError: When its tensors do not match its model, which a copy does not build.
+        MismatchError: When its tensors do not match its model (not checked from Hugging Face to Hugging Face).
         UnsupportedError: When the target format cannot represent it.
         WriteError: When ``dst`` exists already, or cannot be written.
     """

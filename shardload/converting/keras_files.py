@@ -1,11 +1,11 @@
 """Keras' files: weights in one HDF5 file, in shards with their index, and the folder of a KerasHub preset.
 
-    NAME.weights.h5                                  all of the model
-    NAME.weights.json  NAME_00000.weights.h5 …       the same in shards; the index lists the groups of each shard
+    NAME.weights.h5                                  all weights of the model
+    NAME.weights.json  NAME_00000.weights.h5 …       all weights in shards; the .json file lists each shard's groups
     preset/            model.weights.h5 or .json     the backbone
                        task.weights.h5               the task's other weights (a classifier's head), if it has any
 
-Tensors have Keras' own names; in `Copy`, tensors of a task's file start with "task:", as in `shardload.loaders`.
+Tensors have Keras' own names. In plans (`Copy`), names of tensors in ``task.weights.h5`` start with "task:".
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 
 def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:
-    """Return ``found`` with a model's optimizers: variables of unbuilt ones are saved, built ones left out."""
+    """Return ``found`` with variables of a model's unbuilt optimizers; built ones, which have trained, are omitted."""
     new = {path: list(each.variables) for path, each in optimizers.items() if not each.built}
     # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.
     unknown = [v for variables in new.values() for v in variables if id(v) not in source.values]

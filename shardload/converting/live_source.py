@@ -1,17 +1,17 @@
 """A live model as the source of a conversion: its values are on devices, and its configuration files are made from it.
 
-    model ─► value of every variable: an array on devices; of a kernel with LoRA, the merged one
-          ─► KerasHub's configuration, and tokenizer files: of its preprocessor, else of the source it was loaded from
+    model ─► value of every variable: an array on devices; a kernel with LoRA is merged when it is read
+          ─► KerasHub's configuration, and tokenizer files: from its preprocessor, else from the loaded checkpoint
 
-Values are read a block at a time:
+Values are read a block at a time. A box is a part of an array, given by one index range for each dim:
 
     shards of this process ─► boxes ─► read(start, stop): elements of one box, in row-major order
      ┌──┬──┐                  ┌─────┐
      │a │b │  a, b are here   │a  b │  shards that make up one box are read as one, so that runs are long
      └──┴──┘                  └─────┘
 
-A `jax.Array` keeps the host copy that NumPy makes of it. So the bytes are taken through another array over the same
-buffers, which is dropped at once: a model that was saved has no copy on the host, and training may reuse its memory.
+A `jax.Array` that was converted to NumPy keeps that copy in host memory. So a temporary `jax.Array` over the same
+buffers is converted instead, and dropped at once: no copy of a saved model stays on the host.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _DESCRIPTIONS = (CONFIG, TASK, METADATA)
 def live_source(model: Any, kernels: Sequence[LoraKernel], folder: Path, *, files: bool) -> Source:
     """Return a model with values as a source. While it is used, LoRA must be hidden (`keras_bridge.lora.hidden`).
 
-    ``kernels``: all kernels with LoRA factors, to be merged. ``folder``: an empty folder that gets KerasHub's
-    configuration and tokenizer files and is needed as long as the source; ``files``: whether the target needs them.
+    ``kernels``: all kernels with LoRA factors, to be merged. ``files``: whether the target needs KerasHub's
+    configuration and tokenizer files. They are written to ``folder``, which must exist as long as the source is used.
     """
     merged = {id(found.kernel): found for found in kernels}
     factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
@@ -188,7 +188,7 @@ def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
 
 
 def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of a box from devices and returns their bits, after a cast to ``dtype``."""
+    """Return a function that reads elements of a box from devices, casts them to ``dtype`` and returns their `bits`."""
     stored = np.dtype(region.shards[0].data.dtype)
     raw = np.dtype(f"u{stored.itemsize}") if stored.itemsize in (1, 2, 4, 8) else stored
 

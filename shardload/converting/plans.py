@@ -38,7 +38,7 @@ class ConversionPlan:
     sidecars: Mapping[str, bytes]
     """If the target is a file: the content of each small file to write next to it, by file name."""
     undescribed: str | None = None
-    """If no description of the model is written: the file name where readers look for one. An old one must not stay."""
+    """If no description of the model is written: the name of the file where readers look for one. None may stay."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     """If the target is an index: the file names of the shards next to it."""
@@ -70,7 +70,7 @@ class NoPlaceError(UnsupportedError):
     """The target's format cannot store something that the model has.
 
     Args:
-        why: The message without advice, which depends on the call and which `targets.plan_for` adds.
+        why: The message, without advice what to do instead: `targets.plan_for` adds advice that suits the call.
         instead: The formats that can store it, by their names in `convert`.
     """
 

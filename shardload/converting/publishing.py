@@ -5,11 +5,9 @@
       journal.jsonl            {"plan": …} {"places": […]} {"done": "layers/dense/vars/0", "xxh3": "9f3c…"} …
       result                   becomes ``model`` by one rename
 
-A plan is everything that determines the output. If the plan differs from the journal's, the conversion starts over;
-otherwise it reads finished tensors back, and copies again those whose digest differs. Replacing removes everything in a
-folder, so a folder is only replaced if its content is a checkpoint.
-
-The module is long because checks made before a conversion starts are made again just before the rename.
+"plan" is a digest of everything that determines the output. If it is not the journal's, the conversion starts over;
+otherwise it continues: finished tensors are read back, and those whose digest differs are copied again. Replacing a
+folder removes everything in it, so this is only done if its content is a checkpoint.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ class ConversionFolder:
         draft.replace(self._journal)
 
     def is_of(self, plan: str) -> bool:
-        """Whether the journal has this plan's digest: if not, this process sees another folder than process 0."""
+        """Whether the journal has this plan's digest. If not, process 0 made it in a folder that is not shared."""
         return next(self._lines(), {}).get("plan") == plan
 
     def note_places(self, places: tuple[TensorPlace, ...]) -> None:
@@ -99,7 +97,7 @@ class ConversionFolder:
         return False
 
     def discard(self) -> None:
-        """Remove this folder, unless it has the old checkpoint that the target is to replace: that would be lost."""
+        """Remove this folder, unless a checkpoint to be replaced was moved into it, which would be lost."""
         if not (self._home / "replaced").exists():
             remove_for_good(self._home)  # threads of Orbax may still write
 
@@ -110,8 +108,8 @@ class ConversionFolder:
     def publish(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
         """Flush the result to disk and move it to the target's name; what has this name already is replaced.
 
-        ``sidecars``: small files next to the result, finished path → final path; they come first. ``removed``: a file
-        next to the result that describes another model.
+        ``sidecars``: small files next to the target, path in the working folder → final path; they are moved before the
+        result. ``removed``: a file next to the target that describes another model, to be removed.
         """
         folder = self.result.is_dir()
         self.flush()
@@ -133,9 +131,9 @@ class ConversionFolder:
     def publish_index(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
         """Like `publish`, for a result of several files: shards move to their final names first, and the index last.
 
-        If the file system has hard links, a shard gets its final name as a second link and keeps the first until the
-        end, so that a killed run can be continued. A replaced checkpoint loses its index first, so that no index ever
-        lists shards of two checkpoints.
+        If the file system has hard links, each shard also keeps its name in the working folder until the end, so that a
+        killed run can be continued. The index of a replaced checkpoint is removed first, so that no index ever lists
+        shards of two checkpoints.
         """
         self.flush()
         check_free(self.target, folder=False, overwrite=overwrite)
@@ -283,7 +281,7 @@ _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
-    """Raise `WriteError` if something that may not be replaced has the target's name. ``folder``: to write a folder."""
+    """Raise `WriteError` if something that may not be replaced has the target's name. ``folder``: is the target one?"""
     if not os.path.lexists(target) or (folder and is_empty(target)):
         return
     if not overwrite:

@@ -1,8 +1,8 @@
 """A source for conversion: a model without weights, and the location of each variable's value.
 
-The value of a variable is a view of a stored tensor; or computed from tensors by a step of loading (merged experts); or
-an array, for the few variables that are not weights and that the source cannot store (a dropout's seed). `ModelValues`
-reads values a few rows at a time, by the keys of the weights, which are the same in every format.
+The value of a variable is a view of a stored tensor, or is computed from tensors by a step of loading (merged experts).
+A few variables are not weights, and the source cannot store them (a dropout's seed): their values are arrays in memory.
+`ModelValues` reads weights a few rows at a time, by keys that do not depend on the format.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Source:
 
     manifest: Manifest
     model: Any
-    """A Keras model (a KerasHub task or backbone, or any other); only a live one has values. ``None`` for a copy."""
+    """The Keras model; it has values only if `is_live`. ``None`` if a Hugging Face folder is copied without a model."""
     values: dict[int, StoredValue]
     """Where the value of each weight and seed of the model comes from, by ``id`` of the variable."""
     companions: Companions
@@ -66,7 +66,7 @@ class Source:
     origin: Manifest | None = None
     """The Hugging Face folder that a live model was loaded from, if the folder's configuration describes the model."""
     fresh: Any = None
-    """A live model's task, built again without values, as KerasHub compiles it: presets store this one's optimizer."""
+    """A live KerasHub task, built again without values and compiled as KerasHub does: presets get its optimizer."""
     adapters: Manifest | None = None
     """The partial step whose weights replace some of those in ``manifest`` (the base); ``None`` if there is none."""
 
@@ -100,7 +100,7 @@ def open_with_model(
 ) -> Source:
     """Open a checkpoint, build its model and find the value of every variable.
 
-    ``dtype`` is that of the model's floating-point variables, the checkpoint's by default, and affects computed values.
+    ``dtype``: dtype of the model's floating-point variables, and so of computed values; by default the checkpoint's.
     """
     manifest = open_manifest(path)
     # The weights file of a preset does not describe a model, but its folder does.
@@ -183,14 +183,14 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
 
 
 def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
-    """Return where the value of a binding's variable comes from; quantised tensors get the dtype of a load."""
+    """Return where the value of a binding's variable comes from. A decoded (GGUF) value has the variable's dtype."""
     tensor = manifest.tensors[binding.view.tensor]
     decoded = spec_of(manifest).model_dtype is not None and is_float(tensor.dtype)
     return StoredValue(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
 
 
 def _partial(values: Iterable[StoredValue], manifest: Manifest, *, used: Container[str]) -> tuple[str, ...]:
-    """Return a note for each tensor of which the model uses only a part: RoBERTa's has two more positions (padding)."""
+    """Return a note for each tensor of which the model uses only a part, as of RoBERTa's position embeddings."""
     taken: Counter[str] = Counter()
     for value in values:
         if value.view is not None:
@@ -234,7 +234,7 @@ def made_now(variables: list[Any]) -> Iterable[StoredValue]:
 
 
 def some(names: Iterable[str]) -> str:
-    """Return one text with the first of ``names`` and the number of the rest; a repeated name once, with its count."""
+    """Return the first of ``names`` as text, such as "'a', 'b' (2 times) and 3 more"."""
     counts = Counter(names)
     listed = [repr(name) if count == 1 else f"{name!r} ({count} times)" for name, count in counts.items()]
     more = f" and {counts.total() - sum([*counts.values()][:NAMES_SHOWN])} more" if len(listed) > NAMES_SHOWN else ""
@@ -255,7 +255,7 @@ class ModelValues:
     _computed: tuple[str, NDArray[Any]] | None = field(default=None)
 
     def dtype(self, key: str) -> np.dtype[Any]:
-        """Return the dtype in which a weight is stored; if it is quantised or computed, that of a load."""
+        """Return the dtype in which a weight is stored or, if it is decoded or computed, the variable's dtype."""
         return self.values[key].dtype
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -280,7 +280,7 @@ class ModelValues:
             yield start, min(start + step, shape[0])
 
     def encoded(self, key: str) -> None:
-        """Return ``None``: values must be compared, not stored bytes: weights may be parts of tensors, or computed."""
+        """Return ``None``, so that values are compared and not stored bytes: weights may be parts of tensors."""
 
     def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
         """Read rows of a weight; a scalar counts as one row."""

@@ -175,7 +175,7 @@ def bits(value: _Array) -> _Array:
 
 
 class PieceWriter:
-    """Writes elements of one tensor to the pieces of files that store it; a context manager, which closes the files."""
+    """Writes elements of one tensor to its pieces (byte ranges of files); a context manager, which closes the files."""
 
     def __init__(self, root: Path, place: TensorPlace, *, written: Callable[[int], None]) -> None:
         self._pieces = place.pieces

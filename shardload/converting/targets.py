@@ -43,7 +43,7 @@ from shardload.units import byte_count, check_kind
 Target = Literal["h5", "safetensors", "orbax"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 _FILES = (".json", ".zip")
-"""File endings, besides those of formats, that a target folder's name must not have: readers expect a file then."""
+"""File endings that a target folder's name must not have, besides those of formats: readers would expect a file."""
 
 
 def target_of(path: Path, to: str | None) -> str:
@@ -88,7 +88,7 @@ def target_stem(path: Path) -> str:
 
 
 def without_ending(path: Path) -> str:
-    """Return the beginning of advice to pass ``to=``: "Pass" or, if the name has an ending, "Remove .json and pass"."""
+    """Return the first words of advice to pass ``to=``: "Pass" or, after ``model.json``, "Remove .json and pass"."""
     return f"Remove {ending} and pass" if (ending := _file_ending(path)) else "Pass"
 
 
@@ -98,7 +98,7 @@ def _file_ending(path: Path) -> str:
 
 
 def added_format(path: Path) -> FormatSpec | None:
-    """Return the format with this file's ending that another package adds and can write; ``None`` if there is none."""
+    """Return the format for this file's ending if a package other than shardload adds and writes it; else ``None``."""
     return next((s for s in specs() if s.write_file is not None and path.name.lower().endswith(s.endings)), None)
 
 

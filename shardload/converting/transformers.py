@@ -1,9 +1,9 @@
 """The Hugging Face target: a KerasHub backbone's configuration, and the tensor for each of its variables.
 
-KerasHub's converters only read. So the converter gets the tensors that a checkpoint of this configuration would have,
-and the resulting mapping is inverted: if a variable is a view of a tensor, the variable provides the tensor's elements.
-Every element of every tensor must come from exactly one variable; the parts of a fused tensor (GPT-2's queries, keys
-and values) come from separate variables.
+KerasHub's converters only read Hugging Face checkpoints. So a converter is run on the names and shapes of the tensors
+that a checkpoint of this configuration would have, and the resulting mapping is used in the other direction: elements
+that would be read into a variable are written from that variable. Every element must come from exactly one variable; a
+fused tensor (GPT-2's queries, keys and values) comes from several.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Settings that a backbone's configuration lacks: `shardload.families.parts.conversion.LayerSettings`."""
+    """Settings that are read from a backbone's layers, because its configuration lacks them (`LayerSettings`)."""
 
     backbone: Any
 
