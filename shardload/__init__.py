@@ -149,7 +149,7 @@ def __getattr__(name: str) -> Any:
 
 @atexit.register  # if JAX was imported first, this runs before its shutdown, which waits for other processes
 def _leave() -> None:
-    """Tell the other processes, which may wait for this one, that this script ended without using shardload."""
+    """Tell other processes of a `jax.distributed` run not to wait for this one, if it ends without using shardload."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         importlib.import_module(f"{__name__}.processes").leave_unheard()

@@ -1,6 +1,6 @@
 """Find the tensors in which two checkpoints differ, and by how much, reading a few rows at a time.
 
-Tensors are matched by name or, if the formats have no name in common, by the weight of the model that they belong to.
+Tensors are matched by name. If the checkpoints have no name in common, the weights of their models are compared.
 Bits are compared, not values: two NaNs with the same bits are equal, 0.0 and -0.0 are not.
 """
 
@@ -42,7 +42,7 @@ class TensorDifference:
     """Dtype and shape in the first checkpoint, as text; empty if the tensor is only in the second."""
     second: str
     elements: int
-    """Number of elements that differ: all if values were not compared, as where only one checkpoint has the tensor."""
+    """Number of elements that differ. If values were not compared, it is the number of all elements of the tensor."""
     largest: float | None
     """The largest absolute difference between two values; ``None`` if no values differ or none were compared."""
     why: str = ""
@@ -120,7 +120,7 @@ def _comparison(first: str | os.PathLike[str], second: str | os.PathLike[str], s
 
 
 def _without_values(differences: Iterable[TensorDifference], matched_by: str) -> tuple[str, ...]:
-    """Return a note for each reason why values were not compared; it tells for how many tensors (or weights)."""
+    """Return one note for each reason why values were not compared, with the number of tensors (or weights)."""
     reasons: dict[str, list[str]] = {}
     for found in differences:
         if found.why:
@@ -151,7 +151,7 @@ class _Tensors:
 
     manifest: Manifest
     like: Manifest | None
-    """If this checkpoint is quantised and the other is not: the other, to whose dtypes decoded values are rounded."""
+    """The other checkpoint, if only this one is quantised: its decoded values are rounded to the other's dtypes."""
 
     @property
     def keys(self) -> Iterable[str]:

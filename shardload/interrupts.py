@@ -6,10 +6,11 @@ Python's default, a `KeyboardInterrupt` at an arbitrary point of the program, is
 runs Python code inside garbage collections, C++ callbacks and imports, where the exception is printed and dropped (the
 load continues for seconds) or aborts the process; raised inside Orbax, it leaves a step half handed over::
 
-    exit_at_once             load, plan         nothing on disk     a thread ends the process, even inside C++ code
-    raise_interrupt_safely   all else           a folder to remove  KeyboardInterrupt, but outside those callbacks
+    function                 used while         may be lost         effect of Ctrl-C
+    exit_at_once             loading, planning  nothing on disk     a thread ends the process, even inside C++ code
+    raise_interrupt_safely   doing all else     temporary folders   KeyboardInterrupt, but outside those callbacks
     defer_interrupt          handing over       a step              KeyboardInterrupt at the end of the block
-    end_with                 results written    nothing to lose     the process ends at once with its own exit code
+    end_with                 exiting            nothing             the process ends at once with its own exit code
     Worker.wait              awaiting a save    a step              KeyboardInterrupt, and wait() can be called again
 """
 
@@ -34,7 +35,7 @@ _NO_PLACE = {
     "ExtensionFileLoader.create_module": "code of a compiled module, which may abort on an exception of Python",
     "ExtensionFileLoader.exec_module": "the same: JAX's make enums there, and optree takes it for a missing module",
 }
-"""Qualified name of a function in which, or in whose callees, a signal must not raise an exception → why not."""
+"""Qualified names of functions during which a signal must not raise an exception → why it must not."""
 _RETRY_S = 0.02
 """Seconds after which a signal that arrived inside one of `_NO_PLACE` is sent again."""
 
@@ -51,7 +52,7 @@ _raised: list[KeyboardInterrupt] = []
 
 
 def raised() -> KeyboardInterrupt:
-    """Return the exception that the last signal raised, with its notes, which typer reduces to an exit code."""
+    """Return the exception that the last signal raised, with its notes; typer passes on only an exit code."""
     return _raised[-1] if _raised else KeyboardInterrupt()
 
 
@@ -88,8 +89,8 @@ def exit_at_once(farewell: Callable[[int], None]) -> Iterator[None]:
 def ignore_at_exit() -> None:
     """Ignore Ctrl-C, SIGTERM and SIGHUP at exit, once all `atexit` functions registered after this call have run.
 
-    While it unloads modules, Python would restore the default handlers, and a process that has done its work would be
-    killed by a signal.
+    Otherwise Python would restore the default handlers while it unloads modules, and a signal could kill a process that
+    has done its work.
     """
     atexit.register(drop, signal.SIG_IGN)
 
@@ -108,7 +109,7 @@ def end_with(code: int, farewell: Callable[[int], None]) -> None:
 
 
 def _watched(farewell: Callable[[int], None], code: int | None) -> tuple[int, int]:
-    """Start a thread that ends the process on a signal; return the pipe that signals write to, and the former one."""
+    """Start a thread that ends the process on a signal; return the descriptors of its pipe and of the former one."""
     # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
     read, write = os.pipe()
     os.set_blocking(write, False)

@@ -166,7 +166,7 @@ class _Stage:
 
 
 class LineProgress:
-    """Writes a line to stderr at regular intervals, from its own thread, as minutes may pass between two calls."""
+    """Writes a line to stderr at regular intervals. It has its own thread, as a load may not call it for minutes."""
 
     def __init__(
         self, *, as_json: bool = False, every_s: float | None = None, clock: Callable[[], float] = time.monotonic

@@ -1,10 +1,10 @@
 """Restore a training step into a model, on the model's current mesh.
 
-    find the step ─► check its small files ─► manifest ─► pair leaves with variables ─► plan ─► read, checking each MiB
-                                                                                             of data before it is used
+    find the step ─► check its small files ─► manifest ─► pair tensors with variables ─► plan ─► read, checking each MiB
+                                                                                              of data before it is used
 
-A step is read like any other checkpoint: its uncompressed chunks are extents, so any mesh can restore a step saved by
-any other, and no device ever stores more than its own shards.
+A step is read like any other checkpoint: parts of its uncompressed chunks can be read, so a step can be restored on any
+mesh, whichever saved it, and no device ever stores more than its own shards.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def restore(
             own callback, or of plain Orbax.
         step: The step's number, ``"latest"`` or ``"best"``; with several processes, process 0 resolves these.
         items: ``"all"``, ``"weights"``, ``"optimizer"`` or ``"metrics"``. For an uncompiled model ``"all"`` means its
-            weights; an untrained optimizer gets its slots.
+            weights. If an optimizer has not trained yet, its slots are created first.
         mesh: As for `load_weights`; by default the model's current mesh, which can differ from the saved one.
         axes: As for `load_weights`.
         layout: As for `load_weights`.
         devices: As for `load_weights`.
         optimizer: An optimizer of a training loop of your own, for a model that is not compiled: its state is restored
             too, and laid out along the weights.
-        rename: Stored structural key prefix → the model's, for layers that moved: ``{"layers/dense": "layers/head"}``.
+        rename: For layers that moved, prefix of keys in the step → in the model: ``{"layers/dense": "layers/head"}``.
         names: Tensor name → variable path, for steps not saved by shardload.
         strict: Raise if the step lacks a requested item or contains more than the model; otherwise report it.
         atomic: Keep the old values until all new ones are loaded; this doubles the memory.
@@ -130,7 +130,7 @@ class Restored:
 
 
 def run_restore(request: RestoreRequest) -> Restored:
-    """Run a request of `restore`, and also return the step. A later ``fit`` does not continue from this step."""
+    """Run a request of `restore`, and also return the step. Unlike `restore`, it lets no ``fit`` continue from it."""
     with joint_load(request) as call:
         restored = _restore_undamaged(request, call)
     record_of(request.model).restored = None
@@ -138,7 +138,7 @@ def run_restore(request: RestoreRequest) -> Restored:
 
 
 def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
-    """Restore the requested step; if it is damaged and ``fallback`` is set, restore what `alternative` finds."""
+    """Restore the requested step or, if it is damaged and ``fallback`` is set, the one that `alternative` finds."""
     directory, step = request.directory, request.step
     skipped: list[str] = []
     tried: set[int] = set()
@@ -194,13 +194,13 @@ def _restore(request: RestoreRequest, info: StepInfo, call: Call, skipped: Seque
 def metric_values(model: Any, info: StepInfo) -> list[tuple[Any, NDArray[Any]]]:
     """Return the metric variables of ``model`` with their verified values from a shardload step.
 
-    Metrics only get variables once ``fit`` has seen data, so `restore` may run too early for them.
+    Many metrics have no variables until ``fit`` has seen data, so `restore` could not fill them before.
     """
     return list(_verified(model, info, "metrics"))
 
 
 def weight_values(model: Any, info: StepInfo) -> list[NDArray[Any]]:
-    """Return values for ``model.set_weights``: verified ones from a shardload step, else the model's own."""
+    """Return values for ``model.set_weights``: verified ones of a shardload step or, where it has none, the current."""
     found = {id(variable): value for variable, value in _verified(model, info, "weights")}
     return [found[id(v)] if id(v) in found else np.asarray(value_of(v)) for v in model.weights]
 

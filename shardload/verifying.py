@@ -66,7 +66,7 @@ def verify(source: str | os.PathLike[str], *, progress: ProgressLike = None) -> 
     Raises:
         SourceNotFoundError: When the source does not exist.
         UnsupportedError: When its format is unknown.
-        LimitError: When a limit of this process keeps it from being read: it may be whole.
+        LimitError: When a limit of this process (files, memory) prevents reading; the checkpoint may be undamaged.
     """
     shown = as_progress(progress)
     try:

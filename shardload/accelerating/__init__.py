@@ -6,8 +6,8 @@
                                                                        └─► Keras makes the call, the report says why
 
 So the model, its names, its seeds and all errors are Keras' own; shardload only reads the weights and places them.
-KerasHub's calls that would load weights are recorded, not made: the records tell what to load, and whether the head of
-a task is part of it. Then everything is loaded at once.
+While KerasHub builds a model from a preset, its own calls to load weights are recorded, not made. They tell which
+folder to read, and whether the head of a task is loaded too. Then shardload loads everything at once.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def fill_model(model: Any, path: Path) -> Loaded:
 
 
 def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed: bool = False) -> None:
-    """Give variables that were not loaded their initial values; take variables without a layout off the mesh.
+    """Give variables that were not loaded their initial values; make values without a layout arrays of one device.
 
-    JAX refuses to combine ``committed`` values, as those that Orbax reads, with arrays on other devices.
+    ``committed``: bind them to that device, as Orbax does: JAX refuses to combine them with arrays of other devices.
     """
     abstraction.initialise(model)
     # What the model does not list: a preprocessor's or a local layer's variables, if they are still in use.
@@ -163,7 +163,7 @@ class _Collected:
     parts: dict[str, tuple[Any, Path]] = field(default_factory=dict)
     """Name of a part (``head`` or ``backbone``) → the object to fill, and the folder with the part's weights."""
     n_weights: int = 0
-    """Number of weights that the backbone had when KerasHub would have loaded them."""
+    """Number of weights of the backbone when KerasHub would have loaded them. It would not load those created later."""
 
     def call(self, call: EntryCall) -> Any:
         """Collect a call that loads weights; let Keras make all other calls."""
@@ -269,7 +269,7 @@ class Accelerated:
 def _attempt(call: EntryCall) -> tuple[Filled | None, str | None]:
     """Make a call with shardload, and return its result, or ``None`` and the reason why Keras has to make it.
 
-    Damage raises, as Keras would load the damaged bytes.
+    For a damaged checkpoint, raise `DamagedError`: Keras would not notice, and load the damaged bytes.
     """
     if (load := _LOADS.get(call.kind)) is None:
         return None, _NO_WEIGHTS[call.kind]

@@ -4,27 +4,27 @@
     model.fit(ds, callbacks=[OrbaxCheckpoint(directory)])
 
 Keras opens many iterators over one dataset: two or three to inspect a batch, then a new one for every epoch (with
-``steps_per_epoch``, one for all epochs). On accelerators Keras also reads one batch ahead. So the state of the live
-iterator is not the state after the last *trained* batch. A resumable dataset keeps the state after each of the last
-batches it returned, and the callback reports how many of them were trained::
+``steps_per_epoch``, one for all epochs). On accelerators Keras also reads one batch ahead, so the newest state of the
+data is not that after the last *trained* batch. A resumable dataset keeps the state after each of the last batches it
+returned. The callback tells it how many batches were trained, and saves the state after the last of them::
 
     returned       b0  b1  b2  b3            states  s0  s1  s2  s3
     trained        b0  b1                    saved       s1   ─► the next run begins with b2
 
-Global batches are the same examples in the same order, for any number of processes:
+With ``global_batch_size``, each process reads one part of every batch, and the batch as a whole is the same for any
+number of processes:
 
     examples, shuffled       0  1  2  3  4  5  6  7 │ 8  9 10 11 12 13 14 15 │ …
                              ── global batch 0 ──── │ ── global batch 1 ──── │
     part 0 of 2              0  1  2  3             │ 8  9 10 11
     part 1 of 2                          4  5  6  7 │             12 13 14 15
 
-The parts of a batch are concatenated in the order of the mesh, so the model sees the same array with one
-process and with many, and the number of global batches alone determines which examples come next. With
-``dataset[process::processes]`` the order within a batch would depend on the number of processes. With a shuffle after
-the slice, that number would also change which examples a batch has.
+The parts of a batch are concatenated in the order of the mesh, so the model sees the same array with one process and
+with many. (With ``dataset[process::processes]``, the order within a batch would depend on the number of processes.) So
+a saved count of global batches is enough to know which examples come next.
 
-The part that a process reads follows from the mesh, not from the process index: on a 1x8 mesh over two processes, both
-processes have all rows of a batch, so both read the whole batch.
+Which part a process reads depends on the mesh, not on its index: on a 1x8 mesh over two processes, the batch is not
+split, and both processes read all of it.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def resumable(dataset: Any, *, global_batch_size: int | None = None) -> Any:
 
 
 class Unseen:
-    """Stands for the dataset of a call outside ``fit``, when no dataset is known yet; it is checked when opened."""
+    """Stands for a dataset that is not known yet, outside ``fit``. The dataset itself is checked when it is opened."""
 
     def check(self, origin: Origin) -> None:
         """Do nothing: the data is not known yet."""
 
 
 def resumable_of_fit() -> Any:
-    """Return the resumable dataset of the running ``fit``; ``None`` if its data is not resumable, `Unseen` outside."""
+    """Return the resumable dataset of the running ``fit``, ``None`` if its data is another, `Unseen` if no fit runs."""
     epochs = epoch_iterator_of_fit()
     if epochs is None:
         return Unseen()
@@ -197,7 +197,7 @@ def _resumable_class() -> Any:
             self._reading = reading
 
         def check(self, origin: Origin) -> None:
-            """Raise a `UsageError` if the position that ``origin`` saved means other batches in this dataset."""
+            """Raise a `UsageError` if the position saved in ``origin`` stands for other examples than before."""
             origin.check(self._reading)
             if origin.reading.rows is not None:
                 # A Grain dataset does not know how many rows its batches have: read one.
@@ -268,7 +268,7 @@ def _share_class() -> Any:
     import grain
 
     class BatchShare(grain.MapDataset):  # type: ignore[misc]
-        """The rows of each global batch that belong to one share of the mesh's batch axis, in order."""
+        """A dataset of the examples that one process reads: its part of every global batch, in order."""
 
         def __init__(self, parent: Any, part: BatchPart, rows: int) -> None:
             super().__init__(parent)

@@ -1,7 +1,7 @@
-"""The position in the data of one ``fit``, and a check that resumed data is read as before.
+"""How far one ``fit`` has read its data, and a check that a later run cuts the same data into the same batches.
 
-A dataset's state is only a count of batches. The count determines the next examples only if the
-batches are cut in the same way. So the way they are cut is saved as well, and compared before training.
+A dataset's state is only a count of batches, so it determines the next examples only if the batches are cut in the same
+way. So facts such as the batch size are saved as well, and compared when a later run continues.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LENGTHS = {"examples": "examples", "batches": "batches", "repeated": "elements 
 
 _active = threading.local()
 _positions: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
-"""Model → data position of its running ``fit``, which the dataset and the callback share. Weak, because a
-``fit`` may end without notice. Not in `ModelRecord`, as `shardload.data` is above Keras' private parts."""
+"""Model → data position of its running ``fit``, which the dataset and the callback share. References are weak, because
+a ``fit`` may end without notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a saved position comes from: the step, and how the run that saved it read its data."""
+    """Where a saved position comes from: the training step, and how the run that saved it cut its data into batches."""
 
     step: int
     reading: Reading
@@ -147,7 +147,7 @@ class Position:
         self._wanted, self._skipped, self._origin = state, skipped, origin
 
     def epoch_begins(self) -> None:
-        """Record that an epoch begins: training reads the next iterator that is opened."""
+        """Record that an epoch begins: if an iterator is opened now, it is for training, not to inspect a batch."""
         self._expecting = True
         self._before_epoch = self._trained
         if (epochs := epoch_iterator_of_fit()) is not None:
@@ -160,7 +160,7 @@ class Position:
         self._trained = self._before_epoch + batches
 
     def epoch_ends(self) -> None:
-        """Record that an epoch ends. If it was resumed in the middle, make Keras forget its shorter length."""
+        """Record that an epoch ends. If it was resumed in the middle, Keras must not take its length for the next."""
         if self._skipped and self._epochs is not None:
             forget_epoch_length(self._epochs)
         self._skipped = 0
@@ -215,7 +215,7 @@ class Position:
         return True
 
     def may_continue(self) -> bool:
-        """Whether training may read another batch in this epoch; an epoch resumed in the middle has fewer batches."""
+        """Whether training may read another batch in this epoch; one resumed in the middle has only the rest."""
         if self._left is None or self._given < self._left:
             return True
         # The next epoch opens another iterator, which must go on with the batch after this one.

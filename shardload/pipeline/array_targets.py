@@ -1,11 +1,11 @@
 """One target of `load_arrays`: which tensor it names, where the loaded array goes, and what the caller gets from it.
 
-path of a leaf                      tensor
-params, dense, kernel               params.dense.kernel, or params/dense/kernel (Orbax, Keras)
-params, dense, kernel, value        the same: ``value`` is the box of Flax around an array (`nn.Partitioned`)
-params, dense, kernel               params/dense/kernel/value, if that is all there is below params/dense/kernel
+path of a leaf in the tree          name of its tensor
+params, dense, kernel               params.dense.kernel or, in files of Orbax and Keras, params/dense/kernel
+params, dense, kernel, value        the same: ``value`` is the array in a box of Flax (`nn.Partitioned`)
+params, dense, kernel               params/dense/kernel/value, if no other name begins with params/dense/kernel/
 
-PartitionSpec + mesh ─► NamedSharding ─► Layout on a MeshSpec ─► plan ─► array ─► the caller's own sharding object
+A sharding, or a PartitionSpec with its mesh, is converted to a Layout to plan the load; the array gets the sharding.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from shardload.transfer.scratch import copy
 from shardload.units import plural
 
 Placed: TypeAlias = NamedSharding | SingleDeviceSharding
-"""Kinds of JAX shardings that state the devices of an array, as a load needs."""
+"""Kinds of JAX shardings that a load can use, because they state the devices of an array."""
 
 
 def target_sharding(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed:
-    """Convert what a target states to a sharding with devices; if it states nothing, return that of the first device.
+    """Return a sharding with devices for what a target states; for ``None``, that of an array on the first device.
 
     ``mesh``: the mesh for a `PartitionSpec`, and for shardings on an abstract mesh.
     """
@@ -110,7 +110,7 @@ def _axes(name: str, entry: Any) -> tuple[str, ...]:
 
 
 def is_in_default_memory(sharding: Placed) -> bool:
-    """Whether a sharding names its devices' default memory, which a transfer fills, not ``pinned_host`` for example."""
+    """Whether a sharding is in its devices' default memory, which loads fill, and not in ``pinned_host``, say."""
     return sharding.memory_kind in (None, next(iter(sharding.device_set)).default_memory().kind)
 
 
@@ -126,9 +126,9 @@ def as_asked(array: Any, sharding: Placed) -> Any:
 
 
 KINDS = (jax.ShapeDtypeStruct, Sharding, PartitionSpec, jax.Array, jax.Device, Format, np.ndarray, np.generic)
-"""Types of targets, which are the leaves of a tree of targets: JAX takes none of them for a tree."""
+"""Types of objects that may be a target, and so a leaf in a tree of targets. (JAX treats none of them as a tree.)"""
 SCALARS = (bool, int, float)
-"""Types of Python numbers, which may be targets too (``step`` of a Flax ``TrainState``): a number is loaded then."""
+"""Types of Python numbers. One may be a target (``step`` of a Flax ``TrainState``) if a number is to be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Stated:
     """A JAX sharding, or a `PartitionSpec`, which needs a mesh."""
     shape: tuple[int, ...] | None = None
     dtype: np.dtype[Any] | None = None
-    """Dtype to load. Like ``shape``, it may differ from the result's: a PRNG key is loaded as integers."""
+    """Dtype to load. It and ``shape`` are not always those of the target: a PRNG key is loaded as an integer array."""
     finish: Callable[[Any], Any] | None = None
     """Converts the loaded array to what the caller gets (a PRNG key, a number); ``None``: the array itself."""
     on_host: bool = False
@@ -169,7 +169,7 @@ def is_tree(targets: Any) -> bool:
 
 
 def stated(target: Any) -> Stated:
-    """Return what a target says about its array; one of unknown kind is taken for a sharding, and refused later."""
+    """Return what a target says about its array. One of unknown type counts as a sharding, and is refused later."""
     if isinstance(target, Format):
         return Stated(target.sharding, finish=_laid_out(target))
     if isinstance(target, jax.Device):
@@ -312,7 +312,7 @@ class TensorNames:
 
 
 def _boxes(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of tensors called ``NAME.value``, by ``NAME``, where no other tensor's name begins so."""
+    """Return ``NAME`` → ``NAME.value`` for each tensor with such a name, if no other tensor is below ``NAME``."""
     every = set(names)
     inside = {name[: -len(_BOXED) - 1]: name for name in every if name.endswith((f"/{_BOXED}", f".{_BOXED}"))}
     if not inside:

@@ -1,8 +1,8 @@
-"""Carry out a prepared load: state what all processes must agree on, then fill the model's variables.
+"""Fill a model's variables by a prepared load, once all processes agree on what they load.
 
-`topics` states what must be the same when all processes are about to load, and `shardload.processes.agreement` compares
-it. Paths are not compared: the checkpoint may have another path on another host. Nor are names of variables, because
-Keras numbers them in order of creation: a variable is identified by its place in the model. Steps saved by shardload
+`topics` lists what must be equal on all processes, and `shardload.processes.agreement` compares it. Paths are not
+compared: the checkpoint may have another path on another host. Nor are names of variables, because Keras numbers them
+in order of creation: a variable is identified by its place in the model. Steps saved by shardload
 have digests of their content. From other files a few bytes are read, at the start of tensors and at evenly spaced
 places: enough to tell one checkpoint from another, not to detect a flipped bit.
 
@@ -153,7 +153,7 @@ _SPOT_BYTES = 256
 
 
 def topics(prepared: PreparedLoad) -> list[Topic]:
-    """Return what processes must agree on before they fill a model; causes of other differences come first."""
+    """Return what processes must agree on before they fill a model; causes (the dtype) before effects (the model)."""
     # Causes before effects: another dtype also changes every line of the model, which would be named instead.
     same = "the same on every process"
     rows = [*enumerate(prepared.layouts.variables)]

@@ -43,7 +43,7 @@ class StepSpec:
     batch: int | None = None
     """Number of rows (samples) of the inputs, on all devices together; by default 8 for each part of the batch axis."""
     sequence: int | None = None
-    """Length of input dims that the model leaves open, except the batch: the number of tokens in a row."""
+    """Size of input dims that are ``None`` in the model, except the batch: for text, the number of tokens in a row."""
     compile: bool = False
     """Whether to compile the planned step, to check the estimates of its memory and collectives."""
 

@@ -3,10 +3,10 @@
     ●0 open ─► ●1 start JAX ─► ●2 place ─► build or take the model ─► map ─► lay out ─► plan ─► check
     ─► ●3 read ─► ●4 assign, initialise ─► report ─► ●5
 
-Before ●3 no model is changed. Until then, only headers are read, and values of tensors that no variable uses but
-that may be copies or zeros (`shardload.mapping.outside`). Map, lay out, plan and check are
-`shardload.pipeline.preparing`; read, assign and initialise are `shardload.pipeline.filling`. At each ● all processes of
-a `jax.distributed` run meet, if they load together:
+Before ●3 no model is changed, and only headers are read. (One exception: values of tensors that no variable uses, to
+see if they are zeros or copies of others; see `shardload.mapping.outside`.) The module `preparing` has the stages map,
+lay out, plan and check; `filling` has read, assign and initialise. At each ● all processes of a `jax.distributed` run
+wait for each other, if they load together:
 
     0   all make the same call with the same arguments
     1   headers are valid everywhere: JAX, whose start waits for all processes, may start

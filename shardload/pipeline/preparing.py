@@ -67,7 +67,7 @@ class PreparedLoad:
         return self.source.manifest
 
     def validated(self) -> PreparedLoad:
-        """Raise `MismatchError` if checkpoint and model differ; with ``strict=False``, return a load of the rest."""
+        """Raise `MismatchError` if checkpoint and model differ; with ``strict=False``, return a load of what fits."""
         require_decoders(self.manifest.tensors[name] for name in self.mapping.read)
         if not self.matching.strict:
             return replace(self, mapping=self.mapping.without_mismatched(), left_out=self.mapping.mismatched)

@@ -101,7 +101,7 @@ def changed_rates(before: Mapping[str, float], now: Mapping[str, float], *, advi
 
 
 def with_rates(report: LoadReport, before: Mapping[str, float], now: Mapping[str, float]) -> LoadReport:
-    """Return the report with a note for each learning rate that changed; arguments have rates by optimizer name."""
+    """Return the report with a note for each changed learning rate; ``before`` and ``now``: optimizer name → rate."""
     advice = "To keep the optimizer as it is, pass items='weights'; to change only its rate, set it again afterwards"
     return replace(report, notes=(*report.notes, *changed_rates(before, now, advice=advice)))
 

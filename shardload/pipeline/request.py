@@ -2,10 +2,10 @@
 
     LoadRequest(mesh=…, …)  as written ─► compared between processes ─► check ─► placement, matching, … ─► stages
 
-A request has the values as the user wrote them; its parts have each value in one form (sizes as bytes, dtypes by name).
-Making a part checks it, and stages are given parts, so no stage sees an unchecked value. `check` makes all parts before
-anything is opened. Processes that load together first compare what their users wrote: a process that raised an
-error before this would leave the others waiting.
+A request has the values as the user wrote them. Its parts, such as `Placement`, are made from them and have each value
+in one form (sizes as bytes, dtypes by name). Making a part checks it, and the stages of a load get parts only, so no
+stage sees an unchecked value. `check` makes all parts before anything is opened. Processes that load together first
+compare what their users wrote: a process that raised an error before this would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shardload.typing import DTypeLike, LayoutLike, MeshLike, PathLike
 from shardload.units import UNIT_NEEDED, byte_count, check_choice, check_kind, check_name_map, dtype_name
 
 OnFailure = Literal["raise", "tell", "restore"]
-"""What a failed load does. ``raise``: only raise the error, as the caller has no model yet. ``tell``: also say in the
-error which values the model has. ``restore``: put the old values back, kept until the new ones are complete."""
+"""What a failed load does. ``raise``: only raise the error, because the caller has no model yet. ``tell``: also say
+in the error which values the model has now. ``restore``: put back the old values, which are kept during the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Matching:
     is_restore: bool = False
     """Whether to match tensors of a training step by their place in the model, as `restore` does, not by their name."""
     builds: bool = False
-    """Whether the model is built from the checkpoint's description; then tensors that it does not use may be right."""
+    """Whether the model is built from the checkpoint's description. If so, some unused tensors may be no error."""
     reads_values: bool = True
     """Whether values may be read to find out if unused tensors are copies or zeros; a plan reads headers only."""
     as_keras: bool = False
@@ -107,7 +107,7 @@ def _check_flag(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """Arguments that all requests have. ``devices`` and ``progress`` are not arguments of `shardload.plan` itself."""
+    """Arguments that all requests have, although `shardload.plan` itself does not take ``devices`` and ``progress``."""
 
     mesh: MeshLike | None = None
     axes: str | None = None
@@ -117,7 +117,7 @@ class _Arguments:
     progress: ProgressLike = None
 
     compared_names: ClassVar[tuple[str, ...]] = ()
-    """Names of arguments that all processes must give alike. Mesh, layout and dtype need only have the same effect."""
+    """Names of arguments that must be equal on all processes. Mesh, layout and dtype are compared by their effect."""
 
     def __post_init__(self) -> None:
         # A generator can be read only once, and these are read by several stages.
@@ -176,7 +176,7 @@ class LoadRequest(_Building):
     function: ClassVar[str] = "load"
     model: ClassVar[None] = None
     on_failure: ClassVar[OnFailure] = "raise"
-    """What happens if the load fails half-way (`OnFailure`): the model that it builds is dropped."""
+    """What happens if the load fails half-way (`OnFailure`): only an error, as the model was built by the load."""
 
     compared_names = (
         *("step", "strict", "atomic", "ignore", "ignore_config"),
@@ -233,7 +233,7 @@ class LoadWeightsRequest(_Filling):
     items: Literal["all", "weights"] = "all"
     step: int | str = "latest"
     as_keras: bool = False
-    """Whether Keras' rules apply (see `Matching`): for Keras' own `load_weights`, no argument of shardload's."""
+    """Whether Keras' rules apply (see `Matching`): for calls of Keras that `shardload.fast` replaces; not public."""
 
     @property
     def loads_optimizer(self) -> bool:
@@ -260,7 +260,7 @@ class LoadWeightsRequest(_Filling):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(_Building):
-    """One call of `shardload.plan`: its arguments, under the same names. A search for layouts adds ``progress``."""
+    """One call of `shardload.plan`: its arguments, under the same names; and ``progress``, for a search for layouts."""
 
     device_memory_bytes: int | str | None = None
 

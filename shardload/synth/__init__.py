@@ -355,7 +355,7 @@ _MASKS: dict[str, _Masks] = {
     "float16": (np.uint16, (0x87FF, 0x2000), (0x003F, 0x3C00)),
     "float32": (np.uint32, (0x80FFFFFF, 0x3C000000), (0x0007FFFF, 0x3F800000)),
 }
-"""Dtype → unsigned integer type of the same width, and bit masks for values around zero and around one."""
+"""Dtype → unsigned integer of its width; masks (random bits, set bits) for values around zero; those around one."""
 DTYPES = tuple(_MASKS)
 """Dtypes that can be written."""
 
