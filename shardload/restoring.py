@@ -130,7 +130,7 @@ class Restored:
 
 
 def run_restore(request: RestoreRequest) -> Restored:
-    """Run a request of `restore`, and also return the step. Unlike `restore`, it lets no ``fit`` continue from it."""
+    """Run a request of `restore`, and return the step too. Unlike after `restore`, ``fit`` will not resume it."""
     with joint_load(request) as call:
         restored = _restore_undamaged(request, call)
     record_of(request.model).restored = None

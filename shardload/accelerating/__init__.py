@@ -94,9 +94,9 @@ def fill_model(model: Any, path: Path) -> Loaded:
 
 
 def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed: bool = False) -> None:
-    """Give variables that were not loaded their initial values; make values without a layout arrays of one device.
+    """Initialise variables that were not loaded, and turn values of those without a layout into arrays on one device.
 
-    ``committed``: bind them to that device, as Orbax does: JAX refuses to combine them with arrays of other devices.
+    ``committed``: bind them to that device, as Orbax does: JAX refuses to combine bound arrays of different devices.
     """
     abstraction.initialise(model)
     # What the model does not list: a preprocessor's or a local layer's variables, if they are still in use.

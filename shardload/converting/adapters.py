@@ -33,7 +33,7 @@ from shardload.units import plural
 
 
 def check_base(manifest: Manifest, base: Any) -> None:
-    """Raise `UsageError` if a partial step is given without ``base``, or a checkpoint with all weights with it."""
+    """Raise `UsageError` if ``base`` is missing for a partial step, or given for a checkpoint with all weights."""
     left_out = manifest.n_left_out
     if left_out and base is None:
         raise UsageError(

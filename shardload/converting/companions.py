@@ -1,16 +1,16 @@
 """The small files next to a checkpoint's weights: configurations, tokenizers, licences. Also KerasHub's preprocessor.
 
-KerasHub and Hugging Face have different families of these files. Each format has the family of its own library
-where that library expects it, and the other family in a folder, so that a round trip loses nothing::
+They are KerasHub's or Hugging Face's. A checkpoint has those of its own library where that library expects them, and
+the others in a subfolder, so that a round trip loses nothing::
 
-                   KerasHub's                    Hugging Face's
+    format         KerasHub's files in           Hugging Face's files in
     preset         .                             transformers/
     safetensors    keras/                        .
     orbax          shardload/keras/              shardload/transformers/
 
-KerasHub cannot generate from a preset without a preprocessor: it would look for an ``image_converter.json`` of Gemma 3,
-for example. So a preprocessor is made from Hugging Face's tokenizer. Where KerasHub has only a tokenizer (BERT), the
-preset has only the tokenizer. In the other direction, the tokenizer of a preset becomes Hugging Face's files:
+KerasHub cannot generate text from a preset without a preprocessor, so one is made from Hugging Face's tokenizer files.
+Where KerasHub has only a tokenizer (BERT), the preset has only that. In the other direction, a preset's tokenizer files
+become Hugging Face's:
 
     vocabulary.spm                tokenizer.model: the same file
     vocabulary.json, merges.txt   tokenizer.json, with the word-splitting expression of the family (Llama 3, Qwen), or
@@ -51,7 +51,7 @@ KERAS, TRANSFORMERS = "keras", "transformers"
 CONFIG_ENTRY = "shardload_transformers"
 """Name of the entry with Hugging Face's configuration in the JSON file next to Keras' weights; Keras ignores it."""
 STATE = "state.json"
-"""Name of a file next to KerasHub's: the values of seeds and other variables that weights files cannot store."""
+"""Name of a file among KerasHub's, with values of seeds and other variables that weights files cannot store."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 _OTHERS = (".gguf", ".msgpack", ".onnx", ".ckpt", ".keras", ".pkl")
 _OF_MODELS = frozenset(

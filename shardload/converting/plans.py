@@ -38,7 +38,7 @@ class ConversionPlan:
     sidecars: Mapping[str, bytes]
     """If the target is a file: the content of each small file to write next to it, by file name."""
     undescribed: str | None = None
-    """If no description of the model is written: the name of the file where readers look for one. None may stay."""
+    """If no description of the model is written: name of the file that would be taken for one, and must not stay."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     """If the target is an index: the file names of the shards next to it."""

@@ -1,7 +1,7 @@
 """The name of a target: what it may replace, the working folder next to it, and the rename that publishes the result.
 
     .model.converting/         next to ``model``
-      lock                     locked (flock) by the converting process; the kernel unlocks it if the process dies
+      lock                     locked (flock) by the converting process, and unlocked by the system if it dies
       journal.jsonl            {"plan": …} {"places": […]} {"done": "layers/dense/vars/0", "xxh3": "9f3c…"} …
       result                   becomes ``model`` by one rename
 
@@ -75,7 +75,7 @@ class ConversionFolder:
         draft.replace(self._journal)
 
     def is_of(self, plan: str) -> bool:
-        """Whether the journal has this plan's digest. If not, process 0 made it in a folder that is not shared."""
+        """Whether the journal has this plan's digest. If not, this process and process 0 see different folders."""
         return next(self._lines(), {}).get("plan") == plan
 
     def note_places(self, places: tuple[TensorPlace, ...]) -> None:
@@ -281,7 +281,7 @@ _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
-    """Raise `WriteError` if something that may not be replaced has the target's name. ``folder``: is the target one?"""
+    """Raise `WriteError` if the target's name is taken by something to keep. ``folder``: whether the target is one."""
     if not os.path.lexists(target) or (folder and is_empty(target)):
         return
     if not overwrite:

@@ -235,7 +235,7 @@ def _safetensors(
 def _layout(
     source: Source, dtypes: Mapping[int, Any], dtype: str | None
 ) -> tuple[dict[str, Any], Manifest, tuple[Binding, ...]]:
-    """Return config.json, the manifest of the Hugging Face tensors to write, and which part each variable fills."""
+    """Return config.json, the Hugging Face tensors to write, and for each variable the elements that it fills."""
     # A live model's folder is the template: inverting the views that loading records works for every family whose
     # converter only views. If it fails, a family in `transformers` is described from the backbone alone.
     if source.origin is not None:

@@ -37,7 +37,7 @@ _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
 
 
 def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> _Config:
-    """Return the ``config.json`` of a backbone; ``known`` has the fields named by `UNKNOWN` that the source states.
+    """Return the ``config.json`` of a backbone. ``known``: fields from the source, used for those listed in `UNKNOWN`.
 
     Raises:
         UnsupportedError: When its architecture is not supported, or it was altered in a way that Hugging Face's

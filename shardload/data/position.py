@@ -25,7 +25,7 @@ from shardload.keras_bridge.training import (
 from shardload.units import plural
 
 _KEPT = 8
-"""How many of the last states of the data are kept; Keras reads at most two batches ahead of training."""
+"""Number of latest states of the data that are kept; Keras reads at most two batches ahead of training."""
 _ENDLESS = 1 << 48
 """Length from which a dataset counts as endless: for an endless one, Grain states a huge number, not infinity."""
 
@@ -42,13 +42,13 @@ class Reading:
     """How a dataset is cut into batches."""
 
     global_batch_size: int | None = None
-    """Examples per batch over all processes; ``None`` if each process has its own dataset."""
+    """Number of examples per batch over all processes; ``None`` if each process has its own dataset."""
     examples: int | None = None
-    """Examples in the dataset that the global batches are cut from; 0 if it repeats endlessly."""
+    """Number of examples in the dataset that the global batches are cut from; 0 if it repeats endlessly."""
     batches: int | None = None
-    """Batches in a process' own dataset, if known; 0 if it is endless."""
+    """Number of batches in a process' own dataset, if known; 0 if it is endless."""
     rows: int | None = None
-    """Examples per batch in this process, if it has its own dataset."""
+    """Number of examples per batch in this process, if it has its own dataset."""
     repeated: int | None = None
     """Number of elements in the part of the dataset that is repeated endlessly."""
 

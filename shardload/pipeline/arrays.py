@@ -84,8 +84,8 @@ def load_arrays(
         source: As for `shardload.load`; its tensors have the names that `shardload.inspect` lists.
         targets: One target for every tensor; or a function of an array's name and shape (and dtype, if it takes three)
             that returns a target, or ``None`` to leave the tensor out; or a dict or another pytree of targets (a module
-            of Equinox, the state of Flax NNX or Linen). The name of its leaf is the path joined by dots, or by slashes
-            if the file's names have them (Orbax, Keras). The ``value`` of a box of Flax may be in the path, the
+            of Equinox, the state of Flax NNX or Linen). A leaf's name is its path joined by dots, or by slashes if
+            the file's names have them (Orbax, Keras). The ``value`` of a box of Flax may be in the path, the
             tensor's name, both or neither. Functions and numbers in a module stay if there is no tensor for them.
         mesh: The mesh of each `PartitionSpec`, in any form that `shardload.load` accepts. The axes of ``"2x4"`` are
             ``batch`` and ``model``. A `jax.ShapeDtypeStruct` without a sharding is whole on each of its devices, or

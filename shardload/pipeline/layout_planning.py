@@ -41,7 +41,7 @@ class StepSpec:
     train: str | None = None
     """Name of an optimizer of Keras, or ``rekls``; ``None`` plans inference."""
     batch: int | None = None
-    """Number of rows (samples) of the inputs, on all devices together; by default 8 for each part of the batch axis."""
+    """Number of rows (samples) of the inputs on all devices together; by default 8 times the size of the batch axis."""
     sequence: int | None = None
     """Size of input dims that are ``None`` in the model, except the batch: for text, the number of tokens in a row."""
     compile: bool = False

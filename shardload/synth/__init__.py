@@ -355,7 +355,8 @@ _MASKS: dict[str, _Masks] = {
     "float16": (np.uint16, (0x87FF, 0x2000), (0x003F, 0x3C00)),
     "float32": (np.uint32, (0x80FFFFFF, 0x3C000000), (0x0007FFFF, 0x3F800000)),
 }
-"""Dtype → unsigned integer of its width; masks (random bits, set bits) for values around zero; those around one."""
+"""For each dtype: an unsigned integer type of its width, two masks (bits that stay random, bits that are set) for
+values around zero, and two for values around one."""
 DTYPES = tuple(_MASKS)
 """Dtypes that can be written."""
 
