@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 ENDING = ".weights.h5"
 INDEX_ENDING = ".weights.json"
 _SHARD_BYTES = 5 << 30
-"""Most bytes of one file of a checkpoint in shards, unless the caller gives a limit; Keras has the same default."""
+"""Most bytes of one shard (a file) of a checkpoint, unless the caller gives a limit; Keras has the same default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class Source:
     origin: Manifest | None = None
     """The Hugging Face folder that a live model was loaded from, if the folder's configuration describes the model."""
     fresh: Any = None
-    """A live KerasHub task, built again without values and compiled as KerasHub does: presets get its optimizer."""
+    """A live model's task, built again without values and compiled by KerasHub: presets store its new optimizer."""
     adapters: Manifest | None = None
     """The partial step whose weights replace some of those in ``manifest`` (the base); ``None`` if there is none."""
 

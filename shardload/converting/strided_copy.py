@@ -162,7 +162,7 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
 
 
 def reader_of_value(value: _Array, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of an array in memory, cast to ``dtype``, and returns their `bits`."""
+    """Return a function that reads elements of an array in memory, casts them to ``dtype`` and returns their `bits`."""
     flat = bits(np.ascontiguousarray(value, dtype).reshape(-1))
     return lambda start, stop: flat[start:stop]
 
@@ -193,7 +193,7 @@ class PieceWriter:
             os.close(fd)
 
     def write(self, at: int, values: _Array) -> None:
-        """Write consecutive elements of the tensor; ``at`` is the number of the first one in the tensor."""
+        """Write consecutive elements of the tensor; ``at`` is the index of the first, in row-major order."""
         # Pieces follow each other without gaps, so a run may go on in the next one.
         done = 0
         while done < len(values):

@@ -214,7 +214,7 @@ def narrows(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 
 def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
-    """Read a whole tensor to host memory; return an array or Python number. Raise if a value does not fit its dtype."""
+    """Read a whole tensor to host memory; return an array or Python number. Raise if a value exceeds the dtype."""
     tensor = opened.manifest.tensors[one.view.tensor]
     if opened.checker is not None:
         check_tensor(opened.checker, tensor)
@@ -273,7 +273,7 @@ class TensorNames:
         return next((text for names in known for text in texts if text in names), texts[0])
 
     def of_box(self, path: Sequence[Any]) -> str:
-        """Return the name of the leaf in the box of Flax (`nn.Partitioned`) at ``path``."""
+        """Return the name of the target in the box of Flax (`nn.Partitioned`) at ``path``."""
         return self.of_leaf((*path, jax.tree_util.GetAttrKey(_BOXED)))
 
     def tensor(self, target: str) -> str:

@@ -97,7 +97,7 @@ def fill_variables(
 
 @contextmanager
 def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure) -> Iterator[Assigner]:
-    """Bind the model to its new mesh and yield the `Assigner`. After a failure, restore the model or tell its state."""
+    """Bind the model to its new mesh and yield what fills it. After a failure, restore the model or tell its state."""
     before = binding.BindingSnapshot.of(prepared.model)
     # Counted before: a load that fails early must be told from one that replaced values.
     had_values = sum(map(has_value, prepared.mapping.provided))

@@ -180,7 +180,7 @@ class _Planning:
             return search.on(self.mesh, device_memory_bytes=limit)
 
     def _smallest(self, search: LayoutSearch, plan: LayoutPlan | None) -> LayoutPlan | None:
-        """Return the plan for the smallest mesh that fits, or ``plan`` if none is smaller; ``None`` without a limit."""
+        """Return the plan for the smallest mesh that fits (``plan`` if none is smaller); ``None`` without a limit."""
         limit = self.request.device_budget_bytes
         if limit is None:
             return None

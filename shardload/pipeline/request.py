@@ -92,7 +92,7 @@ class Matching:
     reads_values: bool = True
     """Whether values may be read to find out if unused tensors are copies or zeros; a plan reads headers only."""
     as_keras: bool = False
-    """Whether Keras' rules apply: unused tensors are accepted, and only optimizer slots that Keras builds are built."""
+    """Whether Keras' rules apply: unused tensors are accepted, and optimizers get only slots that Keras would build."""
 
     def __post_init__(self) -> None:
         _check_flag("strict", self.strict)
