@@ -53,7 +53,7 @@ _GGUF_BLOCK = {
 
 
 def _gguf_entries(values: GgufValues, model_type: str, class_name: str, *, padding: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a GGUF ``bert`` file, which omits the first ``padding`` rows of the positions."""
+    """Return a ``config.json`` for a GGUF ``bert`` file, whose position table lacks its first ``padding`` rows."""
     positions = values.rows("position_embd.weight") or values.count("context_length")
     return model_entries(values, model_type, class_name) | {
         "hidden_size": values.count("embedding_length"),
@@ -68,7 +68,7 @@ def _gguf_entries(values: GgufValues, model_type: str, class_name: str, *, paddi
 
 
 def _has_word_pieces(values: GgufValues) -> bool:
-    """Whether a GGUF file of architecture ``bert``, which RoBERTa's files have too, contains BERT's own tokenizer."""
+    """Whether a GGUF ``bert`` file has BERT's tokenizer, not that of RoBERTa, which GGUF also calls ``bert``."""
     return values.entries.get("tokenizer.ggml.model") not in ("t5", "gpt2")
 
 

@@ -49,7 +49,7 @@ def _published_gemma_2(dims: Dims, *, head_dim: int = 256, scalar: int = 256) ->
 
 
 def _attention_scalar(base: dict[str, Any], *, largest_layers: int) -> int:
-    """Return ``query_pre_attn_scalar``, which GGUF omits: it differs for the 27B models, known by their layer count."""
+    """Return ``query_pre_attn_scalar``, which GGUF omits; the 27B model, with ``largest_layers``, has its own rule."""
     if base["num_hidden_layers"] == largest_layers:
         return int(base["hidden_size"] // base["num_attention_heads"])
     return int(base["head_dim"])
@@ -93,7 +93,7 @@ def _export_gemma(backbone: Any, layers: LayerSettings) -> dict[str, Any]:
 
 
 def _exported_scalar(backbone: Any) -> int:
-    """Return a backbone's ``query_pre_attn_scalar``: the width of a head, or the model's width divided by its heads."""
+    """Return a backbone's ``query_pre_attn_scalar``, whose root divides attention scores; two choices are possible."""
     normalised = backbone.query_head_dim_normalize
     return int(backbone.head_dim if normalised else backbone.hidden_dim // backbone.num_query_heads)
 
@@ -167,7 +167,7 @@ def _published_gemma_3(
 
 
 def _windows_of_gemma_3(config: Config, layers: int) -> list[int | None]:
-    """Return each layer's window in tokens. A bidirectional one configured as n has n // 2 tokens on each side."""
+    """Return each layer's window in tokens. If tokens see both ways, a configured n means n // 2 on each side."""
     every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
     windows = by_layer_type(lambda config, i: (i + 1) % every != 0)(config, layers)
     if not config.get("use_bidirectional_attention"):
@@ -187,7 +187,7 @@ _GEMMA_3_CHECKS = Checks(
 
 
 def _lacking_image_tokens(config: Config, name: str) -> str | None:
-    """Return why KerasHub, which makes one token per 4x4 patches, cannot make ``mm_tokens_per_image``, or ``None``."""
+    """Return why KerasHub, which makes one token of 4x4 patches, makes another number than configured, or ``None``."""
     vision, configured = config.get("vision_config"), config.get("mm_tokens_per_image")
     if not isinstance(vision, Mapping) or not isinstance(configured, int):
         return None
@@ -305,7 +305,7 @@ PALIGEMMA_FAMILY = Family(name="paligemma", title="PaliGemma", model_types=(PALI
 
 
 def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
-    """Yield configured windows that KerasHub does not follow: its encoders have none, its decoders one token more."""
+    """Yield sliding windows that KerasHub ignores (in an encoder) or makes one token longer (in a decoder)."""
     for part, has in (("encoder", "no window"), ("decoder", "one token more")):
         found = config.get(part)
         nested = found if isinstance(found, Mapping) else {}
@@ -316,7 +316,7 @@ def _windows_of_t5gemma(config: Config) -> Iterator[FieldDifference]:
 
 
 def _adapt_t5gemma_2(config: dict[str, Any]) -> None:
-    """Set the factor that KerasHub divides positions of full attention by, which transformers 5 omits if it is 1."""
+    """Add the rotary ``factor`` 1 of full attention, which transformers 5 omits and KerasHub's converter reads."""
     encoder = config.get("encoder")
     parts = (config.get("decoder"), encoder.get("text_config") if isinstance(encoder, dict) else None)
     for part in parts:

@@ -14,7 +14,10 @@ from shardload.units import plural
 
 
 def _adapt(config: dict[str, Any]) -> None:
-    """Set ``global_head_dim``, and remove a null ``vision_config`` or ``audio_config``, which KerasHub would build."""
+    """Set a missing ``global_head_dim``, the head size of full attention, from ``per_layer_config``.
+
+    Also remove a null ``vision_config`` or ``audio_config``, from which KerasHub would try to build an encoder.
+    """
     for part in ("vision_config", "audio_config"):
         if part in config and config[part] is None:
             del config[part]
@@ -51,7 +54,7 @@ _BARE = frozenset(
 
 
 def _gguf(values: GgufValues) -> dict[str, Any]:
-    """Return the text model's ``config.json``; it has separate heads and rotations for sliding and full attention."""
+    """Return a ``config.json`` for a GGUF file. Layers with full attention have another head size than sliding ones."""
     layers = values.count("block_count")
     # Settings of each layer: Hugging Face's fields are read off the first layer of either kind.
     slides = values.each("attention.sliding_window_pattern", layers)
@@ -96,7 +99,7 @@ def _gguf(values: GgufValues) -> dict[str, Any]:
 
 
 def _rotated_part(values: GgufValues, width: int) -> float:
-    """Return the fraction of a head's elements that rotate: GGUF stores 1 for a pair that does, 1e30 for any other."""
+    """Return the fraction of a head's features that rotate. GGUF stores 1 for each rotating pair, 1e30 for others."""
     factors = values.rope_factors.get("rope_freqs", ())
     if not factors:
         return 1.0

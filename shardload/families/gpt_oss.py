@@ -1,7 +1,9 @@
-"""GPT-OSS, with a converter for experts in plain weights, as saved by training; KerasHub's converter reads MXFP4 only.
+"""GPT-OSS. Its converter also reads unquantised experts, as training saves them; KerasHub's own reads only MXFP4.
 
-experts.gate_up_proj   (experts, in, 2 * out), gate and up columns alternate, as in KerasHub's class
-experts.down_proj      (experts, in, out)
+Shapes of the unquantised tensors::
+
+    experts.gate_up_proj   (experts, in, 2 * out), gate and up columns alternate, as in KerasHub's class
+    experts.down_proj      (experts, in, out)
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _published_llama(dims: Dims, *, tied: bool = False, factor: float | None = N
 
 
 def _for_converter(config: Config) -> Config:
-    """Remove rotary scaling of any kind but ``llama3``, for which KerasHub's converter raises."""
+    """Remove ``rope_scaling`` unless its kind is ``llama3``: KerasHub's converter raises for all other kinds."""
     scaling = config.get("rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") if isinstance(scaling, Mapping) else None
     if kind in (None, "llama3"):
@@ -212,7 +212,7 @@ def _complete_smollm_3(config: dict[str, Any]) -> None:
 
 
 def _gguf_smollm_3(values: GgufValues) -> dict[str, Any]:
-    """Return the ``config.json`` of a GGUF file, and add what it omits: each fourth layer has no rotary positions."""
+    """Return a ``config.json`` for a GGUF file. It says what GGUF omits: each fourth layer has no rotary positions."""
     base = with_llama3_scaling(values, decoder_entries(values, "smollm3", "SmolLM3ForCausalLM"))
     return base | {"no_rope_layer_interval": 4, "use_sliding_window": False}
 

@@ -69,7 +69,7 @@ def _has_experts(config: Config, layer: int) -> bool:
 
 
 def _experts(config: Config, layer: int, at: str) -> Iterator[TensorSpec]:
-    """Yield the tensors of a layer's feed-forward part: router and experts, or one gated layer if it has none."""
+    """Yield the tensors of a feed-forward part: router and experts, or a gated MLP if this layer has no experts."""
     if not _has_experts(config, layer):
         yield from gated_mlp(config, f"{at}.mlp")
         return

@@ -25,12 +25,12 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KerasTokenizer:
-    """Files of a KerasHub tokenizer that Hugging Face reads, with the same content, under other names."""
+    """Names that the files of a KerasHub tokenizer get in a Hugging Face folder; their content stays the same."""
 
     files: Mapping[str, str]
     """KerasHub's name of a file → the name of the same file in a Hugging Face folder."""
     lower_case_class: str | None = None
-    """Tokenizer class to write to ``tokenizer_config.json`` with ``do_lower_case``; ``None``: do not write the file."""
+    """Class to name in ``tokenizer_config.json`` next to ``do_lower_case``; ``None``: that file is not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class ModelType:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Field that KerasHub's converter reads → the same field's name in other versions of transformers."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Field with a nested configuration (``vision_config``) → its ``model_type`` if the configuration omits that."""
+    """Field with a nested configuration (``vision_config``) → the ``model_type`` to assume if that one has none."""
     adapt: Callable[[dict[str, Any]], None] = _nothing
     """Changes, in place, entries that KerasHub's converter reads in another way than transformers does."""
     for_converter: Callable[[Config], Config] = lambda config: config
@@ -61,22 +61,22 @@ class ModelType:
 
     # ---- what it computes ---------------------------------------------------------------------
     checks: Checks | None = None
-    """Fields to compare with the built model, besides ``is_causal``, `only` and `differences`; ``None``: no others."""
+    """More fields to compare with the built model. Always checked are ``is_causal``, `only` and `differences`."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Field → supported values (``None`` for null); KerasHub uses the first. A missing field is always supported."""
+    """Field → accepted values (``None``: null), of which KerasHub computes the first. A missing field is accepted."""
     differences: Callable[[Config], Iterator[FieldDifference]] = lambda config: iter(())
     """Yields configured fields that KerasHub's class never follows; needs the configuration only, no built model."""
     pools_if: str | None = None
-    """Field that is true for embedding models, whose last layers sentence-transformers stores in other folders."""
+    """Field that is true for models of text embeddings, which end in pooling layers (stored in their own folders)."""
     is_image_model: bool = False
     attends_both_ways: bool = False
-    """Whether ``is_causal`` is not checked: the model has no causal mask anyway, or transformers ignores the field."""
+    """Whether to skip the check of ``is_causal``, because the model has no causal mask or transformers ignores it."""
 
     # ---- its tensors --------------------------------------------------------------------------
     prefix: str = ""
     """First part of tensor names (``bert``), which transformers omits when it saves a base model without a task."""
     heads: str = ""
-    """Regular expression for the start of the names of a task head's tensors, which a backbone leaves out."""
+    """Regular expression for the start of tensor names (``classifier``) of a task's head; a backbone lacks them."""
     outside: Mapping[str, str] = field(default_factory=dict)
     """Regular expression for names of tensors that KerasHub's class has no variables for → what these tensors are."""
     has_pooler_outside: bool = False
@@ -93,7 +93,7 @@ class ModelType:
     decodes: str | None = None
     """The quantisation method (``mxfp4``) whose tensors KerasHub's converter decodes; all others are refused."""
     loads_head_of: tuple[str, ...] = ()
-    """Classes of transformers, in addition to image classifiers, whose head KerasHub's ``convert_head`` loads."""
+    """Names of transformers' classes whose task head KerasHub can load; image classifiers need not be listed."""
     rounded_to: str | None = None
     """Dtype that KerasHub's converter rounds every tensor to when it reads a checkpoint; ``None``: it rounds none."""
 
@@ -121,11 +121,11 @@ class Family:
     windows_without_self: tuple[str, ...] = ()
     """Classes of KerasHub's layers that do not count the attending token in the window, so they see one token more."""
     ties_unsaid: tuple[str, ...] = ()
-    """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``, so only stored tensors show it."""
+    """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``; no stored output layer means true."""
     gguf: tuple[GgufArchitecture, ...] = ()
     pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)
     """GGUF's name (``tokenizer.ggml.pre``) → how text is split before byte pairs are merged."""
     exports: Mapping[str, Export] = field(default_factory=dict)
     """Class name of a KerasHub backbone → how to write its ``config.json`` for Hugging Face."""
     gguf_refused: Mapping[str, str] = field(default_factory=dict)
-    """GGUF architecture that KerasHub seems to have → why shardload does not support it, as a clause for a message."""
+    """GGUF architecture that shardload refuses, although KerasHub has a class of this name → why, for a message."""

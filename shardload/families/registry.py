@@ -120,7 +120,7 @@ def gguf_architectures() -> dict[str, list[GgufArchitecture]]:
 
 
 def why_refused(gguf_architecture: str) -> str | None:
-    """Return why a GGUF architecture that KerasHub seems to have is not supported; ``None`` if no family says so."""
+    """Return why a GGUF architecture is not supported, as a family's ``gguf_refused`` says; ``None`` if none does."""
     return next((f.gguf_refused[gguf_architecture] for f in families() if gguf_architecture in f.gguf_refused), None)
 
 

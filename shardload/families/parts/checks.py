@@ -1,7 +1,7 @@
 """Declare which fields of a configuration to compare with the built model, because they change what it computes.
 
-Fields mean what transformers reads; a missing field means transformers' default. Unlisted fields are not compared.
-Features with tensors of their own (biases, output layers) need no field: those tensors would be missing or left over.
+A field has the meaning that transformers gives it, and if it is missing, transformers' default. Fields that no family
+lists here are not compared. Biases and output layers need no check: a difference in them shows as a missing tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FieldDifference:
     names: tuple[str, ...]
     """Names of fields. If ``ignore_config`` contains any of them, this difference is accepted."""
     fix: Callable[[], None] | None = None
-    """Sets the configured value on the built layers; ``None`` if layers cannot take it or would change too much."""
+    """Function that sets the configured value on the built layers; ``None`` if the difference cannot be repaired."""
 
     def __str__(self) -> str:
         return f"{self.configured} in the configuration, but {self.actual} in the model"
@@ -42,14 +42,14 @@ class FieldDifference:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Soft caps of attention scores and of logits; models with them also scale scores by ``query_pre_attn_scalar``."""
+    """Default soft caps: limits into which Gemma squeezes attention scores and logits, by tanh."""
 
     scores: float | None
-    """Default of ``attn_logit_softcapping``."""
+    """Default of ``attn_logit_softcapping``, the cap of attention scores; ``None``: no cap."""
     logits: float | None
-    """Default of ``final_logit_softcapping``."""
+    """Default of ``final_logit_softcapping``, the cap of the output layer's logits; ``None``: no cap."""
     has_scores: bool = True
-    """Whether transformers applies ``attn_logit_softcapping`` at all."""
+    """Whether transformers applies ``attn_logit_softcapping`` to this model, or ignores the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SameAttribute:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Fields of one ``model_type`` to compare with the built model, each as (name, default) or with its own rules."""
+    """Fields of one ``model_type`` to compare with the built model; a pair is a field's name and its default."""
 
     epsilon: tuple[str, float] | None = None
     activation: tuple[str, str] | None = None
@@ -76,19 +76,19 @@ class Checks:
     windows: _Windows | None = None
     """Function that returns the sliding window of each layer; ``None`` if no layer has one."""
     has_activation: str | None = None
-    """Name of the activation that KerasHub's class always computes, if its layers have no attribute to read it from."""
+    """Activation that KerasHub's class always computes (``silu``), if its layers have no attribute that tells it."""
     activation_names: Mapping[str, str] = field(default_factory=dict)
-    """Name of an activation in the configuration → name of the one that the model was trained with."""
+    """Configured activation → the one that it really means: Gemma's first files say ``gelu`` for its tanh form."""
     caps: Caps | None = None
     sets_windows: bool = False
     """Whether to set windows on the built layers, because KerasHub's constructor gives them to the wrong layers."""
     has_unsized_windows: bool = False
-    """Whether KerasHub's constructor takes ``sliding_window_size=None``, for models without windows."""
+    """Whether a model without windows is built with ``sliding_window_size=None``, which some constructors refuse."""
     attention_flags: tuple[str, ...] = ()
     """Boolean fields to compare with the attribute of the same name on each attention layer."""
     attributes: Mapping[str, SameAttribute] = field(default_factory=dict)
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Field → constructor argument of KerasHub's class for its value, which KerasHub's converter does not pass on."""
+    """Field → argument of KerasHub's constructor to pass its value to, because KerasHub's converter does not."""
 
 
 # ---- sliding windows -----------------------------------------------------------------------------
@@ -105,9 +105,10 @@ def if_used(config: Config, layers: int) -> list[int | None]:
 
 
 def by_layer_type(default: Callable[[Config, int], bool], *, always: bool = True) -> _Windows:
-    """Return a function for each layer's window: ``layer_types``, or ``default`` without it, says which layers slide.
+    """Return a function that gives the layers that ``layer_types`` calls sliding the window ``sliding_window``.
 
-    With ``always=False``, layers have windows only if ``use_sliding_window`` is set.
+    Without ``layer_types``, ``default`` says whether the layer of an index has a window. With ``always=False``, layers
+    have windows only if ``use_sliding_window`` is set.
     """
 
     def windows(config: Config, layers: int) -> list[int | None]:

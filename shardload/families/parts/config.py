@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 Config = Mapping[str, Any]
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForConditionalLM")
-"""Suffixes of the classes of transformers that have an output layer over the vocabulary."""
+"""Endings of names of transformers' classes whose output is one logit per vocabulary entry: ``LlamaForCausalLM``."""
 
 
 def architecture_of(config: Config) -> str:
@@ -31,7 +31,7 @@ SQUARES = {"image_size": 224, "patch_size": 16}
 
 
 def decoder_defaults(*sizes: int, kv: int | None, longest: int) -> dict[str, Any]:
-    """Return default ``config.json`` entries of a decoder: `SIZES`, number of key-value heads, and longest text."""
+    """Return default ``config.json`` entries: ``sizes`` in the order of `SIZES`, key-value heads, and longest text."""
     return dict(zip(SIZES, sizes, strict=True)) | {"num_key_value_heads": kv, "max_position_embeddings": longest}
 
 

@@ -1,8 +1,8 @@
 """Convert between KerasHub and Hugging Face: converters that KerasHub lacks, and the ``config.json`` of a backbone.
 
-A converter only names tensors and views them: hooks transpose and reshape without copies, and `shardload.mapping` reads
-the bytes. Constants in written configurations are those of KerasHub's layers, such as Gemma's rotary bases; what
-loading may set on layers (the epsilon of BERT and GPT-2, the form of GELU) is read from the layers.
+A converter says which tensor belongs to which variable, and how to transpose or reshape it. It copies nothing:
+`shardload.mapping` reads the bytes later. A written ``config.json`` has the values that the backbone's layers compute
+with, which may differ from the arguments of its constructor.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Export:
 
     Raises an ``UnsupportedError`` if the backbone has a feature that Hugging Face's configuration cannot express."""
     pre_tokenizer: str | None = None
-    """Key in `Family.pre_tokenizers` of the way in which these models split text. A preset does not store it, because
-    KerasHub splits all texts as Llama 3 does. ``None``: no ``tokenizer.json`` is made from byte pairs."""
+    """How these models split text into words, as a key of `Family.pre_tokenizers` (``qwen2``). It is needed to write a
+    ``tokenizer.json``, because a preset does not store it. ``None``: do not write one from byte pairs."""
 
 
 def exported_decoder(backbone: Any, model_type: str, architecture: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """GGUF architectures: how to turn a file's tensor names and header into Hugging Face's names and ``config.json``.
 
-GGUF has one name table for all models (``blk.0.attn_q.weight``); KerasHub's converters want Hugging Face's names and
-configuration. shardload has small tables of its own, because the gguf package maps in the other direction and to
-several names for each tensor; a test compares the tables with that package.
+GGUF names tensors alike in all models (``blk.0.attn_q.weight``), but KerasHub's converters read Hugging Face's names.
+The tables are shardload's own: the package gguf only maps from Hugging Face's names to GGUF's.
 
 GGUF has one tensor for all experts of a layer, Hugging Face one for each expert; ``{}`` is an expert's number::
 
@@ -39,7 +38,7 @@ SANDWICH = BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""GGUF's layer → Hugging Face's, as `BLOCK`, for blocks with norms before and after each part: Gemma 2 and later."""
+"""GGUF's name of a layer → Hugging Face's, for blocks that normalise before and after each part: Gemma 2 and later."""
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -79,17 +78,17 @@ class GgufArchitecture:
     block: str = "model.layers"
     """Start of Hugging Face's names of layers in blocks: all that comes before the number of the block."""
     bare: frozenset[str] = frozenset()
-    """Hugging Face's names of parameters, not layers: no ``.weight`` or ``.bias`` is appended to these names."""
+    """Hugging Face's names that end a tensor's name (``router.scale``): no ``.weight`` or ``.bias`` is appended."""
     undone: Mapping[str, Undo] = field(default_factory=dict)
     """GGUF's name of a layer → how the program that wrote the file changed the layer's tensors."""
     norms_plus_one: bool = False
     rope_factors: frozenset[str] = frozenset()
     """Names of tensors with factors for rotary positions: settings that `config` reads, not weights of the model."""
     fused_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Hugging Face's tensor with all experts of a block → the GGUF layers whose output columns alternate in it."""
+    """Hugging Face's tensor of all experts → GGUF's layers that it joins, column by column: gate, up, gate, up, …"""
 
     def hf_name(self, name: str, path: str) -> str | None:
-        """Return Hugging Face's name of a GGUF tensor; ``None`` if `rope_factors` or `fused_experts` contains it."""
+        """Return Hugging Face's name of a GGUF tensor; ``None`` for tensors in `rope_factors` or `fused_experts`."""
         if name in self.rope_factors:
             return None
         stem, _, suffix = name.rpartition(".")
@@ -131,7 +130,7 @@ class GgufArchitecture:
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # Expressions differ mostly in how they split numbers: up to three digits at a time, one by one, or not at all.
 WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Regular expression for words, to follow `CONTRACTIONS`; ``%s`` says how many digits form one word (``{1,3}``)."""
+"""Regular expression that finds words, appended to `CONTRACTIONS`; ``%s`` is the digits per word (``{1,3}``)."""
 
 
 class GgufTokenizer(StrEnum):
@@ -140,7 +139,7 @@ class GgufTokenizer(StrEnum):
     SENTENCEPIECE = "llama"
     BYTE_PAIRS = "gpt2"
     SPACED_PAIRS = "gemma4"
-    """Byte-pair merging, as in ``BYTE_PAIRS``, of text in which ``▁`` stands for a space, as in SentencePiece."""
+    """Byte-pair merging, like ``BYTE_PAIRS``, but each space in the text is replaced with ``▁`` first."""
     WORD_PIECES = "bert"
     UNIGRAMS = "t5"
 
@@ -154,6 +153,6 @@ class PreTokenizer:
     takes_whole_words: bool = False
     """Whether a word that is in the vocabulary is one token, even if no merges lead to it."""
     starts_texts: bool = False
-    """Whether a text begins with the start token, for files whose header does not say."""
+    """Whether to put the start token before a text if a file's header does not say whether to."""
     surrounds_texts: bool = False
     """Whether each text gets a token before and after it, as encoders expect, instead of just a start token."""

@@ -4,9 +4,9 @@ A configuration has one of three forms, and `rotation` makes a `Rotation` of eac
 
     transformers 4   rope_theta, rope_scaling {rope_type | type, factor, …}
     transformers 5   rope_parameters {rope_theta, rope_type, factor, …}
-    Gemma 3          these fields for each kind of layer, or rope_local_base_freq for sliding layers
+    Gemma 3          one of these for each kind of layer; transformers 4 has rope_local_base_freq for sliding ones
 
-The rules come from ``transformers.modeling_rope_utils``; a test compares them with values that PyTorch computed.
+The rules come from ``transformers.modeling_rope_utils``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Rotary:
     sliding_theta: float | None = None
     """Default of the base in layers with a sliding window; ``None`` if all layers of a model share one base."""
     is_partial: bool = False
-    """Whether ``partial_rotary_factor`` also applies to positions without scaling. If not, transformers 5 ignores the
-    field there, and transformers 4 fails unless it is 1."""
+    """Whether ``partial_rotary_factor``, the fraction of a head's features that rotate, has an effect in a model that
+    does not scale its positions. (In one that does, it always has.)"""
     stretched: str = "linear"
-    """Kind of scaling (``linear``, ``yarn``) that KerasHub's class applies if its constructor is given a factor."""
+    """The one kind of scaling (``linear`` or ``yarn``) that KerasHub's class can apply with a scaling factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Rotation:
     """The rotary embedding that one layer applies to queries and keys."""
 
     kind: str
-    """Kind of scaling: ``default``, ``linear``, ``dynamic``, ``yarn``, ``longrope``, ``llama3``, or as configured."""
+    """Kind of scaling: ``default``, ``linear``, ``yarn``, ``llama3``, …, or an unknown kind that is configured."""
     theta: float
     parameters: Config
     """Settings of this kind of scaling, by their names in the configuration: ``factor``, ``beta_fast``, …"""
     angles: Angles | None
-    """Angle in radians by which each pair of features rotates per token; ``None`` for an unknown kind or head dim."""
+    """Angle in radians by which each pair of features rotates per token; ``None`` if kind or head dim is unknown."""
     scale: float = 1.0
     """Factor that sine and cosine are multiplied by."""
 
@@ -93,7 +93,7 @@ def rotation(config: Config, layer_type: str, rotary: Rotary, *, head_dim: int |
 
 
 def parameters_of(config: Config, layer_type: str, *, has_kinds: bool) -> Config:
-    """Return a configuration's rotary parameters for one kind of layer; reads the forms of transformers 4 and 5."""
+    """Return the rotary entries for layers of ``layer_type``; ``has_kinds`` says that sliding layers have their own."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     if isinstance(new, Mapping) and any(isinstance(new.get(key), Mapping) for key in (FULL, SLIDING)):
         # transformers 5, for models whose kinds of layers differ: an entry for each kind.

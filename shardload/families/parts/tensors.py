@@ -63,7 +63,7 @@ class DecoderTensors:
     normed_heads: bool = False
     """Whether queries and keys are normalised, head by head (``q_norm``, ``k_norm``)."""
     reads_attention_bias: bool = True
-    """Whether attention has biases if the field ``attention_bias`` is set; otherwise the field is ignored."""
+    """Whether the field ``attention_bias`` decides if attention has biases; ``False``: the field is ignored."""
     qkv_biases: bool = False
     """Whether query, key and value have biases, whatever the configuration says."""
     feed_forward: Callable[[Config, int, str], Iterator[TensorSpec]] = lambda config, layer, at: gated_mlp(
@@ -117,7 +117,7 @@ class OptionalPart:
     without: tuple[str, ...]
     """Endings of class names in `transformers` (``ForMaskedLM``) whose checkpoints may lack the part."""
     output: str
-    """Name, for a note, of the result that is meaningless until the part is trained: ``the pooled output``."""
+    """The part's result, as named in the note that it is meaningless until trained: ``the pooled output``."""
 
 
 POOLER = r"(\w+\.)?pooler\.(dense\.)?(weight|bias)"
