@@ -1,20 +1,18 @@
 """Build models from the descriptions in checkpoints.
 
-Each format describes its model in its own way, and `build_model` turns any description into a Keras model
-without loading its weights (inside ``shardload.abstract()``, without even allocating them)::
+`build_model` turns the description in any format into a Keras model, without loading weights (inside
+``shardload.abstract()``, without even allocating them)::
 
-    keras-hub-preset   config.json, task.json  ─► keras.saving          ─► task, else backbone
-    hf-safetensors     config.json             ─► KerasHub's converter  ─► CausalLM / ImageClassifier, else backbone
-    gguf               header                  ─► KerasHub's converter  ─► CausalLM, else backbone
-    keras-archive      config.json             ─► keras.saving          ─► the saved model, compiled as saved
-    keras-legacy-h5    model_config            ─► Keras' legacy code    ─► the same
-    orbax              model_config            ─► keras.saving          ─► the same, if a training run saved it
+    format             description             read by                  result
+    keras-hub-preset   config.json, task.json  keras.saving             task, else backbone
+    hf-safetensors     config.json             KerasHub's converter     CausalLM / ImageClassifier, else backbone
+    gguf               header                  KerasHub's converter     CausalLM, else backbone
+    keras-archive      config.json             keras.saving             the saved model, compiled as saved
+    keras-legacy-h5    model_config            Keras' legacy code       the saved model, compiled as saved
+    orbax              model_config            keras.saving             the saved model, compiled as saved
 
-A `.weights.h5` describes no model, unless a configuration is next to it. TensorFlow is not needed:
-a preprocessor that requires it is omitted, and `shardload.text` has its own tokenisation.
-
-The dtype is the checkpoint's own unless the caller names another one: KerasHub would make it float32,
-which doubles the memory of a bfloat16 checkpoint and adds no information.
+A ``.weights.h5`` describes no model, unless a configuration is next to it. A preprocessor that needs TensorFlow is
+left out. Variables have the checkpoint's own dtype, where KerasHub would choose float32.
 """
 
 from __future__ import annotations
@@ -69,14 +67,14 @@ def build_model(
         task: Build the task (a ``CausalLM``, a classifier) if the checkpoint is one; the backbone otherwise.
         custom_objects: Classes in the configuration that Keras does not know.
         safe_mode: Refuse configurations that contain Python code, as ``keras.saving.load_model`` does.
-        ignore_config: Fields of a Hugging Face configuration that the model may differ from.
+        ignore_config: Fields of a Hugging Face configuration in which the model may differ from it.
         compile: Compile the model as it was saved, if the checkpoint stores how.
         note: Called with the reason if a model was saved compiled but is not compiled now.
 
     Raises:
-        UnsupportedError: When the checkpoint describes no model, or an unknown one.
-        SourceError: When its configuration contradicts its tensors or itself.
-        MissingExtraError: When it needs KerasHub, which is not installed.
+        UnsupportedError: When the checkpoint describes no model, or one that KerasHub cannot represent.
+        SourceError: When the configuration contradicts the checkpoint's tensors or itself.
+        MissingExtraError: When the model needs KerasHub, which is not installed.
     """
     manifest.require_description()
     # Cheap checks of the headers first: building a large model takes seconds.
@@ -189,7 +187,10 @@ def _deserialize(
     dtype: Any = None,
     compiling: Callable[[str], None] | None = None,
 ) -> Any:
-    """Build the model of a Keras configuration. With ``compiling``, compile it, or call ``compiling`` with why not."""
+    """Build the model of a Keras configuration, and compile it if ``compiling`` is a function.
+
+    The function is called only if the model cannot be compiled as saved, with the reason.
+    """
     if "keras_hub" in json.dumps(config):
         kerashub.keras_hub()  # registers its classes
     settings = (manifest.metadata.get("structure") or {}).get("form")
@@ -252,9 +253,9 @@ _SHOWN = 1000
 """Most characters that a message quotes of another error, which may contain the whole value that caused it."""
 
 _CODE = "Requested the deserialization of a"
-"""Start of Keras' error for Python code (a lambda). A configuration cannot make another error start like this."""
+"""How Keras' message begins when it refuses Python code (a lambda) in a configuration. No other message does."""
 _INNER = "Exception encountered: "
-"""Text in Keras' message that something "could not be deserialized properly", right before the cause."""
+"""Text in a message of Keras after which it quotes the message of the error that was the cause."""
 
 
 def _check_layer_count(manifest: Manifest) -> None:
@@ -287,7 +288,7 @@ def _number(value: Any) -> float:
 
 @contextlib.contextmanager
 def describe_failure(manifest: Manifest) -> Iterator[None]:
-    """Translate errors that a configuration causes in constructors into errors that name the checkpoint."""
+    """Context in which an error of a model's constructor becomes an error of shardload that names the checkpoint."""
     try:
         yield
     # These name the checkpoint already.
@@ -327,7 +328,7 @@ def _refuse_code(error: Exception, manifest: Manifest) -> None:
 
 
 def _not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: bool) -> str:
-    """Explain why a model is not compiled as saved; ``has_defaults`` says that its class compiled it with defaults."""
+    """Return a warning: the model is not compiled, or (``has_defaults``) only with the defaults of its class."""
     stored = ("optimizer/", "optimizer_variables/")
     state = "compiled with the defaults of its class" if has_defaults else "not compiled"
     reason = why if isinstance(why, str) else _first(why)

@@ -41,12 +41,12 @@ def layers(backbone: Any) -> list[Any]:
 
 
 def attention_of(block: Any, attribute: str) -> Any:
-    """Return the first layer in a block that has ``attribute``, else the block if it has it, else ``None``."""
+    """Return the first layer inside a block that has ``attribute``, or the block itself; ``None`` if none has it."""
     return next((layer for layer in _inner_first(block) if hasattr(layer, attribute)), None)
 
 
 def _inner_first(block: Any) -> list[Any]:
-    """Return the layers in a block, then the block: a setting of a layer counts before the same one of the block."""
+    """Return the layers inside a block, then the block itself: the order in which to look for a setting."""
     return [*(layer for layer in own_layers(block) if layer is not block), block]
 
 
@@ -83,7 +83,7 @@ def set_window(block: Any, window: int | None) -> None:
 
 
 def _beyond(layer: Any) -> int:
-    """Return how many tokens a layer sees beyond its window size: 1 if the size does not count the token itself."""
+    """Return what to add to a layer's window size: 1 if the size leaves out the attending token itself, else 0."""
     return int(any(type(layer).__name__ in family.windows_without_self for family in families()))
 
 
@@ -115,9 +115,10 @@ def _is_obeyed(layer: Any, name: str) -> bool:
 
 
 def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float] | None:
-    """Measure how a block's rotary layer rotates and scales a unit vector; ``None`` without rotary positions.
+    """Return how a block's rotary layer rotates each pair of features; ``None`` without rotary positions.
 
-    Returns radians per token and scale of each pair of features, and the relative error to expect in both.
+    The three values are the angles in radians per token, the factors that lengthen the pairs, and the relative error
+    of both.
     """
     layer = rotary_of(block)
     if layer is None:
@@ -137,10 +138,7 @@ def turns_of(block: Any, head_dim: int) -> tuple[NDArray[np.float64], NDArray[np
 
 
 def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
-    """Compute the angles of KerasHub's common rotary layers without calling them; ``None`` for any other layer.
-
-    A contract test compares them with what the layers compute.
-    """
+    """Compute the angles of KerasHub's common rotary layers from their attributes; ``None`` for any other layer."""
     name = type(layer).__name__
     if name not in ("RotaryEmbedding", "LlamaRotaryEmbedding") or layer.rope_type != "linear":
         return None
@@ -168,7 +166,7 @@ def normalisations(backbone: Any) -> list[Any]:
 
 
 def activations(backbone: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each activation of feed-forward layers: the layer, its attribute with the activation, and the function."""
+    """Yield (layer, name of its attribute, function) for each activation function of a backbone, such as GELU."""
     for layer in layers(backbone):
         for name in _ACTIVATIONS:
             value = getattr(layer, name, None)

@@ -65,9 +65,9 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration in which keys of other transformers versions also have the names that converters read.
+    """Return a configuration with keys added that other versions of transformers write under another name.
 
-    Call it before defaults are filled in: they would add a key whose value is there under the other name.
+    Call it before defaults are filled in: a default would hide the value under the other name.
     """
     aliases = model_type_of(config).renamed.items()
     return {wanted: config[stored] for wanted, stored in aliases if stored in config} | dict(config)
@@ -76,8 +76,8 @@ def _with_current_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def ties_embeddings(manifest: Manifest) -> bool | None:
     """Whether the model to build uses its embedding as output layer; ``None`` for classes without that option.
 
-    True if the configuration ties them and no different output layer is stored, as transformers 5 decides, or if the
-    checkpoint's class has no output layer at all. KerasHub looks at ``tie_word_embeddings`` at most.
+    As in transformers 5, ``tie_word_embeddings`` counts only if no output layer with other values is stored. A
+    checkpoint of a class without an output layer (``LlamaModel``) counts as tied.
     """
     if not model_type_of(manifest.config).has_tie_argument:
         return None
@@ -101,7 +101,7 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
 
 
 def tie_as_described(described: Any, manifest: Manifest) -> None:
-    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if its Hugging Face source ties embeddings."""
+    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if its Hugging Face checkpoint ties embeddings."""
     if ties_embeddings(manifest):
         _tie(described)
 
@@ -120,7 +120,7 @@ def _tie(described: Any) -> None:
 
 
 def _differs_from_embedding(head: Tensor, manifest: Manifest) -> bool:
-    """Whether one of a few rows differs between output layer and embedding; if none does, the load compares all."""
+    """Whether output layer and embedding differ, judged by a sample of their rows; the load compares all rows."""
     embedding = next((t for n, t in manifest.tensors.items() if re.fullmatch(r"(.+\.)?embed_tokens\.weight", n)), head)
     # Not comparable row by row: build the model tied, and the complete comparison of the load will refuse the tensor.
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
@@ -174,7 +174,7 @@ _LAYERS = ("num_hidden_layers", "n_layer")
 def transformers_tensors(config: Config) -> list[TensorSpec]:
     """Return all tensors of a Hugging Face checkpoint with this configuration, in the order of the file.
 
-    A field that the configuration omits has transformers' default. Messages of errors are clauses about it.
+    A field that the configuration omits has transformers' default. Messages of errors are clauses, not sentences.
     """
     kind, known = config.get("model_type"), model_type_of(config)
     if known.tensors is None:

@@ -1,8 +1,8 @@
 """List the tensors that a checkpoint would have, from its configuration alone, without weight files.
 
-    Hugging Face   config.json              ─► the tensors that transformers saves for this model_type, if known;
-                     otherwise ─► model ─┐
-    KerasHub       config.json, task.json   ─► the variables of the model, built without allocating, as Keras saves them
+    Hugging Face   config.json               ─► the tensors that transformers would save; for an unknown ``model_type``,
+                                                those of a KerasHub preset of the same model
+    KerasHub       config.json, task.json    ─► the tensors that KerasHub would save, from a model built without values
 
 No file contains these tensors, so ``Manifest.files`` is empty: such a checkpoint can be planned, but not loaded.
 """
@@ -50,7 +50,7 @@ def hugging_face(config: Mapping[str, Any], where: Location, *, stored: Any) -> 
 
 
 def with_tensors(described: Manifest, *, ignore_config: Sequence[str] = ()) -> Manifest:
-    """Return the manifest ``described``, which lists no tensors, with those that its checkpoint would have."""
+    """Return a copy of ``described``, a manifest without tensors, to which those of its checkpoint are added."""
     with describe_failure(described):
         if spec_of(described).is_hugging_face and model_type_of(described.config).tensors is not None:
             found = _of_hugging_face(described)

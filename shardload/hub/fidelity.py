@@ -1,14 +1,11 @@
-"""Make the model that was built compute what its checkpoint describes, or refuse it.
+"""Make a built model compute what its checkpoint describes, or refuse the checkpoint.
 
 A Hugging Face configuration contains more than KerasHub's converters read. A field that a converter drops may change
-what a model computes, although every tensor fits. These modules look for such fields::
+what a model computes, although every tensor fits. So each load takes three steps::
 
-    before the build     quantised    are the tensors weights, or quantisation codes and adapters?
-    during the build     `arguments`  what could the constructor be given that KerasHub's converter does not pass?
-                                      what follows the last layer of a model for embeddings?
-    after the build      fields       what does the model lack?    set on layers, else refused, else ignored
-
-``families`` and ``rope`` interpret the configuration, ``built`` inspects the model's layers.
+    before the build   `quantised.check`   refuses tensors that are not plain weights
+    during the build   `arguments`         gives the constructor settings that KerasHub's converter does not pass
+    after the build    `reconcile`         sets other settings on layers; refuses the rest, unless the user ignores them
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ def arguments(manifest: Manifest, backbone_cls: type) -> dict[str, Any]:
 def reconcile(model: Any, manifest: Manifest, *, ignore: Sequence[str] = ()) -> None:
     """Change settings on a new model's layers until it computes what its source describes, else raise.
 
-    It may still differ in the fields of ``ignore``; errors say how to ignore others. `notes_of` lists the changes.
+    The model may still differ in the fields that ``ignore`` lists. `notes_of` returns what was changed or ignored.
     """
     backbone = backbone_of(model)
     record = record_of(backbone)
@@ -101,7 +98,7 @@ def _kept_by_ours(usual: Any) -> str:
 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
-    """Return notes on what `reconcile` changed or ignored; for a model that it did not check, on what differs."""
+    """Return notes on what `reconcile` changed or ignored; for one not built from this source, on what differs."""
     backbone = backbone_of(model)
     record = record_of(backbone)
     if record.built_from == manifest.source:
@@ -120,7 +117,7 @@ def _saved_attributes(manifest: Manifest) -> Any:
 
 
 def _described_part(model: Any, manifest: Manifest) -> Any:
-    """Return the part of a model that its source's configuration describes: a preset's backbone, else the model."""
+    """Return what the source's ``config.json`` describes: the backbone if it is a preset, else the whole model."""
     return backbone_of(model) if spec_of(manifest).described_by == "keras-hub" else model
 
 
@@ -224,7 +221,7 @@ _WITHOUT_POOLING = {"is_embedding_model": False, "pooling_intermediate_dim": Non
 
 
 def _pooling_arguments(manifest: Manifest) -> dict[str, Any]:
-    """Return constructor arguments for the pooling that a folder describes; empty for a model that has none."""
+    """Return constructor arguments for the pooling layers after an EmbeddingGemma; empty for all other models."""
     if not _is_embedder(manifest):
         return {}
     if _other_form(manifest.location) is not None:
@@ -240,7 +237,7 @@ def _is_embedder(manifest: Manifest) -> bool:
 
 
 def _other_form(folder: Location) -> str | None:
-    """Return which setting of a folder's pooling KerasHub's class does not support; ``None`` if it supports all."""
+    """Return why KerasHub cannot build the pooling layers that a folder describes; ``None`` if it can."""
     listed = read_optional(folder / "modules.json")
     listed = listed if isinstance(listed, list) else []
     if not listed and not any((folder / part).is_folder() for part in _DENSE):

@@ -24,7 +24,7 @@ from shardload.keras_bridge.layer_settings import gelu_tanh, set_attribute
 from shardload.units import plural
 
 _SMALL_EPSILON = 1e-4
-"""Largest epsilon that may be set on built layers: files that Keras writes lose it, which matters if it is larger."""
+"""Largest epsilon that may be set on built layers. Files that Keras writes lose such a change, so it must be small."""
 _GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu")
 
 
@@ -40,7 +40,7 @@ def known_fields() -> set[str]:
 
 
 def text_of(config: Config) -> Config:
-    """Return the text model's configuration, with defaults filled in; the whole one if the model has no parts."""
+    """Return the field ``text_config``, or the whole configuration if it has none, with defaults filled in."""
     nested = config.get("text_config")
     # Gemma 3's text part may omit its model_type.
     text = {"model_type": f"{config.get('model_type')}_text", **nested} if isinstance(nested, Mapping) else config
@@ -81,7 +81,7 @@ def activation_of(backbone: Any) -> str | None:
 
 
 def limits(config: Config) -> Iterator[str]:
-    """Yield a note for each feature that the model lacks and that transformers ignores, or uses in long texts only."""
+    """Yield a note for each configured feature that the model lacks, but that matters in long texts only or never."""
     family, checks, text = family_of(config), model_type_of(config).checks, text_of(config)
     if family is None or checks is None or checks.rotary is None:
         return
@@ -106,7 +106,7 @@ def limits(config: Config) -> Iterator[str]:
 
 
 def untied(config: Config, backbone: Any) -> Iterator[str]:
-    """Yield a note if embeddings are configured as tied, but the output layer differs; transformers 4 ignores it."""
+    """Yield a note if the configuration ties embeddings, but the model uses a stored output layer that differs."""
     if config.get("tie_word_embeddings") is True and getattr(backbone, "tie_word_embeddings", None) is False:
         yield (
             "tie_word_embeddings: true in the configuration, but the stored output layer differs from the embedding "
@@ -181,9 +181,9 @@ def _activation(config: Config, checks: Checks, backbone: Any) -> Iterator[Field
 
 
 _CLOSE = 1e-3
-"""Activations that differ by less than this may replace each other: the two forms of GELU differ by 4.7e-4."""
+"""Largest difference of two activations that may replace each other: the two forms of GELU differ by 4.7e-4."""
 _NAMED = ("gelu", "gelu_new", "silu", "relu", "tanh", "sigmoid")
-"""Names of activations in transformers: one for each function that `_function` can return."""
+"""transformers' names of activations. Where it has several for one function (``silu``, ``swish``), one is here."""
 
 
 @functools.cache

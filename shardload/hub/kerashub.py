@@ -1,8 +1,7 @@
 """KerasHub's classes, presets, converters, tokenizers and preprocessors; the only module that imports KerasHub.
 
-Families declare converters for models that KerasHub has a class for, but no converter; callers of
-`transformers_loader` use both kinds of converters alike. Constructors of some preprocessors raise without TensorFlow,
-although only calls need it. A model saved with such a preprocessor could not be built: `lacks_tensorflow` finds them.
+Where KerasHub has a class, but no converter, a family may declare one; `transformers_loader` uses both kinds alike.
+Some preprocessors cannot be made without TensorFlow. `lacks_tensorflow` finds them, so that models are built without.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def preset_path(manifest: Manifest) -> str:
 
 
 def task_class(manifest: Manifest) -> Any:
-    """Return KerasHub's task class for a KerasHub or Hugging Face checkpoint; ``None`` for a backbone or any other."""
+    """Return KerasHub's task class for a checkpoint (``GemmaCausalLM``); ``None`` if it has none, but only a backbone."""
     match spec_of(manifest).described_by:
         case "keras-hub":
             keras_hub()
@@ -211,7 +210,7 @@ def _shortest(classes: list[Any]) -> Any:
 
 
 def reads_tokenizer(cls: Any, *, sentencepiece: bool) -> bool:
-    """Whether a preprocessor class takes a SentencePiece tokenizer, or, with ``sentencepiece=False``, byte pairs."""
+    """Whether a preprocessor class needs a SentencePiece tokenizer; if not ``sentencepiece``, a byte-pair tokenizer."""
     kinds = keras_hub().tokenizers
     kind = kinds.SentencePieceTokenizer if sentencepiece else kinds.BytePairTokenizer
     return issubclass(cls.tokenizer_cls, kind)
@@ -228,8 +227,8 @@ def greedy_sampler() -> Any:
 def make_preprocessor(cls: Any, manifest: Manifest, *, usable: bool = True) -> Any:
     """Make a preprocessor of class ``cls`` for a checkpoint; raises errors of any type if that is not possible.
 
-    Some of KerasHub's preprocessors need TensorFlow; each is tried on one word, so that a model never fails later
-    because of it. ``usable=False`` makes one that is only written to files, which needs no TensorFlow.
+    Some of KerasHub's preprocessors need TensorFlow. The tokenizer is tried on one word, so that it fails now and not
+    when the model is used. With ``usable=False``, the preprocessor is only for writing files, without TensorFlow.
     """
     from shardload.keras_bridge.model_state import without_walking_vocabularies  # imports Keras
 

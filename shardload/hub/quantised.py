@@ -1,11 +1,11 @@
 """Refuse Hugging Face checkpoints whose tensors are not the weights themselves: quantised models, and adapters.
 
 A quantised folder stores codes, and scales that turn them into weights. KerasHub reads neither: it would use the codes
-as weights (FP8), or find no tensor and leave random values (GPTQ, AWQ). Three things identify such a folder:
+as weights (FP8), or find no tensor and leave random values (GPTQ, AWQ). Any of three things shows such a folder:
 
-    config.json             quantization_config, compression_config   the method by name
-    hf_quant_config.json    next to it                                ModelOpt
-    the tensors             float8, or names only a method writes     even if the configuration was lost
+    config.json             has the field quantization_config or compression_config
+    hf_quant_config.json    exists, as ModelOpt writes it
+    the tensors             are float8, or have names that only a quantisation method writes (``.qweight``)
 
 The only exception is MXFP4 in GPT-OSS, which KerasHub's converter decodes. Models that Keras quantised are in Keras'
 formats and are not checked.
@@ -43,7 +43,7 @@ _SIGNS = (
 )
 """Tensor names that no unquantised model has → the method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
-"""Ending in `_SIGNS` → ending of a second tensor, without which the first one does not show quantisation."""
+"""Ending in `_SIGNS` → ending of the tensor that must be next to it; alone, the first one shows nothing."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _ADAPTER = r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)|^base_model\.model\."
 _OPTION = f"ignore_config=({FIELD!r},) (--ignore-config {FIELD})"
@@ -84,9 +84,10 @@ def check_before(manifest: Manifest, *, ignore: Iterable[str] = ()) -> None:
 def check_mapped(
     manifest: Manifest, bindings: Iterable[Any], unused: Iterable[str], *, ignore: Iterable[str] = ()
 ) -> None:
-    """Raise for codes or adapters among a bare file's unused tensors, and for float8 tensors used as other dtypes.
+    """Raise if a bare file, one without a configuration, seems to be quantised or to be an adapter.
 
-    ``bindings`` are the tensors that the model uses, as `shardload.mapping.Binding`.
+    Signs are the names of ``unused`` tensors, and float8 tensors that are loaded as another dtype. ``bindings`` are the
+    tensors that the model uses, as `shardload.mapping.Binding`.
     """
     # A layer of the model may decode codes itself, so only tensors that the model does not use are a sign.
     if not spec_of(manifest).may_be_codes or _is_folder(manifest):
