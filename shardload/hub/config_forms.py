@@ -101,7 +101,7 @@ def tie_as_stored(described: Any, manifest: Manifest) -> None:
 
 
 def tie_as_described(described: Any, manifest: Manifest) -> None:
-    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if its Hugging Face checkpoint ties embeddings."""
+    """Set ``tie_word_embeddings`` in a Keras configuration, in place, if its Hugging Face source says so."""
     if ties_embeddings(manifest):
         _tie(described)
 

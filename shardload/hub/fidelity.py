@@ -98,7 +98,7 @@ def _kept_by_ours(usual: Any) -> str:
 
 
 def notes_of(model: Any, manifest: Manifest) -> tuple[str, ...]:
-    """Return notes on what `reconcile` changed or ignored; for one not built from this source, on what differs."""
+    """Return notes on what `reconcile` changed or ignored; for a model not built from this source, on what differs."""
     backbone = backbone_of(model)
     record = record_of(backbone)
     if record.built_from == manifest.source:

@@ -145,7 +145,7 @@ def preset_path(manifest: Manifest) -> str:
 
 
 def task_class(manifest: Manifest) -> Any:
-    """Return KerasHub's task class for a checkpoint (``GemmaCausalLM``); ``None`` if it has none, but only a backbone."""
+    """Return KerasHub's task class for a checkpoint (``GemmaCausalLM``); ``None`` if it has only a backbone."""
     match spec_of(manifest).described_by:
         case "keras-hub":
             keras_hub()

@@ -34,7 +34,7 @@ class VariableLayout:
     """Bytes of the whole value of the variable, over all devices."""
     layout: Layout
     rule: str
-    """What led to the layout: a role (``heads out``), the pattern of a user's rule, or ``default``."""
+    """Why this layout: what the variable is (``heads out``, ``bias``), the pattern of a user's rule, or ``default``."""
     fallback: Fallback | None = None
     """What the rule wanted and why the mesh did not allow it; ``None`` if ``layout`` is what the rule wanted."""
 
@@ -61,12 +61,12 @@ class LayoutChoice:
     batch_axis: str | None = None
     """The mesh axis that splits the batch; ``None`` means the axis that `MeshSpec.batch_axis` returns."""
     uses: Mapping[int, Layout] = field(default_factory=dict)
-    """By ``id(variable)``, the layout during use of each variable that is stored split over more axes than that."""
+    """Layouts during use, by ``id(variable)``, of variables that are stored split over more axes than they are used."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
     """A function from the path of a layer's output (``dense/output``) to the layout of that output: a ``TensorLayout``
     from the user's LayoutMap, a `jax.sharding.PartitionSpec`, or ``None`` where XLA shall choose."""
     rule_notes: tuple[str, ...] = ()
-    """One sentence for each rule of a Keras distribution that matches no variable (an error for other rules)."""
+    """One sentence for each rule of a Keras distribution that matches no variable. Other rules raise instead."""
 
     def of(self, variable: Any) -> Layout:
         """Return the layout of a variable."""
@@ -99,7 +99,10 @@ class LayoutChoice:
 
     @property
     def replicated_large(self) -> tuple[str, ...]:
-        """Paths of replicated variables of at least 1 MiB; empty if nothing was to be split, or no axis could do so."""
+        """Paths of replicated variables of at least 1 MiB; empty if the mode is ``replicated``.
+
+        Also empty if the mesh has no axis that splits weights.
+        """
         if self.mode == "replicated" or not weight_axes(self.mesh):
             return ()
         return tuple(v.path for v in self.variables if v.layout.is_replicated and v.nbytes >= LARGE_BYTES)
@@ -143,7 +146,7 @@ class LayoutChoice:
 
     @property
     def rules(self) -> Mapping[str, str]:
-        """The rule of each variable, by path. Of variables with one path, the second has ``#2`` appended, and so on."""
+        """Path of each variable → its rule. If several variables have one path, the second is ``PATH#2``, and so on."""
         variables = self.variables
         return dict(zip(numbered(v.path for v in variables), (v.rule for v in variables), strict=True))
 

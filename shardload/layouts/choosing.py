@@ -1,7 +1,7 @@
-"""From a model and a mesh to a layout for every variable, by roles and rules.
+"""Choose a layout for every variable of a model on a mesh.
 
-`roles` says which dims to split, best first, and `role_layouts` decides by what the mesh divides. Several answers for
-one variable win in this order::
+`roles` says which dims of a variable to split, best first, and `role_layouts` takes the first one that the mesh divides
+evenly. If `roles` finds several answers for one variable, the leftmost of these wins::
 
     users' layer rules ► pairs in a functional model's graph ► the outer block ► the variable's own layer ► its shape
 """
@@ -57,7 +57,7 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
 
 
 def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutChoice:
-    """Return the layouts that a Keras distribution gives to a model's variables; slots follow their weights."""
+    """Return the layouts that a Keras distribution gives to a model's variables; optimizer slots get their weight's."""
     variables, known = model_variables.all_variables(model), roles(model, by_user=False)
     fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, roles=known)
     placed = decide_layouts(variables, known, mesh, fixed=fixed)
@@ -73,7 +73,7 @@ def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> Lay
 
 
 def with_spread_slots(model: Any, placed: dict[int, VariableLayout], batch_axis: str) -> dict[int, VariableLayout]:
-    """Return ``placed`` with new layouts for the slots of optimizers that spread them over more axes (ZeRO-1)."""
+    """Return ``placed`` with other layouts for optimizer slots that are split further than their weights (ZeRO-1)."""
 
     # A spread slot has its weight's layout, with more axes.
     def layout_of(variable: Any) -> Layout | None:
@@ -159,18 +159,16 @@ _OTHER_NORMS = ("Batch", "Group", "Instance", "Spectral", "Unit")
 
 
 def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callable[[str], Any] | None:
-    """Return a function that says, for the path of a layer's output, whether XLA shall gather the features there.
+    """Return a function that says which outputs of layers XLA shall gather, so that no features are split there.
 
-    The function returns `_WHOLE_FEATURES` if so, else ``None``, which leaves the output to XLA.
+    The function takes the path of an output. It returns `_WHOLE_FEATURES` to gather it, or ``None`` to leave it to XLA.
+    There is no function (``None``) if nothing splits features between blocks.
 
-    An embedding whose vocabulary does not divide is split by its features, and so is the input of a kernel whose
-    outputs do not divide. XLA then keeps features split through the sums and norms of every block: GPT-2 with two
-    layers and its head compiles, on 1x4, to 15 all-reduces and 5 all-gathers, instead of 4 and 2 with these outputs
-    gathered (docs/design/0024-distribution-and-wrapper.md)::
+    Features are split by an embedding whose vocabulary does not divide evenly, and by a kernel whose outputs do not.
+    XLA would keep them split through every block: GPT-2 with two layers and its head compiles, on 1x4, to 15
+    all-reduces and 5 all-gathers, and with these outputs gathered, to 4 and 2::
 
         embedding ─► [gather] ─► norm ─► [gather] ─► block ─► norm ─► [gather] ─► head
-
-    Returns ``None`` in place of the function if nothing splits features between blocks.
     """
     splits = any(own.fallback is not None and not own.layout.is_replicated for own in placed.values())
     every = list(model_variables.nested_layers(model))
@@ -186,7 +184,7 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
 
 def _sources(every: _Layers, placed: Mapping[int, VariableLayout]) -> list[Any]:
-    """Return the layers whose outputs are split by features: embeddings split so, and convolutions in no pair."""
+    """Return the layers whose outputs are split by features: some embeddings, and convolutions split by channels."""
     layers = []
     for layer, children in every:
         own = {v.name: placed[id(v)] for v in model_variables.own_variables(layer, children) if id(v) in placed}

@@ -1,4 +1,4 @@
-"""Collectives on sharded arrays and inside `jax.shard_map`, splitting by hand, and devices by id.
+"""Collectives on sharded arrays, also inside `jax.shard_map`. Other functions cut arrays and find devices by id.
 
     array with a NamedSharding   ─► shard_map over its own mesh ─► an array that keeps its split on other axes
     inside an enclosing shard_map ─► the plain primitive of `jax.lax`
@@ -46,15 +46,15 @@ def all_reduce(
             otherwise.
         op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. The last two have no derivative.
         axis_name: One mesh axis, or several, over which to combine.
-        mesh: The mesh of an array that is not on one yet, which counts as replicated.
+        mesh: The mesh to put ``x`` on if it is on none yet; such an array counts as replicated.
         spec: Inside `jax.jit`, where shardings are not known: how ``x`` is split over ``mesh``.
 
     Returns:
-        The combined array, replicated over ``axis_name``, split over other axes as before. Inside an enclosing
-        `jax.shard_map` with these axes, the result of the primitive.
+        The combined array, replicated over ``axis_name``, split over other axes as before. If called inside a
+        `jax.shard_map` over these axes, what the function of `jax.lax` (`jax.lax.psum`) returns.
 
     Raises:
-        UsageError: When ``op`` is unknown, or the mesh or the sharding of ``x`` is not.
+        UsageError: When ``op`` is unknown, or the mesh or the sharding of ``x`` cannot be found.
         MeshError: When the mesh has no such axis.
         UnsupportedError: When a derivative of ``"max"`` or ``"min"`` is needed.
     """
@@ -78,7 +78,7 @@ def all_gather(
         spec: As for `all_reduce`.
 
     Raises:
-        UsageError: When there is no such dim, or mesh or sharding are unknown.
+        UsageError: When there is no such dim, or the mesh or the sharding of ``x`` cannot be found.
         MeshError: When the mesh has no such axis.
     """
     _check_array("x", x)
@@ -110,7 +110,7 @@ def reduce_scatter(
         The array that `all_reduce` returns, but split over ``axis_name`` along dim ``axis``.
 
     Raises:
-        UsageError: When ``op`` is unknown, there is no such dim, or mesh or sharding are unknown.
+        UsageError: When ``op`` is unknown, there is no such dim, or the mesh or the sharding of ``x`` cannot be found.
         MeshError: When the mesh has no such axis.
         LayoutError: When the dim is not divisible.
     """
@@ -209,8 +209,8 @@ def _on_mesh(
 ) -> Any:
     """Run ``local``, a function of one shard that is a collective over ``axes``, on every device's shard of ``x``.
 
-    ``scattered`` is the dim of the result that is split over ``axes``, if one is. Where ``local`` has no derivative,
-    ``derivative`` names it in the error.
+    ``scattered`` is the dim of the result that is split over ``axes``, if one is. If ``local`` has no derivative,
+    ``derivative`` is its name for the error message.
     """
     if _is_manual(axes):
         return local(x)

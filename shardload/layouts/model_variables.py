@@ -13,7 +13,7 @@ from shardload.keras_bridge.model_state import bookkeeping_attributes, members_o
 from shardload.keras_bridge.variables import stored_dtype
 
 LARGE_BYTES = 1 << 20
-"""Bytes from which a vector of unknown meaning is split, and from which reports name a replicated variable."""
+"""Smallest number of bytes for which a vector of unknown meaning is split, and a replicated variable is reported."""
 
 
 def nested_layers(model: Any) -> Iterator[tuple[Any, Sequence[Any]]]:

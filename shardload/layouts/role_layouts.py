@@ -1,10 +1,14 @@
-"""Roles of variables, and layouts by role: an axis splits the first preferred dim whose length its size divides.
+"""Roles of variables, and the layouts that follow from them.
 
 A *role* says how a variable is best split: along its own dims, best first (`Wants`), or like another variable
-(`Follows`). A ``model`` axis splits weights as Megatron does, an ``expert`` axis the stacked matrices of a mixture of
-experts. An ``fsdp`` axis splits one more dim, the largest remaining one, as in fully sharded data parallelism. A
-second ``model`` axis does the same. A ``batch`` axis splits no weight. Axes of size one split nothing and are omitted
-from layouts. Where the preferred dim cannot be split, the layout has a `Fallback`, which reports show.
+(`Follows`). Each mesh axis splits one dim, by its kind::
+
+    expert              the dim along which the matrices of experts are stacked
+    model               the first dim of the role whose length the size of the axis divides, as in Megatron
+    fsdp, second model  the longest dim that is still whole, else one that is split already
+    batch               none
+
+If the ``model`` axis splits another dim than the best, or none, the layout has a `Fallback`, which reports show.
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ from shardload.sharding.mesh import MeshSpec
 _LEAST_SPLIT_BYTES = 1 << 10
 """Bytes of the smallest variable that is split: splitting a smaller one saves nothing and costs a collective."""
 MATRICES = "matrices"
-"""What reports call the elements of a dim along which matrices are stacked, one for each expert."""
+"""The ``what`` of a `Dim` along which matrices are stacked, one for each expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A dim that may be split, and ``what`` reports call its elements: a plural noun (``heads``)."""
+    """A dim that may be split. ``what`` is a plural noun for its elements (``heads``), which reports use."""
 
     index: int
     what: str
@@ -41,7 +45,7 @@ class Wants:
     dims: tuple[Dim, ...]
     """Dims to split, best first; empty for a variable that stays replicated on purpose."""
     exact: bool = True
-    """Whether reports call it a fallback if another dim than the first is split; ``False`` for roles of `by_shape`."""
+    """Whether splitting another dim than the first is a fallback to report; ``False`` if ``dims`` are only a guess."""
     even_small: bool = False
     """Whether to split the variable even if it is smaller than 1 KiB, because a user's rule says so."""
 

@@ -1,8 +1,8 @@
 """The meaning of each dim of each variable, derived from layer types and einsum equations, never from model names.
 
-A *role* lists the dims of a variable to split, best first. For attention and MLP blocks
-roles add up to Megatron's pairing: the first kernel is split along its outputs (column-parallel), the
-second along its inputs (row-parallel), and one all-reduce ends the block::
+A *role* lists the dims of a variable to split, best first. In attention and MLP blocks, kernels are split in pairs, as
+in Megatron: the first along its outputs (``column``), the second along its inputs (``row``). Then one all-reduce per
+block is enough::
 
     btd,ndh->btnh   query    n = heads       split n        ┐ every device computes its own heads
     bskh            key      k = heads       split k        │
@@ -10,18 +10,15 @@ second along its inputs (row-parallel), and one all-reduce ends the block::
     btd,df->btf     gate     f = features    split f        ┐
     btf,fd->btd     down     f contracted    split f        ┘ one all-reduce
 
-A variable that belongs to a kernel (bias, int8 scale, LoRA factor, optimizer slot) *follows* it, dim by dim.
+A variable that belongs to a kernel (bias, int8 scale, LoRA factor, optimizer slot) *follows* it: it is split alike.
 
-Two things tell which kernels form a pair:
-
-the shapes of a block's kernels   `roles_by_shapes`: the second maps the outputs of the first back to the block's width
-the graph of a functional model   `roles_by_graph`: only the second reads what the first computes
+Two functions find pairs. For `roles_by_shapes`, the second kernel of a block maps the outputs of the first back to the
+block's width. For `roles_by_graph`, the second kernel alone reads what the first computes in a functional model::
 
     Dense ─► gelu ─► Dropout ─► Dense        Conv2D ─► BatchNormalization ─► ReLU ─► Conv2D
     column   └─ each on its own features ─┘  row     channels  └ its vectors follow ┘       input channels
 
-In the graph, a kernel is paired only with the sole reader of its output, so nothing else needs those features whole.
-Layers between the two compute each feature from that feature alone. This module has more than 400 lines, because
+Layers between the two must compute each feature from that feature alone. This module has more than 400 lines, because
 `roles` decides which of its functions wins where several have a role for one variable.
 """
 
@@ -259,7 +256,7 @@ def _einsum_kernel(variable: Any, data: str, kernel: str, output: str) -> Kernel
 
 
 def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
-    """Return the roles of a block's kernels: ``row`` for a kernel that an earlier one feeds, else mostly ``column``."""
+    """Return the roles of a block's kernels: ``row`` (split by inputs) after a ``column`` one (split by outputs)."""
     by_id: dict[int, LayoutRole] = {}
     before: list[Kernel] = []
     for kernel in kernels:
@@ -281,8 +278,8 @@ def roles_by_shapes(kernels: Iterable[Kernel]) -> dict[int, LayoutRole]:
 def _feeds(first: Kernel, second: Kernel) -> bool:
     """Whether two kernels form a pair by shape: ``second`` maps the outputs of ``first`` back to the block's width.
 
-    A gate fused into a first matrix doubles its outputs; key and value fused into heads triple them.
-    For two square matrices this is undecidable.
+    The outputs of ``first`` may be twice as many (with a gate) or three times (query, key and value in one kernel).
+    Two square matrices count as no pair, because their shapes do not tell.
     """
     made, width = first.size(first.outputs), first.size(first.inputs)
     intermediate = second.size(second.inputs)
@@ -295,12 +292,10 @@ def _feeds(first: Kernel, second: Kernel) -> bool:
 
 
 def _projection(kernel: Kernel) -> Wants:
-    """Return the role of an attention kernel, whose inputs or outputs have several dims: heads, and dims within a head.
+    """Return the role of an attention kernel, whose inputs or outputs have several dims: heads, and features of a head.
 
-    If the number of heads is not divisible, the model's width is next: it costs one small all-reduce of the
-    kernel's output. A split inside a head would cut through the halves of rotary embeddings, the cache and
-    the logits: XLA turns that into some forty permutes and all-to-alls per two Gemma layers, instead of eight
-    all-reduces.
+    Best is a split by heads, then one by the model's width, which costs one small all-reduce. Splitting the features of
+    a head comes last: it cuts rotary embeddings and caches in parts, for which XLA adds dozens of transfers.
     """
     if len(kernel.outputs) > 1:
         heads, within, width, rule = kernel.outputs[:-1], kernel.outputs[-1:], kernel.inputs, "heads out"
@@ -321,7 +316,7 @@ def _projection(kernel: Kernel) -> Wants:
 def roles_by_graph(
     model: Any, kernels: dict[int, FeatureKernel], known: dict[int, LayoutRole], by_rule: dict[int, LayoutRole]
 ) -> dict[int, LayoutRole]:
-    """Return the roles of kernels that form pairs in a functional model's graph, and of variables between the two."""
+    """Return the roles of pairs of kernels in a functional model's graph, and of variables in layers between them."""
     changed: dict[int, LayoutRole] = {}
     # What ends a pair by its shape ends one that the graph does not show: a gate, a block of layers.
     ends = {key for key, one in kernels.items() if getattr(known.get(id(one.kernel)), "rule", "") == "row"}

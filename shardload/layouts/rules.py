@@ -9,8 +9,8 @@ Rules come from a TOML file, a mapping, a ``keras.distribution.LayoutMap``, or a
     variable = 'decoder_block_\d+/attention/(query|key|value)/kernel'
     spec = ["model", "-", "-"]        # one entry per dim: an axis, "-", or two axes as "fsdp+model"
 
-A rule without effect, or two rules for one variable, are errors; a dim that is not divisible is a fallback. Rules of a
-layout map for the outputs of layers (``dense/output``) match no variable: a bound model applies them to activations.
+It is an error if a rule matches nothing, or if two rules match one variable. A dim that does not divide evenly is split
+otherwise, with a note. A LayoutMap may also have rules for outputs of layers (``dense/output``), not for variables.
 
 Layer rules (`layout_rule`) are users' functions for classes of layers instead.
 """
@@ -46,7 +46,7 @@ class Rule:
     """One rule: which mesh axes split each dim of the variables whose path matches a pattern."""
 
     pattern: str
-    """A regular expression that must match the whole path of a variable, or the exact path."""
+    """The exact path of a variable, or a regular expression that must match the whole path."""
     spec: Spec
     is_open: bool = False
     """Whether ``spec`` may have fewer entries than a variable has dims; the last dims then stay whole."""
@@ -170,7 +170,7 @@ def apply(
 
 
 def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
-    """Raise if a rule for outputs of layers (``model/dense/output``) matches none of ``paths``; ``None``: not known."""
+    """Raise if a rule for outputs of layers (``dense/output``) matches none of ``paths``; with ``None``, do nothing."""
     if paths is None:
         return
     for rule in (Rule(key, ()) for key in layout_map):
@@ -181,7 +181,7 @@ def check_output_rules(layout_map: Any, paths: Sequence[str] | None) -> None:
 def unmatched(layout_map: Any, paths: Sequence[str]) -> tuple[str, ...]:
     """Return one sentence for each rule of a LayoutMap that is for variables and matches none of ``paths``.
 
-    The layout map of a distribution may be for more models than one; ``None`` has no rules.
+    This is no error, because the LayoutMap of a distribution may serve several models. It may be ``None``.
     """
     rules = [Rule(key, ()) for key in layout_map or ()]
     return tuple(
@@ -243,11 +243,11 @@ _rules: dict[type, _LayerRule] = {}
 def layout_rule(layer_class: type) -> Callable[[_R], _R]:
     """Register a function that says which dims of a layer's own variables ``layout="auto"`` splits.
 
-    The function receives each layer of ``layer_class``, or of a subclass without a rule of its own, built but maybe
-    without values. It returns, by the name of a variable (``variable.name``), the dims to split, best first: the first
-    one that divides by the mesh axis is split, and any choice but the first is a fallback in the report. An empty
-    tuple keeps the variable replicated. Variables that it does not mention get their layout as before. Optimizer slots
-    follow their variables. A later rule for the same class replaces the earlier one. In a run of several processes,
+    The function takes a built layer of ``layer_class``, or of a subclass without a rule of its own; its variables may
+    have no values yet. It returns a dict: the name of a variable (``variable.name``) → its dims to split, best first.
+    The first dim whose length the size of the mesh axis divides is split; the report lists it as a fallback if it is
+    not the best. An empty tuple keeps the variable replicated. Variables that are not in the dict, and optimizer slots,
+    get their layouts as usual. A later rule for the same class replaces the earlier one. In a run of several processes,
     register it in each of them.
 
     Args:
