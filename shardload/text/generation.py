@@ -2,8 +2,8 @@
 
     prompts ─► token ids ─► padded to one length and to the batch axis ─► CausalLM's compiled loop ─► cut ─► text
 
-KerasHub's ``generate()`` needs a preprocessor, and some of those need TensorFlow; its compiled inner loop, which is
-called here, needs only token ids. A batch is padded to the mesh: one prompt on a 2x4 mesh is computed twice.
+KerasHub's ``generate()`` needs a preprocessor, which may need TensorFlow. So this module calls the compiled loop inside
+it, which takes token ids. There must be a prompt for each part of the batch: on a 2x4 mesh, one prompt runs twice.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -
 
 @contextlib.contextmanager
 def _on_mesh(model: Any) -> Iterator[Any]:
-    """Enter the model's mesh and yield a function that puts an array on it, or without one on Keras' default device."""
+    """Yield a function that puts an array on the model's mesh; if the model has none, on Keras' default device."""
     binding = binding_of(model)
     if binding is None:
         yield keras.ops.convert_to_tensor

@@ -1,17 +1,14 @@
 """Rebuild the tokenizer in a GGUF file's header exactly, or write it as the files of a Hugging Face folder.
 
-Five kinds are supported. ``llama`` is SentencePiece: the header has pieces, scores and types, but not the settings,
-which decide everything beyond plain words. All models stored this way use the same settings: byte-pair merging by
-score, bytes for text that no piece covers, no Unicode normalisation, no collapsing of spaces, and a space before
-the text only if the header says so.
+The header names one of five kinds (``tokenizer.ggml.model``)::
 
-``gpt2`` is byte-level BPE: the header has vocabulary and merges, and names the regular expression that first splits
-text into words (``tokenizer.ggml.pre``); families define these expressions.
+    llama    SentencePiece: pieces, scores and types. Its settings are missing, but equal in all models of this kind.
+    gpt2     byte-level BPE: vocabulary and merges. ``tokenizer.ggml.pre`` names the way to split text into words first.
+    gemma4   pieces as in SentencePiece, and merges as in BPE
+    bert     WordPiece, for encoders
+    t5       unigrams, for XLM-RoBERTa
 
-``gemma4`` combines the two: pieces as in SentencePiece, and merges as in BPE.
-
-``bert`` (WordPiece) and ``t5`` (XLM-RoBERTa's unigrams) are tokenizers of encoders. GGUF marks the beginning of a word
-with ▁ in every vocabulary, so BERT's mark for the inside of a word is gone::
+In GGUF, ▁ marks the beginning of a word in every vocabulary. BERT's own files mark the inside of a word instead::
 
     vocab.txt   [CLS]   hello    ##ing
     GGUF        [CLS]   ▁hello   ing
@@ -150,13 +147,13 @@ def _vocabulary(metadata: TokenizerMetadata) -> dict[str, Any]:
 
 
 def _prefix(metadata: TokenizerMetadata, *, default: bool = True) -> tuple[int, ...]:
-    """Return the ids to put before a prompt: the start token or none, as the header says, else as ``default`` says."""
+    """Return the ids to put before a prompt: the start token or none. If the header does not say, use ``default``."""
     bos = metadata.special_ids.get("bos")
     return (bos,) if bos is not None and metadata.flags.get("add_bos_token", default) else ()
 
 
 def _add_tokens(inner: Any, metadata: TokenizerMetadata) -> None:
-    """Add the tokens to find first in a text: control tokens, which decode to nothing, and user-defined tokens."""
+    """Tell the tokenizer ``inner`` which tokens not to split: control tokens (``<bos>``) and user-defined tokens."""
     from tokenizers import AddedToken
 
     # Not strict: a header may have no types.
@@ -305,7 +302,7 @@ def files_of(metadata: TokenizerMetadata, source: str, model_type: str) -> dict[
 
 
 def _with_special(metadata: TokenizerMetadata) -> bytes:
-    """Return a serialised SentencePiece model with special tokens marked as control pieces, as other readers expect."""
+    """Return a serialised SentencePiece model for a file, in which special tokens are control pieces, as is usual."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2 as pb2
 

@@ -1,14 +1,13 @@
 """Give models KerasHub's preprocessor, so that ``model.generate("text")`` works as after ``from_preset``.
 
-    folder      files ─► KerasHub, in a thread while the model is built and its weights are read ─► attach
-    GGUF file   attach: looks at names and types only ─► first use ─► header ─► Hugging Face's files ─► KerasHub
+    folder      made in a thread while the model is built and its weights are read
+    GGUF file   made on first use, because it takes a second: header ─► Hugging Face's files ─► KerasHub
 
-On first use, the tokens of a text are compared with those of the file's own tokenizer, because KerasHub splits some
-texts differently (byte pairs of models other than Llama 3).
+KerasHub splits some texts differently than the tokenizer in a GGUF file (byte pairs of models other than Llama 3), so
+the tokens of a sample text are compared, and a difference gives a warning.
 
-Keras tracks every string of a vocabulary. Gemma's 262,144 strings take a second, which a load should not spend if
-nobody generates text. KerasHub returns a task's preprocessor as ``getattr(task, "_preprocessor", None)``. If the task
-has no such attribute, Python looks it up on the class, where `_Deferred` makes it. Other tasks are not affected.
+How first use is noticed: KerasHub reads a task's attribute ``_preprocessor``. It is removed from the task, so that
+Python looks it up on the class, where the descriptor `_Deferred` makes the preprocessor.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class TextInput:
             self._make(task.preprocessor_cls, manifest)
 
     def prepare(self, model: Any, manifest: Manifest) -> None:
-        """Begin to make the preprocessor of a model that was just built, unless `begin` already makes that class."""
+        """Begin to make the preprocessor of a model that was just built, unless `begin` is making the right one."""
         # `begin` guessed the class from the configuration: another one replaces it.
         if (cls := _wanted(model)) is not self._cls and cls is not None and _is_folder(manifest):
             self._make(cls, manifest)

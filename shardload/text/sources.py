@@ -39,7 +39,7 @@ def tokenizer(source: PathLike, *, format: str | None = None) -> Tokenizer:
 
 
 def record_text_source(model: Any, manifest: Manifest) -> None:
-    """Record on a model which source it was loaded from, if that may have a tokenizer; `tokenizer_for` uses it."""
+    """Record which source a model was loaded from, for `tokenizer_for`; formats without tokenizers are not recorded."""
     form, record = spec_of(manifest).tokenizer, record_of(model)
     if form is not None:
         record.text_source, record.tokenizer = manifest, None

@@ -1,9 +1,10 @@
-"""The interface `Tokenizer`, and implementations for each form in which checkpoints store their tokenizers.
+"""The interface `Tokenizer`, and one implementation for each package that tokenises.
 
-    hugging-face   tokenizer.json ─► tokenizers      tokenizer.model ─► sentencepiece     vocab.json ─► tokenizers
-    keras-hub      tokenizer.json, assets/ ─► KerasHub
-    header         GGUF file  ─► sentencepiece or tokenizers, rebuilt by `gguf_tokenizer`
-    synthetic      UTF-8 bytes as token ids: the output is meaningless, but generation runs
+    class           used for
+    SentencePiece   tokenizer.model of a Hugging Face folder; GGUF files of kind ``llama``
+    HuggingFace     tokenizer.json or vocab.json of a Hugging Face folder; all other GGUF files
+    KerasHub        KerasHub's presets
+    ByteIds         checkpoints without real weights: each UTF-8 byte is a token, and the output has no meaning
 
 Nothing here needs TensorFlow.
 """
@@ -47,11 +48,11 @@ class SentencePiece:
     """Ids that decode to no text, in addition to those that the SentencePiece model itself marks as control."""
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`."""
+        """Return the token ids of a prompt, with ``prefix`` before them."""
         return [*self.prefix, *self.processor.encode(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
+        """Return the text of token ids, without control tokens and ids outside of the vocabulary."""
         # The embedding of a model may have more rows, as padding, and so generate ids without a piece.
         size = self.processor.vocab_size()
         return str(self.processor.decode([int(i) for i in ids if int(i) < size and int(i) not in self.control_ids]))
@@ -67,11 +68,11 @@ class HuggingFace:
     """Ids to put before every prompt, if the tokenizer itself adds none."""
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`."""
+        """Return the token ids of a prompt, with the tokens that the model expects before it (``<bos>``)."""
         return [*self.prefix, *self.inner.encode(text).ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
+        """Return the text of token ids, without special tokens such as ``<bos>``."""
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
@@ -85,11 +86,11 @@ class KerasHub:
     """Ids to put before every prompt: the start token, or none."""
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer.encode`."""
+        """Return the token ids of a prompt, with ``prefix`` before them."""
         return [*self.prefix, *(int(i) for i in self.layer(text))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
+        """Return the text of token ids, without `stop_ids`, `prefix` and ids outside of the vocabulary."""
         # KerasHub's detokenize keeps special tokens; its preprocessors strip them too.
         dropped, size = {*self.stop_ids, *self.prefix}, self.layer.vocabulary_size()
         return str(self.layer.detokenize([int(i) for i in ids if int(i) < size and int(i) not in dropped]))
