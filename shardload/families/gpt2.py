@@ -47,7 +47,7 @@ _GPT_2_BLOCK = {
     "ffn_down": "mlp.c_proj",
 }
 _CONV1D = dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), Undo.TRANSPOSE)
-"""Layers that Hugging Face's ``Conv1D`` stores as (in, out) and llama.cpp as (out, in), as in all other models."""
+"""GGUF's layers to transpose: llama.cpp stores (out, in), as for all models, but GPT-2's ``Conv1D`` has (in, out)."""
 
 
 def _gguf_gpt_2(values: GgufValues) -> dict[str, Any]:

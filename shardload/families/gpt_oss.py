@@ -1,4 +1,4 @@
-"""GPT-OSS. Its converter also reads unquantised experts, as training saves them; KerasHub's own reads only MXFP4.
+"""GPT-OSS. A converter here reads unquantised experts, as training saves them; KerasHub's own reads only MXFP4.
 
 Shapes of the unquantised tensors::
 

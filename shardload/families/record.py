@@ -3,7 +3,7 @@
     Family        one module of `shardload.families`
       ModelType   one ``model_type`` of Hugging Face's ``config.json``
 
-Functions that need a model or an open checkpoint are given one; nothing here imports Keras or JAX.
+The functions take models and open checkpoints as arguments, so this module imports neither Keras nor JAX.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ModelType:
     """Returns the configuration to give to KerasHub, which picks a converter by ``model_type``. It may lack entries
     that the converter refuses, or have another ``model_type``, whose converter fits."""
     lacking: Callable[[Config, str], str | None] = lambda config, name: None
-    """Returns why KerasHub cannot build a model with this configuration, a clause that begins "config.json sets", or
-    ``None`` if it can. Takes the completed configuration, and the name of KerasHub's class for the clause."""
+    """Returns why KerasHub cannot build a model with this configuration, as a clause ("config.json sets …"), or
+    ``None`` if it can. Takes the configuration with defaults filled in, and how to name KerasHub's class."""
     has_tie_argument: bool = False
     """Whether KerasHub's constructor takes ``tie_word_embeddings`` and its converter can read ``lm_head.weight``."""
 

@@ -11,8 +11,8 @@
     keras-legacy-h5    model_config            Keras' legacy code       the saved model, compiled as saved
     orbax              model_config            keras.saving             the saved model, compiled as saved
 
-A ``.weights.h5`` describes no model, unless a configuration is next to it. A preprocessor that needs TensorFlow is
-left out. Variables have the checkpoint's own dtype, where KerasHub would choose float32.
+Of Orbax checkpoints, those of training runs describe their model; a ``.weights.h5`` needs a configuration next to it.
+A preprocessor that needs TensorFlow is left out. Variables have the checkpoint's own dtype; KerasHub takes float32.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ _LAYER_KEYS = (
 )
 _PARTS = ("config", "text_config", "vision_config", "audio_config", "encoder", "decoder")
 _SHOWN = 1000
-"""Most characters that a message quotes of another error, which may contain the whole value that caused it."""
+"""How many characters of another error's message are quoted at most: it may contain a value of any length."""
 
 _CODE = "Requested the deserialization of a"
 """How Keras' message begins when it refuses Python code (a lambda) in a configuration. No other message does."""
@@ -259,7 +259,7 @@ _INNER = "Exception encountered: "
 
 
 def _check_layer_count(manifest: Manifest) -> None:
-    """Raise for a configuration with more layers than the checkpoint has tensors: building it would never end."""
+    """Raise if a configuration sets more layers than the checkpoint has tensors: building them could take forever."""
     # A layer has at least one tensor, so a larger number is damage or an attack. Without files, use a fixed limit.
     n_tensors = len(manifest.tensors) if manifest.files else MAX_LAYERS
     found = f"it has only {plural(n_tensors, 'tensor')}" if manifest.files else f"expected at most {MAX_LAYERS}"

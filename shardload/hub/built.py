@@ -150,7 +150,7 @@ def _plain_angles(layer: Any, head_dim: int) -> NDArray[np.float64] | None:
 
 
 def settings_text(layer: Any) -> str:
-    """Return the public settings of a layer as text: a key for a dict, equal for layers with equal settings."""
+    """Return a layer's public settings as text, which is the same for layers with the same settings."""
     public = ((k, v) for k, v in vars(layer).items() if not k.startswith("_") and k != "name")
     return repr(sorted((k, v) for k, v in public if isinstance(v, int | float | str | None)))
 

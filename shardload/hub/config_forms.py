@@ -167,7 +167,7 @@ def config_beside(manifest: Manifest) -> dict[str, Any] | None:
 MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 1000, 1 << 24, 1 << 15
 """Limits for layers, for any dim, and for the experts of all layers together: more than any model has.
 
-Without a limit, the list for a damaged configuration would fill the memory."""
+Without a limit, the list of tensors for a damaged configuration would fill the memory."""
 _LAYERS = ("num_hidden_layers", "n_layer")
 
 

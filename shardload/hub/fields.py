@@ -81,7 +81,7 @@ def activation_of(backbone: Any) -> str | None:
 
 
 def limits(config: Config) -> Iterator[str]:
-    """Yield a note for each configured feature that the model lacks, but that matters in long texts only or never."""
+    """Yield a note for each configured feature that the model lacks, and that matters in long texts only or never."""
     family, checks, text = family_of(config), model_type_of(config).checks, text_of(config)
     if family is None or checks is None or checks.rotary is None:
         return

@@ -25,7 +25,7 @@ from shardload.stores.json_files import read_optional
 from shardload.units import plural
 
 FIELD = "quantization_config"
-"""Name in ``ignore_config`` to accept quantisation that only the configuration mentions, or float8 without scales."""
+"""Field to name in ``ignore_config`` to load tensors as plain weights, although it is set or they are float8."""
 ADAPTER = "adapter_config"
 """Name in ``ignore_config`` to load the plain weights of a folder that also contains an adapter."""
 _BARE_FLOAT8 = "float8"
@@ -41,7 +41,7 @@ _SIGNS = (
     (r"\.(codes|codebooks)$", "aqlm"),
     (r"\.weight\._(data|scale)$", "quanto"),
 )
-"""Tensor names that no unquantised model has → the method that writes them."""
+"""Pairs: a pattern of tensor names that no unquantised model has, and the quantisation method that writes them."""
 _NEEDS = {"_blocks": "_scales", ".codes": ".codebooks", ".codebooks": ".codes", ".qweight": ".scales"}
 """Ending in `_SIGNS` → ending of the tensor that must be next to it; alone, the first one shows nothing."""
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")

@@ -61,7 +61,7 @@ class LayoutChoice:
     batch_axis: str | None = None
     """The mesh axis that splits the batch; ``None`` means the axis that `MeshSpec.batch_axis` returns."""
     uses: Mapping[int, Layout] = field(default_factory=dict)
-    """Layouts during use, by ``id(variable)``, of variables that are stored split over more axes than they are used."""
+    """Layouts during use, by ``id(variable)``, of variables that are split further while they are stored."""
     activations: Callable[[str], Any] | None = field(default=None, repr=False, compare=False)
     """A function from the path of a layer's output (``dense/output``) to the layout of that output: a ``TensorLayout``
     from the user's LayoutMap, a `jax.sharding.PartitionSpec`, or ``None`` where XLA shall choose."""
@@ -99,10 +99,7 @@ class LayoutChoice:
 
     @property
     def replicated_large(self) -> tuple[str, ...]:
-        """Paths of replicated variables of at least 1 MiB; empty if the mode is ``replicated``.
-
-        Also empty if the mesh has no axis that splits weights.
-        """
+        """Paths of replicated variables of at least 1 MiB; empty if none should or can be split on this mesh."""
         if self.mode == "replicated" or not weight_axes(self.mesh):
             return ()
         return tuple(v.path for v in self.variables if v.layout.is_replicated and v.nbytes >= LARGE_BYTES)

@@ -35,7 +35,7 @@ MODES = ("auto", "keras_hub", "replicated", "search")
 
 
 def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
-    """Choose layouts if ``layout`` is a mode (``"auto"`` …), rules, or a LayoutMap, but no plan and no distribution."""
+    """Choose layouts by ``layout``: a mode (``"auto"`` …), rules, or a LayoutMap; plans are handled elsewhere."""
     variables = model_variables.all_variables(model)
     mode, rule_set = _rule_set(model, mesh, layout)
     # 'replicated' does not call users' layer rules: it must stay a way out of a broken one.
@@ -57,7 +57,7 @@ def choose_by_rules(model: Any, mesh: MeshSpec, layout: Any) -> LayoutChoice:
 
 
 def choose_by_distribution(model: Any, mesh: MeshSpec, distribution: Any) -> LayoutChoice:
-    """Return the layouts that a Keras distribution gives to a model's variables; optimizer slots get their weight's."""
+    """Return the layouts that a Keras distribution gives to a model's variables; slots get those of their weights."""
     variables, known = model_variables.all_variables(model), roles(model, by_user=False)
     fixed = rule_sets.by_distribution(distribution, model.variables, mesh=mesh, roles=known)
     placed = decide_layouts(variables, known, mesh, fixed=fixed)

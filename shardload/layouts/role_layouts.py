@@ -1,7 +1,7 @@
 """Roles of variables, and the layouts that follow from them.
 
 A *role* says how a variable is best split: along its own dims, best first (`Wants`), or like another variable
-(`Follows`). Each mesh axis splits one dim, by its kind::
+(`Follows`). Each mesh axis splits at most one dim::
 
     expert              the dim along which the matrices of experts are stacked
     model               the first dim of the role whose length the size of the axis divides, as in Megatron

@@ -93,7 +93,7 @@ def read_rules(path: Path) -> RuleSet:
 
 
 def from_mapping(rules: Mapping[str, Any], *, origin: str = "the layout") -> RuleSet:
-    """Convert a mapping to rules: from a pattern for paths to one entry per dim, each a mesh axis or ``None``."""
+    """Convert a mapping to rules: ``{pattern of paths: one mesh axis or None for each dim}``."""
     for pattern, spec in rules.items():
         if (
             not isinstance(pattern, str)

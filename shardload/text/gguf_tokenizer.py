@@ -235,7 +235,7 @@ def _unigrams(metadata: TokenizerMetadata) -> Any:
 
 
 def _surround(inner: Any, metadata: TokenizerMetadata) -> None:
-    """Make the tokenizer ``inner`` add a token before and after each text, as encoders expect; add control tokens."""
+    """Make the tokenizer ``inner`` put one token before and one after each text, and know all control tokens."""
     from tokenizers import AddedToken
     from tokenizers.processors import TemplateProcessing
 

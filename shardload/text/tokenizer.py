@@ -122,7 +122,7 @@ def from_sentencepiece(processor: Any, *, stops: set[int], add_bos: bool) -> Sen
 
 
 def from_keras_hub(layer: Any) -> KerasHub:
-    """Wrap a KerasHub tokenizer layer."""
+    """Wrap a KerasHub tokenizer layer; its start token is the prefix, and its end tokens are the stop ids."""
     known = (getattr(layer, name, None) for name in ("end_token_id", "end_token2_id"))
     # Not by token_to_id alone: for a token that it lacks, SentencePiece's layer returns the unknown id.
     vocabulary = layer.get_vocabulary()

@@ -105,7 +105,7 @@ def if_used(config: Config, layers: int) -> list[int | None]:
 
 
 def by_layer_type(default: Callable[[Config, int], bool], *, always: bool = True) -> _Windows:
-    """Return a function that gives the layers that ``layer_types`` calls sliding the window ``sliding_window``.
+    """Return a function that takes a configuration and returns each layer's window, as ``layer_types`` says.
 
     Without ``layer_types``, ``default`` says whether the layer of an index has a window. With ``always=False``, layers
     have windows only if ``use_sliding_window`` is set.

@@ -153,6 +153,6 @@ class PreTokenizer:
     takes_whole_words: bool = False
     """Whether a word that is in the vocabulary is one token, even if no merges lead to it."""
     starts_texts: bool = False
-    """Whether to put the start token before a text if a file's header does not say whether to."""
+    """Whether to put the start token before a text; a setting in a file's header takes precedence."""
     surrounds_texts: bool = False
     """Whether each text gets a token before and after it, as encoders expect, instead of just a start token."""
