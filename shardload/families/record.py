@@ -121,7 +121,7 @@ class Family:
     windows_without_self: tuple[str, ...] = ()
     """Classes of KerasHub's layers that do not count the attending token in the window, so they see one token more."""
     ties_unsaid: tuple[str, ...] = ()
-    """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``; no stored output layer means true."""
+    """KerasHub's classes whose ``get_config()`` omits ``tie_word_embeddings``, so that stored tensors must tell it."""
     gguf: tuple[GgufArchitecture, ...] = ()
     pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)
     """GGUF's name (``tokenizer.ggml.pre``) → how text is split before byte pairs are merged."""

@@ -342,7 +342,7 @@ def _not_compiled(manifest: Manifest, why: Exception | str, *, has_defaults: boo
 
 
 def _first(error: Exception) -> str:
-    """Return the first paragraph of an error's message; if Keras wrapped errors, that of the innermost one."""
+    """Return the first paragraph of an error's message; if Keras quotes another error in it, of that one's."""
     message = str(error).strip().rpartition(_INNER)[2]
     first, *rest = message.split("\n\n")
     if rest and first.endswith(":"):  # Keras announces the cause, which is the next paragraph

@@ -25,7 +25,7 @@ from shardload.stores.json_files import read_optional
 from shardload.units import plural
 
 FIELD = "quantization_config"
-"""Field to name in ``ignore_config`` to load tensors as plain weights, although it is set or they are float8."""
+"""Name in ``ignore_config`` to load tensors as they are, although this field is set or they are float8."""
 ADAPTER = "adapter_config"
 """Name in ``ignore_config`` to load the plain weights of a folder that also contains an adapter."""
 _BARE_FLOAT8 = "float8"

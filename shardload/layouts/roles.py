@@ -131,7 +131,7 @@ def _along(rule: str, variable: Any, spelt: str, *, leader: Any, labels: str) ->
 
 
 def _embedding_roles(own: dict[str, Any]) -> dict[int, LayoutRole]:
-    """Return roles that split an embedding by its longer dim first: by rows (the vocabulary), or by features."""
+    """Return roles of an Embedding's variables: best is a split by the vocabulary, or if that is short, by features."""
     if (embedding := own.get("embeddings")) is None:
         return {}
     rows, features = Dim(0, "vocabulary entries"), Dim(1, "features")

@@ -59,8 +59,8 @@ def generate(
 ) -> str | list[str]:
     """Continue one prompt or several, always with the most probable token; return only the continuations.
 
-    ``model.generate`` needs a KerasHub preprocessor, which some tokenizers lack and some need TensorFlow for; this
-    function needs neither.
+    ``model.generate`` needs a KerasHub preprocessor, which not every checkpoint has, and which may need TensorFlow.
+    This function needs neither.
 
     Args:
         model: A KerasHub ``CausalLM``, as `shardload.load` returns it; on any mesh.

@@ -95,7 +95,7 @@ class Checks:
 
 
 def every_layer(config: Config, layers: int) -> list[int | None]:
-    """Return the field ``sliding_window`` as the window of every layer."""
+    """Return the window of each layer, for models in which all layers have the field ``sliding_window`` as window."""
     return [config.get("sliding_window")] * layers
 
 
