@@ -166,7 +166,8 @@ def gathered_outputs(model: Any, placed: Mapping[int, VariableLayout]) -> Callab
 
     Features are split by an embedding whose vocabulary does not divide evenly, and by a kernel whose outputs do not.
     XLA would keep them split through every block: GPT-2 with two layers and its head compiles, on 1x4, to 15
-    all-reduces and 5 all-gathers, and with these outputs gathered, to 4 and 2::
+    all-reduces and 5 all-gathers, and with these outputs gathered, to 4 and 2
+    (docs/design/0024-distribution-and-wrapper.md)::
 
         embedding ─► [gather] ─► norm ─► [gather] ─► block ─► norm ─► [gather] ─► head
     """
