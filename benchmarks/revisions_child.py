@@ -37,7 +37,7 @@ import shardload  # noqa: E402
 FOLDER, SIDE = Path(sys.argv[1]), sys.argv[2]
 SAVED_BYTES = 1 << 29
 """Bytes of the weights of the models that are saved; also what a step takes that is restored."""
-WARM_BYTES = 3 << 29
+WARM_BYTES = 1 << 30
 """Host memory touched and freed before each run, which needs about as much; see `benchmarks.measure.warm_memory`."""
 
 
@@ -101,7 +101,12 @@ def square_model(width: int) -> Any:
 def save(width: int) -> Work:
     """Save a verified step, until it is published."""
     made, folder = square_model(width), FOLDER / f"saved-{SIDE}"
-    return Work(lambda: shardload.save(made, folder, step=1), lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    def before() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
+
+    return Work(lambda: shardload.save(made, folder, step=1), before)
 
 
 def blocking(width: int) -> Work:
@@ -114,6 +119,7 @@ def blocking(width: int) -> Work:
         checkpointer.wait()
         for variable, value in zip(made.variables, renewed([v.value for v in made.variables]), strict=True):
             variable.assign(value)  # as after a batch: JAX remembers the views that it has given of an array
+        os.sync()
 
     return Work(lambda: checkpointer.save(next(numbers), made), before)
 
@@ -140,7 +146,6 @@ def timed(work: Work) -> dict[str, float]:
     """Run once; what the work returns is freed after the clock has stopped."""
     work.before()
     gc.collect()
-    os.sync()
     np.empty(WARM_BYTES, np.uint8)[::4096] = 1
     wall, cpu = time.perf_counter(), time.process_time()
     result = work.run()
