@@ -57,7 +57,7 @@ _SHOWN = 8
 # No slots in these two classes: `cached_property` keeps its values in the instance's dict.
 @dataclass(frozen=True)
 class FileContent:
-    """An open, non-empty file whose format is being detected."""
+    """An open, non-empty file whose format is being detected: every `FormatSpec.is_file` gets it."""
 
     path: Location
     file: File
@@ -69,7 +69,7 @@ class FileContent:
 
     @cached_property
     def head(self) -> bytes:
-        """The first `_HEAD_BYTES` bytes, or the whole file if it is shorter."""
+        """The first 64 bytes, which contain the signatures of most formats; the whole file if it is shorter."""
         return self.read(0, _HEAD_BYTES)
 
     def read(self, offset: int, count: int) -> bytes:
@@ -79,7 +79,7 @@ class FileContent:
 
     @cached_property
     def first_shard(self) -> str | None:
-        """Name of the first file in the ``weight_map`` of an index of shards; ``None`` if the file is no such index."""
+        """Name of the first shard, which shows the format, if the file is an index of shards; else ``None``."""
         try:
             found = read_object(self.path).get("weight_map") if self.head.lstrip().startswith(b"{") else None
         except SourceError:
@@ -94,7 +94,7 @@ class FileContent:
 
 @dataclass(frozen=True)
 class FolderContent:
-    """A folder whose format is being detected."""
+    """A folder whose format is being detected: every `FormatSpec.is_folder` gets it."""
 
     path: Location
     names: list[str]
@@ -107,7 +107,10 @@ class FolderContent:
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:
-    """Return the location of the file ``name`` in a folder; raise if it leads outside. Messages blame ``named_by``."""
+    """Return the location of the file ``name`` in a folder; raise if it is not inside.
+
+    ``named_by`` is the file or folder that gave the name, such as an index; errors blame it.
+    """
     if not isinstance(name, str) or not _is_file_name(name):
         raise SourceError(f"{named_by} should name files in its folder, but names {str(name)[:200]!r}")
     if name in {".", ".."} or "/" in name or "\\" in name:
@@ -130,7 +133,10 @@ def inner_path(name: str) -> str:
 
 
 def shards_of(index: Location, names: set[str], *, way_out: str) -> dict[str, Location]:
-    """Return path → location of files that an index lists. Advice on missing ones starts with ``way_out`` (Copy)."""
+    """Return name → location of the shards ``names`` that an index lists; raise if one is missing or outside.
+
+    ``way_out`` is the verb in the advice on missing shards: "Copy" becomes "Copy them into that folder".
+    """
     files = {name: _listed(index, name) for name in sorted(names)}
     if missing := [name for name, file in files.items() if not file.exists()]:
         raise SourceNotFoundError(
@@ -165,7 +171,7 @@ def descendant(folder: Location, name: str, *, named_by: str) -> Location:
 
 
 def group_above(name: str, groups: Container[str]) -> str:
-    """Return the innermost of ``groups`` that contains the Keras dataset ``name``; if none does, its direct parent."""
+    """Return the group of a Keras dataset, for an index: the innermost of ``groups`` above ``name``, or its parent."""
     above = own = name.rpartition("/")[0]
     while above and above not in groups:
         above = above.rpartition("/")[0]
@@ -198,7 +204,7 @@ def _refuse_escape(path: Location, folder: Location) -> None:
 
 
 def _hub_blobs(home: Location) -> Location | None:
-    """Return the folder ``blobs`` to which links in ``home``, a folder of Hugging Face's cache, lead; else ``None``."""
+    """If ``home`` is in Hugging Face's cache, return the folder ``blobs`` that files there link to; else ``None``."""
     # The folder may be a subfolder of a snapshot, so walk up to the snapshot.
     revision = home
     while revision != revision.parent:
@@ -209,7 +215,7 @@ def _hub_blobs(home: Location) -> Location | None:
 
 
 def listing(folder: Location, *, limit: int = 8) -> str:
-    """Return a text with the first ``limit`` names in a folder, for messages."""
+    """Return the first ``limit`` names in a folder as a text, for messages: ``a.txt, b.txt and 3 more``."""
     names = folder.names()
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) + rest) or "nothing"
@@ -226,7 +232,7 @@ class _PartName:
 
     @classmethod
     def of_name(cls, name: str) -> _PartName | None:
-        """Find a piece such as ``1-of-2`` in a file name, the last one of several; ``None`` if there is none."""
+        """Split a file name at its part number, such as ``1-of-2`` (the last of several); ``None`` if it has none."""
         last = None
         for found in _CLAIM.finditer(name):
             is_sparsity = found["of"].lower() == "of" and len(found[0]) == 4 and _SPARSE.search(name)
@@ -260,19 +266,19 @@ def part_name(name: str, number: int) -> str:
 
 
 def set_of(name: str) -> str:
-    """Return a file name without its part number: a key that is the same for all parts of one checkpoint."""
+    """Return a file name without its part number: a key by which parts of the same checkpoint can be grouped."""
     found = _PartName.of_name(name)
     return name if found is None else found.checkpoint
 
 
 def stem_without_part(name: str) -> str:
-    """Return a file name without part number and ending: ``model`` for ``model-1-of-2.gguf``; may be empty."""
+    """Return a file name without part number and ending: ``model`` for ``model-1-of-2.gguf``, empty for ``1-of-2``."""
     found = _PartName.of_name(name)
     return _LABEL.sub("", found.before, count=1) if found else name.rpartition(".")[0]
 
 
 def pattern_of(name: str) -> str:
-    """Return a glob pattern for the file names of all parts of a checkpoint, made from the name of one part."""
+    """Return a glob pattern that finds all parts of a checkpoint: ``model-*-of-2.gguf`` for ``model-1-of-2.gguf``."""
     found = _PartName.of_name(name)
     if found is None:
         return glob.escape(name)
@@ -308,7 +314,10 @@ def refuse_part(path: Location) -> None:
 
 
 def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
-    """Raise for a piece that was cut from a file, such as ``model.gguf.part1of2``, and say how to join the pieces."""
+    """Raise if a file's name says that it has some of another one's bytes (``model.gguf.part1of2``); say how to join.
+
+    ``endings`` are those of all formats; cut files that are no checkpoints are not reported.
+    """
     whole, found = stem_without_part(path.name), _PartName.of_name(path.name)
     if found is None or found.after or part_number(path.name) is None or not whole.lower().endswith(endings):
         return
@@ -321,7 +330,7 @@ def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
 
 
 def _numbered(path: Location) -> dict[int, str]:
-    """Return part number → file name for each part of a checkpoint, found in the folder of one part."""
+    """Return part number → file name for the parts of a checkpoint that exist; ``path`` is one of them."""
     asked = _PartName.of_name(path.name)
     found: dict[int, str] = {}
     for name in path.parent.names():

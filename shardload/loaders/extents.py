@@ -18,7 +18,10 @@ _MAX_DIM = (1 << 63) - 1
 
 
 def checked_tensors(tensors: Iterable[Tensor], *, files: Mapping[Location, int]) -> dict[str, Tensor]:
-    """Check tensors' names and byte ranges; return name → tensor, by file and offset. Those without offset are last."""
+    """Check tensors' names and byte ranges; return name → tensor, sorted by file and by byte offset in it.
+
+    ``files`` maps each file to its size in bytes. Tensors that must be decoded have no offset: they are a file's last.
+    """
     found: dict[str, Tensor] = {}
     for tensor in tensors:
         # JSON escapes can smuggle in lone surrogates, which can be neither printed nor written.

@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Name, shape and dtype of a tensor that is to be written."""
+    """A tensor that a new file shall contain: name, shape and dtype, but no values."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,28 +38,28 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """Consecutive elements of a tensor, and their place in a file."""
+    """A run of consecutive elements of a tensor (in row-major order), and where in a file it is to be written."""
 
     path: str
     """Path relative to the checkpoint folder; empty if the checkpoint is a single file."""
     offset: int
-    """Offset in the file, in bytes, of the piece's first element."""
+    """Byte offset in the file at which the first of the elements belongs."""
     start: int
-    """Position of the piece's first element among all elements of the tensor, in row-major order."""
+    """Index of the first of the elements in the flattened tensor."""
     count: int
-    """Number of elements in the piece."""
+    """Number of elements in the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where the elements of one tensor belong in the files."""
+    """Where a tensor's elements belong in files that were made without values; they are copied there later."""
 
     name: str
     pieces: tuple[FilePiece, ...]
-    """Pieces that together contain every element of the tensor, in order."""
+    """Runs of elements, each with its place in a file; together, in order, they are the whole tensor."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return this place as a JSON object."""
+        """Return this place as a JSON object, for the notes by which an interrupted conversion or save continues."""
         return {"name": self.name, "pieces": [[p.path, p.offset, p.start, p.count] for p in self.pieces]}
 
     @classmethod
@@ -69,11 +69,12 @@ class TensorPlace:
 
 
 WriteFile = Callable[[Path, Sequence[Wanted], dict[str, Any]], tuple[TensorPlace, ...]]
-"""Function that makes a file without values from path, tensors and Keras' config; returns the place of each tensor."""
+"""Type of a function that makes a model's file without the values. It gets the file's path, the tensors and Keras'
+serialised configuration of the model; it returns where each tensor's values belong."""
 
 
 def grouped(tensors: Sequence[Wanted], shard_bytes: int) -> list[list[Wanted]]:
-    """Distribute tensors over files of at most ``shard_bytes``: in order, with a new file if a tensor does not fit."""
+    """Divide tensors, in order, among files of at most ``shard_bytes``; a larger tensor gets a file of its own."""
     groups: list[list[Wanted]] = [[]]
     filled = 0
     for tensor in tensors:

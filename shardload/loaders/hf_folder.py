@@ -54,7 +54,7 @@ def open_folder(folder: Location) -> Manifest:
 
 
 def describe_folder(folder: Location) -> Manifest:
-    """Return a manifest without tensors, with the configuration in a folder's ``config.json``."""
+    """Return the manifest of a folder's ``config.json`` alone: it has the model's configuration, but no tensors."""
     config_path = member(folder, CONFIG, named_by=str(folder))
     config = read_object(config_path)
     if not isinstance(config.get("model_type"), str):
@@ -63,7 +63,7 @@ def describe_folder(folder: Location) -> Manifest:
 
 
 def open_bare(folder: Location, *, format: str = "safetensors", config: Mapping[str, Any] | None = None) -> Manifest:
-    """Return the manifest of a folder's safetensors, with ``config`` as configuration; ``config.json`` is not read."""
+    """Return the manifest of a folder's safetensors. ``config`` describes the model: ``config.json`` is not read."""
     names = folder.names()
     if _INDEX in names:
         found = open_index(member(folder, _INDEX, named_by=str(folder)))
@@ -110,7 +110,8 @@ def folder_of(file: Location) -> Location | None:
 def open_variant(file: Location) -> Manifest | None:
     """If a file is one of a model's variants in a folder (``model.fp16.safetensors``), return its manifest.
 
-    The manifest has the folder's configuration. ``None``: the file is no variant, or an index says what to read.
+    Variants have the same tensors, in other dtypes for example. The manifest has the folder's configuration. ``None``:
+    the file is no variant, or an index says what to read.
     """
     folder = file.parent
     if not file.name.endswith(".safetensors") or not file.is_file() or not _is_described(folder):
@@ -132,7 +133,7 @@ def _is_described(folder: Location) -> bool:
 
 
 def _is_read_with(folder: Location, file: Location) -> bool:
-    """Whether the file belongs to the checkpoint that `open_folder` opens."""
+    """Whether `open_folder` loads ``file``, alone or with other parts of its checkpoint, but with no variant of it."""
     names = folder.names()
     if _INDEX in names:
         return file.name == _INDEX or _lists(folder / _INDEX, file.name)
@@ -146,7 +147,7 @@ def _is_read_with(folder: Location, file: Location) -> bool:
 
 
 def _shares_tensors(folder: Location, file: Location, names: list[str]) -> bool:
-    """Whether a tensor name of ``file`` also occurs in another file of ``names``, as in variants of a model."""
+    """Whether a tensor of ``file`` is also, by its name, in another file of ``names``, as in variants of a model."""
     others = [name for name in names if name != file.name]
     own = {tensor.name for tensor in safetensors.read_header(file).tensors} if others else set()
     headers = (safetensors.read_header(folder / name) for name in others)
@@ -241,7 +242,7 @@ def _joined(
 
 
 def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
-    """Return the names of the safetensors files to read: only `_SINGLE` if it exists and ``is_described``, else all."""
+    """Return the safetensors to read: all, or, next to ``config.json`` (``is_described``), only `_SINGLE` if it exists."""
     if _SINGLE in names and is_described:
         return [_SINGLE]
     if found := sorted(name for name in names if name.endswith(".safetensors")):

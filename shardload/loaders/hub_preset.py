@@ -55,7 +55,7 @@ def open_folder(folder: Location) -> Manifest:
 
 
 def describe_folder(folder: Location) -> Manifest:
-    """Return a manifest without tensors, from a preset's configuration files."""
+    """Return the manifest of a preset's configuration files alone: it describes the model, but has no tensors."""
     config = _read(folder, CONFIG)
     if not any(isinstance(config.get(key), str) for key in ("registered_name", "class_name")):
         raise SourceError(f"{folder / CONFIG} should name a Keras class as 'registered_name', but does not")

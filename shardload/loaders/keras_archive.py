@@ -41,9 +41,9 @@ ASSETS = "assets/"
 _MAX_EXPANSION = 1000
 """Limit on inflated bytes per stored byte of a JSON file in the archive. Keras has the same limit."""
 ASSET_EXPANSION, ASSET_FLOOR_BYTES = 100, 1 << 28
-"""Limit on inflated bytes per stored byte, for asset files that inflate to more than the second number. As in Keras."""
+"""Limit on inflated bytes per stored byte of an asset file, and the inflated size above which it applies. As in Keras."""
 _WEIGHTS_EXPANSION, _WEIGHTS_FLOOR_BYTES = 100, 1 << 25
-"""Limit on inflated bytes per stored byte, for weights that inflate to more than the second number. Most need 2."""
+"""Limit on inflated bytes per stored byte of weights, and the inflated size above which it applies. Most need 2."""
 _MAX_DICTIONARY_BYTES = 64 << 20
 """Limit on LZMA's dictionary, which decompressing keeps in memory; xz uses 64 MiB at its highest level."""
 _MAGIC = b"PK\x03\x04"

@@ -35,12 +35,13 @@ INLINE_ITEMS = 1024
 _INLINE_TEXT_BYTES = 1 << 16
 """Number of bytes up to which a text, such as a licence, is parsed with the header. Longer texts are skipped."""
 _MAX_DEPTH, _MAX_NESTED = 8, 1 << 16
-"""Limits on arrays of arrays: depth of nesting, and number of inner arrays in a file. A small file may have fewer."""
+"""Limits on arrays of arrays: levels of nesting, and inner arrays in a whole file. Small files may have fewer."""
 _NESTED_SHARE = 32
 _INLINE_SHARE = 8
-"""At most one array item per this many bytes of a file is parsed with the header. It takes up to 36 bytes in memory."""
+"""Limit on the memory for parsed array items, of up to 36 bytes each: a file may have `INLINE_ITEMS` of them, and one
+more for each 8 bytes of its size. Further arrays are skipped like long ones."""
 _MAX_ELEMENTS_PER_BYTE = 64
-"""Limit on elements per stored byte in tensors of an unknown element type. The densest of the known types has 5."""
+"""Most elements that one stored byte of an unknown element type is taken to contain. The densest known type has 5."""
 _WINDOW_BYTES = 1 << 20
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -104,7 +105,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LongArray:
-    """The place of a long array, which the header parser skipped; `read_array` reads the items."""
+    """The place in a file of a long array or text: the header parser skipped its items, `read_array` reads them."""
 
     path: Location
     kind: int
@@ -129,7 +130,7 @@ class TensorInfo:
     offset: int
     """Offset of the tensor's data in the file, in bytes."""
     span: int = 0
-    """Bytes to the next tensor or the end of the file, if the element type is unknown; otherwise not needed."""
+    """Bytes up to the next tensor or the file's end: serves as the size if the element type is unknown."""
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +145,7 @@ class GgufHeader:
     """The parsed header of a file, or the joined headers of all files of a split model."""
 
     values: dict[str, Any]
-    """Key → value. Arrays are lists; a long one is a `LongArray`, also inside an array of arrays."""
+    """The file's key-value pairs. Short arrays are lists; a long one is a `LongArray`, even as an item of a list."""
     tensors: tuple[TensorInfo, ...]
     """All tensors, in the order of their data in the files."""
     files: dict[Location, int]
@@ -180,7 +181,7 @@ def read_gguf_header(path: Location) -> GgufHeader:
 
 
 def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
-    """Return an array's items. For a `LongArray`, read them: strings as a list, numbers as a NumPy array."""
+    """Return the items of an array in a header; those of a `LongArray` are read now, numbers as a NumPy array."""
     if isinstance(array, list):
         return array
     raw = array.path.read_header(array.nbytes, offset=array.offset, what="an array")
@@ -265,7 +266,7 @@ def _array(cursor: _Cursor, key: str, depth: int = 1) -> list[Any] | LongArray:
 
 
 def _arrays(cursor: _Cursor, key: str, count: int, depth: int) -> list[Any]:
-    """Read an array of arrays. An inner array may contain arrays; a long one is skipped and becomes a `LongArray`."""
+    """Read the items of an array of arrays, long ones as `LongArray`; ``depth`` is its level of nesting, from 1."""
     if depth == _MAX_DEPTH:
         raise UnsupportedError(f"{cursor.path}: {key!r} has arrays in more than {_MAX_DEPTH} levels")
     # An inner array has at least its type and its count. Checked before any of them is read.
@@ -325,7 +326,7 @@ def _in_file_order(infos: Iterable[TensorInfo], path: Location, size: int) -> tu
 
 
 class _Cursor:
-    """A position in a file that only moves forward; the part of the file around it is in memory (the window)."""
+    """A reading position in a GGUF file, which only moves forward. The bytes after it are buffered (the window)."""
 
     def __init__(self, file: File, path: Location) -> None:
         self._file = file
@@ -337,7 +338,7 @@ class _Cursor:
         self._window = b""
 
     def require(self, count: int, what: str) -> None:
-        """Raise unless the file has ``count`` more bytes after the current position."""
+        """Raise unless ``count`` more bytes follow the current position; ``what`` names them in the error."""
         if self.position + count > self.size:
             raise TruncatedSourceError(
                 f"{self.path} is truncated: {what} should take {exact_bytes(count)} at offset {self.position}, "
@@ -350,7 +351,7 @@ class _Cursor:
         return found
 
     def peek(self, code: str, what: str) -> tuple[Any, ...]:
-        """Return the values at the current position, in the `struct` format ``code``, without moving the position."""
+        """Return the values that follow the position, in the `struct` format ``code``; the position does not move."""
         at = self._load(struct.calcsize(code), what)
         return struct.unpack_from(code, self._window, at)
 
@@ -372,7 +373,7 @@ class _Cursor:
         self.position += count
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Skip ``count`` strings. The loop is fast, because a vocabulary has hundreds of thousands of strings."""
+        """Move past ``count`` strings without decoding them, which is fast: a vocabulary has hundreds of thousands."""
         unpack = struct.Struct("<Q").unpack_from
         while count:
             at = self._load(8, what)

@@ -87,7 +87,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return a model's configuration and tensors as a Hugging Face checkpoint would have them."""
+    """Return a model's configuration and tensors as a Hugging Face checkpoint would have them; errors name ``name``."""
     values = GgufValues(header.values, {info.name: info.shape for info in header.tensors}, name)
     known = _architecture(values)
     config = known.config(replace(values, rope_factors=_rope_factors(header, known.rope_factors)))
@@ -118,7 +118,7 @@ def _architecture(values: GgufValues) -> GgufArchitecture:
 
 
 def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tuple[str, TensorInfo, Undo]]:
-    """Yield (Hugging Face's name, stored tensor, change to undo) for a tensor, or for each of several experts in it."""
+    """Yield (Hugging Face's name, stored tensor, converter's change to reverse), or one such tuple per expert in it."""
     name = known.hf_name(info.name, path)
     if name is None:
         return
@@ -133,7 +133,7 @@ def _pieces(known: GgufArchitecture, info: TensorInfo, path: str) -> Iterator[tu
 
 
 def _experts(info: TensorInfo) -> Iterator[TensorInfo]:
-    """Yield each expert of a tensor of stacked experts as a tensor of its own."""
+    """Yield each expert of a mixture-of-experts layer, whose matrices GGUF stacks in one tensor, as its own tensor."""
     count = info.shape[0]
     if len(info.shape) != 3 or not 0 < count <= _MAX_EXPERTS or info.nbytes < _MIN_EXPERT_BYTES * count:
         raise SourceError(
@@ -146,7 +146,7 @@ def _experts(info: TensorInfo) -> Iterator[TensorInfo]:
 
 
 def tokenizer_metadata(path: Location) -> TokenizerMetadata:
-    """Read the tokenizer of a ``.gguf`` file."""
+    """Read what the header of a ``.gguf`` file says of the tokenizer; raise if it has none."""
     name = str(path)
     values = {
         k.removeprefix("tokenizer."): v for k, v in read_gguf_header(path).values.items() if k.startswith("tokenizer.")
@@ -186,7 +186,7 @@ def _strings(values: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
 
 
 def _template(found: object, path: str) -> str | None:
-    """Return the chat template. A long one is read from the file here, as the header parser only noted its place."""
+    """Return the chat template, if there is one; a long one is read here, as the header parser only noted its place."""
     try:
         text = bytes(read_array(found)).decode("utf-8") if isinstance(found, LongArray) else found
     except UnicodeDecodeError as error:
@@ -218,7 +218,7 @@ def _check_shape(info: TensorInfo, undo: Undo, heads: int) -> None:
 
 
 def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple[float, ...]]:
-    """Read the RoPE scaling factors, which belong to the configuration, but are stored as small tensors in GGUF."""
+    """Read the RoPE scaling factors from the small tensors ``names``; in Hugging Face, the configuration has them."""
     found = {}
     for info in header.tensors:
         if info.name not in names:
@@ -240,7 +240,7 @@ def _is_described_otherwise(content: FolderContent) -> bool:
 
 
 def read_model(path: Location) -> tuple[Location, GgufHeader]:
-    """Return the first file of a model and its header; for a split model, the joined headers of all files."""
+    """Return a model's first file and its header; for a split model (``path``: any file of it), all headers joined."""
     header = read_gguf_header(path)
     count = _number(header, "split.count", path, default=1)
     # llama.cpp, too, treats only counts above 1 as split.
@@ -265,7 +265,7 @@ def read_model(path: Location) -> tuple[Location, GgufHeader]:
 
 
 def _check_places(headers: Mapping[Location, GgufHeader], count: int) -> None:
-    """Raise unless the header of each part agrees with the part's file name and with the header of the first part."""
+    """Raise if the header of a split model's part contradicts the part's file name or the header of the first part."""
     first, described = next(iter(headers.items()))
     total = _number(described, "split.tensors.count", first)
     for i, (part, header) in enumerate(headers.items()):

@@ -79,7 +79,7 @@ class GgufRows(EncodedRows):
 
     @property
     def row_alignment(self) -> int:
-        """Number of rows read together: all (transposed), a head's (reordered), a block's (quantised vector), or 1."""
+        """Rows decoded together: all of them (transposed), a head's (reordered), a block's (quantised vector), or 1."""
         if self.undo is Undo.TRANSPOSE:
             return self.info.shape[1]
         if self.undo in (Undo.UNPERMUTE, Undo.UNFUSE):
@@ -93,7 +93,7 @@ class GgufRows(EncodedRows):
 
     @property
     def encoding(self) -> Hashable:
-        """Key that is equal for tensors decoded in the same way: element type, shape, `undo` and number of heads."""
+        """All that determines the values besides the stored bytes: element type, shape, `undo` and number of heads."""
         return self.info.kind.name, self.info.shape, self.undo, self.heads
 
     def require_decoder(self) -> None:
@@ -106,7 +106,7 @@ class GgufRows(EncodedRows):
         return f"Decoding {self.info.kind.name} tensors of {self.info.path}"
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Read rows ``[start, stop)``; see `shardload.manifest.RowReader`."""
+        """Return rows ``[start, stop)``, decoded, as a `shardload.manifest.RowReader` does."""
         if self.undo is Undo.TRANSPOSE:
             # Any row of the transpose needs every stored row, so `row_alignment` asks for the whole matrix at once.
             whole = self._decode(self._read(0, self.info.shape[0])).reshape(self.info.shape)
@@ -132,7 +132,7 @@ class GgufRows(EncodedRows):
         return minus_one(values) if self.undo is Undo.MINUS_ONE else np.ascontiguousarray(values)
 
     def _read(self, first: int, last: int) -> NDArray[np.uint8]:
-        """Read stored bytes of rows ``[first, last)`` into a matrix: a line per row, or per block of a vector."""
+        """Return the encoded bytes of rows ``[first, last)``: a matrix with a line per row (vectors: per block)."""
         kind, shape = self.info.kind, self.info.shape
         # A row of a matrix is whole blocks; an element of a quantised vector is a part of one.
         unit = kind.block_elements if len(shape) == 1 else 1
@@ -163,7 +163,7 @@ class GgufRows(EncodedRows):
 
 
 def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
-    """Return how to read a tensor, and the dtype of the result. ``undo`` is the change to reverse while reading."""
+    """Return how to read a tensor (in place or decoded) and its dtype then. Reading reverses the change ``undo``."""
     if not info.kind.is_known:
         return Decoded(_unreadable(info)), np.dtype(np.float32)
     name = info.kind.name
@@ -196,7 +196,7 @@ def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:
 
 
 def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
-    """Return where GGUF stores ``rows`` of Hugging Face's query or key matrix, with ``head_rows`` rows per head."""
+    """Return the row numbers in GGUF of ``rows`` in Hugging Face's query or key matrix, with ``head_rows`` per head."""
     head, within = np.divmod(rows, head_rows)
     half, index = np.divmod(within, head_rows // 2)
     found: NDArray[np.int64] = head * head_rows + index * 2 + half
@@ -204,7 +204,7 @@ def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
 
 
 def fused_rows(rows: NDArray[np.int64], count: int, heads: int) -> NDArray[np.int64]:
-    """Return where GGUF stores ``rows`` of Hugging Face's fused query-key-value matrix, which has ``count`` rows."""
+    """Return the row numbers in GGUF of ``rows`` in Hugging Face's query-key-value matrix, which has ``count`` rows."""
     width = count // (3 * heads)
     head, within = np.divmod(rows, 3 * width)
     part, index = np.divmod(within, width)
@@ -229,7 +229,10 @@ def minus_one(stored: NDArray[Any]) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class Experts(EncodedRows):
-    """Reads all experts of a transformer block, one per row. The outputs of its ``parts`` (gate and up) alternate."""
+    """Reads GPT-OSS's experts of one transformer block in Hugging Face's layout. A row (index of dim 0) is an expert.
+
+    ``parts`` are the stored tensors: gate and up, whose output columns alternate in the result, or a single one.
+    """
 
     parts: tuple[GgufRows, ...]
 
@@ -255,7 +258,7 @@ class Experts(EncodedRows):
 
     @property
     def encoding(self) -> Hashable:
-        """Key that is equal for tensors decoded in the same way: the `encoding` of each stored tensor."""
+        """All that determines the values besides the stored bytes: the `encoding` of each stored tensor."""
         return tuple(part.encoding for part in self.parts)
 
     def require_decoder(self) -> None:
@@ -276,7 +279,7 @@ class Experts(EncodedRows):
         return PLAIN.get(kinds.pop(), np.dtype(np.float32)) if len(kinds) == 1 else np.dtype(np.float32)
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Read experts ``[start, stop)``; see `shardload.manifest.RowReader`."""
+        """Return experts ``[start, stop)``, decoded, as a `shardload.manifest.RowReader` does."""
         values = [part.read_rows(start, stop).astype(self.dtype, copy=False) for part in self.parts]
         # (experts, out, parts, in) ─► (experts, out * parts, in) ─► (experts, in, out * parts); a bias has no "in".
         stacked = np.stack(values, axis=2)
@@ -285,7 +288,7 @@ class Experts(EncodedRows):
 
 
 def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor]:
-    """Yield the experts of each transformer block, joined into one tensor with Hugging Face's name and shape."""
+    """Yield a tensor of all experts for each transformer block and matrix, as in Hugging Face's GPT-OSS checkpoints."""
     if not architecture.fused_experts:
         return
     stored = {info.name: info for info in header.tensors}

@@ -52,15 +52,15 @@ from shardload.units import exact_bytes
 _MAX_EXPANSION = 1100
 """Limit on decoded bytes per stored byte of a dataset. gzip reaches 1029 for zeros; trained weights stay below 10."""
 _MAX_CHUNK_EXPANSION = 100
-"""Limit on the size of one decoded chunk, as a multiple of its dataset's size in the file; chunks decode as a whole."""
+"""Limit on a chunk's decoded size, as a multiple of its dataset's stored size: only whole chunks can be decoded."""
 _EXPANSION_FLOOR_BYTES = 64 << 20
-"""Tensors up to this size may be stored in any number of bytes, even none: zeros need not be written."""
+"""Tensors up to this decoded size are exempt from the two limits: a dataset of zeros may store no bytes at all."""
 _CACHE_BYTES = 1 << 20
 """Size of libhdf5's cache of object headers, by default 32 MiB. Each header is read only once, so less is enough."""
 _OWN_GROUP = "vars"
 _LEGACY_ATTRIBUTES = ("layer_names", "layer_names0", "model_config")
 _MAX_COPIES = 16
-"""Limit on the total size of tensors that repeat a dataset under a second name, as a multiple of the file's size."""
+"""Limit on the total size of tensors that repeat a dataset under a second name (a hard link), in sizes of the file."""
 _FREE_HEADER_BYTES = 1 << 20
 """An object header may have this many bytes, or half of the file's size if that is more. libhdf5 reads as many bytes
 as a header declares: with a damaged length, it would parse tensor data as header messages."""
@@ -71,7 +71,7 @@ _BYTES_PER_COPY = 512
 _FREE_COPY_BYTES = 1 << 20
 """Second names of objects may take this many bytes of memory, or as many as the file has if that is more."""
 _SHOWN = 20
-"""Most notes to keep for a report, counted apart: on links that are not followed, and on datasets without numbers."""
+"""Most notes that a report gets on links that are not followed, and most on datasets without numbers."""
 _KINDS = {h5py.h5l.TYPE_HARD: HARD, h5py.h5l.TYPE_SOFT: SOFT}
 _LOCK = threading.RLock()
 """Held while an HDF5 file is open: libhdf5 is not re-entrant, and h5py's own lock covers single calls only."""
@@ -79,7 +79,7 @@ _LOCK = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class FileRegion:
-    """The part of a file that forms an HDF5 file."""
+    """The byte range of a file that is an HDF5 file: all of it, or a member of a ``.keras`` archive."""
 
     path: Location
     start: int
@@ -94,12 +94,12 @@ class FileRegion:
 
 @dataclass(frozen=True, slots=True)
 class H5Rows:
-    """Reads rows of one dataset through h5py; reopens the file for each range of rows."""
+    """Reads rows of a dataset through h5py: it is chunked, compressed or big-endian. Each range reopens the file."""
 
     region: FileRegion
     name: str
     address: int
-    """Address of the dataset's header, to open it: a look-up by name would read groups, which may be damaged."""
+    """Address of the dataset's header. Opening by name instead would read groups, which may be damaged."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     stored_bytes: int
@@ -111,7 +111,7 @@ class H5Rows:
         return (self.region.path,)
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Read rows ``[start, stop)``; see `shardload.manifest.RowReader`."""
+        """Return rows ``[start, stop)``, decoded, as a `shardload.manifest.RowReader` does."""
         try:
             with _LOCK, _opened(self.region) as (file, _, _):
                 dataset = h5py.Dataset(open_at(file.id, self.address))
@@ -142,11 +142,11 @@ class Content:
     notes: tuple[str, ...]
     """Descriptions of what is not in ``tensors``, for reports: soft links, and datasets without numbers."""
     is_whole: bool
-    """Whether the root has a group ``vars``, as in a whole file of Keras 3 and in the first of several parts."""
+    """Whether the root has the group ``vars``: whole files of Keras 3 have it, and the first of several parts."""
 
 
 def read_tensors(region: FileRegion) -> Content:
-    """Read the headers of an HDF5 file: all its datasets with numbers, and what else it contains."""
+    """Read the headers of an HDF5 file: its datasets with numbers, and what else it has. Raise for Keras 2's files."""
     with reading(region) as reader:
         if reader.is_legacy():
             raise UnsupportedError(
@@ -158,7 +158,7 @@ def read_tensors(region: FileRegion) -> Content:
 
 @contextmanager
 def reading(region: FileRegion) -> Iterator[Reader]:
-    """Open an HDF5 file for a with block; errors of libhdf5 in this block become a `SourceError`."""
+    """Open an HDF5 file and yield its `Reader`; errors of libhdf5 in the with block become a `SourceError`."""
     try:
         with _LOCK, _opened(region, limit=True) as (file, stream, limit):
             yield Reader(file, stream, limit, region)
@@ -195,7 +195,7 @@ class Reader:
         return any(map(self._file.attrs.__contains__, _LEGACY_ATTRIBUTES)) or self._walk.has_in_root("model_weights")
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every dataset with numbers as a tensor; one with two names yields two that share one ``storage``."""
+        """Yield every dataset with numbers as a tensor; one with two paths becomes two, which share a ``storage``."""
         found: dict[int, Tensor | None] = {}
         copies = 0
         for name, address, node in self._walk.datasets():
@@ -231,11 +231,11 @@ class Reader:
             return None
 
     def has_names(self, group: str, attribute: str) -> bool:
-        """Whether a group has an attribute with a list of names. ``group`` is in `groups`, or empty for the root."""
+        """Whether a group has ``attribute``, where Keras 2 lists names. ``group`` is in `groups`, or empty: the root."""
         return bool(h5py.h5a.exists(self._node(group), attribute.encode()))
 
     def names(self, group: str, attribute: str) -> Iterator[str]:
-        """Yield the names in a group's attribute, which Keras splits if it is long (``layer_names0`` and so on)."""
+        """Yield the names that Keras 2 lists in a group's attribute; Keras splits long ones (``layer_names0``, …)."""
         node = self._node(group)
         if h5py.h5a.exists(node, attribute.encode()):
             yield from self._texts(node, attribute, rank=1)
@@ -306,7 +306,10 @@ def _unsafe_attributes(path: Location, where: str, found: str) -> UnsupportedErr
 
 @contextmanager
 def _opened(region: FileRegion, *, limit: bool = False) -> Iterator[tuple[Any, FileStream, HeaderLimit]]:
-    """Open a region of a file in h5py through a Python stream; yield h5py's file, the stream, and its read limit."""
+    """Open an HDF5 file in h5py; yield h5py's file, the Python stream below it, and the limit that guards its reads.
+
+    With ``limit``, the limit on the length of headers already applies to the reads by which h5py opens the file.
+    """
     headers = HeaderLimit(region.path, n_bytes=region.nbytes)
     stream = FileStream(region.path.open(), start=region.start, n_bytes=region.nbytes, before_read=headers)
     with closing(stream):
@@ -345,7 +348,7 @@ def _dtype(node: Any) -> tuple[np.dtype[Any], bool]:
 
 
 def _storage(node: Any, rows: H5Rows, *, is_raw: bool) -> Storage:
-    """Return an `Extent` if a dataset's bytes can be read in place, else `Decoded` with the reader ``rows`` (h5py)."""
+    """Return how to read a dataset: its bytes in place (`Extent`), or, if they need decoding, by ``rows`` (h5py)."""
     region, shape, dtype = rows.region, rows.shape, rows.dtype
     where = f"{region.path}: dataset {rows.name!r}"
     plist = node.get_create_plist()
@@ -400,14 +403,14 @@ def _refuse_expansion(where: str, *, declared: int, stored: int, file_bytes: int
 
 
 class HeaderLimit:
-    """Limits the length of the headers that libhdf5 reads."""
+    """Limits the length of object headers: a damaged one may make libhdf5 parse tensor data as its messages."""
 
     def __init__(self, path: Location, *, n_bytes: int) -> None:
         self._path, self._n_bytes = path, n_bytes
         self._limit: int | None = None
 
     def __call__(self, at: int, n_bytes: int) -> None:
-        """Raise if a read of ``n_bytes`` at position ``at`` exceeds the limit; outside `headers` there is no limit."""
+        """Raise if a read of ``n_bytes`` at byte ``at`` is too long. Only reads in a block of `headers` are limited."""
         if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
                 f"{self._path}: the header of the object at byte {at} or before it should take "
@@ -426,7 +429,7 @@ class HeaderLimit:
 
 
 class LinkWalk:
-    """A walk over all hard links of a file, depth first."""
+    """A walk along all hard links of an HDF5 file, depth first, which finds the file's groups and datasets."""
 
     def __init__(self, file: Any, structures: Structures, limit: HeaderLimit, path: Location, *, n_bytes: int) -> None:
         self._root, self._structures, self._limit, self._path = file.id, structures, limit, path
@@ -497,7 +500,7 @@ class LinkWalk:
             )
 
     def _links(self, group: Any, address: int) -> tuple[Any, Iterator[Link]]:
-        """Return (group, its links). ``None`` stands for a group in which looking up a name may crash libhdf5."""
+        """Return (group, its links); (``None``, links) if looking up a name in the group may crash libhdf5."""
         if has_dense_links(self._structures, address):
             return None, dense_links(self._structures, address)
         return group, self._plain_links(group)
@@ -510,7 +513,7 @@ class LinkWalk:
 
 
 def _address(node: Any) -> int:
-    """Return the address of an object's header, without `h5py.h5o.get_info`, which visits what a group refers to."""
+    """Return the address of an object's header. `h5py.h5o.get_info` is avoided: it visits what a group refers to."""
     dataset, buffer, offset = _reference()
     reference = np.empty(1, h5py.ref_dtype)
     reference[0] = h5py.h5r.create(node, b".", h5py.h5r.OBJECT)

@@ -39,9 +39,9 @@ _CHECKSUM_BYTES = 4
 _MAX_BLOCK_BYTES = 16 << 20
 """Limit on the bytes of one structure, such as an object header; those that libhdf5 writes stay below 64 KiB."""
 _FREE_STEPS = 1 << 20
-"""Limit on the steps of work for reading one file; in a larger one, one step per byte. See `Structures.spend`."""
+"""Limit on the work for one file, in steps; a file of more bytes gets a step per byte. Every read costs steps."""
 _BYTES_PER_STEP = 8
-"""Number of bytes whose reading counts as one step of work."""
+"""A read costs one step, and one more for each this many bytes."""
 
 _Read = Callable[[int, int], bytes]
 """A function that reads a number of bytes at an address; raises a `SourceError` for bytes outside the file."""
@@ -161,7 +161,7 @@ class Strings:
         raise self._file.damaged(f"an object's header lacks the attribute {name.decode()!r}")
 
     def _body(self, body: bytes, name: bytes) -> bytes | None:
-        """Return the data of the attribute in a message's ``body``; ``None`` if it is not the attribute ``name``."""
+        """Return the value in ``body``, a header's message on an attribute; ``None`` if its name is not ``name``."""
         if len(body) < 9 or body[0] not in (1, 2, 3):
             raise self._file.unsupported("an attribute of an unknown version")
         unit = 8 if body[0] == 1 else 1
@@ -215,7 +215,7 @@ class Link:
 
 
 def dense_links(file: Structures, header: int) -> Iterator[Link]:
-    """Yield the links of a group that stores them in a heap and a B-tree. ``header`` is the address of its header."""
+    """Yield the links of a group that stores many of them, in a heap and a B-tree; ``header``: its header's address."""
     heap_at, tree_at = _places(file, header)
     heap = _Heap.at(file, heap_at)
     for record in _records(file, tree_at):
@@ -226,7 +226,7 @@ def dense_links(file: Structures, header: int) -> Iterator[Link]:
 
 
 def has_dense_links(file: Structures, header: int) -> bool:
-    """Whether the object with this header is a group that stores its links densely; see `dense_links`."""
+    """Whether an object is a group with links in a heap and a B-tree; ``header`` is the address of its header."""
     return _places(file, header)[0] != _UNDEFINED
 
 
@@ -243,7 +243,7 @@ def _places(file: Structures, header: int) -> tuple[int, int]:
 
 
 def _records(file: Structures, tree: int) -> Iterator[bytes]:
-    """Yield the entries of a B-tree of links, in the order of the tree."""
+    """Yield the entries of the B-tree at address ``tree``, in its order; each says where in a heap a link is."""
     magic, version, kind, node_bytes, size, depth, _, _, root, count, _ = _TREE.unpack(file.read(tree, _TREE.size))
     if (magic, version, kind, size) != (b"BTHD", 0, _LINKS_BY_NAME, _RECORD.size) or depth > _MAX_DEPTH:
         raise file.damaged(f"there is no tree of links at byte {tree}")
@@ -255,13 +255,13 @@ def _records(file: Structures, tree: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Sizes in a B-tree: of a node, and of the fields in it that count the records in nodes below."""
+    """Sizes of a B-tree's nodes and of fields in them, which depend on the tree's depth. A record is one entry."""
 
     node_bytes: int
     count_bytes: int
     """Size in bytes of the field that counts the records in one child node."""
     total_bytes: tuple[int, ...]
-    """Entry i: size in bytes of the field that counts the records in and below a child of depth i (a leaf has 0)."""
+    """Entry i: size in bytes of the field that counts the records in a child of height i and below it; 0 for a leaf."""
 
     @classmethod
     def of(cls, node_bytes: int, depth: int) -> _Shape:
@@ -292,7 +292,7 @@ def _node(file: Structures, at: int, count: int, shape: _Shape, depth: int) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Heap:
-    """A fractal heap of HDF5: a table of blocks. From row 3 on, blocks are twice as large as those in the row above."""
+    """An HDF5 heap with a group's links: a table of blocks, which from row 3 on double in size with every row."""
 
     offset_bytes: int
     length_bytes: int
@@ -320,7 +320,7 @@ class _Heap:
         return cls((bits + 7) // 8, length_bytes, columns, first, direct_rows, root, rows)
 
     def object(self, file: Structures, place: bytes) -> bytes:
-        """Return the bytes of an object in the heap; ``place`` is its offset and length, as in a B-tree."""
+        """Return the bytes of a link in the heap; ``place``, from an entry of the B-tree, is its offset and length."""
         offset = _int(place[: self.offset_bytes])
         length = _int(place[self.offset_bytes : self.offset_bytes + self.length_bytes])
         block, rows, at = self.root, self.root_rows, offset
@@ -342,7 +342,7 @@ class _Heap:
 
 
 def _link(file: Structures, raw: bytes) -> Link:
-    """Parse a link message; raise if it is damaged."""
+    """Parse a link as it is stored in a group's heap; raise if it is damaged."""
     name = b""
     try:
         version, flags, at, kind = raw[0], raw[1], 2, HARD

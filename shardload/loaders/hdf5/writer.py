@@ -27,7 +27,8 @@ from shardload.loaders.file_pieces import FilePiece, TensorPlace, Wanted, groupe
 def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str]) -> tuple[TensorPlace, ...]:
     """Make a ``.weights.h5`` file without the values; return where the values of each tensor belong.
 
-    ``names`` maps each group (``layers/dense/vars``), even one without tensors, to the name of its object (``dense``).
+    ``names`` maps each group (``layers/dense/vars``), even one without tensors, to the name of the layer
+    or other object that has these variables (``dense``).
     """
     with h5py.File(path, "w") as file:
         for group, name in names.items():
@@ -38,7 +39,10 @@ def write_skeleton(path: Path, tensors: Sequence[Wanted], *, names: Mapping[str,
 def write_shards(
     index: Path, tensors: Sequence[Wanted], *, names: Mapping[str, str], shard_bytes: int
 ) -> tuple[TensorPlace, ...]:
-    """Make shards without values, and their index. A tensor larger than ``shard_bytes`` gets a shard of its own."""
+    """Make ``.weights.h5`` shards without values, and their index; return where each tensor's values belong.
+
+    A shard has at most ``shard_bytes``; a larger tensor gets one of its own. ``names``: see `write_skeleton`.
+    """
     places: list[TensorPlace] = []
     weight_map: dict[str, list[str]] = {}
     groups = grouped(tensors, shard_bytes)

@@ -46,7 +46,7 @@ _MARKS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _ITEMS = ("pytree", "default")
 """Folder names of the item (saved tree) with the weights: the first by Keras and Orbax v1, the second by Orbax v0."""
 _ALONE = "state"
-"""Name of the one item that Orbax v1's ``save_pytree`` writes. In a step with several items, a user chose this name."""
+"""Folder name of the only item in a step that Orbax v1's ``save_pytree`` wrote. Next to others, a user chose it."""
 OWN_FOLDER = "shardload"
 """Name of the folder in a step for shardload's own files."""
 _MODEL_CONFIG, _ASSETS = "model_config", "assets"
@@ -65,7 +65,7 @@ _MAX_OVERHANG = 16
 
 
 def open_orbax(folder: Location) -> Manifest:
-    """Return the manifest of a step's folder, of the newest step in a folder of steps, or of an item's folder."""
+    """Return the manifest of a step, of the newest one in a folder of steps, or of an item: a saved tree in a step."""
     step = _step(folder)
     item = _item(step)
     tree = read_tree(item)
@@ -90,7 +90,7 @@ def open_orbax(folder: Location) -> Manifest:
 
 
 def is_checkpoint(folder: Location) -> bool:
-    """Whether a folder is itself a step or an item, judging by Orbax's files in it; false for a folder of steps."""
+    """Whether a folder is a step or an item (a saved tree), judging by Orbax's files; false for a folder of steps."""
     names = set(folder.names())
     if names.intersection(_MARKS) or TREE in names:
         return True
@@ -109,7 +109,7 @@ def step_names(folder: Location) -> list[str]:
 
 
 def possible_steps(names: Iterable[str]) -> list[str]:
-    """Return the names that can be steps: plain numbers; if there are none, names like ``ckpt_7`` with one prefix."""
+    """Return those names in a folder that can be steps: numbers, or else names like ``ckpt_7``, all with one prefix."""
     found = [name for name in names if step_number(name) is not None]
     if bare := [name for name in found if name.isdecimal()]:
         # Zeros in front only where they make all names equally long.
@@ -155,7 +155,7 @@ def _item(step: Location) -> Location:
 
 
 def _others(step: Location, item: Location) -> tuple[str, ...]:
-    """Return a note on items of a step that are not read. None for shardload's own steps: users chose the items."""
+    """Return a note on other items of a step than ``item``: they are not read. No note if shardload saved the step."""
     names = step.names()
     if item == step or OWN_FOLDER in names:
         return ()
@@ -191,7 +191,7 @@ def _metadata(
 
 
 def _empty(structure: Any, file: Location, *, known: Mapping[str, Any]) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield (tensor, key path) for each variable without elements: structure.json lists these, Orbax stores none."""
+    """Yield (tensor, key path) for variables without elements, which Orbax does not store, but structure.json lists."""
     leaves = structure.get("leaves") if isinstance(structure, Mapping) else None
     for leaf in leaves if isinstance(leaves, list) else ():
         found = leaf if isinstance(leaf, Mapping) else {}
@@ -264,15 +264,15 @@ class SavedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class SavedTree:
-    """The content of ``_METADATA``: the leaves of a saved tree."""
+    """The leaves of a saved tree, parsed from its ``_METADATA``."""
 
     leaves: tuple[SavedLeaf, ...]
     is_complete: bool
-    """Whether Orbax wrote every chunk of every array; otherwise, chunks that contain only zeros are left out."""
+    """Whether Orbax wrote every chunk, so that a missing one is an error; otherwise, it left out chunks of zeros."""
 
 
 def read_tree(item: Location) -> SavedTree:
-    """Read the ``_METADATA`` of an item; raise if it is damaged."""
+    """Read the ``_METADATA`` of an item, a folder with a saved tree; raise if it is damaged."""
     path = member(item, TREE, named_by=str(item))
     document = read_object(path)
     found = document.get("tree_metadata")
@@ -291,13 +291,16 @@ def read_tree(item: Location) -> SavedTree:
 
 
 def read_strings(item: Location) -> dict[str, Any]:
-    """Return name → text for the leaves of an item that are text; empty if there are none."""
+    """Return name → text for those leaves of a saved tree that are text; empty if there are none."""
     path = member(item, _STRINGS, named_by=str(item))
     return read_object(path) if path.exists() else {}
 
 
 class Arrays:
-    """The arrays in an item's folder. A missing chunk has the fill value, or is an error if ``is_complete``."""
+    """The arrays in the folder of a saved tree: finds the chunks of each and makes it a `Tensor`, without reading it.
+
+    A chunk that is missing has the array's fill value; if ``is_complete``, it is an error.
+    """
 
     def __init__(self, folder: Location, *, is_complete: bool) -> None:
         self._folder = folder
@@ -327,7 +330,7 @@ class Arrays:
 
     @property
     def files(self) -> dict[Location, int]:
-        """Location → size in bytes of each file that contains data of a tensor returned so far."""
+        """Location → size in bytes of each file with data of the tensors that `tensor` has returned so far."""
         return dict(sorted(self._sizes.items()))
 
     def contains(self, name: str) -> bool:
@@ -335,7 +338,7 @@ class Arrays:
         return name in self._headers
 
     def tensor(self, stored_name: str, *, name: str) -> Tensor:
-        """Return the array ``stored_name`` as the tensor ``name``."""
+        """Locate the chunks of the array ``stored_name``; return it as a tensor called ``name``."""
         if stored_name not in self._headers:
             raise SourceError(
                 f"{self._folder} lists the array {stored_name!r}, but does not contain it. The save did not finish, or "
@@ -398,7 +401,7 @@ class Arrays:
 
 
 def _files(folder: Location) -> dict[str, OcdbtValue]:
-    """Return path → place of each file below ``folder``, if each array has a folder (no OCDBT). Links are files."""
+    """Return path → file below ``folder``, for checkpoints without OCDBT: each array has a folder. Links are files."""
     found: dict[str, OcdbtValue] = {}
     # Files next to the arrays' folders are Orbax' own metadata.
     waiting = [name for name in folder.names() if (folder / name).is_folder() and not (folder / name).is_link()]

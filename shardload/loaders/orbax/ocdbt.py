@@ -39,7 +39,7 @@ _LABELS = re.compile(
     r'^[A-Z_]+: |Error (?:reading|opening|decoding)[^:]*"[^"]*": |Error parsing object member "metadata": '
 )
 _ADDED = re.compile(r" \[[a-z_ ]+=|; at (?:uncompressed )?byte ")
-"""Matches what follows the cause in an error of TensorStore; only TensorStore's developers need it."""
+"""Matches the details after the cause in TensorStore's error texts, which only its developers need."""
 _NUMBER = re.compile(r"[0-9]{1,19}")
 """Matches an offset or a length; bounded, because int() raises for thousands of digits."""
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -61,7 +61,7 @@ class OcdbtValue:
     """The value itself, if it is stored inside a B-tree node of ``path``."""
 
     def read(self, limit: int, *, what: str) -> bytes:
-        """Return the bytes of the value; raise if there are more than ``limit`` bytes."""
+        """Return the value; raise if it has more than ``limit`` bytes. ``what`` names it in the error."""
         if self.length > limit:
             raise UnsafeSourceError(
                 f"{self.path}: {what} should have at most {exact_bytes(limit)}, but has {exact_bytes(self.length)}"
@@ -72,7 +72,7 @@ class OcdbtValue:
 
 
 def read_values(folder: Location) -> dict[str, OcdbtValue]:
-    """Return key → place of its value, in key order, for the newest version of the OCDBT store in a folder."""
+    """Return all keys, in order, with the places of their values, in the newest version of a folder's OCDBT store."""
     return dict(OcdbtWalk(folder).walk())
 
 
@@ -82,10 +82,10 @@ class OcdbtWalk:
 
     folder: Location
     sizes: dict[str, tuple[Location, int]] = field(default_factory=dict)
-    """File name in the store → its location and size in bytes."""
+    """Cache: a file's name in the store → its location and size in bytes."""
     keys: int = 0
     node_bytes: int = 0
-    """Total bytes of the nodes read so far."""
+    """Total bytes of the B-tree nodes read so far; each time that a node is read counts."""
     node_files: set[Location] = field(default_factory=set)
     """Files from which nodes have been read so far."""
     node_file_bytes: int = 0
@@ -157,7 +157,7 @@ class OcdbtWalk:
             )
 
     def locate(self, location: str, kind: str) -> OcdbtValue:
-        """Return the value or node at ``location``, which OCDBT writes as ``kind:base:file:offset:length``."""
+        """Parse and check ``location``, where OCDBT says a value or node is: ``kind:base:file:offset:length``."""
         parts = location.split(":")
         if len(parts) != 5 or parts[0] != kind or not all(map(_NUMBER.fullmatch, parts[3:])):
             raise SourceError(

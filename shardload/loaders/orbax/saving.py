@@ -83,7 +83,7 @@ _ITEM = "pytree"
 
 
 class PendingSave:
-    """A save that runs in the background."""
+    """A save in the background: threads write the files while training goes on."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class PendingSave:
         return self._done.is_set()
 
     def result(self, timeout_s: float | None = None) -> None:
-        """Wait until the save is complete; raise the error if it failed. After a `TimeoutError`, call again."""
+        """Wait until the save is complete, and raise its error if it failed. `TimeoutError`: it goes on; call again."""
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"Step {self._step} is still being written to {self.path} after {timeout_s} s")
         if self._error is not None:
@@ -152,8 +152,8 @@ def start_save(
 
     With `jax.distributed`, every process must call this with the same path and items. The path is absolute, does not
     exist, and is in an existing folder. ``items`` maps names to pytrees of arrays, dicts of strings, or objects with a
-    handler of their own. The name ``shardload`` is reserved for the folder of shardload's own files. ``timeout_s``
-    limits how long Orbax itself may take.
+    handler of their own. The name ``shardload`` is reserved for the folder of shardload's own files. ``step`` is only
+    named in errors; ``timeout_s`` limits how long Orbax itself may take.
     """
     target = Path(path)
     step = "?" if step is None else step
@@ -217,7 +217,7 @@ def _named_for_orbax(target: Path) -> Iterator[Path]:
 
 
 def _bytes_of(items: Any) -> int:
-    """Return the size in bytes of all arrays in nested dicts, lists and tuples."""
+    """Return the total bytes of all arrays in nested dicts, lists and tuples, for the error on a full disk."""
     if isinstance(items, Mapping):
         return sum(map(_bytes_of, items.values()))
     if isinstance(items, list | tuple):
@@ -261,7 +261,7 @@ def _context(*, ocdbt: bool) -> Any:
 
 
 def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
-    """Write ``items`` with one folder per array, uncompressed, and wait until all is written."""
+    """Write ``items`` with Orbax, uncompressed and without OCDBT: a folder per array. Return once all is written."""
     from orbax.checkpoint import v1 as ocp
 
     save_began()
@@ -278,7 +278,7 @@ def write_plain_arrays(path: str | Path, items: Mapping[str, Any]) -> None:
 
 _lock = threading.Lock()
 _saving = 0
-"""Number of saves in progress; more than one if several callbacks or threads save."""
+"""Number of saves in progress, during which Orbax's messages are suppressed; several threads may save."""
 # Not 0: the monotonic clock may have started with the machine, less than STRAGGLERS_S ago.
 _failed_at = -STRAGGLERS_S
 _installed = False

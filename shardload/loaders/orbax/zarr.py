@@ -79,7 +79,7 @@ class Sharding:
     index_first: bool
     has_crc: bool
     codecs: tuple[Mapping[str, Any], ...]
-    """Codecs of the inner chunks."""
+    """Zarr's codecs that encode each inner chunk, in the order of encoding."""
 
     @property
     def index_bytes(self) -> int:
@@ -145,7 +145,7 @@ class ZarrArray:
 
 
 def parse(raw: bytes, *, name: str, where: str) -> ZarrArray:
-    """Parse an array's ``zarr.json`` or ``.zarray``."""
+    """Parse and check the content of an array's ``zarr.json`` or ``.zarray``; errors name the array and ``where``."""
     document = parse_object(raw, path=where)
     try:
         _check_values({key: value for key, value in document.items() if key not in _NOT_PASSED_ON})
@@ -168,7 +168,8 @@ def parse(raw: bytes, *, name: str, where: str) -> ZarrArray:
 def one_chunk(raw: bytes, *, shape: tuple[int, ...], inner: bool) -> tuple[bytes, str]:
     """Return metadata that describes one chunk as an array of its own, and the key of the chunk in this array.
 
-    ``raw`` is the whole array's metadata. With ``inner``, the chunk is inside a shard and has the inner chunks' codecs.
+    With it, TensorStore decodes a chunk by itself. ``raw`` is the whole array's metadata. With ``inner``, the chunk is
+    inside a shard and has the inner chunks' codecs.
     """
     document = parse_object(raw, path="")
     if document.get("zarr_format") != 3:
@@ -219,7 +220,7 @@ def _parse3(document: Mapping[str, Any]) -> ZarrArray:
 
 
 def _sharding(configuration: Mapping[str, Any], shard: tuple[int, ...]) -> tuple[Sharding | None, list[Any]]:
-    """Return (layout of shards, inner codecs); the layout is ``None`` if the index is not plain little-endian."""
+    """Return (layout of shards of the shape ``shard``, inner chunks' codecs); no layout if their index is encoded."""
     inner = _ints(configuration["chunk_shape"])
     if len(inner) != len(shard) or min(inner, default=1) < 1 or any(n % i for n, i in zip(shard, inner, strict=True)):
         raise ValueError(f"shards of {shard} do not divide into chunks of {inner}")
@@ -326,7 +327,10 @@ def _separator(found: object) -> str:
 def array_storage(
     array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], *, header: OcdbtValue, metadata: bytes
 ) -> Storage:
-    """Return how to read an array; missing chunks have the fill value. ``header`` is the place of its metadata."""
+    """Return how to read an array that has the stored ``chunks``; others were never written and have the fill value.
+
+    ``metadata`` is the content of its ``zarr.json`` or ``.zarray``, and ``header`` the place of that file.
+    """
     # A chunk that was never written reads as the fill value, which only TensorStore knows how to supply.
     found = _raw(array, chunks) if array.is_raw and chunks and len(chunks) == math.prod(array.grid) else None
     if found is None:
@@ -344,7 +348,7 @@ def array_storage(
 
 
 def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
-    """Return (shape, places) of raw chunks, or of inner chunks if sharded; ``None`` if an inner chunk is missing."""
+    """Return (shape, index → place) of raw chunks, in shards of the inner ones; ``None`` if an inner one is missing."""
     itemsize = array.dtype.itemsize
     if (sharding := array.sharding) is None:
         nbytes = math.prod(array.chunk_shape) * itemsize
@@ -360,7 +364,7 @@ def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dic
 
 
 def _packed(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], header: OcdbtValue, metadata: bytes) -> Storage:
-    """Return how to read an array that TensorStore decodes: by a `Packed` for each chunk, or for each inner chunk."""
+    """Return how to read an array whose chunks (in shards: inner chunks) TensorStore must decode, one by one."""
     shape, cells = array.chunk_shape, dict[Cell, OcdbtValue | None](chunks)
     sharding = array.sharding
     # Blosc is decoded on its own even where it fills a shard, so that its header can be checked first.
@@ -379,7 +383,7 @@ def _packed(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue], header: OcdbtVa
 
 
 def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Packed:
-    """Return one chunk as a `Packed`; a ``value`` of ``None`` was never written. Raise if it takes too many bytes."""
+    """Return where and how to read a chunk that ``codec`` decodes; ``value`` is ``None`` if it was never written."""
     if value is None:
         return Packed(header.path, 0, 0, codec)
     nbytes = math.prod(codec.shape) * codec.dtype.itemsize
@@ -396,7 +400,10 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
 def _inner(
     array: ZarrArray, sharding: Sharding, chunks: Mapping[Cell, OcdbtValue], *, nbytes: int | None
 ) -> Iterator[tuple[Cell, OcdbtValue | None]]:
-    """Yield grid index and place of each inner chunk inside the tensor; the place is ``None`` if it is not stored."""
+    """Read the shards' indexes: yield (grid index, place) of inner chunks inside the tensor, ``None`` if not stored.
+
+    ``nbytes`` is the size that each must have, if it is known.
+    """
     index_bytes = sharding.index_bytes
     path = str(next(iter(chunks.values())).path) if chunks else ""
     # 16 bytes for each inner chunk; checked before any index is read.
@@ -450,7 +457,7 @@ def _part(value: OcdbtValue, start: int, length: int) -> OcdbtValue:
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """Reads rows of an array from raw chunks. Some are in memory: OCDBT stores values of at most 1 KiB in its nodes."""
+    """Reads rows of an array from raw chunks, some of them in memory: OCDBT stores up to 1 KiB in its own nodes."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -469,7 +476,7 @@ class RawRows:
         return 1
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Read rows ``[start, stop)``; see `shardload.manifest.RowReader`."""
+        """Return rows ``[start, stop)``, joined from chunks, as a `shardload.manifest.RowReader` does."""
         # A rank-0 array has one chunk, with the empty index.
         if not self.shape:
             return self._chunk_rows(self.chunks[()], 0, 1).reshape(())
@@ -529,7 +536,7 @@ class ZarrCodec:
             ) from error
 
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
-        """Return the chunk's elements; see `shardload.manifest.Codec`."""
+        """Return a chunk's elements from its stored bytes; if these are empty, fill values. Implements `Codec`."""
         import tensorstore as ts
 
         n_bytes, context = len(stored), _context()
@@ -573,7 +580,7 @@ def _is_blosc(codecs: Iterable[Any]) -> bool:
 
 
 def _holds_blosc(codec: object) -> bool:
-    """Whether a codec with nested codecs, such as sharding, contains blosc."""
+    """Whether a codec such as sharding has blosc inside, where blosc's header cannot be checked before decoding."""
     settings = codec.get("configuration") if isinstance(codec, Mapping) else None
     inside = settings.get("codecs") if isinstance(settings, Mapping) else None
     return isinstance(inside, list) and (_is_blosc(inside) or any(map(_holds_blosc, inside)))
