@@ -107,7 +107,7 @@ class FolderContent:
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:
-    """Return the location of the file ``name`` in a folder; raise if it is not inside.
+    """Return the location of the file ``name`` in a folder; raise if the name or a symbolic link leads outside.
 
     ``named_by`` is the file or folder that gave the name, such as an index; errors blame it.
     """
@@ -171,7 +171,10 @@ def descendant(folder: Location, name: str, *, named_by: str) -> Location:
 
 
 def group_above(name: str, groups: Container[str]) -> str:
-    """Return the group of a Keras dataset, for an index: the innermost of ``groups`` above ``name``, or its parent."""
+    """Return the group under which an index of Keras' shards lists the dataset ``name`` (``layers/dense/vars/0``).
+
+    It is the innermost of ``groups`` that contains the dataset; if none does, the dataset's direct parent.
+    """
     above = own = name.rpartition("/")[0]
     while above and above not in groups:
         above = above.rpartition("/")[0]
@@ -305,7 +308,7 @@ def all_parts(path: Location) -> list[Location]:
 
 
 def refuse_part(path: Location) -> None:
-    """Raise if a file's name says that it is a part, for formats whose parts shardload cannot join."""
+    """Raise if a file's name says that it is a part of a checkpoint, for formats whose parts shardload cannot join."""
     if (claimed := part_number(path.name)) is not None:
         raise SourceError(
             f"Cannot open {path}: it is part {claimed[0]} of {claimed[1]} according to its name, expected a whole "
@@ -314,9 +317,9 @@ def refuse_part(path: Location) -> None:
 
 
 def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
-    """Raise if a file's name says that it has some of another one's bytes (``model.gguf.part1of2``); say how to join.
+    """Raise for a piece that a tool like ``split`` cut from a file (``model.gguf.part1of2``); say how to join them.
 
-    ``endings`` are those of all formats; cut files that are no checkpoints are not reported.
+    Only names that have one of ``endings`` before the piece's number count: those of all formats.
     """
     whole, found = stem_without_part(path.name), _PartName.of_name(path.name)
     if found is None or found.after or part_number(path.name) is None or not whole.lower().endswith(endings):

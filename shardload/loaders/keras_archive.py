@@ -41,7 +41,7 @@ ASSETS = "assets/"
 _MAX_EXPANSION = 1000
 """Limit on inflated bytes per stored byte of a JSON file in the archive. Keras has the same limit."""
 ASSET_EXPANSION, ASSET_FLOOR_BYTES = 100, 1 << 28
-"""Limit on inflated bytes per stored byte of an asset file, and the inflated size above which it applies. As in Keras."""
+"""Limit on inflated bytes per stored byte of an asset, and the inflated size above which it applies. As in Keras."""
 _WEIGHTS_EXPANSION, _WEIGHTS_FLOOR_BYTES = 100, 1 << 25
 """Limit on inflated bytes per stored byte of weights, and the inflated size above which it applies. Most need 2."""
 _MAX_DICTIONARY_BYTES = 64 << 20

@@ -57,16 +57,16 @@ def recognise(path: str | os.PathLike[str] | Location) -> FormatSpec:
 
 
 def folder_of(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Location | None:
-    """If a weights file belongs to a folder with a description of the model, return the folder; else ``None``."""
+    """If a weights file belongs to a folder that describes the model, return it, to open all of it; else ``None``."""
     where = located(path)
     asked = (spec.folder_of for spec in specs() if spec.folder_of is not None and format in (None, spec.name))
     return next((folder for find in asked if (folder := find(where)) is not None), None)
 
 
 def open_variant(path: str | os.PathLike[str] | Location, *, format: str | None = None) -> Manifest | None:
-    """Return the manifest of a file that is one of a model's variants (``model.fp16.safetensors``), else ``None``.
+    """If a file is one of the variants of a model (``model.fp16.safetensors``), return its manifest; else ``None``.
 
-    The manifest has the configuration of the file's folder.
+    Variants have the same tensors, in other dtypes for example. The manifest has the configuration of the folder.
     """
     where = located(path)
     asked = (spec.open_variant for spec in specs() if spec.open_variant is not None and format in (None, spec.name))
@@ -74,7 +74,7 @@ def open_variant(path: str | os.PathLike[str] | Location, *, format: str | None 
 
 
 def describe_folder(path: str | os.PathLike[str] | Location, *, with_weights: bool = False) -> Manifest | None:
-    """Return the manifest of the model that a folder's configuration files describe, without tensors.
+    """Return a manifest without tensors of the model that a folder's configuration files describe, to plan or build it.
 
     ``None`` if the path is not a folder, describes no model, or contains weights although ``with_weights`` is false.
     """
@@ -122,7 +122,7 @@ def _recognise_file(path: Location) -> FormatSpec:
 
 
 def _promised(path: Location) -> FormatSpec | None:
-    """Return the format whose ending a file's name has, the longest one if several match; ``None`` if none does."""
+    """Return the format that a file's name promises by its ending, the longest that matches; ``None`` if none does."""
     found = [(len(end), spec) for spec in specs() for end in spec.endings if path.name.lower().endswith(end)]
     return max(found, key=lambda each: each[0])[1] if found else None
 
@@ -251,9 +251,9 @@ class _OtherFormat:
     noun: str
     """What the format is called in messages, with its article: ``an ONNX model``."""
     way_out: str
-    """A sentence that says how to convert it to a format that shardload reads."""
+    """A sentence for messages that says how to convert a file to a format that shardload reads."""
     names: re.Pattern[str]
-    """Matches file names of the format, after conversion to lower case."""
+    """Matches the whole names, in lower case, of files that have this format."""
     head: bytes = b""
     """First bytes of the format's files, if they are always the same."""
 

@@ -46,24 +46,25 @@ def _never(_: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatSpec:
-    """A format: how to recognise and open it, and its properties. Fields with a default are optional."""
+    """A checkpoint format: how to recognise and open it, and its properties. Fields with a default are optional."""
 
     name: str
     """The format's name in ``Manifest.format``, ``format=`` and ``--format``."""
     description: str
     """A noun with its article, for messages: ``a .gguf file``."""
     endings: tuple[str, ...] = ()
-    """Endings of the format's files, in lower case. A checkpoint's name (not its path) may omit the first of them."""
+    """Endings of the format's files, in lower case. A checkpoint that is given by name, not by path, may lack the first
+    one: ``gemma3_270m`` finds ``gemma3_270m.gguf``."""
     is_file: Callable[[FileContent], bool] = _never
-    """Whether a file has this format. Later formats in `specs` are asked first: they may be special cases."""
+    """Whether a file has this format. The formats of `specs` are asked from last to first, until one says yes."""
     is_folder: Callable[[FolderContent], bool] = _never
-    """Whether a folder has this format."""
+    """Whether a folder is a checkpoint of this format."""
     contains_some: Callable[[FolderContent], bool] = _never
     """Whether a folder, not itself of this format, has subfolders of it, such as the steps of a training run."""
     open_file: Callable[[Location], Manifest] | None = None
-    """Reads the headers of a file, or of the files that it lists."""
+    """Reads the headers of a file, or, if it is an index, of the shards that it lists."""
     open_folder: Callable[[Location], Manifest] | None = None
-    """Reads the headers of a folder. Without it, a folder is opened by the only file in it with one of `endings`."""
+    """Reads the headers of a folder. Without it, the only checkpoint with one of `endings` in the folder is opened."""
     describe_folder: Callable[[Location], Manifest] | None = None
     """Reads a model's description from a folder that may lack the weights; returns a manifest without tensors."""
     write_file: WriteFile | None = None
@@ -75,11 +76,11 @@ class FormatSpec:
     variant_of: str | None = None
     """Name of the format that has the same `endings` as this one: only a file's content tells the two apart."""
     part_format: str | None = None
-    """For an index of files: name of the format of the files that it lists."""
+    """For an index of shards: name of the shards' format, which in a folder then does not count as a second format."""
     folder_of: Callable[[Location], Location | None] | None = None
-    """For formats whose folder describes the model: finds the folder that a weights file belongs to."""
+    """For formats whose folder describes the model: returns the folder that a weights file belongs to, if any."""
     open_variant: Callable[[Location], Manifest | None] | None = None
-    """Opens a weights file that opening the folder would not read (a variant), with the folder's configuration."""
+    """Opens a variant, with the folder's configuration: a weights file that opening the whole folder would not read."""
     described_by: Literal["keras", "keras-legacy", "keras-sidecar", "keras-hub", "hugging-face"] | None = None
     """Origin of ``Manifest.config``: Keras (``keras-legacy``: in the form of Keras 2; ``keras-sidecar``: from a file
     with the same stem), a KerasHub preset, or Hugging Face. ``None``: the format describes no model."""
@@ -87,7 +88,8 @@ class FormatSpec:
     """Whose names the tensors have: those of Keras 3's files, of Keras 2's (``order``: only their order counts), of
     `transformers`, of a training step, or the user's own, such as paths of variables."""
     model_dtype: str | None = None
-    """Dtype to build the model in, if its tensors decode to one with more bits than needed, as GGUF's do."""
+    """Default dtype of a model that is built from this format, if not that of the tensors: GGUF's decode to float32,
+    which has more bits than needed."""
     tokenizer: Literal["hugging-face", "keras-hub", "header"] | None = None
     """Where the tokenizer is: in Hugging Face's or KerasHub's files, or in entries of a GGUF header."""
     keras_files: str | None = None
@@ -95,11 +97,12 @@ class FormatSpec:
     transformers_files: str | None = None
     """Folder with Hugging Face's configurations and tokenizer, relative to the checkpoint's folder."""
     assets: Callable[[Location], Iterator[tuple[str, Callable[[BinaryIO], None]]]] | None = None
-    """Yields the asset files that layers saved: names, and functions that write their content."""
+    """Yields the files that layers saved next to their weights, such as vocabularies: names, and functions that write
+    the content."""
     is_step: bool = False
     """Whether a checkpoint is a training step: it has an optimizer's state, metrics and perhaps digests."""
     may_be_codes: bool = False
-    """Whether files may contain quantised weights or an adapter, which only tensors' names and values reveal."""
+    """Whether tensors may be quantised codes or an adapter; only names and values reveal it, so they are checked."""
 
     @property
     def joins_parts(self) -> bool:
@@ -137,7 +140,7 @@ def names() -> tuple[str, ...]:
 
 
 def specs() -> tuple[FormatSpec, ...]:
-    """Return every format, in the order of `names`."""
+    """Return the description of every format, in the order of `names`; this imports all loaders."""
     return tuple(map(spec_named, names()))
 
 
@@ -147,12 +150,12 @@ def built_in_specs() -> tuple[FormatSpec, ...]:
 
 
 def spec_of(manifest: Manifest) -> FormatSpec:
-    """Return the format of an opened checkpoint."""
+    """Return the description of an opened checkpoint's format."""
     return spec_named(manifest.format)
 
 
 def spec_named(name: str) -> FormatSpec:
-    """Return the format of this name."""
+    """Return the description of the format of this name; a loader module is imported at its first use."""
     return _registered.get(name) or _declared(name)
 
 

@@ -71,7 +71,7 @@ _SUB_BYTE: dict[str, tuple[np.dtype[Any], int]] = {
 }
 """Name of a dtype whose elements share bytes → NumPy's dtype, bits per element. Such tensors cannot be read."""
 SHARD_BYTES = 5_000_000_000
-"""Default for the most bytes in a shard: 5 GB, for years also the default of ``transformers``."""
+"""Default limit on the size of a shard that is written: 5 GB, for years also the default of ``transformers``."""
 PYTORCH = {"format": "pt"}
 """Metadata of a file whose tensors have PyTorch's names and shapes. transformers 4 refuses files without ``format``."""
 _CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
@@ -123,17 +123,17 @@ def read_header(path: Location) -> SafetensorsHeader:
 
 
 def begins_object(head: bytes) -> bool:
-    """Whether the header, after its 8-byte length, begins with ``{``; white space may precede it."""
+    """Whether a file's first bytes could be a header's 8-byte length, perhaps white space, and the header's ``{``."""
     return head[8:].lstrip(b" \t\r\n").startswith(b"{")
 
 
 def looks_like(head: bytes, size: int) -> bool:
-    """Whether a file of ``size`` bytes that starts with ``head`` could be safetensors."""
+    """Whether first bytes could be those of safetensors: a header length that a file of ``size`` allows, then ``{``."""
     return begins_object(head) and int.from_bytes(head[:8], "little") <= min(_MAX_HEADER_BYTES, size)
 
 
 class _Parser:
-    """Parses the text of a header in one pass, one tensor's entry at a time."""
+    """Parses a header's JSON text in one pass, one tensor's entry at a time, to keep little in memory."""
 
     def __init__(self, path: Location, text: str, *, data_start: int, file_bytes: int) -> None:
         self._path = path

@@ -163,7 +163,7 @@ class GgufRows(EncodedRows):
 
 
 def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
-    """Return how to read a tensor (in place or decoded) and its dtype then. Reading reverses the change ``undo``."""
+    """Return how to read a tensor (in place or decoded) and the dtype of the result. Reading reverses ``undo``."""
     if not info.kind.is_known:
         return Decoded(_unreadable(info)), np.dtype(np.float32)
     name = info.kind.name

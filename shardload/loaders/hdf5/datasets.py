@@ -54,7 +54,7 @@ _MAX_EXPANSION = 1100
 _MAX_CHUNK_EXPANSION = 100
 """Limit on a chunk's decoded size, as a multiple of its dataset's stored size: only whole chunks can be decoded."""
 _EXPANSION_FLOOR_BYTES = 64 << 20
-"""Tensors up to this decoded size are exempt from the two limits: a dataset of zeros may store no bytes at all."""
+"""Tensors up to this decoded size are exempt from limits on expansion: a dataset of zeros may store no bytes at all."""
 _CACHE_BYTES = 1 << 20
 """Size of libhdf5's cache of object headers, by default 32 MiB. Each header is read only once, so less is enough."""
 _OWN_GROUP = "vars"
@@ -67,9 +67,9 @@ as a header declares: with a damaged length, it would parse tensor data as heade
 _MAX_DEPTH = 256
 """Limit on the nesting depth of groups. Keras nests two groups for each level of nested layers."""
 _BYTES_PER_COPY = 512
-"""Estimate of the memory for a second name of an object (a group or a dataset), besides the text of the name."""
+"""Estimate of the memory in bytes for a second name (a hard link) of a group or dataset, besides the name's text."""
 _FREE_COPY_BYTES = 1 << 20
-"""Second names of objects may take this many bytes of memory, or as many as the file has if that is more."""
+"""Limit on the memory for all second names (hard links) in a file: this, or the file's size if that is larger."""
 _SHOWN = 20
 """Most notes that a report gets on links that are not followed, and most on datasets without numbers."""
 _KINDS = {h5py.h5l.TYPE_HARD: HARD, h5py.h5l.TYPE_SOFT: SOFT}
@@ -135,7 +135,7 @@ class H5Rows:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What an HDF5 file contains."""
+    """What `read_tensors` found in an HDF5 file."""
 
     tensors: tuple[Tensor, ...]
     """Every dataset with numbers, in no particular order; names are paths without leading slash."""
@@ -231,7 +231,7 @@ class Reader:
             return None
 
     def has_names(self, group: str, attribute: str) -> bool:
-        """Whether a group has ``attribute``, where Keras 2 lists names. ``group`` is in `groups`, or empty: the root."""
+        """Whether a group has ``attribute``, a list of names. ``group`` is one of `groups`, or empty for the root."""
         return bool(h5py.h5a.exists(self._node(group), attribute.encode()))
 
     def names(self, group: str, attribute: str) -> Iterator[str]:
@@ -531,7 +531,7 @@ def decoded(raw: bytes, path: Location) -> str:
 
 
 def open_at(file: Any, address: int) -> Any:
-    """Open the object whose header is at ``address`` in the file."""
+    """Open the object whose header is at ``address``. No name is looked up, which could crash in a damaged group."""
     # HDF5 has a call for it, which h5py lacks; references are addresses, and h5py opens those.
     dataset, buffer, offset = _reference()
     buffer.seek(offset)

@@ -39,9 +39,9 @@ _CHECKSUM_BYTES = 4
 _MAX_BLOCK_BYTES = 16 << 20
 """Limit on the bytes of one structure, such as an object header; those that libhdf5 writes stay below 64 KiB."""
 _FREE_STEPS = 1 << 20
-"""Limit on the work for one file, in steps; a file of more bytes gets a step per byte. Every read costs steps."""
+"""Limit on the work of reading one file, in steps; a file that has more bytes may take one step per byte."""
 _BYTES_PER_STEP = 8
-"""A read costs one step, and one more for each this many bytes."""
+"""Bytes of a read that count as one step of work, besides one step for the read itself; a file's steps are limited."""
 
 _Read = Callable[[int, int], bytes]
 """A function that reads a number of bytes at an address; raises a `SourceError` for bytes outside the file."""

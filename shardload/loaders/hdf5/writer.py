@@ -63,7 +63,7 @@ def write_shards(
 
 
 def shard_names(index: str, tensors: Sequence[Wanted], *, shard_bytes: int) -> tuple[str, ...]:
-    """Return the shards' file names, numbered from 0. Keras opens number 0 without looking into the index."""
+    """Return the shards' file names, numbered from 0, as Keras opens number 0 without looking into the index."""
     stem = index.removesuffix(".weights.json")
     return tuple(f"{stem}_{i:05}.weights.h5" for i in range(len(grouped(tensors, shard_bytes))))
 

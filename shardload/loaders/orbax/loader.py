@@ -401,7 +401,7 @@ class Arrays:
 
 
 def _files(folder: Location) -> dict[str, OcdbtValue]:
-    """Return path → file below ``folder``, for checkpoints without OCDBT: each array has a folder. Links are files."""
+    """Return path → file for a checkpoint without OCDBT: each array has a folder. Links to folders are not followed."""
     found: dict[str, OcdbtValue] = {}
     # Files next to the arrays' folders are Orbax' own metadata.
     waiting = [name for name in folder.names() if (folder / name).is_folder() and not (folder / name).is_link()]

@@ -179,7 +179,7 @@ class OcdbtWalk:
         return self.sizes[name]
 
     def dump(self, location: str | None, path: Location) -> Any:
-        """Return the B-tree node at ``location``, or the manifest for ``None``, as decoded by TensorStore."""
+        """Let TensorStore decode the B-tree node at ``location``, or the manifest if ``None``; errors name ``path``."""
         import tensorstore as ts  # 0.2 s to import
 
         folder = f"{self.folder.local_path()}/"

@@ -63,7 +63,7 @@ _PATTERNS = set("[]*?\\")
 _DEFAULT_TIMEOUT_S = 1200
 """Default time limit for a save, in seconds: 20 minutes, as in Orbax."""
 STRAGGLERS_S = 30.0
-"""Seconds for which threads of Orbax and writes of TensorStore may go on, and print, after a save has failed."""
+"""Seconds after a failed save for which late messages from threads of Orbax and TensorStore are still suppressed."""
 _LEFT_BEHIND = r"coroutine '(.*\._background_save|async_serialize\w*\..*)' was never awaited"
 """Matches Python's warnings about coroutines of Orbax that never ran, because their save failed before."""
 _ADVICE = {
@@ -304,7 +304,7 @@ def save_ended(*, failed: bool) -> None:
 
 
 def is_from_save() -> bool:
-    """Whether a message that Orbax prints now may be about a save by shardload, which raises errors for failures."""
+    """Whether Orbax's messages may now be about a save by shardload, which raises the error: they are suppressed."""
     return _saving > 0 or time.monotonic() < _failed_at + STRAGGLERS_S
 
 
@@ -317,7 +317,7 @@ def is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def is_late_write(error: BaseException | None, trace: TracebackType | None) -> bool:
-    """Whether an error is TensorStore's report of a write that finished after Orbax closed the event loop."""
+    """Whether an error is only TensorStore's report that a write finished after Orbax had closed the event loop."""
     return (
         # The write is reported by a C++ thread, so the outermost frame is the asyncio function that it calls.
         isinstance(error, RuntimeError)
@@ -352,7 +352,7 @@ def _install() -> None:
 def save_error(
     cause: BaseException, *, step: int | str, folder: str | os.PathLike[str], needed_bytes: int | None = None
 ) -> SaveError:
-    """Build the error for a failed save, with the reason found in ``cause``: a full disk, a removed folder."""
+    """Build the error for a failed save with the reason found in ``cause``. For full disks, it has ``needed_bytes``."""
     if isinstance(cause, SaveError):
         return cause
     number = errno_of(cause)
@@ -374,7 +374,10 @@ def failed_save(
     advice: str | None = None,
     others: str = "Earlier steps are untouched",
 ) -> SaveError:
-    """Build a `SaveError` with the usual wording; without ``advice``, it gives the advice for the errno ``number``."""
+    """Build the error for a failed save: ``why``, then ``advice``, by default that for the errno ``number``.
+
+    ``others`` ends the message: it says how the other steps in the folder are.
+    """
     if advice is None and number is not None:
         advice = _ADVICE.get(number)
     fix = "" if advice is None else f". {advice}"

@@ -272,7 +272,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
-    """Raise for values that TensorStore's JSON cannot represent; TensorStore's own error would not name the file."""
+    """Raise if an array's metadata has values that are not valid in TensorStore's JSON: its error would name no file."""
     match document:
         case int() if document not in _INTEGERS:
             raise ValueError("an integer has more than 64 bits")
@@ -348,7 +348,7 @@ def array_storage(
 
 
 def _raw(array: ZarrArray, chunks: Mapping[Cell, OcdbtValue]) -> tuple[Cell, dict[Cell, OcdbtValue]] | None:
-    """Return (shape, index → place) of raw chunks, in shards of the inner ones; ``None`` if an inner one is missing."""
+    """Return (shape, index → place) of raw chunks; in shards, of the inner chunks, or ``None`` if one is missing."""
     itemsize = array.dtype.itemsize
     if (sharding := array.sharding) is None:
         nbytes = math.prod(array.chunk_shape) * itemsize
@@ -521,7 +521,7 @@ class ZarrCodec:
     """Path of the array's metadata, for messages."""
 
     def check(self) -> None:
-        """Raise a `SourceError` unless TensorStore accepts the metadata."""
+        """Raise a `SourceError` unless TensorStore accepts the metadata: damage is found before any chunk is read."""
         # Only the header of the outermost codec can be checked before decoding; blosc further inside would escape.
         *inside, last = self._codecs() or [None]
         if _is_blosc(inside) or (not _is_blosc([last]) and _holds_blosc(last)):
@@ -536,7 +536,7 @@ class ZarrCodec:
             ) from error
 
     def decode(self, stored: bytes | bytearray) -> NDArray[Any]:
-        """Return a chunk's elements from its stored bytes; if these are empty, fill values. Implements `Codec`."""
+        """Return a chunk's elements as a `shardload.manifest.Codec` does; an empty ``stored`` gives fill values."""
         import tensorstore as ts
 
         n_bytes, context = len(stored), _context()
