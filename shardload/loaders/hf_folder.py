@@ -48,7 +48,7 @@ _INDEXES = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
 
 
 def open_folder(folder: Location) -> Manifest:
-    """Return the manifest of a folder with a Hugging Face ``config.json``."""
+    """Return the manifest of a Hugging Face folder: configuration from ``config.json``, tensors from safetensors."""
     described = describe_folder(folder)
     return open_bare(folder, format=described.format, config=described.config)
 
@@ -233,7 +233,7 @@ def _joined(
     headers: Mapping[Location, safetensors.SafetensorsHeader],
     tensors: Sequence[Tensor] | None = None,
 ) -> Manifest:
-    """Return one manifest for several files, with the given ``tensors``, by default all that the files contain."""
+    """Return one manifest for several files with the given headers; ``tensors`` are by default all that these list."""
     sizes = {path: header.file_bytes for path, header in headers.items()}
     if tensors is None:
         tensors = [tensor for header in headers.values() for tensor in header.tensors]

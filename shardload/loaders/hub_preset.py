@@ -69,7 +69,7 @@ def _read(folder: Location, name: str) -> dict[str, Any]:
 
 
 def is_preset(content: FolderContent) -> bool:
-    """Whether a folder's ``config.json`` was written by Keras."""
+    """Whether a folder's ``config.json`` was written by Keras, as in a preset, and not by Hugging Face."""
     # Keras leaves `registered_name` empty for its own classes, such as `Functional`.
     return not content.config.keys().isdisjoint(("registered_name", "class_name"))
 

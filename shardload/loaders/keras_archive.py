@@ -210,7 +210,7 @@ def _data_start(path: Location, file: File, info: zipfile.ZipInfo) -> int:
 
 
 def _check_readable(path: Location, info: zipfile.ZipInfo) -> None:
-    """Refuse a member that is encrypted or compressed in an unknown way."""
+    """Raise for a member of a zip that is encrypted, or compressed in a way that cannot be decompressed here."""
     if info.flag_bits & _ENCRYPTED:
         raise UnsupportedError(f"{path}: member {info.filename} is encrypted; save the model again without a password")
     if info.compress_type not in _COMPRESSIONS:

@@ -29,7 +29,7 @@ _MAGIC = b"\x89HDF\r\n\x1a\n"
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one ``.weights.h5`` file."""
+    """Return the manifest of a ``.weights.h5`` file; for a shard that an index lists, that of the whole checkpoint."""
     # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders.hdf5 import datasets as hdf5
 

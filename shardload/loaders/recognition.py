@@ -249,7 +249,7 @@ def _supported() -> str:
 @dataclass(frozen=True, slots=True)
 class _OtherFormat:
     noun: str
-    """What the format is called in messages, with its article: ``an ONNX model``."""
+    """What another library's format is called in messages, with its article: ``an ONNX model``."""
     way_out: str
     """A sentence for messages that says how to convert a file to a format that shardload reads."""
     names: re.Pattern[str]
@@ -258,7 +258,7 @@ class _OtherFormat:
     """First bytes of the format's files, if they are always the same."""
 
     def error(self, path: object) -> UnsupportedError:
-        """Return the error for a file or a folder of this format."""
+        """Return the error for a file or a folder of this format: it cannot be read, and how to convert it."""
         return UnsupportedError(
             f"Cannot read {path}: it is {self.noun}, expected a format that shardload reads. {self.way_out}"
         )

@@ -100,7 +100,7 @@ class FormatSpec:
     """Yields the files that layers saved next to their weights, such as vocabularies: names, and functions that write
     the content."""
     is_step: bool = False
-    """Whether a checkpoint is a training step: it has an optimizer's state, metrics and perhaps digests."""
+    """Whether a checkpoint is a training step: it has an optimizer's state, metrics and perhaps digests (checksums)."""
     may_be_codes: bool = False
     """Whether tensors may be quantised codes or an adapter; only names and values reveal it, so they are checked."""
 
@@ -111,7 +111,7 @@ class FormatSpec:
 
     @property
     def is_hugging_face(self) -> bool:
-        """Whether the model is described as in Hugging Face: KerasHub's converters then build it and map tensors."""
+        """Whether Hugging Face's configuration describes the model: KerasHub's converters then build it and map tensors."""
         return self.described_by == "hugging-face"
 
 

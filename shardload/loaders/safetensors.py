@@ -80,7 +80,7 @@ _CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """The parsed header of one file."""
+    """The parsed header of one safetensors file."""
 
     tensors: tuple[Tensor, ...]
     """All tensors, in the order of their bytes in the file."""
@@ -98,7 +98,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def read_header(path: Location) -> SafetensorsHeader:
-    """Parse and check the header of one file."""
+    """Parse the header of one safetensors file, and check that its tensors cover the file without overlap or hole."""
     name = str(path)
     with closing(path.open()) as file:
         size = file.n_bytes

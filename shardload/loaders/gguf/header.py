@@ -149,11 +149,11 @@ class GgufHeader:
     tensors: tuple[TensorInfo, ...]
     """All tensors, in the order of their data in the files."""
     files: dict[Location, int]
-    """Size in bytes of each file."""
+    """Each file of the model → its size in bytes."""
 
 
 def read_gguf_header(path: Location) -> GgufHeader:
-    """Parse and check the header of one file."""
+    """Parse the header of one GGUF file, and check that its tensors are in the file and do not overlap."""
     with closing(path.open()) as file:
         size, cursor = file.n_bytes, _Cursor(file, path)
         tensor_count, pair_count = _preamble(cursor)
@@ -386,7 +386,7 @@ class _Cursor:
             self.require(0, what)
 
     def _load(self, count: int, what: str) -> int:
-        """Ensure that the window contains the next ``count`` bytes; return where in the window they begin."""
+        """Ensure that the window (buffer) contains the next ``count`` bytes; return where in it they begin."""
         self.require(count, what)
         at = self.position - self._start
         # Skipping may have moved the position past the window; the next window starts at the position.

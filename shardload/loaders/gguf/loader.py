@@ -58,7 +58,7 @@ class TokenizerMetadata:
     """Type of each token, by id: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte; may be empty."""
     merges: tuple[str, ...]
     special_ids: dict[str, int]
-    """Role (``bos``, ``eos``, ``unknown``, ``padding``, …) → token id."""
+    """Role of a special token (``bos``, ``eos``, ``unknown``, ``padding``, …) → its id."""
     flags: dict[str, bool]
     """Setting (``add_bos_token``, ``add_space_prefix``, …) → whether it is on, as stored in the file."""
     chat_template: str | None
@@ -105,7 +105,7 @@ def _as_hugging_face(header: GgufHeader, name: str) -> tuple[dict[str, Any], lis
 
 
 def _architecture(values: GgufValues) -> GgufArchitecture:
-    """Return the architecture that a header names; raise if shardload does not support it."""
+    """Return how shardload reads the architecture that a GGUF header names; raise if it is not supported."""
     name, known = values.entries.get("general.architecture"), gguf_architectures()
     kinds = known.get(name, ()) if isinstance(name, str) else ()
     if (found := next((kind for kind in kinds if kind.applies(values)), None)) is not None:
@@ -233,7 +233,7 @@ def _rope_factors(header: GgufHeader, names: Collection[str]) -> dict[str, tuple
 
 
 def _is_described_otherwise(content: FolderContent) -> bool:
-    """Whether a folder with ``config.json`` has only GGUF weights. The GGUF header then describes the model instead."""
+    """Whether a folder has a ``config.json``, but only GGUF weights: then their header describes the model instead."""
     # A folder without config.json needs no rule: it is recognised by the endings of its files.
     endings = tuple(name.rpartition(".")[2].lower() for name in content.names)
     return CONFIG in content.names and "gguf" in endings and not {"safetensors", "h5", "bin"} & set(endings)

@@ -65,7 +65,7 @@ class GgufRows(EncodedRows):
     info: TensorInfo
     undo: Undo
     heads: int = 1
-    """Number of attention heads that the rows belong to; used for `Undo.UNPERMUTE` and `Undo.UNFUSE` only."""
+    """Number of attention heads that the rows belong to; only used if GGUF reordered the rows of heads."""
 
     @property
     def paths(self) -> tuple[Location, ...]:
@@ -163,7 +163,7 @@ class GgufRows(EncodedRows):
 
 
 def storage(info: TensorInfo, *, undo: Undo, heads: int = 1) -> tuple[Storage, np.dtype[Any]]:
-    """Return how to read a tensor (in place or decoded) and the dtype of the result. Reading reverses ``undo``."""
+    """Return how to read a tensor, and as which dtype. Reading reverses ``undo``, a change by llama.cpp's converter."""
     if not info.kind.is_known:
         return Decoded(_unreadable(info)), np.dtype(np.float32)
     name = info.kind.name
@@ -186,7 +186,7 @@ def _unreadable(*parts: TensorInfo) -> UnreadableRows:
 
 
 def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:
-    """Return the shape of a tensor in Hugging Face's checkpoint, once the change ``undo`` is reversed."""
+    """Return a tensor's shape in Hugging Face's checkpoint, before llama.cpp's converter made the change ``undo``."""
     match undo:
         case Undo.TRANSPOSE:
             return info.shape[::-1]
@@ -288,7 +288,7 @@ class Experts(EncodedRows):
 
 
 def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor]:
-    """Yield a tensor of all experts for each transformer block and matrix, as in Hugging Face's GPT-OSS checkpoints."""
+    """Yield a tensor of all experts for each transformer block and matrix (gate and up joined), as GPT-OSS has them."""
     if not architecture.fused_experts:
         return
     stored = {info.name: info for info in header.tensors}

@@ -410,7 +410,7 @@ class HeaderLimit:
         self._limit: int | None = None
 
     def __call__(self, at: int, n_bytes: int) -> None:
-        """Raise if a read of ``n_bytes`` at byte ``at`` is too long. Only reads in a block of `headers` are limited."""
+        """Raise if a read of ``n_bytes`` at byte ``at`` is too long; only reads inside ``with`` `headers` are limited."""
         if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
                 f"{self._path}: the header of the object at byte {at} or before it should take "

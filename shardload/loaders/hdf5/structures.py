@@ -140,7 +140,7 @@ class Structures:
 
 
 class Strings:
-    """Reads the strings of variable length in the attributes of one file."""
+    """Reads strings of variable length in one file's attributes, such as Keras 2's lists of names."""
 
     def __init__(self, file: Structures) -> None:
         self._file = file
@@ -205,7 +205,7 @@ class Strings:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link in a group: a name and the object that it leads to."""
+    """A link in an HDF5 group: a name, and the object that it leads to."""
 
     name: bytes
     kind: int
@@ -231,7 +231,7 @@ def has_dense_links(file: Structures, header: int) -> bool:
 
 
 def _places(file: Structures, header: int) -> tuple[int, int]:
-    """Return the addresses of the heap and the B-tree with a group's links; both are `_UNDEFINED` if there are none."""
+    """Return the addresses of the heap and the B-tree with a group's links; `_UNDEFINED` if the group has neither."""
     info = next((body for kind, body in file.messages(header) if kind == _LINK_INFO), None)
     if info is None:
         return _UNDEFINED, _UNDEFINED

@@ -218,7 +218,7 @@ def _notes(leaves: Iterable[SavedLeaf]) -> tuple[str, ...]:
 
 
 def _config(step: Location) -> dict[str, Any]:
-    """Return the model's configuration as Keras' callback stores it: JSON in a text leaf."""
+    """Return the model's configuration, which Keras' OrbaxCheckpoint stores as JSON in a text leaf; empty if missing."""
     item = member(step, _MODEL_CONFIG, named_by=str(step))
     if not item.is_folder():
         return {}
@@ -334,7 +334,7 @@ class Arrays:
         return dict(sorted(self._sizes.items()))
 
     def contains(self, name: str) -> bool:
-        """Whether the item stores an array of this name."""
+        """Whether an array is stored under this name (the keys joined by ``.``)."""
         return name in self._headers
 
     def tensor(self, stored_name: str, *, name: str) -> Tensor:

@@ -87,11 +87,11 @@ class OcdbtWalk:
     node_bytes: int = 0
     """Total bytes of the B-tree nodes read so far; each time that a node is read counts."""
     node_files: set[Location] = field(default_factory=set)
-    """Files from which nodes have been read so far."""
+    """Files from which nodes have been read so far; their total size limits ``node_bytes``."""
     node_file_bytes: int = 0
 
     def walk(self) -> Iterator[tuple[str, OcdbtValue]]:
-        """Yield each key with the place of its value, in key order."""
+        """Yield each key in the newest version of the store with the place of its value, in key order."""
         # Fetches small remote files, the manifest among them.
         self.folder.local_path()
         manifest = self.folder / MANIFEST

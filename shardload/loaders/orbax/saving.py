@@ -136,7 +136,7 @@ class PendingSave:
 
 
 def import_orbax() -> None:
-    """Import Orbax, so that the first save does not delay training by about a second."""
+    """Import Orbax ahead of time, as the first save would otherwise delay training by about a second."""
     from orbax.checkpoint import v1  # noqa: F401
 
 
@@ -329,7 +329,7 @@ def is_late_write(error: BaseException | None, trace: TracebackType | None) -> b
 
 
 def _install() -> None:
-    """Install the filters of logs and printed errors, once per process; hooks installed later take precedence."""
+    """Install, once per process, the filters that suppress what Orbax logs and prints when a save by shardload fails."""
     global _installed  # noqa: PLW0603
     with _lock:
         if _installed:

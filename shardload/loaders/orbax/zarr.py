@@ -272,7 +272,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
-    """Raise if an array's metadata has values that are not valid in TensorStore's JSON: its error would name no file."""
+    """Raise if an array's metadata has values that are invalid in TensorStore's JSON: its error would name no file."""
     match document:
         case int() if document not in _INTEGERS:
             raise ValueError("an integer has more than 64 bits")
