@@ -57,7 +57,7 @@ def _check(tensor: Tensor, files: Mapping[Location, int]) -> None:
 
 
 def _runs(tensor: Tensor, *, with_packed: bool) -> Iterator[tuple[Location, int, int]]:
-    """Yield path, first byte and end (exclusive) of each byte range that contains a tensor's data.
+    """Yield (file, first byte, end) of each byte range with a tensor's data; the end is exclusive.
 
     Compressed chunks (`Packed`) are left out unless ``with_packed``: two of them may share bytes if they are equal.
     """

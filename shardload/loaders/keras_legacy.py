@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from shardload.loaders.hdf5.datasets import Reader
 
 LAYERS = "layers"
-"""Key in the manifest's metadata. The value: layer → names of its tensors in Keras' order, for layers with tensors."""
+"""Key in the manifest's metadata. The value: layer → names of its tensors in Keras' order, for layers with tensors.
+Files of Keras 2 are loaded by this order."""
 TOP_LEVEL = "top_level_weights"
 """Key in the manifest's metadata. The value: names of the model's tensors outside its layers; older files have none."""
 OPTIMIZER = "optimizer_weights/"

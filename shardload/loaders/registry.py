@@ -91,11 +91,11 @@ class FormatSpec:
     """Default dtype of a model that is built from this format, if not that of the tensors: GGUF's decode to float32,
     which has more bits than needed."""
     tokenizer: Literal["hugging-face", "keras-hub", "header"] | None = None
-    """Where the tokenizer is: in Hugging Face's or KerasHub's files, or in entries of a GGUF header."""
+    """Where the tokenizer is: in Hugging Face's or KerasHub's files, or in a GGUF header. ``None``: there is none."""
     keras_files: str | None = None
-    """Folder with KerasHub's configurations and tokenizer, relative to the checkpoint's folder."""
+    """Folder with KerasHub's configurations and tokenizer, relative to the checkpoint's; ``None`` if it has none."""
     transformers_files: str | None = None
-    """Folder with Hugging Face's configurations and tokenizer, relative to the checkpoint's folder."""
+    """Folder with Hugging Face's configurations and tokenizer, relative to the checkpoint's; ``None``: it has none."""
     assets: Callable[[Location], Iterator[tuple[str, Callable[[BinaryIO], None]]]] | None = None
     """Yields the files that layers saved next to their weights, such as vocabularies: names, and functions that write
     the content."""
@@ -111,7 +111,7 @@ class FormatSpec:
 
     @property
     def is_hugging_face(self) -> bool:
-        """Whether Hugging Face's configuration describes the model: KerasHub's converters then build it and map tensors."""
+        """Whether Hugging Face's configuration describes the model: KerasHub's converters then build and fill it."""
         return self.described_by == "hugging-face"
 
 

@@ -196,7 +196,7 @@ def original_shape(info: TensorInfo, undo: Undo) -> tuple[int, ...]:
 
 
 def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
-    """Return the row numbers in GGUF of ``rows`` in Hugging Face's query or key matrix, with ``head_rows`` per head."""
+    """Return the GGUF row numbers of ``rows`` of Hugging Face's query or key matrix: GGUF reorders each head's rows."""
     head, within = np.divmod(rows, head_rows)
     half, index = np.divmod(within, head_rows // 2)
     found: NDArray[np.int64] = head * head_rows + index * 2 + half
@@ -204,7 +204,7 @@ def stored_rows(rows: NDArray[np.int64], head_rows: int) -> NDArray[np.int64]:
 
 
 def fused_rows(rows: NDArray[np.int64], count: int, heads: int) -> NDArray[np.int64]:
-    """Return the row numbers in GGUF of ``rows`` in Hugging Face's query-key-value matrix, which has ``count`` rows."""
+    """Return the GGUF row numbers of ``rows`` of Hugging Face's query-key-value matrix, which alternates by head."""
     width = count // (3 * heads)
     head, within = np.divmod(rows, 3 * width)
     part, index = np.divmod(within, width)

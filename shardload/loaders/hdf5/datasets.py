@@ -142,7 +142,7 @@ class Content:
     notes: tuple[str, ...]
     """Descriptions of what is not in ``tensors``, for reports: soft links, and datasets without numbers."""
     is_whole: bool
-    """Whether the root has the group ``vars``: whole files of Keras 3 have it, and the first of several parts."""
+    """Whether the root has the group ``vars``: all files of Keras 3 do, except a checkpoint's parts after the first."""
 
 
 def read_tensors(region: FileRegion) -> Content:
@@ -410,7 +410,7 @@ class HeaderLimit:
         self._limit: int | None = None
 
     def __call__(self, at: int, n_bytes: int) -> None:
-        """Raise if a read of ``n_bytes`` at byte ``at`` is too long; only reads inside ``with`` `headers` are limited."""
+        """Raise if a read of ``n_bytes`` at byte ``at`` is too long. Outside a with block of `headers`, none is."""
         if self._limit is not None and n_bytes > self._limit:
             raise UnsafeSourceError(
                 f"{self._path}: the header of the object at byte {at} or before it should take "

@@ -255,7 +255,7 @@ def _records(file: Structures, tree: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Sizes of a B-tree's nodes and of fields in them, which depend on the tree's depth. A record is one entry."""
+    """Sizes needed to parse a B-tree of links: of its nodes, and of the fields in them that count records (entries)."""
 
     node_bytes: int
     count_bytes: int

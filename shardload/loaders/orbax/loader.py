@@ -218,7 +218,7 @@ def _notes(leaves: Iterable[SavedLeaf]) -> tuple[str, ...]:
 
 
 def _config(step: Location) -> dict[str, Any]:
-    """Return the model's configuration, which Keras' OrbaxCheckpoint stores as JSON in a text leaf; empty if missing."""
+    """Return the model's configuration, JSON that Keras' callback stores in a leaf of text; empty if there is none."""
     item = member(step, _MODEL_CONFIG, named_by=str(step))
     if not item.is_folder():
         return {}

@@ -329,7 +329,7 @@ def is_late_write(error: BaseException | None, trace: TracebackType | None) -> b
 
 
 def _install() -> None:
-    """Install, once per process, the filters that suppress what Orbax logs and prints when a save by shardload fails."""
+    """Install, once per process, filters that suppress what Orbax logs and prints when a save by shardload fails."""
     global _installed  # noqa: PLW0603
     with _lock:
         if _installed:

@@ -56,11 +56,11 @@ _CRC_BYTES = 4
 _MAX_DEPTH = 16
 """Limit on the nesting depth of an array's JSON metadata; codecs in nested shards reach 10."""
 _NOT_PASSED_ON = ("attributes", "dimension_names")
-"""Entries of zarr 3 metadata that TensorStore does not need to decode a chunk."""
+"""Entries of zarr 3 metadata that are not passed to TensorStore, as it does not need them to decode a chunk."""
 _INTEGERS = range(-(1 << 63), 1 << 64)
-"""Integers that TensorStore's JSON can represent."""
+"""Integers that TensorStore's JSON can represent; metadata with others are refused."""
 Cell = tuple[int, ...]
-"""Index of a chunk in the grid of its array."""
+"""Index of a chunk along each dim of its array's grid of chunks."""
 _MAX_GROWTH, _GROWTH_FLOOR_BYTES = 32, 1 << 16
 """Limit on a chunk's stored bytes: its decoded bytes times the first number, plus the second. Codecs add a little."""
 _MISSING = (1 << 64) - 1
@@ -122,7 +122,7 @@ class ZarrArray:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Number of chunks in each dim."""
+        """Number of stored chunks along each dim of the array."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
 
     def cell(self, key: str) -> tuple[int, ...] | None:
@@ -512,13 +512,13 @@ class ZarrCodec:
     driver: str
     """Name of TensorStore's driver that reads the format: ``zarr3`` or ``zarr``."""
     metadata: bytes
-    """Metadata that describes one chunk as an array of its own, for TensorStore."""
+    """Metadata that describe one chunk as an array of its own: in this form, TensorStore can decode it."""
     key: str
     """Key of the chunk in the array that ``metadata`` describes."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     where: str
-    """Path of the array's metadata, for messages."""
+    """Path of the file with the array's metadata, which errors name."""
 
     def check(self) -> None:
         """Raise a `SourceError` unless TensorStore accepts the metadata: damage is found before any chunk is read."""
