@@ -107,7 +107,7 @@ class FolderContent:
 
 
 def member(folder: Location, name: object, *, named_by: str) -> Location:
-    """Return the location of the file ``name`` in a folder; raise if the name or a symbolic link leads outside.
+    """Return the location of the file ``name`` in a folder; raise if the name or an unsafe link leads outside.
 
     ``named_by`` is the file or folder that gave the name, such as an index; errors blame it.
     """

@@ -32,7 +32,7 @@ TASK_PREFIX = "task:"
 
 
 def open_folder(folder: Location) -> Manifest:
-    """Return the manifest of a preset folder: backbone and task together, if it has both."""
+    """Return the manifest of a preset folder: the backbone's tensors, and those of the task if it has one."""
     names, described = folder.names(), describe_folder(folder)
     if WEIGHTS in names:
         parts = [keras_h5.open_file(member(folder, WEIGHTS, named_by=str(folder)))]

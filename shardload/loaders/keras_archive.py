@@ -45,7 +45,7 @@ ASSET_EXPANSION, ASSET_FLOOR_BYTES = 100, 1 << 28
 _WEIGHTS_EXPANSION, _WEIGHTS_FLOOR_BYTES = 100, 1 << 25
 """Limit on inflated bytes per stored byte of weights, and the inflated size above which it applies. Most need 2."""
 _MAX_DICTIONARY_BYTES = 64 << 20
-"""Limit on LZMA's dictionary, which decompressing keeps in memory; xz uses 64 MiB at its highest level."""
+"""Limit on the bytes of LZMA's dictionary, which decompressing keeps in memory; xz's highest level uses 64 MiB."""
 _MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LZMA = struct.Struct("<2xHBI")

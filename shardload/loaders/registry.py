@@ -106,7 +106,7 @@ class FormatSpec:
 
     @property
     def joins_parts(self) -> bool:
-        """Whether a model may be split over several files, whose names `first_part` understands."""
+        """Whether a model of this format may be split over several files, which are then opened together."""
         return self.first_part is not str
 
     @property
@@ -135,33 +135,33 @@ def unregister(name: str) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Return the name of every format, without importing a loader."""
+    """Return the name of every format: built in, announced by installed packages, or registered. Imports no loader."""
     return (*BUILT_IN, *announced(), *_registered)
 
 
 def specs() -> tuple[FormatSpec, ...]:
-    """Return the description of every format, in the order of `names`; this imports all loaders."""
+    """Return the `FormatSpec` of every format, in the order of `names`; this imports all loaders."""
     return tuple(map(spec_named, names()))
 
 
 def built_in_specs() -> tuple[FormatSpec, ...]:
-    """Return the formats that are part of shardload; no other package is imported."""
+    """Return the `FormatSpec` of every format that is part of shardload; no other package is imported."""
     return tuple(map(spec_named, BUILT_IN))
 
 
 def spec_of(manifest: Manifest) -> FormatSpec:
-    """Return the description of an opened checkpoint's format."""
+    """Return the `FormatSpec` of an opened checkpoint's format."""
     return spec_named(manifest.format)
 
 
 def spec_named(name: str) -> FormatSpec:
-    """Return the description of the format of this name; a loader module is imported at its first use."""
+    """Return the `FormatSpec` of the format of this name; at its first use, this imports the loader's module."""
     return _registered.get(name) or _declared(name)
 
 
 @cache
 def announced() -> dict[str, EntryPoint]:
-    """Return the entry points by which installed packages announce formats, by format name."""
+    """Return format name → entry point for the formats that other installed packages announce; imports none of them."""
     # A package cannot replace a built-in format, only add one.
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILT_IN}
 

@@ -51,9 +51,9 @@ class TokenizerMetadata:
     pre: str
     """Name of the pre-tokenizer; ``default`` if the file names none."""
     tokens: tuple[str, ...]
-    """The text of each token, by id."""
+    """The text of each token; the position is the token's id."""
     scores: NDArray[np.float32]
-    """The score of each token, by id; empty if the file has none."""
+    """The score of each token, by id, which decides how SentencePiece splits a text; empty if the file has none."""
     token_types: NDArray[np.int32]
     """Type of each token, by id: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte; may be empty."""
     merges: tuple[str, ...]

@@ -79,7 +79,7 @@ class GgufRows(EncodedRows):
 
     @property
     def row_alignment(self) -> int:
-        """Rows decoded together: all of them (transposed), a head's (reordered), a block's (quantised vector), or 1."""
+        """How many rows decode together: all (transposed), a head's (reordered), a block's (quantised vector), or 1."""
         if self.undo is Undo.TRANSPOSE:
             return self.info.shape[1]
         if self.undo in (Undo.UNPERMUTE, Undo.UNFUSE):

@@ -203,7 +203,7 @@ def said(error: BaseException | None) -> str:
 
 
 def _refuse_inflation(raw: bytes, path: Location) -> None:
-    """Raise if zstd could inflate a node beyond `_MAX_NODE_BYTES`. TensorStore itself reports malformed data."""
+    """Raise if zstd could inflate a B-tree node to more than 128 MiB. TensorStore itself reports malformed data."""
     at, inflated = _NODE_HEADER_BYTES, 0
     while raw[at : at + 4] == _ZSTD_MAGIC and at + 6 <= len(raw):
         # Frame header (RFC 8878): magic and flags, window unless a single segment, dictionary id, content size. That

@@ -110,7 +110,7 @@ class PendingSave:
         return self._done.is_set()
 
     def result(self, timeout_s: float | None = None) -> None:
-        """Wait until the save is complete, and raise its error if it failed. `TimeoutError`: it goes on; call again."""
+        """Wait until the save is complete. Raise its error if it failed, or a `TimeoutError` while it still goes on."""
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"Step {self._step} is still being written to {self.path} after {timeout_s} s")
         if self._error is not None:
@@ -352,7 +352,7 @@ def _install() -> None:
 def save_error(
     cause: BaseException, *, step: int | str, folder: str | os.PathLike[str], needed_bytes: int | None = None
 ) -> SaveError:
-    """Build the error for a failed save with the reason found in ``cause``. For full disks, it has ``needed_bytes``."""
+    """Build the error for a failed save, with the reason in ``cause``. For a full disk, it states ``needed_bytes``."""
     if isinstance(cause, SaveError):
         return cause
     number = errno_of(cause)
@@ -376,7 +376,7 @@ def failed_save(
 ) -> SaveError:
     """Build the error for a failed save: ``why``, then ``advice``, by default that for the errno ``number``.
 
-    ``others`` ends the message: it says how the other steps in the folder are.
+    ``others`` ends the message: it says what has become of the run's other steps.
     """
     if advice is None and number is not None:
         advice = _ADVICE.get(number)

@@ -400,9 +400,9 @@ def _pack(value: OcdbtValue | None, codec: ZarrCodec, header: OcdbtValue) -> Pac
 def _inner(
     array: ZarrArray, sharding: Sharding, chunks: Mapping[Cell, OcdbtValue], *, nbytes: int | None
 ) -> Iterator[tuple[Cell, OcdbtValue | None]]:
-    """Read the shards' indexes: yield (grid index, place) of inner chunks inside the tensor, ``None`` if not stored.
+    """Read the shards' indexes; yield (grid index, place) for each inner chunk that has elements of the tensor.
 
-    ``nbytes`` is the size that each must have, if it is known.
+    The place is ``None`` if the chunk is not stored. ``nbytes`` is the size that each must have, if it is known.
     """
     index_bytes = sharding.index_bytes
     path = str(next(iter(chunks.values())).path) if chunks else ""
