@@ -317,9 +317,9 @@ def refuse_part(path: Location) -> None:
 
 
 def refuse_bytes(path: Location, *, endings: tuple[str, ...]) -> None:
-    """Raise for a piece that a tool like ``split`` cut from a file (``model.gguf.part1of2``); say how to join them.
+    """Raise for a piece of a file that was cut at some byte (``model.gguf.part1of2``), and say how to join the pieces.
 
-    Only names that have one of ``endings`` before the piece's number count: those of all formats.
+    ``endings`` are those of all formats; the name must have one of them before the number of the piece.
     """
     whole, found = stem_without_part(path.name), _PartName.of_name(path.name)
     if found is None or found.after or part_number(path.name) is None or not whole.lower().endswith(endings):

@@ -242,7 +242,7 @@ def _joined(
 
 
 def _files(folder: Location, names: list[str], *, is_described: bool) -> list[str]:
-    """Return the safetensors to read: all, or ``model.safetensors`` if it and a config.json (``is_described``) exist."""
+    """Return which safetensors to read: if it and a ``config.json`` exist, ``model.safetensors`` alone; else all."""
     if _SINGLE in names and is_described:
         return [_SINGLE]
     if found := sorted(name for name in names if name.endswith(".safetensors")):

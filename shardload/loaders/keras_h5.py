@@ -83,7 +83,7 @@ def open_index(index: Location) -> Manifest:
 
 
 def lists(index: Location, name: str) -> bool:
-    """Whether ``index`` exists and lists a file of this name."""
+    """Whether the index of shards ``index`` exists, and lists a file of this name."""
     if not index.is_file():
         return False
     return any(name in listed for listed in _groups(read_object(index).get("weight_map"), index).values())

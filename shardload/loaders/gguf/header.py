@@ -181,7 +181,7 @@ def read_gguf_header(path: Location) -> GgufHeader:
 
 
 def read_array(array: LongArray | list[Any]) -> NDArray[Any] | list[Any]:
-    """Return the items of an array in a header; those of a `LongArray` are read now, numbers as a NumPy array."""
+    """Return the items of an array in a header; a `LongArray` is read from the file, to a NumPy array if of numbers."""
     if isinstance(array, list):
         return array
     raw = array.path.read_header(array.nbytes, offset=array.offset, what="an array")

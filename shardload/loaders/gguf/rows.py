@@ -288,7 +288,7 @@ class Experts(EncodedRows):
 
 
 def fused(header: GgufHeader, architecture: GgufArchitecture) -> Iterator[Tensor]:
-    """Yield a tensor of all experts for each transformer block and matrix (gate and up joined), as GPT-OSS has them."""
+    """Yield one tensor of all experts per transformer block and matrix, as in Hugging Face: gate and up are joined."""
     if not architecture.fused_experts:
         return
     stored = {info.name: info for info in header.tensors}

@@ -235,7 +235,7 @@ class Reader:
         return bool(h5py.h5a.exists(self._node(group), attribute.encode()))
 
     def names(self, group: str, attribute: str) -> Iterator[str]:
-        """Yield the names that Keras 2 lists in a group's attribute; Keras splits long ones (``layer_names0``, …)."""
+        """Yield the names that Keras 2 lists in a group's attribute; a long list is split (``layer_names0``, …)."""
         node = self._node(group)
         if h5py.h5a.exists(node, attribute.encode()):
             yield from self._texts(node, attribute, rank=1)

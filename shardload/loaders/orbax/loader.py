@@ -48,7 +48,7 @@ _ITEMS = ("pytree", "default")
 _ALONE = "state"
 """Folder name of the only item in a step that Orbax v1's ``save_pytree`` wrote. Next to others, a user chose it."""
 OWN_FOLDER = "shardload"
-"""Name of the folder in a step for shardload's own files."""
+"""Name of the folder in a training step for shardload's own files, such as digests."""
 _MODEL_CONFIG, _ASSETS = "model_config", "assets"
 # Bounded, because int() raises for thousands of digits.
 _NAME = re.compile(r"(?:[^/]*_)?([0-9]{1,19})")
@@ -58,7 +58,7 @@ _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
 _ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
 _HEADERS = frozenset({zarr.ZARR2, zarr.ZARR3})
 _MAX_EXPANSION = 40_000
-"""Limit on an array's size, as a multiple of the bytes that all arrays take in files. zstd reaches 32 768 for zeros."""
+"""Limit on an array's decoded size, as a multiple of what all arrays take in files. zstd reaches 32 768 for zeros."""
 _EXPANSION_FLOOR_BYTES = 1 << 26
 _MAX_OVERHANG = 16
 """Limit on a chunk's size as a multiple of its tensor's size. A chunk may be larger than its tensor, but not much."""

@@ -83,7 +83,7 @@ _ITEM = "pytree"
 
 
 class PendingSave:
-    """A save in the background: threads write the files while training goes on."""
+    """A save in the background: threads of Orbax write the files while training goes on."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ _FAILURES = (ValueError, RuntimeError, OSError)
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Layout of a shard: a stored chunk that consists of inner chunks and an index of their places."""
+    """Layout of zarr's shards: a shard is a stored chunk that consists of inner chunks and an index of their places."""
 
     inner_shape: tuple[int, ...]
     per_shard: Cell
@@ -83,7 +83,7 @@ class Sharding:
 
     @property
     def index_bytes(self) -> int:
-        """Size of a shard's index in bytes: offset and length of each inner chunk, and a checksum if there is one."""
+        """Size in bytes of a shard's index: offset and length of each inner chunk, and a checksum if there is one."""
         return 16 * math.prod(self.per_shard) + _CRC_BYTES * self.has_crc
 
     def index_codec(self, where: str) -> ZarrCodec:
@@ -105,7 +105,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """An array's shape, dtype and chunks, as its metadata describes them."""
+    """A zarr array as its metadata describe it: shape, dtype, and how it is cut into chunks and stored."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -292,7 +292,7 @@ def _check_values(document: object, depth: int = _MAX_DEPTH) -> None:
 
 
 def _codecs(found: object) -> list[dict[str, Any]]:
-    """Check and return zarr 3 codecs, nested ones too: objects with a name and an optional configuration object."""
+    """Return zarr 3 codecs; raise unless all, nested ones too, are objects with a name and perhaps a configuration."""
     if not isinstance(found, list) or not found:
         raise ValueError(f"{str(found)[:200]} is not a list of codecs")
     for codec in found:
