@@ -263,7 +263,7 @@ def part_number(name: str) -> tuple[int, int] | None:
 
 
 def part_name(name: str, number: int) -> str:
-    """Return ``name`` with its part number replaced by ``number``, or unchanged if it is not the name of a part."""
+    """Return the file name of part ``number`` of a checkpoint, given that of any part; other names stay unchanged."""
     found = _PartName.of_name(name)
     return name if found is None else found.numbered(number)
 

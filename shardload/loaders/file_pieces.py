@@ -41,7 +41,7 @@ class FilePiece:
     """A run of consecutive elements of a tensor (in row-major order), and where in a file it is to be written."""
 
     path: str
-    """Path relative to the checkpoint folder; empty if the checkpoint is a single file."""
+    """Path of the file, relative to the checkpoint's folder; empty if the checkpoint is a single file."""
     offset: int
     """Byte offset in the file at which the first of the elements belongs."""
     start: int

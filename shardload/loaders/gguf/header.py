@@ -121,7 +121,7 @@ class LongArray:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Entry of a tensor in a header. ``name`` is GGUF's name; ``shape`` is in NumPy's order, outermost dim first."""
+    """Entry of a tensor in a GGUF header. ``name`` is GGUF's name; ``shape`` has NumPy's order, outermost dim first."""
 
     path: Location
     name: str
@@ -142,7 +142,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The parsed header of a file, or the joined headers of all files of a split model."""
+    """The parsed header of a GGUF file, or the joined headers of all files of a split model."""
 
     values: dict[str, Any]
     """The file's key-value pairs. Short arrays are lists; a long one is a `LongArray`, even as an item of a list."""

@@ -49,7 +49,7 @@ class TokenizerMetadata:
     model: str
     """Kind of tokenizer: ``llama`` SentencePiece, ``gpt2`` byte-pair encoding, ``bert`` WordPiece, ``t5`` unigrams."""
     pre: str
-    """Name of the pre-tokenizer; ``default`` if the file names none."""
+    """Name of the pre-tokenizer, which first splits a text into words; ``default`` if the file names none."""
     tokens: tuple[str, ...]
     """The text of each token; the position is the token's id."""
     scores: NDArray[np.float32]

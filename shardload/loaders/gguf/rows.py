@@ -74,7 +74,7 @@ class GgufRows(EncodedRows):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that the tensor takes in the file."""
+        """Number of bytes that the tensor takes in the file, encoded."""
         return self.info.nbytes
 
     @property
@@ -243,12 +243,12 @@ class Experts(EncodedRows):
 
     @property
     def stored_bytes(self) -> int:
-        """Size of all stored tensors in the files, in bytes."""
+        """Number of bytes that all stored tensors take in the files, encoded."""
         return sum(part.stored_bytes for part in self.parts)
 
     @property
     def row_alignment(self) -> int:
-        """Always 1: any expert can be read by itself."""
+        """Number of rows, here experts, that must be read together: always 1."""
         return 1
 
     @property

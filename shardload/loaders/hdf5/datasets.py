@@ -187,7 +187,7 @@ class Reader:
 
     @property
     def groups(self) -> Container[str]:
-        """Paths of all groups. Complete only after `tensors` has yielded its last tensor."""
+        """Paths of all HDF5 groups in the file. Complete only after `tensors` has yielded its last tensor."""
         return self._walk.groups
 
     def is_legacy(self) -> bool:

@@ -44,7 +44,7 @@ _BYTES_PER_STEP = 8
 """Bytes of a read that count as one step of work, besides one step for the read itself; a file's steps are limited."""
 
 _Read = Callable[[int, int], bytes]
-"""A function that reads a number of bytes at an address; raises a `SourceError` for bytes outside the file."""
+"""Type of a function that reads bytes, given address and count; it raises a `SourceError` outside the file."""
 _ATTRIBUTE = 0x0C
 _REFERENCE = struct.Struct("<IQI")
 _COLLECTION = struct.Struct("<4sB3xQ")

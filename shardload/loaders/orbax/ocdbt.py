@@ -25,7 +25,7 @@ from shardload.units import exact_bytes, plural
 BACKSLASH = "TensorStore takes the backslash in its path for a slash"
 MANIFEST = "manifest.ocdbt"
 _MAX_MANIFEST_BYTES = 1 << 20
-"""Limit on the bytes of the manifest file. It may list sixteen versions of the store; Orbax writes one."""
+"""Limit on the bytes of ``manifest.ocdbt``. It may list sixteen versions of the store; Orbax writes one."""
 _MAX_NODE_BYTES = 1 << 27
 """Limit on the bytes of a B-tree node, stored or inflated; Orbax requests at most 100 MB when it writes."""
 _MAX_HEIGHT = 16

@@ -54,8 +54,8 @@ from shardload.stores.local import temporary_folder
 from shardload.units import format_bytes
 
 OWN_ITEM = {OWN_FOLDER: {"format": "1"}}
-"""Item in the folder ``shardload/``, so that plain Orbax can load that folder. Written as JSON: a pytree, Orbax's
-default for texts, would get its own array store, and Orbax would warn at every save that the store is empty."""
+"""Item (named part of a save) in the folder ``shardload/``, so that plain Orbax can load that folder. It is written as
+JSON: a pytree, Orbax's default for texts, would get an array store, and Orbax would warn that this is empty."""
 
 COMPRESSED_CHUNK_BYTES = 4 << 20
 """Bytes per compressed chunk: few, because each process that restores a part of a chunk must decode all of it."""
@@ -247,7 +247,7 @@ def _start(target: Path, items: Mapping[str, Any], compression: str, timeout_s: 
 
 
 def _context(*, ocdbt: bool) -> Any:
-    """Return Orbax's settings for saving without compression; ``ocdbt``: whether to store all arrays in few files."""
+    """Return Orbax's settings for saving uncompressed: all arrays in few files if ``ocdbt``, else a folder for each."""
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()

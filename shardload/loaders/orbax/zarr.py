@@ -472,7 +472,7 @@ class RawRows:
 
     @property
     def row_alignment(self) -> int:
-        """Always 1: any row can be read by itself."""
+        """Number of rows that must be read together: always 1."""
         return 1
 
     def read_rows(self, start: int, stop: int) -> NDArray[Any]:
