@@ -187,7 +187,7 @@ def _find(name: str, shard: str, stored: Mapping[str, Mapping[str, Tensor]], ind
 def _unlisted(
     stored: Mapping[str, Mapping[str, Tensor]], weight_map: Mapping[str, str], index: Location
 ) -> tuple[str, ...]:
-    """Return a note on tensors that the shards contain, but that the index does not list; they are not loaded."""
+    """Return a note for the report on tensors that shards contain, but the index does not list: they are not loaded."""
     found = [(name, shard) for shard in stored for name in stored[shard] if weight_map.get(name) != shard]
     if not found:
         return ()

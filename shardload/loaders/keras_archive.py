@@ -56,7 +56,7 @@ _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zi
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one ``.keras`` archive."""
+    """Return the manifest of one ``.keras`` archive: the model's configuration and its tensors."""
     # Imported late: formats are listed and recognised without h5py.
     from shardload.loaders.hdf5 import datasets as hdf5
 
@@ -172,7 +172,7 @@ def _read_members(path: Location) -> dict[str, zipfile.ZipInfo]:
 
 
 def _data_starts(path: Location, file: File, members: dict[str, zipfile.ZipInfo]) -> dict[str, int]:
-    """Return the byte at which each member's data starts; raise if members overlap or local headers are wrong."""
+    """Return member → byte offset of its data in the zip; raise if members overlap or local headers are wrong."""
     starts: dict[str, int] = {}
     end, before = 0, ""
     # Members that overlap let a small archive unpack to petabytes.

@@ -47,7 +47,7 @@ _TOP_LEVEL_GROUP = "top_level_model_weights"
 
 
 def open_file(path: Location) -> Manifest:
-    """Return the manifest of one ``.h5`` file of Keras 2."""
+    """Return the manifest of one ``.h5`` file of Keras 2, with the order of its tensors in the metadata."""
     # Imported late: formats are listed without h5py.
     from shardload.loaders.hdf5 import datasets as hdf5
 
@@ -64,7 +64,7 @@ def open_file(path: Location) -> Manifest:
 
 
 def _described(reader: Reader, path: Location) -> tuple[dict[str, Any], dict[str, object]]:
-    """Return the model's configuration, and metadata with `TRAINING`; with `UNREADABLE` instead if they are damaged."""
+    """Return the model's configuration, and how it was compiled as metadata; if damaged, metadata that say why."""
     try:
         texts = ((name, reader.text(name)) for name in (_CONFIG, TRAINING))
         config, training = (

@@ -234,7 +234,7 @@ def _config(step: Location) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SavedLeaf:
-    """A leaf of a saved tree, as ``_METADATA`` lists it."""
+    """A leaf of a saved pytree, as the file ``_METADATA`` lists it."""
 
     keys: tuple[str, ...]
     """Keys that lead from the root of the tree to the leaf; the index of an item in a list is such a key, as text."""
@@ -264,7 +264,7 @@ class SavedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class SavedTree:
-    """The leaves of a saved tree, parsed from its ``_METADATA``."""
+    """The leaves of a saved pytree, parsed from the file ``_METADATA``."""
 
     leaves: tuple[SavedLeaf, ...]
     is_complete: bool
