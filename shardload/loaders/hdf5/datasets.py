@@ -213,7 +213,7 @@ class Reader:
                 yield tensor
 
     def notes(self) -> tuple[str, ...]:
-        """Return a note for the report on each object that `tensors` left out; call this after it has yielded its last."""
+        """Return a note, for reports, on each object that `tensors` left out; call this once it has ended."""
         return tuple(f"left out {text}" for text in [*self._walk.left_out, *self._left_out])
 
     def _tensor(self, node: Any, name: str, address: int) -> Tensor | None:
