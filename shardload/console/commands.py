@@ -141,7 +141,7 @@ def load(
 
 
 def _summed(loaded: Any) -> Any:
-    """Return the result of a load with a report on all processes: the sum of bytes read, the highest memory peak."""
+    """Return a load's result with a report for all processes: the sum of bytes read, the highest memory peak."""
     if not loaded.shares:
         return loaded
     # A budget of host memory is that of one process, so the highest peak counts.
@@ -355,7 +355,7 @@ def convert(
 
 @contextlib.contextmanager
 def _way_on(target: str) -> Iterator[None]:
-    """On Ctrl-C, add to the exception how to start again, unless the conversion has added that already."""
+    """Inside the block, Ctrl-C's exception gets a note on how to go on, unless the conversion has given it one."""
     try:
         yield
     except KeyboardInterrupt as error:

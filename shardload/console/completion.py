@@ -36,7 +36,7 @@ _PROGRAM = {"prog_name": "shardload", "complete_var": "_SHARDLOAD_COMPLETE"}
 
 
 class SourceKind(StrEnum):
-    """Where a source that users can name comes from: this machine, a package, random weights, or KerasHub."""
+    """Where the checkpoint behind a name comes from: this machine, a package, random weights, or KerasHub."""
 
     LOCAL = "local"
     INSTALLED = "installed"

@@ -43,7 +43,7 @@ class Failure:
     kind: str
     """Name of the exception's class."""
     message: str
-    """One paragraph for people; empty if the command failed because the reader of stdout closed it."""
+    """What went wrong, in one paragraph; empty if the reader of stdout closed it, so that nobody reads the message."""
 
 
 def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = None) -> int:
@@ -68,7 +68,7 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the exit code and the paragraph for people that report an exception; notes added to it are included."""
+    """Turn an exception into what the command reports: an exit code, and a paragraph that includes its notes."""
     code, message = _code_and_message(error)
     notes = getattr(error, "__notes__", ())
     return Failure(code, type(error).__name__, printable(" ".join([message, *map(str, notes)]).strip(), keep="\n"))
@@ -143,7 +143,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _paragraph(message: str) -> str:
-    """Wrap a message if stderr is a terminal; for a file or pipe, leave it on one line, so that grep finds it."""
+    """Return a message for stderr: wrapped on a terminal, but one line in a file or pipe, so that grep finds it."""
     if not sys.stderr.isatty():
         return message + "\n"
     width = min(shutil.get_terminal_size().columns, 100)

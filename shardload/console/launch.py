@@ -81,7 +81,7 @@ _KUBERNETES = Launcher(
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What the environment tells about this process: launcher, process count, own number; each ``None`` if not told."""
+    """What a launcher's environment variables tell about this process; a field is ``None`` if they do not tell it."""
 
     by: Launcher | None = None
     num_processes: int | None = None
@@ -107,7 +107,7 @@ def launched(environ: Mapping[str, str]) -> Launched:
 
 
 def alone_among_several(environ: Mapping[str, str]) -> str | None:
-    """Return a note if this is the first of several processes, started by a launcher, that each load everything."""
+    """Return a note for users if a launcher started several processes that do not load together; in the first only."""
     try:
         found = launched(environ)
     except MeshError:
@@ -156,7 +156,7 @@ _DEAD_S = 28
 It is longer than 24 s: by then, a process that waits inside JAX for a lost process has ended with a readable line.
 """
 GiveUp = Callable[[MeshError], int]
-"""Function that reports an error and returns the exit code; it is not called in the main thread."""
+"""Function that reports why the processes did not connect, and returns the exit code; called in a thread of its own."""
 
 _EACH_BY_HAND = (
     "Start each with the same --coordinator-address and --num-processes and with its own --process-id, from 0; process "
@@ -169,7 +169,7 @@ _NO_LAUNCHER = (
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """This process among those that load together; fields are named as arguments of `jax.distributed.initialize`.
+    """Which of the processes that load together this is; fields are arguments of `jax.distributed.initialize`.
 
     If a field is ``None``, JAX finds out the value in `meet`.
     """
@@ -200,7 +200,7 @@ class Processes:
         return mesh.size // self.num_processes
 
     def meet(self, *, note: Callable[[str], None], give_up: GiveUp) -> Processes:
-        """Connect the processes by `jax.distributed`, before any other use of JAX; return this one with its number."""
+        """Connect the processes by `jax.distributed`, before JAX is used; return this one, now with its number."""
         import jax
 
         note(_waiting(self))
@@ -235,7 +235,7 @@ class Processes:
 def detected(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None, environ: Mapping[str, str]
 ) -> Processes:
-    """Return this process among others; what is ``None`` in the arguments is read from the environment, if it tells."""
+    """Return which of several processes this is; arguments that are ``None`` are read from the launcher's variables."""
     if coordinator_address is not None and num_processes is not None and process_id is not None:
         return Processes(coordinator_address, num_processes, process_id)
     found = launched(environ)

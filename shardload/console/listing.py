@@ -37,7 +37,7 @@ def as_text(manifest: Manifest, *, match: str | None = None, width: int | None =
 
 
 def partial(left_out: int) -> str:
-    """Return the words that describe a step without ``left_out`` of its weights: ``partial: without 3 weights``."""
+    """Return words for a training step saved without ``left_out`` of its weights: ``partial: without 3 weights``."""
     return f"partial: without {plural(left_out, 'weight')}"
 
 
@@ -81,7 +81,7 @@ def aligned(table: Iterable[Iterable[str]], *, width: int | None = None) -> str:
 
 
 def _stacked(row: tuple[str, ...], width: int) -> list[str]:
-    """Return a row as several lines of at most ``width`` columns: the first cell, then the other cells, indented."""
+    """Return a row as lines for a narrow terminal of ``width`` columns: the first cell, then the others, indented."""
     lines = [row[0]]
     for cell in row[1:]:
         if len(lines) > 1 and len(lines[-1]) + 2 + len(cell) <= width:
@@ -102,7 +102,7 @@ def of_processes(shares: Sequence[Any]) -> str:
 
 
 def as_json(manifest: Manifest, *, match: str | None = None) -> dict[str, Any]:
-    """Return the contents of `as_text` as a dict, for JSON output."""
+    """Return what ``shardload inspect --json`` prints: facts about the checkpoint, and one dict per tensor."""
     tensors = _selected(manifest, match)
     return {
         "source": manifest.source,

@@ -127,7 +127,7 @@ def processes(
     distributed: bool = False,
     initialization_timeout: int | None = None,
 ) -> Processes | None:
-    """Return this process among several, from options named as in `jax.distributed.initialize`; ``None`` if alone.
+    """Return which of several processes this is, from options named as in JAX; ``None`` if it loads alone.
 
     With ``distributed``, what is not given comes from the environment of the launcher.
     """

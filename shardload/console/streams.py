@@ -26,7 +26,7 @@ from shardload.reports import printable
 from shardload.stores import local
 
 _wrote_object = [False]
-"""One element: whether this command has begun to write its JSON object to stdout. A list, to be changed in place."""
+"""Whether this command has begun to write its JSON object to stdout; in a list, so that functions can change it."""
 READER_LEFT = 141
 """Exit code if the reader of stdout (``| head``) closed it: the one that shells report for SIGPIPE, 128 + 13."""
 
@@ -36,7 +36,7 @@ class ReaderLeftError(Exception):
 
 
 class OutputError(Exception):
-    """Results could not be written to stdout."""
+    """Results could not be written to stdout, because the disk is full, say, or stdout is closed."""
 
 
 class Results:
@@ -46,7 +46,7 @@ class Results:
         self.stream = stream
 
     def interrupted(self, number: int, *, as_json: bool) -> None:
-        """Report that Ctrl-C or another signal ended the command; called in another thread, right before the exit."""
+        """Report that a signal (Ctrl-C) ended the command; called in a thread of its own, right before the exit."""
         message = message_of(number)
         # If this is one of several processes: this exit is expected, and is to be reported here only.
         if (reasons := sys.modules.get("shardload.processes.exit_reasons")) is not None:
@@ -108,7 +108,7 @@ def has_object() -> bool:
 
 @contextlib.contextmanager
 def results() -> Iterator[Results]:
-    """Keep stdout for results and redirect all other output to stderr."""
+    """Yield a writer of results to stdout; inside the block, all other output goes to stderr."""
     try:
         kept = os.dup(sys.stdout.fileno())
     # stdout was replaced by an object in memory, as notebooks and tests do: redirect Python's output, at least.
@@ -165,7 +165,7 @@ def flush_stdout() -> None:
 
 
 def abandon(stream: TextIO) -> None:
-    """Redirect a stream to the null device, so that flushing its buffer cannot raise."""
+    """Redirect a stream that failed to the null device; what is in its buffer would otherwise raise again at exit."""
     with contextlib.suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, stream.fileno())

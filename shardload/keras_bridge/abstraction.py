@@ -119,13 +119,13 @@ def initialise(
 
 
 def uninitialised(target: Model | Iterable[Variable]) -> list[str]:
-    """Return the paths of variables without a value: in ``target``, and on Keras' own list of such variables."""
+    """Return the paths of variables without a value: in ``target``, and others that Keras is to initialise later."""
     waiting = [v for v in registered_variables() if not has_value(v)]
     return [v.path for v in unique([*_variables(target), *waiting]) if not has_value(v)]
 
 
 def check_initialised(target: Model | Iterable[Variable]) -> None:
-    """Raise an `UninitialisedError` unless every variable has a value."""
+    """Raise an `UninitialisedError` that names some variables of ``target`` without a value, if there are any."""
     if left := uninitialised(target):
         shown = ", ".join(map(repr, left[:5])) + (" …" if len(left) > 5 else "")
         raise UninitialisedError(
@@ -170,7 +170,7 @@ def _initialise(variable: Variable) -> None:
 
 
 def _described(initializer: Any) -> str:
-    """Return an initialiser's plain attributes and its seeds' states as text, to compare it between processes."""
+    """Return what decides an initialiser's numbers (attributes, seeds) as text: it must be equal in all processes."""
     states = [np.asarray(value_of(g.state)).tolist() for g in _generators(initializer)]
     plain = {k: v for k, v in getattr(initializer, "__dict__", {}).items() if isinstance(v, str | int | float)}
     return json.dumps([plain, states], sort_keys=True)
@@ -202,7 +202,8 @@ def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding
 
 # Keras' random functions accept an integer or a SeedGenerator as seed, and a traced seed is neither.
 class _FixedSeed(keras.random.SeedGenerator):  # type: ignore[misc]
-    """Makes a seed an argument of an initialiser's compiled program, so that programs for other seeds can share it."""
+    """A seed generator that always returns the seed it was given: a traced one, so that one program serves all
+    seeds."""
 
     def __init__(self, seed: Any) -> None:
         # Without super().__init__(), which would create a variable.
@@ -220,7 +221,10 @@ _programs: dict[Any, _Program] = {}
 
 
 def _program(variable: Variable, initializer: Any, sharding: Any) -> tuple[_Program, list[Any]]:
-    """Return (program, seeds): ``program(*seeds)`` computes the initial value. Similar variables share a program."""
+    """Return (program, seeds): ``program(*seeds)`` computes the initial value.
+
+    Variables with equal initialisers (apart from the seed), shapes, dtypes and shardings share one program.
+    """
     shape, dtype = tuple(variable.shape), stored_dtype(variable).name
     generators = _generators(initializer)
     if generators or not isinstance(initializer, keras.Initializer) or not is_built_in(initializer):
@@ -299,12 +303,12 @@ class _Program:
 
     @property
     def constants(self) -> list[Any]:
-        """The names of the operations, and the constants. If these and the seeds are equal, so is the initial value."""
+        """All that decides the initial value besides the seeds: operations and constants. Processes compare it."""
         return [*self._consts, *_ingredients(self._jaxpr)]
 
 
 def _ingredients(jaxpr: Any) -> Iterator[Any]:
-    """Yield the names of the operations, the literals and the constants of a program and of those nested in it."""
+    """Yield what a traced program and those nested in it consist of: names of operations, literals, constants."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         yield from (v.val for v in eqn.invars if isinstance(v, Literal))

@@ -70,7 +70,7 @@ METHODS = (
     "enable_lora",
     "call",
 )
-"""Methods of a bound model that run in the scope of its distribution. ``call`` is one, as ``model(...)`` calls it."""
+"""Methods of a bound model that run in the scope of its distribution; ``call`` is what ``model(...)`` runs."""
 _COMPILED = ("train_function", "test_function", "predict_function", "generate_function")
 """Attributes in which Keras and KerasHub keep compiled steps, which are valid only for the mesh they were made on."""
 _ATTRIBUTE = "_shardload_binding"
@@ -99,7 +99,10 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         self._mesh, self._devices, self._by_path, self.activations = mesh, tuple(devices), by_path, activations
 
     def get_variable_layout(self, variable: Variable) -> Any:
-        """Return a variable's own layout; else that of a bound variable with the same path; else a replicated one."""
+        """Return a variable's layout: its own, else that of a bound variable with its path, else a replicated one.
+
+        The second case is that of a kernel that Keras' ``quantize`` has put in place of the bound one.
+        """
         own, shape = sharding_of(variable), tuple(variable.shape)
         if own is not None:
             return own
@@ -115,7 +118,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
     def get_tensor_layout(self, path: str) -> Any:
-        """Return the layout that ``activations`` gives the layer output at ``path``; if ``None``, XLA chooses one."""
+        """Return the layout that was chosen in `bind` for the layer output at ``path``; ``None`` leaves it to XLA."""
         found = None if self.activations is None else self.activations(path)
         # A PartitionSpec may leave dims to XLA, which works in compiled code only.
         if isinstance(found, jax.sharding.PartitionSpec):
@@ -140,7 +143,8 @@ class ModelBinding:
     """Devices of the mesh, in the order of their positions in it."""
     distribution: MeshParallel = field(repr=False)
     uses: Mapping[int, Use] = field(default_factory=dict, repr=False)
-    """``id(variable)`` → `Use`: how the variable is stored, and how it is gathered when the model computes with it."""
+    """``id(variable)`` → `Use`: the sharding in which the variable is stored, and that in which the model computes with
+    it."""
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -150,7 +154,7 @@ class ModelBinding:
 
     @property
     def is_open(self) -> bool:
-        """Whether the model's distribution is the one that is open in this thread."""
+        """Whether this thread is inside `scope` already, as in a method that another method of the model calls."""
         return keras.distribution.distribution() is self.distribution
 
 
@@ -206,7 +210,7 @@ def unbind(model: Model) -> None:
 
 @contextmanager
 def unscoped(model: Model) -> Iterator[None]:
-    """Inside the block, calling a bound model does not open its distribution, but uses the one set in the thread."""
+    """Inside the block, ``model(...)`` of a bound model runs in the distribution set in the thread, not in its own."""
     parts = [part for part in models_in(model) if _ATTRIBUTE in vars(part)]
     calls = [part.__dict__.pop("call", None) for part in parts]
     try:
@@ -219,7 +223,7 @@ def unscoped(model: Model) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class BindingSnapshot:
-    """A model's binding and its variables' shardings at one moment, to restore them later; does not hold any values."""
+    """A model's binding to a mesh and its variables' shardings, not values, to restore after a temporary change."""
 
     model: Model
     binding: ModelBinding | None
@@ -277,7 +281,7 @@ def _shardings(
 
 
 def _by_path(shardings: Sequence[tuple[Variable, Any]]) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return path of a variable → (shape, sharding); leave out a path that several different variables have."""
+    """Return variable path → (shape, sharding), to place variables that later replace these; omit ambiguous paths."""
     found: dict[str, tuple[tuple[int, ...], Any]] = {}
     ambiguous = set()
     for variable, sharding in shardings:

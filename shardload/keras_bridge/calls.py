@@ -50,7 +50,7 @@ def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
     """Yield (layer, next layer) wherever only the next layer reads the output of the first, in call order.
 
     Both layers are called once; the first has a single output, which the model does not return. A model that is
-    neither functional nor sequential has no such pairs.
+    neither functional nor sequential has no such pairs. A layout may split both kernels of a pair for one all-reduce.
     """
     # A Sequential model keeps its graph in a functional model.
     graph = getattr(model, "_functional", None) or model
@@ -103,7 +103,11 @@ def build_by_calling(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def output_paths(model: Model, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str] | None:
-    """Return paths of layer outputs for which Keras asks for a layout, in call order; ``None`` if no input is known."""
+    """Return the paths of layer outputs whose layout Keras asks a distribution for, in call order.
+
+    They are found by tracing a call on the given inputs; without any, on the model's own symbolic inputs. The result is
+    ``None`` if the model has none either, as a subclassed model.
+    """
     if not args and not kwargs:
         try:
             args = (model.input,)
@@ -127,7 +131,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 @contextmanager
 def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterator[None]:
-    """Inside the block, ``stateless_call`` of the model uses ``distribution``, and no other one that is set or bound.
+    """Inside the block, the model's ``stateless_call`` uses ``distribution``, not the thread's or the model's own.
 
     The model's variables keep values and layouts. A bound model is unbound inside the block and bound again afterwards.
     """
@@ -151,7 +155,11 @@ def stateless(model: Model, distribution: MeshParallel | None = None) -> Iterato
 def run_forward(
     model: Model, state: Any, inputs: Any, *, training: bool, uses: Mapping[int, Use] | None = None, **kwargs: Any
 ) -> tuple[Any, list[Any], Any]:
-    """Run ``model`` with the variables' values in ``state``; return outputs, new non-trainable values, and losses."""
+    """Call ``model`` as a pure function; return its outputs, new non-trainable values, and losses.
+
+    ``state`` has the variables' values, under ``trainable`` and ``non_trainable``; ``uses`` tells which weights are
+    stored split and gathered for the call.
+    """
     if model._call_has_training_arg:
         kwargs["training"] = training
     call = gathering(model, uses, model.stateless_call) if uses else model.stateless_call
@@ -162,6 +170,6 @@ def run_forward(
 
 
 def scaled_loss(optimizer: Any, values: Sequence[Any], loss: Any) -> Any:
-    """Return ``loss`` as the optimizer wants it differentiated: ``LossScaleOptimizer`` multiplies it by its scale."""
+    """Return the loss to differentiate: ``LossScaleOptimizer`` multiplies it by its scale, one of the ``values``."""
     with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, values, strict=True))):
         return optimizer.scale_loss(loss)

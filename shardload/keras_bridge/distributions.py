@@ -26,7 +26,7 @@ def is_distribution(found: Any) -> bool:
 
 
 def layout_of_models(distribution: Any) -> Any:
-    """Return the argument ``layout`` with which a distribution of shardload was made; ``None`` for other classes."""
+    """Return the ``layout`` that a distribution of shardload was made with, for new models; ``None`` for Keras' own."""
     return getattr(distribution, "layout_of_models", None)
 
 

@@ -65,12 +65,13 @@ class Interception:
 
 
 _open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points", default=())
-"""The `calls_to` blocks around the current code, outermost first; in a copy of a context, some may have ended."""
+"""The `calls_to` blocks around the current code, outermost first; a thread's copy may still have some that have
+ended."""
 
 
 @contextmanager
 def calls_to(handler: _Handler) -> Iterator[None]:
-    """Inside the block, loading functions called in this context call ``handler``; an inner block has precedence."""
+    """Inside the block, loading functions of Keras and KerasHub call ``handler``; of nested blocks, the inner one."""
     block = Interception(handler)
     # Without a token: a generator that has the block open may be closed in another context, where reset() would raise.
     _open.set((*_open.get(), block))
@@ -85,7 +86,7 @@ def calls_to(handler: _Handler) -> Iterator[None]:
 
 @contextmanager
 def plain_keras() -> Iterator[None]:
-    """Inside the block, loading functions called in this context are Keras' own, as outside of any `calls_to`."""
+    """Inside the block, loading functions run as Keras wrote them, even if a `calls_to` block is around it."""
     before = _open.get()
     _open.set(())
     try:
@@ -109,7 +110,7 @@ def _handler() -> _Handler | None:
 def _through(
     kind: _CallKind, text: Callable[[dict[str, Any]], str]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that passes calls of a function, as `EntryCall` objects, to the handler of `calls_to`."""
+    """Return a decorator: the function's calls go to the handler of the innermost `calls_to`, as `EntryCall`."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -130,7 +131,7 @@ def _through(
 
 
 def _weights_of_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``load_weights`` to intercept loads from Orbax; for other formats, it calls functions wrapped elsewhere."""
+    """Wrap Keras' ``load_weights`` to intercept Orbax checkpoints only; for files, it calls other wrapped functions."""
     intercepted = _through("weights", _weights_text)(original)
 
     @functools.wraps(original)
@@ -245,7 +246,7 @@ def _of_preset(loader: Any, kind: _CallKind, method: Callable[..., Any]) -> Call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Converter:
-    """Stands in for a ``convert_*`` module of KerasHub: collects the backbone and head instead of filling them."""
+    """Stands in for a ``convert_*`` module of KerasHub: passes on the models that it should fill with weights."""
 
     module: Any
     collect: Callable[[str, Any], None]
@@ -261,7 +262,10 @@ class _Converter:
 
 @contextmanager
 def conversions_to(loader: Any, collect: Callable[[str, Any], None]) -> Iterator[None]:
-    """Inside the block, a preset loader converts no weights, but calls ``collect("backbone" or "head", object)``."""
+    """Inside the block, a preset loader fills no weights, but calls ``collect``, so that shardload can fill them.
+
+    The arguments of ``collect`` are ``"backbone"`` or ``"head"``, and the model that the loader would have filled.
+    """
     before = getattr(loader, "converter", None)
     if before is not None:
         loader.converter = _Converter(before, collect)

@@ -32,7 +32,7 @@ _FILE = "vocabulary.txt"
 
 
 def with_own_hooks(model: Model) -> list[tuple[str, Any]]:
-    """Return (path, object) for each object whose ``save_own_variables`` may store more than its variables."""
+    """Return (path, layer) for each saved object whose ``save_own_variables`` may store more than its variables."""
     # Keras' own hooks save variables, except those of layers with a vocabulary (``tf_idf``).
     found = []
     for path, saveable in saved_objects(model):
@@ -71,7 +71,10 @@ def keys_besides_variables(saveable: Any) -> list[str] | None:
 
 
 def values_besides_variables(saveable: Any) -> dict[str, Any]:
-    """Return key → value of what ``save_own_variables`` stores; omit variables and values computed from variables."""
+    """Return key → value of what ``save_own_variables`` stores, except variables and values computed from them.
+
+    Such values are counters and tables, which a training step has to save besides the variables.
+    """
     keys = keys_besides_variables(saveable)
     if keys is not None and not keys:
         return {}
@@ -106,7 +109,7 @@ def load_values(saveable: Any, values: Mapping[str, Any]) -> None:
 
 
 def _keep(variable: Variable, value: Any, assign: Any) -> Any:
-    """Ignore an assignment, so that the variable keeps its value."""
+    """Handle ``variable.assign(value)`` by doing nothing, so that the variable keeps its value."""
     del variable, assign
     return value
 

@@ -64,7 +64,7 @@ def gathering(model: Model, uses: Mapping[int, Use], call: Callable[..., Any]) -
 
 
 def _masked(outputs: Any, masks: Any) -> Any:
-    """Attach ``masks`` of Keras to the outputs of a traced function, which loses them; return the outputs."""
+    """Attach Keras' ``masks`` (which time steps are padding) to the outputs, which lose them by tracing."""
     found = jax.tree.leaves(masks, is_leaf=lambda leaf: leaf is None)
     for output, mask in zip(jax.tree.leaves(outputs), found, strict=True):
         if mask is not None:

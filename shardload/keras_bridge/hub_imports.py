@@ -24,7 +24,7 @@ def backbone_of(model: Any) -> Any:
 
 
 def held_backbone(model: Any) -> str | None:
-    """Return the attribute in which a user's model has a backbone of KerasHub; ``None`` for KerasHub's own tasks."""
+    """Return the name of the attribute in which a user's model has a KerasHub backbone; ``None`` if in none."""
     backbone = getattr(sys.modules.get(f"{HUB}.src.models.backbone"), "Backbone", None)
     if backbone is None or backbone_of(model) is not model:
         return None
@@ -54,7 +54,7 @@ def imports_s() -> float:
 
 @contextmanager
 def hub_patched(patches: Patches) -> Iterator[None]:
-    """Apply ``patches`` of KerasHub inside the block: at once, or as soon as it is imported."""
+    """Inside the block, replace attributes of KerasHub by ``patches``: at once, or as soon as KerasHub is imported."""
     with ExitStack() as stack:
         watcher = _HubWatcher(stack, patches)
         # First in the list, because the search ends at the first finder that finds the module.
@@ -76,7 +76,7 @@ class _HubWatcher(importlib.abc.MetaPathFinder):
             self.patched()
 
     def patched(self) -> bool:
-        """Patch KerasHub if it is imported; return whether it was."""
+        """Patch KerasHub if it is imported; return whether it is patched now."""
         # A module is in sys.modules before its code has run, so ask for the class that it defines.
         modules = [sys.modules.get(f"{HUB}.src.models.{name}") for name in ("backbone", "task")]
         if all(hasattr(module, cls) for module, cls in zip(modules, ("Backbone", "Task"), strict=True)):

@@ -23,7 +23,7 @@ from shardload.sharding.layout import Layout
 from shardload.units import plural
 
 FLOAT32_UPDATE = "float32_update"
-"""The JAX name scope of the operations of an update, which run in float32 even if weights have another dtype."""
+"""JAX name scope of an update's operations, by which estimates know arrays that stay float32 in a 16-bit model."""
 
 
 class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
@@ -49,16 +49,19 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def update_bytes(self) -> int:
-        """Bytes of an update's temporary arrays on each device, besides gradients and state; equal for all layouts."""
+        """Bytes of an update's temporary arrays on each device, in any layout, for estimates of a step's memory."""
         return 0
 
     @property
     def fixed_dtype_state(self) -> list[Variable]:
-        """State variables with a fixed dtype, which does not follow that of the weight they belong to."""
+        """State variables that keep their dtype even in a 16-bit model, for estimates of a step's memory."""
         return []
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return ``id(state)`` → layout for state shaped unlike its weight; ``layout_of`` returns a weight's layout."""
+        """Return ``id(variable)`` → layout for state variables of another shape than the weight they belong to.
+
+        The layout follows from that of the weight, which ``layout_of`` returns.
+        """
         return {}
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:

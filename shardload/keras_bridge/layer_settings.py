@@ -44,7 +44,7 @@ _MAX_RANK = 1 << 20  # structure.json is untrusted input, and no real rank is la
 
 
 def settings_of(model: Any) -> dict[str, dict[str, Any]]:
-    """Return path → settings of the layers that are frozen, quantised, have LoRA or another policy than the model."""
+    """Return path → settings, for layers that are frozen, quantised, or have LoRA or a dtype policy of their own."""
     found = {}
     usual = policy_name(model)
     for path, layer in saved_objects(model):
@@ -75,14 +75,14 @@ def _settings_of_layer(layer: Any, *, usual: str | None) -> dict[str, Any]:
 
 
 class _PolicyDiffersError(UnsupportedError):
-    """A rebuilt layer has another dtype policy than the saved layer had."""
+    """A rebuilt layer has another dtype policy than the saved one: `with_saved_policy` then tries another policy."""
 
 
 def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dtype: bool) -> Any:
-    """Return the result of ``make``, called under the global dtype policy of the saved model.
+    """Return the model that ``make`` builds under the global dtype policy that the saved model was built under.
 
     A step does not store that policy, so two are tried: the model's own policy and the global policy that is set now.
-    ``make`` may therefore be called twice; the right policy is the one that gives the layers their saved policies.
+    ``make`` may be called twice; the right policy is the one that gives the layers their saved policies.
     """
     top = saved.get("", {}) if isinstance(saved, Mapping) else {}
     wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
@@ -320,7 +320,7 @@ _NOT_SERIALISED = ("tie_word_embeddings", "router_aux_loss_coefficient")
 
 
 def lost_arguments(backbone: Any) -> dict[str, tuple[Any, Any]]:
-    """Return name → (value, default) for the arguments that a backbone loses when Keras saves and rebuilds it."""
+    """Return name → (value, default) for arguments of a backbone that a model rebuilt from ``get_config`` lacks."""
     taken, config = inspect.signature(type(backbone).__init__).parameters, backbone.get_config()
     values = {name: getattr(backbone, name, None) for name in _NOT_SERIALISED if name in taken and name not in config}
     return {name: (value, taken[name].default) for name, value in values.items() if value != taken[name].default}
@@ -333,7 +333,7 @@ def apply_attributes(model: Any, saved: Any) -> None:
 
 
 def differing_attributes(model: Any, saved: Any) -> tuple[str, ...]:
-    """Return the names of the attributes whose saved values differ from those in the layers of ``model``."""
+    """Return the names of attributes of layers that have other values in ``model`` than saved, for a note to users."""
     found = set()
     for layer, name, value in _saved_on(model, saved):
         own = getattr(layer, name)

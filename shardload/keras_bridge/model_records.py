@@ -34,7 +34,8 @@ class ModelRecord:
     runs: dict[Path, str] = field(default_factory=dict)
     """Folder of training steps → id of the run that saves there; a second ``fit`` of the model continues this run."""
     text_source: Manifest | None = None
-    """Headers of the checkpoint that a model's weights came from, if it may contain a tokenizer."""
+    """Headers of the checkpoint that a model's weights came from, to build its tokenizer from them if they contain
+    one."""
     text_header: Fingerprint | None = None
     """Fingerprint of the file with the tokenizer in its header, made at the load; shows if the file changes later."""
     tokenizer: Any = None
@@ -44,9 +45,10 @@ class ModelRecord:
     built_from: str | None = None
     """Name of the checkpoint from whose configuration a backbone was built."""
     build_notes: tuple[str, ...] = ()
-    """Notes on settings of a backbone that were changed to match its source's configuration, or that differ from it."""
+    """Notes for the report: settings of a backbone that were changed to match its source's configuration, or that
+    differ from it."""
     set_attributes: set[str] = field(default_factory=set)
-    """Names of the attributes that `set_attribute` has set on a built layer."""
+    """Names of the attributes of a built layer that `set_attribute` has set, and that are saved with its model."""
 
 
 _records: weakref.WeakKeyDictionary[Any, ModelRecord] = weakref.WeakKeyDictionary()

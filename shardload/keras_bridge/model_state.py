@@ -32,9 +32,10 @@ _LEAF_TYPES = frozenset((bool, int, float, str, bytes, FunctionType, type(None))
 """Types of plain values: none of their instances contains a layer, a variable or an optimizer."""
 
 _LARGE = 1_000
-"""Number of items from which a container is large: if it has plain values only, it is not searched a second time."""
+"""Number of items from which a container counts as large; `walking_vocabularies_once` remembers large ones."""
 _VOCABULARIES: ContextVar[dict[int, Any] | None] = ContextVar("_VOCABULARIES", default=None)
-"""``id`` → large container that has plain values only. The reference keeps it alive: no other object gets its id."""
+"""``id`` → large container (vocabulary) of plain values, which is not searched again; ``None`` outside of
+`walking_vocabularies_once`. The reference keeps it alive: no other object gets its id."""
 _LEAF_TYPE_IDS = frozenset(map(id, _LEAF_TYPES))
 """Ids of `_LEAF_TYPES`, to compare types by identity: a metaclass may define another comparison of its classes."""
 _PLAIN = _LEAF_TYPE_IDS.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
@@ -101,7 +102,7 @@ def state_of(model: Model) -> list[Variable]:
 
 
 def learning_rates_of(model: Model) -> dict[str, float]:
-    """Return name of an optimizer (as messages show it) → learning rate; leave out optimizers with a schedule."""
+    """Return name of an optimizer, for messages → learning rate, to tell if a load changes it; omit schedules."""
     found = {}
     for path, optimizer in optimizers_by_path(model).items():
         # Wrappers have a rate too, which Keras does not use.
@@ -140,7 +141,7 @@ def with_optimizer(model: Model, optimizer: Any) -> Iterator[None]:
 
 
 def other_optimizers(model: Model) -> list[tuple[str, Any]]:
-    """Return (path in ``.weights.h5``, optimizer) for each optimizer that is not the compiled one, as in a GAN."""
+    """Return (path in ``.weights.h5``, optimizer) for each optimizer besides the compiled one, as a GAN has."""
     ids = set(map(id, _attribute_optimizers(model)))
     return [(path, found) for path, found in saved_objects(model) if id(found) in ids] if ids else []
 
@@ -152,7 +153,7 @@ def optimizers_by_path(model: Model) -> dict[str | None, Any]:
 
 
 def _attribute_optimizers(model: Model) -> list[Any]:
-    """Return the optimizers in attributes of layers; faster than Keras' walk over all objects of a large model."""
+    """Return the optimizers that layers keep in attributes, but not the compiled one or those inside another one."""
     found: dict[int, Any] = {}
     without, skipped = set(_LEAF_TYPE_IDS), bookkeeping_attributes()
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
@@ -264,7 +265,10 @@ def weights_optimized(optimizer: Any) -> list[Variable]:
 
 
 def are_averages(model: Model) -> bool | None:
-    """Whether a model's weights equal their moving averages; ``None`` without ``use_ema``, or before training."""
+    """Whether the weights are equal to their moving averages (``use_ema``) now; ``None`` without averages.
+
+    They are after ``fit``, which ends by copying the averages into the weights.
+    """
     optimizer = innermost(getattr(model, "optimizer", None))
     if not getattr(optimizer, "use_ema", False) or not optimizer.built or not int(optimizer.iterations):
         return None
@@ -284,7 +288,8 @@ class OptimizerState:
     """A copy of an unbuilt optimizer's attributes; restoring them removes the slots that ``build`` has added since."""
 
     parts: tuple[tuple[Any, dict[str, Any], tuple[tuple[Any, Any], ...]], ...]
-    """(object, its attributes, items of its containers): the optimizer, each one that it wraps, and Keras' trackers."""
+    """(object, its attributes, (container, copy of its items), …): for the optimizer, those that it wraps, and the
+    trackers in which Keras registers their variables."""
 
     @classmethod
     def of(cls, optimizer: Any) -> OptimizerState:
@@ -300,7 +305,7 @@ class OptimizerState:
         return cls(tuple(parts))
 
     def restore(self) -> None:
-        """Set the recorded attributes again, without Keras' methods, which would track them."""
+        """Put the recorded attributes and items back, past Keras' setters, which would register them a second time."""
         for target, attributes, containers in self.parts:
             vars(target).clear()
             vars(target).update(attributes)
@@ -312,7 +317,7 @@ class OptimizerState:
 
 
 def members_of(container: Any) -> Iterable[Any]:
-    """Return the items of a list, tuple or set, or the values of a dict; an empty result if all are plain values."""
+    """Return a container's items (a dict's values) that a search must look at; none if all are plain values."""
     known = _VOCABULARIES.get()
     if known is not None and id(container) in known:
         return ()

@@ -38,7 +38,7 @@ class SlotSpread:
     """Names of mesh axes; or ``batch``: the axis that splits the batch; or ``every``: all axes, the batch axis last."""
 
     def on(self, mesh: MeshSpec, batch_axis: str | None = None) -> tuple[str, ...]:
-        """Return the axes of ``mesh`` that split slots; ``batch_axis`` is the axis of batches, if not the usual one."""
+        """Return the axes of ``mesh`` that split slots; ``batch_axis`` is the axis that splits batches, if given."""
         # The user's distribution may split the batch over another axis than the mesh's usual one.
         own = getattr(keras.distribution.distribution(), "batch_dim_name", None)
         batch = batch_axis or (own if own in mesh.axes else mesh.batch_axis)
@@ -51,7 +51,7 @@ class SlotSpread:
                 return names
 
     def applied(self, layout: Layout, shape: tuple[int, ...], batch_axis: str | None = None) -> Layout:
-        """Return the spread layout of a slot with ``shape``; ``layout`` is that of its weight."""
+        """Return the layout of a slot of this ``shape``: ``layout``, that of its weight, split over more axes."""
         return spread(layout, shape, self.on(layout.mesh, batch_axis))
 
 
@@ -74,7 +74,7 @@ def innermost(optimizer: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """How one optimizer of Keras counts batches and updates."""
+    """How an optimizer counts batches and updates; an update may use the gradients of several batches."""
 
     count: Variable
     """Number of batches so far, a variable; Keras computes ``iterations``, the number of updates, from it."""
@@ -97,7 +97,7 @@ def accumulations_in(optimizer: Any) -> Iterator[Accumulation]:
 
 
 def described_accumulation(described: Any) -> int | None:
-    """Return the batches per update in an optimizer's configuration; ``None`` if the configuration lacks them."""
+    """Return the batches per update (gradient accumulation) that an optimizer's configuration states, or ``None``."""
     config = described.get("config") if isinstance(described, Mapping) else None
     if not isinstance(config, Mapping):
         return None
@@ -123,12 +123,12 @@ _BASES = ("base_optimizer", "optimizer", "multi_optimizer")
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return the name of the Keras optimizer that this one is, or derives from; ``""`` if there is none."""
+    """Return the name (``Adam``) of the Keras optimizer that this one is or derives from; ``""`` if from none."""
     return kind_of_class(type(innermost(optimizer)))
 
 
 def kind_of_class(found: type) -> str:
-    """Return what `kind_of` returns for optimizers of the class ``found``."""
+    """Return the name of the Keras optimizer that a class is or derives from; ``""`` if it derives from none."""
     modules = [(c.__name__, c.__module__.rpartition(".")) for c in found.__mro__]
     own = (name for name, (package, _, last) in modules if package == "keras.src.optimizers" and last not in _BASES)
     return next(own, "")
@@ -169,7 +169,7 @@ def as_described(described: Any) -> Any:
 
 
 _OF_EVERY_CLASS = {"iteration", "learning_rate", "step_counter", "dynamic_scale", "accumulated_gradients"}
-"""Attributes that Keras itself adds to optimizers of every class."""
+"""Attributes that Keras adds to optimizers of every class, also users' own, so that `start_of` knows their values."""
 Start: TypeAlias = Variable | keras.initializers.Initializer | float
 """The initial value of a slot: the value of a weight, what an initializer computes, or a constant."""
 
@@ -244,7 +244,7 @@ def spread_of(optimizer: Any) -> SlotSpread | None:
 
 
 def set_spread(optimizer: Any, chosen: SlotSpread | None) -> None:
-    """Spread slots that an optimizer creates from now on; ``None`` makes them follow their weights, as in Keras."""
+    """Split slots that an optimizer creates from now on as ``chosen``; ``None``: like their weights, as in Keras."""
     for part in optimizers_in(optimizer):
         # Into __dict__, because Keras tracks attributes that setattr sets.
         part.__dict__.pop(_METHOD, None)
@@ -260,7 +260,7 @@ class _SpreadingMethod:
         functools.update_wrapper(self, original)
 
     def __call__(self, reference_variable: Variable, *args: Any, **kwargs: Any) -> Variable:
-        """Create a slot: in the spread layout if its weight is on a mesh, else as Keras does."""
+        """Create a slot: split over the chosen axes too if its weight is on a mesh, else as Keras does."""
         layout = variable_layout(reference_variable)
         if layout is not None:
             # Keras reads shape, dtype and layout of the reference, so a shallow copy with another layout will do.

@@ -63,7 +63,7 @@ class Patches:
 
 
 def replacing(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Make a function a replacement for a `Patch`: it is called with the original, then the arguments of the call."""
+    """Turn ``function(original, *args)`` into the third item of a `Patch`: it makes a replacement for an original."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)

@@ -88,7 +88,7 @@ def keeping_names() -> Iterator[None]:
 
 
 def unregistered(since: int = 0) -> list[Variable]:
-    """Remove variables from Keras' global list of uninitialised ones, from index ``since`` on, and return them."""
+    """Take variables off Keras' list of those to initialise later, from index ``since`` on; return them."""
     waiting = global_state.get_global_attribute(UNINITIALISED) or []
     taken = list(waiting[since:])
     del waiting[since:]
@@ -96,7 +96,7 @@ def unregistered(since: int = 0) -> list[Variable]:
 
 
 def registered_variables() -> list[Variable]:
-    """Return the variables on Keras' global list of uninitialised ones, in this thread."""
+    """Return the variables on Keras' list of those to initialise later, which each thread has."""
     return list(global_state.get_global_attribute(UNINITIALISED) or [])
 
 
@@ -184,7 +184,7 @@ def _post_build(original: Any, self: Any) -> None:
 
 
 def _unknown_behind(tensor: Any) -> Unknown | None:
-    """Return a placeholder (`Unknown`) that a symbolic ``tensor`` was computed from; ``None`` if there was none."""
+    """Return the placeholder of a variable without value that ``tensor`` was computed from; ``None`` if from none."""
     seen: dict[int, Any] = {}
     waiting = [tensor]
     while waiting:

@@ -46,7 +46,7 @@ def _handled_assign(original: Any, self: Variable, value: Any) -> Any:
 
 
 class _InheritedPatch(Patches):
-    """Patches ``assign`` of ``JaxVariable``, which only inherits it: adds one to the class, and later deletes it."""
+    """Patches ``assign`` of ``JaxVariable``, which has only an inherited one: adds a method, and later deletes it."""
 
     def __init__(self) -> None:
         super().__init__(tuple)
@@ -72,7 +72,7 @@ class StateSource(Protocol):
         """Whether anything is stored below ``path``."""
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
-        """Return a context for loading a saveable and its children; it yields a function that is told of an error."""
+        """Return a context in which Keras loads a saveable; yields a function to call with the error, or ``None``."""
 
 
 class _ServedStore(saving_lib.H5IOStore):  # type: ignore[misc]
@@ -132,7 +132,7 @@ def stored_variables(saveable: Any) -> list[Variable]:
 
 
 def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, Any]]:
-    """Return (path, object) for each object in ``.weights.h5`` but the compiled optimizer and those in ``skip``."""
+    """Return (path, object) for all that Keras saves in ``.weights.h5``, except the compiled optimizer and ``skip``."""
     found: list[tuple[str, Any]] = []
     seen = {id(getattr(model, "optimizer", None)), *map(id, skip)}
 
@@ -163,13 +163,16 @@ def saved_objects(model: Model, *, skip: Iterable[Any] = ()) -> list[tuple[str, 
 
 
 def stored_by_hook(saveable: Any) -> dict[str, Variable]:
-    """Return key → variable for what ``save_own_variables`` stores unchanged, with LoRA not merged into kernels."""
+    """Return key → variable for those that ``save_own_variables`` stores unchanged; kernels are without LoRA."""
     stored = _run_hook(saveable) or {}  # if it needs values, callers name its variables by attribute
     return {key: value for key, value in stored.items() if isinstance(value, JaxVariable)}
 
 
 def _run_hook(saveable: Any) -> dict[str, Any] | None:
-    """Trace ``save_own_variables``; return what it stores, computed values as tracers. ``None`` if it needs values."""
+    """Trace ``save_own_variables``; return key → what it stores: a variable, a tracer for what it computes, or a value.
+
+    The result is ``None`` if the method fails without real values.
+    """
     hook = getattr(saveable, "save_own_variables", None)
     if hook is None:
         return {}
@@ -197,7 +200,7 @@ class SavedLayout:
 
 
 def saved_layout(model: Model, *, skip: Iterable[Any] = ()) -> SavedLayout:
-    """Return what Keras would write for ``model``, without the objects in ``skip`` and the state of optimizers."""
+    """Return what Keras would write to a weights file of ``model``, without ``skip`` and the state of optimizers."""
     variables: dict[str, Variable] = {}
     names: dict[str, str] = {}
     computing: list[tuple[str, Any]] = []

@@ -17,12 +17,13 @@ from shardload.keras_bridge import Model
 from shardload.keras_bridge.patches import Patches, replacing
 
 _LONGEST = "_shardload_longest_epoch"
-"""Attribute that shardload sets on Keras' ``EpochIterator``: the number of batches of its longest epoch so far."""
+"""Attribute that shardload sets on Keras' ``EpochIterator``: batches of its longest epoch so far, to notice a shorter
+one."""
 
 
 @replacing
 def _distributed_iterator(original: Any, self: Any, distribution: Any) -> Iterator[Any]:
-    """Yield batches; choose a layout for each if the distribution wants that: the last may be too small to split."""
+    """Yield batches, each in its own layout if the distribution chooses it: the last may be too small to split."""
     if not getattr(distribution, "lays_out_each_batch", False):
         yield from original(self, distribution)
         return
@@ -39,7 +40,10 @@ def _check_sharding_consistency(original: Any, self: Model, *shardings: Sequence
 
 
 def batches_laid_out_singly() -> AbstractContextManager[None]:
-    """Inside the block, distributions with ``lays_out_each_batch`` choose the layout of every batch separately."""
+    """Inside the block, a distribution with ``lays_out_each_batch`` chooses the layout of every batch anew.
+
+    Keras takes that of the first batch for all, and fails at a last batch that is too small to split.
+    """
     return _TRAINER_PATCHES.applied()
 
 
@@ -103,7 +107,7 @@ def initial_epoch_of_fit() -> int:
 
 
 def run_after(callback: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Move ``callback`` behind the callbacks of classes ``kinds`` in the running ``fit``; return these callbacks."""
+    """Make ``callback`` run after all callbacks of the classes ``kinds`` in the running ``fit``; return the latter."""
     container = _locals_of_fit().get("callbacks")
     if not isinstance(container, keras.callbacks.CallbackList) or callback not in container.callbacks:
         return []

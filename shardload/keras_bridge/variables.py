@@ -57,7 +57,7 @@ def stored_dtype(variable: Variable) -> np.dtype[Any]:
 
 
 def set_layout(variable: Variable, layout: Layout, devices: Sequence[jax.Device]) -> None:
-    """Set the variable's layout for values that it gets later; the value that it has is not moved."""
+    """Set the layout of values that a variable gets later; its present value is not moved."""
     layout.shard_shape(tuple(variable.shape))
     variable._layout = named_sharding(layout, devices)
 
@@ -68,7 +68,7 @@ def sharding_of(variable: Variable) -> Any:
 
 
 def set_sharding(variable: Variable, sharding: Any) -> None:
-    """Like `set_layout`, but takes a `jax.sharding.Sharding`, or ``None`` for no layout."""
+    """Set the sharding of values that a variable gets later, ``None`` for no layout; its present value is not moved."""
     variable._layout = sharding
 
 
@@ -90,7 +90,7 @@ def direct_assign(variable: Variable, array: jax.Array) -> None:
 
 
 def forget_initializer(variable: Variable) -> None:
-    """Remove the `PendingValue` of a variable that has a value by now, which makes it an ordinary variable."""
+    """Make a variable that has got a value an ordinary one: remove its `PendingValue`, which stood for the value."""
     if variable._value is not None and isinstance(variable._initializer, PendingValue):
         variable._initializer = None
 
@@ -244,7 +244,7 @@ class PendingValue:
 
     @property
     def exact(self) -> bool:
-        """Whether the initial value is known without computing on a device, as of learning rates and seeds."""
+        """Whether the initial value is a known constant, as of learning rates and seeds, and needs no computation."""
         # Keras' initialiser of seeds is a local function, so only its name tells.
         name = getattr(self.initializer, "__qualname__", "")
         return isinstance(self.initializer, HostConstant) or name == "SeedGenerator.__init__.<locals>.seed_initializer"
@@ -271,7 +271,7 @@ class PendingValue:
 
 
 def pending_of(variable: Variable) -> Any:
-    """Return the `PendingValue` of a variable without a value, to pass it to `restore_value`; else ``None``."""
+    """Return what stands in for a missing value, for `restore_value` to put it back; ``None`` if there is a value."""
     return variable._initializer
 
 

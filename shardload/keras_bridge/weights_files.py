@@ -73,7 +73,7 @@ def listed_by_keras(model: Model, *, skip: Iterable[Any] = ()) -> Listing:
 
 
 def check_for_keras(file: Path, listing: Listing, *, omitted: Container[str] = (), is_index: bool = False) -> None:
-    """Raise an `UnsupportedError` unless Keras finds in ``file`` what ``listing`` has, but for ``omitted`` paths."""
+    """Check a file that was just written: raise unless Keras finds in it all of ``listing`` but ``omitted`` paths."""
     wanted = {path: keys for path, keys in listing.groups.items() if path not in omitted}
     found = found_by_keras(file, wanted, is_index=is_index)
     for path, keys in wanted.items():
@@ -93,7 +93,7 @@ def _form(form: _Form | None) -> str:
 
 
 def found_by_keras(path: Path, groups: _Groups, *, is_index: bool) -> _Groups:
-    """Return the shapes and dtypes that Keras finds in a file where it looks for ``groups``; read headers only."""
+    """Return the shapes and dtypes that Keras' own reader finds where it looks for ``groups``; read no values."""
 
     def entry(store: Any, keys: Iterable[str]) -> dict[str, _Form]:
         # Layers count the keys of the outermost level, and their hooks may ask for keys below them.
@@ -144,7 +144,7 @@ class _Headers(saving_lib.H5IOStore):  # type: ignore[misc]
 
 
 class _ShardHeaders(saving_lib.ShardedH5IOStore, _Headers):  # type: ignore[misc]
-    """Like `_Headers`, for a sharded file (an index and its shards): returns shapes and dtypes instead of values."""
+    """Keras' reader of sharded files (an index and its shards), changed to return shapes and dtypes, not values."""
 
 
 @replacing

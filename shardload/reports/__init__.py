@@ -56,12 +56,12 @@ from shardload.units import format_bytes, format_count, format_rate, format_seco
 _TEXT_WIDTH = 100
 """Columns of ``str(report)``, which does not know the width of the reader's window."""
 _MAX_DEVICE_LINES = 16
-"""Most devices shown one by one; of more, only those with the least, median and most bytes are shown."""
+"""Most devices shown one by one; of more devices, only those with the least, median and most bytes are shown."""
 _MAX_NAME_LINES = 12
 """Most folded names (``layer_*``) shown per list; ``to_json`` has all names."""
 _BAR_WIDTH = 24
 _LEAST_SHOWN = 0.01
-"""Imports and other times are shown only if they are at least this fraction of the total time."""
+"""Least share of the total time at which imports and other times are shown in the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -71,7 +71,7 @@ class Report:
     source: str
     """Absolute path of the resolved source."""
     format: str
-    """The checkpoint's format, as in `shardload.manifest.Manifest`."""
+    """Name of the checkpoint's format, such as ``gguf`` or ``hf-safetensors``."""
     mesh: str
     """The mesh as text: ``batch=1,model=8``."""
     devices: tuple[DeviceUse, ...]
@@ -112,7 +112,7 @@ class Report:
         return self.bytes.needed / self.seconds.transfer / 1e9
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for `json.dumps`, with keys in the order of the module docstring."""
+        """Return the report as a dict for `json.dumps`; the docstring of this module lists its keys."""
         # A property is no field, so the throughput is put where a reader looks for it: after the seconds.
         facts: dict[str, Any] = {}
         for key, value in asdict(self).items():
@@ -123,7 +123,7 @@ class Report:
         return facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The report's table, for `rich.print` and notebooks."""
+        """Yield the report's table, which `rich.print` shows instead of the report."""
         yield from sections(self, ascii_only=options.ascii_only)
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class Report:
         )
 
     def _repr_html_(self) -> str:
-        """The report's table, for notebooks."""
+        """Return the report's table as HTML, which a notebook shows instead of the report."""
         # Without force_jupyter=False, rich shows the table itself, and the notebook shows it again.
         console = Console(file=io.StringIO(), width=_TEXT_WIDTH, record=True, force_jupyter=False)
         console.print(self)
@@ -160,14 +160,14 @@ class LoadReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanReport(Report):
-    """The report of a load that was only planned: sizes are exact, ``seconds.transfer`` is ``None``."""
+    """The report of a load that was only planned: sizes are exact, the time of the transfer is ``None``."""
 
     fits: Fit | None = field(default=None)
     """Whether the weights fit devices of the given memory; ``None`` if no device memory was given."""
 
 
 def _finite(value: Any) -> Any:
-    """Return ``value`` for JSON: tuples become lists, floats get six decimals, infinities and NaN become ``None``."""
+    """Return ``value`` as JSON can store it: tuples become lists, floats get six decimals, infinity and NaN None."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -259,7 +259,7 @@ def _stages(report: Report, block: str) -> RenderableType:
 
 
 def _by_reason(head: str, named: Iterable[tuple[str, str]], *, style: str) -> RenderableType:
-    """Return a list of ``(name, reason)`` pairs as text: names with the same reason folded, and the reason below."""
+    """Return text for (name, reason) pairs: ``head``, then names that share a reason, and this reason below them."""
     groups: dict[str, list[str]] = {}
     for name, reason in named:
         groups.setdefault(reason, []).append(name)
@@ -345,7 +345,7 @@ _NUMBERS = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Names that differ only in their numbers."""
+    """Names that differ only in their numbers, shown as one line: ``decoder_block_*/attention/key/kernel  ×18``."""
 
     pattern: str
     """The name, with ``*`` where the names differ."""

@@ -21,9 +21,9 @@ class CallReport:
     call: str
     """The call as it would be written in a program: ``GemmaCausalLM.from_preset('./gemma')``."""
     by: Literal["shardload", "keras"]
-    """Who loaded the weights."""
+    """Who loaded the weights: shardload, or Keras itself where shardload could not (``why``)."""
     why: str | None
-    """Why Keras loaded the weights; ``None`` if shardload did."""
+    """Why Keras loaded the weights instead of shardload, as text; ``None`` if shardload loaded them."""
     seconds: float
     """Wall-clock seconds of the whole call."""
     read_bytes: int | None
@@ -48,7 +48,7 @@ class CallReport:
 
 
 class FastReport:
-    """What `shardload.fast` has done so far; each finished call adds an entry."""
+    """The calls that `shardload.fast` has handled so far; each call adds an entry when it ends."""
 
     def __init__(self) -> None:
         self._calls: list[CallReport] = []
@@ -80,7 +80,7 @@ class FastReport:
         return "\n".join(map(str, self.calls)) or "Nothing was loaded."
 
     def _repr_html_(self) -> str:
-        """The report's text, for notebooks."""
+        """Return the report's text as HTML, which a notebook shows instead of the report."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:

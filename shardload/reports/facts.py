@@ -32,7 +32,7 @@ class ByteCounts:
     """How many bytes of the checkpoint the model needed, and how many were read."""
 
     needed: int
-    """Bytes on disk with values that the model needs."""
+    """Bytes in the checkpoint's files that store values which the model's variables need."""
     read: int
     """Bytes read from disk; more than ``needed`` if skipping would have taken longer than reading, or if tensors were
     compared to find copies (`LoadReport.outside`)."""
@@ -71,9 +71,9 @@ class HostBytes:
     """Host memory used for staging during the load; shards on CPU devices do not count."""
 
     budget: int
-    """Limit on the bytes of staging buffers."""
+    """Most bytes that staging buffers (host memory between disk and devices) may have at a time."""
     peak_staging: int
-    """Highest number of bytes in staging buffers; in a plan, the predicted one."""
+    """Most bytes that staging buffers had at a time; in a plan, the number predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class LayoutSummary:
     replicated: int
     """Number of variables that every device has completely."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Variables that did not get the layout requested by their rule."""
+    """Variables that got another layout than their rule asks for (it may not divide their shape), and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Fit:
 
 
 class NoteKind(Enum):
-    """Kinds of notes that code acts on."""
+    """Kinds of notes in a report that other code recognises and acts on; most notes have no kind."""
 
     OPTIMIZER_UNCHANGED = auto()
     """The restored training step has no state for the optimizer that ``fit`` uses, so the optimizer keeps its own."""
@@ -146,11 +146,11 @@ class NoteKind(Enum):
     ASSETS = auto()
     """What happened to the files that layers save (vocabularies), if they were not simply loaded."""
     TENSOR_NOT_STORED = auto()
-    """A converter asked for a tensor that the checkpoint does not have."""
+    """A converter (KerasHub's code that fills a model) asked for a tensor that the checkpoint does not have."""
 
 
 class Note(str):
-    """A note of a kind that code acts on; all other notes are plain strings."""
+    """A note (a string) with a kind that code acts on; all other notes are plain strings."""
 
     __slots__ = ("kind",)
     kind: NoteKind
@@ -162,7 +162,7 @@ class Note(str):
         return note
 
     def __reduce__(self) -> tuple[type[Note], tuple[str, NoteKind]]:
-        """Let copies and pickles keep the kind."""
+        """Return how to rebuild the note, so that copies and pickles keep its kind."""
         return Note, (str(self), self.kind)
 
 

@@ -50,7 +50,7 @@ class Resolved:
     path: str
     """Absolute path of the checkpoint."""
     note: str | None = None
-    """One line for people, if the source found differs from the source requested."""
+    """One line for people, if the source found differs from the source requested: an alias, say."""
     architecture: str | None = None
     """Name of the architecture, if the source is only that, without weights: ``path`` is where these would be."""
 
@@ -117,7 +117,7 @@ def resolve(source: str | os.PathLike[str], *, weights: bool = True) -> Resolved
 
 
 def endings() -> tuple[str, ...]:
-    """Return the file endings that a name may omit; endings of formats that describe their model come first."""
+    """Return the file endings that a name may omit (``.gguf``), first those of formats that describe their model."""
     every = sorted(specs(), key=lambda spec: spec.described_by is None)
     return tuple(spec.endings[0] for spec in every if spec.endings)
 
@@ -134,7 +134,7 @@ def stem_of(name: str, *, announced: bool = True) -> str:
 
 
 def candidates() -> list[str]:
-    """Return the names of sources that a shell can complete: fast, without network access."""
+    """Return the names that a shell can complete for a source, found quickly and without network access."""
     return sorted({*_root_names(), *aliases(), PIP_NAME})
 
 
@@ -156,7 +156,7 @@ def _name(asked: str, *, weights: bool) -> Resolved:
 
 
 def _spelling(name: str) -> str:
-    """Correct upper and lower case in a name that a user typed, and ``-`` for ``_`` in the name of an architecture."""
+    """Return a name with its right upper and lower case, and ``_`` for ``-`` in architectures, as users mistype it."""
     if _in_root(name):
         return name
     lower = name.lower()
@@ -203,7 +203,7 @@ def _shown_root() -> str:
 
 
 def _synthetic_note(path: Path) -> str | None:
-    """Return a note if `shardload synth` made the checkpoint: its weights are random, and so is its output."""
+    """Return a note for users if `shardload synth` wrote the checkpoint: its weights are random. Else ``None``."""
     described = path / "config.json" if path.is_dir() else path.with_name(f"{stem_of(path.name)}.json")
     try:
         synthetic = read_optional(described)["shardload"]["synthetic"]
@@ -292,7 +292,11 @@ def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolv
 
 
 def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
-    """Return the name and the handle of a preset; if none fits, the handle is ``None``, and ``tried`` says why."""
+    """Return (name, ``kaggle://`` handle) of the preset called ``found``; the handle is ``None`` if there is none.
+
+    In that case, add the reason to ``tried``, which lists where a source was looked for in vain, for the error at the
+    end.
+    """
     from shardload.hub import kerashub
 
     try:
@@ -308,7 +312,10 @@ def _handle_of(found: str, tried: list[str]) -> tuple[str, str | None]:
 
 
 def _architecture(name: str, *, preset: str | None) -> Resolved | None:
-    """Return the architecture called ``name``, or ``None``; a note says if KerasHub's ``preset`` has another size."""
+    """Return the architecture called ``name``, to plan without weights; ``None`` if there is none of this name.
+
+    A note says if KerasHub's ``preset`` of the name has another size.
+    """
     try:
         found, config = lookup(name)
     except SourceNotFoundError:

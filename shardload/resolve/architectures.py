@@ -1,4 +1,4 @@
-"""Look up the published sizes of families (``gemma2_9b``), which are Hugging Face configurations, and scale them down.
+"""Look up models in their published sizes (``gemma2_9b``), as Hugging Face configurations, and scale these down.
 
 One configuration is the only source of an architecture: KerasHub's converter makes the Keras model of it, and
 `shardload.hub.config_forms` the Hugging Face tensor names and shapes. Values are those of the published

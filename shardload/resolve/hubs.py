@@ -36,7 +36,7 @@ _HF_CONFIGURATION = [_CONFIG, *_OPTIONAL_FILES]
 
 
 def fetch(handle: str, *, weights: bool = True) -> Path:
-    """Return the local folder of a handle; if the hub's cache lacks it, download it, or only its configuration."""
+    """Return the local folder of a handle; download what is not cached, without ``weights`` the configuration only."""
     scheme, name = handle.split("://", 1)
     return _from_kaggle(name, weights=weights) if scheme == "kaggle" else _from_hugging_face(name, weights=weights)
 
@@ -86,7 +86,7 @@ def _from_kaggle(name: str, *, weights: bool) -> Path:
 
 
 def _kaggle_configuration(name: str) -> Path:
-    """Download the files that describe a model; ``config.json`` comes last, so a cache that has it has all of them."""
+    """Download the files that describe a model, ``config.json`` last: a cache that has it has all of them."""
     import kagglehub
 
     for optional in _OPTIONAL_FILES:
@@ -222,7 +222,7 @@ def _is_inside(path: str) -> bool:
 
 
 def snapshot_of(path: Path) -> tuple[Path, str | None]:
-    """For a repository in Hugging Face's cache, return the snapshot folder to open, and a note; else ``path`` itself.
+    """Return the folder to open and a note for a repository in Hugging Face's cache; any other ``path`` itself.
 
     models--org--name/refs/main            the commit of a branch or tag
     models--org--name/snapshots/<commit>/  its files, as links to ../../blobs: the folder to open

@@ -29,7 +29,7 @@ _UNVERIFIED = "not saved by shardload: unverified, as it has no digests"
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """An opened source: its manifest, a checker if its bytes can be verified, and notes for people."""
+    """An opened source: its manifest (what its headers say), a checker of its bytes, and notes for people."""
 
     manifest: Manifest
     checker: Checker | None
@@ -52,11 +52,11 @@ def open_source(
     Args:
         source: A path, name, handle or address; or a location in any store.
         format: Name of the format that the source must have; ``None`` for any.
-        described: Whether to open, instead of a single file, its folder, if the configuration there is the file's.
+        described: Whether to open the folder of a single file instead, if its configuration describes the file's model.
         verify: Return a checker for the bytes, if the source has digests; false if only headers are read.
         weights: Whether its weights are needed; otherwise an architecture or a configuration is enough.
         step: Which step of a folder of training steps to open: a number, ``"latest"`` or ``"best"``.
-        ignore_config: As for `shardload.plan`, for a source without weights.
+        ignore_config: Fields of its configuration that the model may differ from, for a source without weights.
     """
     known = format_names()
     if format is not None and not (isinstance(format, str) and format in known):
@@ -126,7 +126,10 @@ def _resolve(source: str | os.PathLike[str], format: str | None, *, described: b
 def _without_weights(
     resolved: Resolved, format: str | None, ignore_config: Sequence[str], *, with_weights: bool = False
 ) -> OpenedSource | None:
-    """Open a source by its configuration alone; ``None`` without one, or if weights exist and not ``with_weights``."""
+    """Open a source by its configuration alone, to plan; ``None`` if it has none, or has weights to open instead.
+
+    With ``with_weights``, its weights do not matter, as if it had none.
+    """
     from shardload.hub.described import with_tensors
 
     if resolved.architecture is not None:
@@ -171,8 +174,8 @@ def inspect(source: str | os.PathLike[str], *, format: str | None = None) -> Man
     """Read the headers of a checkpoint and return its manifest: names, shapes and dtypes of its tensors.
 
     Args:
-        source: As for `load`; also bare safetensors and h5 files.
-        format: As for `load`.
+        source: A path, name, preset or handle, as for `load`; also single safetensors and h5 files.
+        format: Name of the format that the checkpoint must have, such as ``gguf``; any by default.
 
     Raises:
         SourceNotFoundError: When the name resolves to nothing.
