@@ -68,7 +68,7 @@ def tell(error: BaseException, *, json_wanted: bool, stdout: TextIO | None = Non
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Turn an exception into what the command reports: an exit code, and a paragraph that includes its notes."""
+    """Turn an exception into what the command reports: an exit code, and a paragraph with the exception's notes."""
     code, message = _code_and_message(error)
     notes = getattr(error, "__notes__", ())
     return Failure(code, type(error).__name__, printable(" ".join([message, *map(str, notes)]).strip(), keep="\n"))

@@ -169,7 +169,7 @@ _NO_LAUNCHER = (
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Which of the processes that load together this is; fields are arguments of `jax.distributed.initialize`.
+    """Which of the processes that load together this is; fields are named as in `jax.distributed.initialize`.
 
     If a field is ``None``, JAX finds out the value in `meet`.
     """

@@ -202,8 +202,7 @@ def _sharded_value(variable: Variable, initializer: Callable[..., Any], sharding
 
 # Keras' random functions accept an integer or a SeedGenerator as seed, and a traced seed is neither.
 class _FixedSeed(keras.random.SeedGenerator):  # type: ignore[misc]
-    """A seed generator that always returns the seed it was given: a traced one, so that one program serves all
-    seeds."""
+    """A seed generator that returns the seed it was given: a traced one, so that one program serves all seeds."""
 
     def __init__(self, seed: Any) -> None:
         # Without super().__init__(), which would create a variable.

@@ -143,8 +143,7 @@ class ModelBinding:
     """Devices of the mesh, in the order of their positions in it."""
     distribution: MeshParallel = field(repr=False)
     uses: Mapping[int, Use] = field(default_factory=dict, repr=False)
-    """``id(variable)`` → `Use`: the sharding in which the variable is stored, and that in which the model computes with
-    it."""
+    """``id(variable)`` → `Use`: the shardings in which it is stored, and in which the model computes with it."""
 
     @contextmanager
     def scope(self) -> Iterator[None]:

@@ -65,8 +65,7 @@ class Interception:
 
 
 _open: ContextVar[tuple[Interception, ...]] = ContextVar("shardload_entry_points", default=())
-"""The `calls_to` blocks around the current code, outermost first; a thread's copy may still have some that have
-ended."""
+"""The `calls_to` blocks around the current code, outermost first; a thread's copy may have some that have ended."""
 
 
 @contextmanager

@@ -34,8 +34,7 @@ class ModelRecord:
     runs: dict[Path, str] = field(default_factory=dict)
     """Folder of training steps → id of the run that saves there; a second ``fit`` of the model continues this run."""
     text_source: Manifest | None = None
-    """Headers of the checkpoint that a model's weights came from, to build its tokenizer from them if they contain
-    one."""
+    """Headers of the checkpoint that the weights came from, if a tokenizer can perhaps be built from them."""
     text_header: Fingerprint | None = None
     """Fingerprint of the file with the tokenizer in its header, made at the load; shows if the file changes later."""
     tokenizer: Any = None

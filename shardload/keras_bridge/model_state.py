@@ -102,7 +102,7 @@ def state_of(model: Model) -> list[Variable]:
 
 
 def learning_rates_of(model: Model) -> dict[str, float]:
-    """Return name of an optimizer, for messages → learning rate, to tell if a load changes it; omit schedules."""
+    """Return optimizer name → learning rate, to report if a load changes it; leave out optimizers with a schedule."""
     found = {}
     for path, optimizer in optimizers_by_path(model).items():
         # Wrappers have a rate too, which Keras does not use.

@@ -175,7 +175,7 @@ Start: TypeAlias = Variable | keras.initializers.Initializer | float
 
 
 def start_of(optimizer: Any, attribute: str, weight: Variable | None) -> Start | None:
-    """Return the initial value of variables in an optimizer's attribute (``momentums``); ``None`` if not known."""
+    """Return the value that variables in an optimizer's attribute (``momentums``) start with; ``None`` if not known."""
     inner, kind = innermost(optimizer), kind_of(optimizer)
     if attribute == "model_variables_moving_average" or (kind, attribute) == ("ScheduleFreeAdamW", "momentums"):
         return weight

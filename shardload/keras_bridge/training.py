@@ -17,8 +17,7 @@ from shardload.keras_bridge import Model
 from shardload.keras_bridge.patches import Patches, replacing
 
 _LONGEST = "_shardload_longest_epoch"
-"""Attribute that shardload sets on Keras' ``EpochIterator``: batches of its longest epoch so far, to notice a shorter
-one."""
+"""Attribute set on Keras' ``EpochIterator``: the batches of its longest epoch so far, to notice a shorter one."""
 
 
 @replacing
@@ -107,7 +106,7 @@ def initial_epoch_of_fit() -> int:
 
 
 def run_after(callback: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """Make ``callback`` run after all callbacks of the classes ``kinds`` in the running ``fit``; return the latter."""
+    """Make ``callback`` run after all callbacks of the classes ``kinds`` in the running ``fit``; return those."""
     container = _locals_of_fit().get("callbacks")
     if not isinstance(container, keras.callbacks.CallbackList) or callback not in container.callbacks:
         return []

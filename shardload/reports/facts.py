@@ -85,7 +85,7 @@ class LayoutSummary:
     replicated: int
     """Number of variables that every device has completely."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Variables that got another layout than their rule asks for (it may not divide their shape), and why."""
+    """Variables that got another layout than their rule asks for, because it does not divide their shape, say."""
 
 
 @dataclass(frozen=True, slots=True)
