@@ -34,11 +34,12 @@ class Launcher:
     command: str
     """Sentence for error messages on how to start the processes: "Start the processes with mpirun"."""
     rank: str
-    """Environment variable with the number of the process, from 0."""
+    """Name of the environment variable that holds this process's own number, counted from 0."""
     size: str | None = None
-    """Environment variable with the number of processes."""
+    """Name of the environment variable that holds how many processes there are; ``None`` if there is no such
+    variable."""
     needed: tuple[str, ...] = ()
-    """Further environment variables that JAX needs to connect the processes; an error names those that are missing."""
+    """Names of further environment variables that JAX needs to connect the processes; an error lists missing ones."""
     package: str | None = None
     """Python package by which JAX finds out what the variables do not tell; ``None`` if they tell everything."""
     method: str | None = None

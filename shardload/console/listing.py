@@ -23,7 +23,7 @@ def _selected(manifest: Manifest, match: str | None) -> list[Tensor]:
 
 
 def as_text(manifest: Manifest, *, match: str | None = None, width: int | None = None) -> str:
-    """Return what `shardload inspect` prints: a summary, then one line per tensor. ``width``: see `aligned`."""
+    """Return what `shardload inspect` prints: a summary, then a line per tensor. ``width``: the terminal's columns."""
     tensors = _selected(manifest, match)
     rows = [("name", "shape", "dtype", "bytes", "file", "storage"), *map(_row, tensors)]
     total = len(manifest.tensors)

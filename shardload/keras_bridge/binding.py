@@ -80,7 +80,8 @@ _Layouts = Mapping[int, Layout] | Sequence[Layout]
 
 
 class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
-    """A ``ModelParallel`` that uses each variable's own layout, and replicates batches that cannot be split evenly."""
+    """The distribution of bound models: uses each variable's own layout; replicates batches that do not divide
+    evenly."""
 
     lays_out_each_batch = True  # tells `training` to choose a layout for each batch
 
@@ -126,7 +127,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return found and keras.distribution.TensorLayout(found.axes, self.device_mesh)
 
     def replicated(self, rank: int) -> jax.sharding.NamedSharding:
-        """Return the sharding that stores the whole array on every device of the mesh."""
+        """Return the sharding that stores an array of ``rank`` dims whole on every device of the mesh."""
         return self.sharding(Layout.replicated(self._mesh, rank))
 
     def sharding(self, layout: Layout) -> jax.sharding.NamedSharding:
@@ -356,7 +357,7 @@ def _deepcopy(model: Model, binding: ModelBinding) -> Callable[[dict[int, Any]],
 
 
 def _adopt(model: Model, binding: ModelBinding) -> None:
-    """Move variables that were created after `bind` (by a new optimizer, LoRA, new seeds) onto the model's mesh."""
+    """Move variables created since `bind` (by a new optimizer, LoRA, new seeds) onto the mesh, before a method runs."""
     slots = {id(slot): weight for slot, weight in slots_of(model)}
     spread = slot_layouts(model, variable_layout, batch_axis=binding.distribution.batch_dim_name)
     for variable in state_of(model):

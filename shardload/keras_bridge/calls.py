@@ -73,7 +73,7 @@ def sole_consumers(model: Model) -> Iterator[tuple[Any, Any]]:
 
 
 class _OutputPaths(Distribution):  # type: ignore[misc]
-    """A distribution that has no layouts, but records for which layer outputs (by path) Keras asks it for a layout."""
+    """A distribution without layouts that records the paths of layer outputs for which Keras asks for a layout."""
 
     def __init__(self) -> None:
         super().__init__(device_mesh=None)

@@ -51,5 +51,5 @@ def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
 
 
 def activation_layouts(layout_map: Any) -> Callable[[str], Any]:
-    """Return a function that looks up the layout of a layer's output in a layout map, by the output's path."""
+    """Return a function, as `bind` takes it, from the path of a layer's output to its layout in a layout map."""
     return lambda path: layout_map[path]

@@ -40,7 +40,7 @@ _CallKind = Literal["model", "weights", "preset", "layer", "legacy"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryCall:
-    """One call of a loading function of Keras or KerasHub."""
+    """A call of a loading function of Keras or KerasHub, which a handler of `calls_to` carries out in its place."""
 
     kind: _CallKind
     """What it loads: ``model``, ``weights``, ``preset``, ``layer`` (a tokenizer: no weights), ``legacy`` (Keras 2)."""
@@ -58,7 +58,7 @@ _Handler = Callable[[EntryCall], Any]
 
 @dataclass(slots=True, eq=False)
 class Interception:
-    """A block in which the loading functions of Keras and KerasHub call a handler instead."""
+    """A `calls_to` block: while it is open, loading functions of Keras and KerasHub call its handler."""
 
     handler: _Handler
     is_open: bool = True

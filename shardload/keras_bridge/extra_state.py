@@ -99,7 +99,7 @@ def values_besides_variables(saveable: Any) -> dict[str, Any]:
 
 
 def load_values(saveable: Any, values: Mapping[str, Any]) -> None:
-    """Restore values that are not variables, by calling ``load_own_variables``; the variables keep their values."""
+    """Restore values that are not variables (counters) by calling ``load_own_variables``; variables do not change."""
     store: dict[str, Any] = {}
     with suppress(Exception), assignments_to(_keep):  # it may need the very values that are loaded here
         saveable.save_own_variables(store)
@@ -158,7 +158,7 @@ def has_empty_vocabulary(layer: Any) -> bool:
 
 
 def is_empty_vocabulary(layer: Any, folder: Path) -> bool:
-    """Whether the vocabulary file of ``layer`` in ``folder`` has special tokens only, no vocabulary."""
+    """Whether the vocabulary file of ``layer`` in ``folder`` has special tokens only, which Keras refuses to load."""
     lookup, file = _lookup_of(layer), folder / _FILE
     if lookup is None or not file.is_file():
         return False

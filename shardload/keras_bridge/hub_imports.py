@@ -36,7 +36,7 @@ _imports_s: list[float] = []
 
 @contextmanager
 def timed() -> Iterator[None]:
-    """Add the seconds that the block takes to `imports_s`, unless KerasHub was imported before the block."""
+    """Count the seconds of the block as spent on importing KerasHub, unless it was imported before."""
     if HUB in sys.modules:
         yield
         return

@@ -44,7 +44,7 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def needs_even_state(self) -> bool:
-        """Whether a variable's layout must be refused if the variable's optimizer state cannot be split evenly."""
+        """Whether a search for layouts must refuse those in which a weight's state cannot be split evenly."""
         return False
 
     @property

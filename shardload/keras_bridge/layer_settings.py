@@ -82,7 +82,8 @@ def with_saved_policy(make: Callable[[], Any], saved: Any, dtype: Any, *, has_dt
     """Return the model that ``make`` builds under the global dtype policy that the saved model was built under.
 
     A step does not store that policy, so two are tried: the model's own policy and the global policy that is set now.
-    ``make`` may be called twice; the right policy is the one that gives the layers their saved policies.
+    ``make`` may be called twice; the right policy is the one that gives the layers their saved policies. ``has_dtype``
+    says that the configuration states the model's own policy; the global policy is tried first then.
     """
     top = saved.get("", {}) if isinstance(saved, Mapping) else {}
     wanted = dtype if dtype is not None else top.get("policy") if isinstance(top, Mapping) else None
@@ -267,13 +268,13 @@ _VALID: Mapping[str, Callable[[Any], bool]] = {
 
 
 def set_attribute(layer: Any, name: str, value: Any) -> None:
-    """Set an attribute of a built layer, and record the attribute's name, so that `attributes_of` finds it later."""
+    """Set an attribute of a built layer, and record its name, so that it is saved with the model (Keras would not)."""
     setattr(layer, name, value)
     record_of(layer).set_attributes.add(name)
 
 
 def attributes_of(model: Any) -> dict[str, dict[str, Any]]:
-    """Return path of a layer → attribute → current value, for the attributes that `set_attribute` has set."""
+    """Return layer path → attribute → value, for attributes set by `set_attribute`: they are saved with the model."""
     found = {}
     for path, layer in saved_objects(model):
         stored = {name: _stored(getattr(layer, name, None)) for name in sorted(record_of(layer).set_attributes)}
@@ -327,7 +328,7 @@ def lost_arguments(backbone: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def apply_attributes(model: Any, saved: Any) -> None:
-    """Set saved attributes (see `attributes_of`) on the layers of a rebuilt model; skip attributes that they lack."""
+    """Set attributes that were saved with a model on the layers of the rebuilt model; skip those that a layer lacks."""
     for layer, name, value in _saved_on(model, saved):
         set_attribute(layer, name, value)
 

@@ -20,7 +20,8 @@ from shardload.keras_bridge import Model, Variable
 from shardload.keras_bridge.variables import value_of
 
 _KERNELS = (("_kernel", "lora_kernel_a", "lora_kernel_b"), ("_embeddings", "lora_embeddings_a", "lora_embeddings_b"))
-"""Attributes of (kernel, factor a, factor b): first in dense and convolution layers, then in embeddings."""
+"""Attributes with (kernel, LoRA factor a, factor b): first those of dense and convolution layers, then of
+embeddings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -39,7 +39,8 @@ _VOCABULARIES: ContextVar[dict[int, Any] | None] = ContextVar("_VOCABULARIES", d
 _LEAF_TYPE_IDS = frozenset(map(id, _LEAF_TYPES))
 """Ids of `_LEAF_TYPES`, to compare types by identity: a metaclass may define another comparison of its classes."""
 _PLAIN = _LEAF_TYPE_IDS.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
-"""Ids of types of attributes (plain values, lists, dicts, …) in which `state_of` need not look for variables."""
+"""Ids of types (plain values, lists, dicts, …) of attributes that `state_of` skips, as Keras finds variables in
+these."""
 _MISSING = object()
 
 
@@ -194,7 +195,8 @@ def slot_layouts(
 ) -> dict[int, Layout]:
     """Return ``id(slot)`` → layout for slots of optimizers that have another layout than their weight.
 
-    Such slots are spread over more devices than their weight, or their optimizer chooses layouts (`JointOptimizer`).
+    Such slots are split over more devices than their weight, or a `JointOptimizer` chooses their layouts. ``layout_of``
+    returns the layout of a weight.
     """
     found = {}
     for optimizer in _optimizers_of(model):
@@ -279,7 +281,7 @@ def are_averages(model: Model) -> bool | None:
 
 
 def own_layers(model: Model) -> list[Any]:
-    """Return the model and every layer in it."""
+    """Return the model and every layer in it, at any depth."""
     return list(model._flatten_layers())
 
 

@@ -258,7 +258,7 @@ _T = TypeVar("_T")
 
 
 class InThread(Generic[_T]):
-    """A call of a function in a new thread that has the same settings and name counters of Keras as this thread."""
+    """A call of a function in a new thread, with this thread's settings and name counters of Keras."""
 
     def __init__(self, function: Callable[[], _T], *, name: str) -> None:
         self._result: _T

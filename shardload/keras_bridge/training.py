@@ -90,7 +90,7 @@ _TRAINER_PATCHES = Patches(
 
 
 def epoch_iterator_of_caller() -> Any:
-    """Return Keras' iterator over epochs in whose method the calling code runs; None if it runs in none."""
+    """Return Keras' iterator over epochs that has called this code, to get a batch, say; None if none has."""
     owners = (frame.f_locals.get("self") for frame in _frames(sys._getframe(1)))
     return next((owner for owner in owners if isinstance(owner, EpochIterator)), None)
 

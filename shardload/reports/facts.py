@@ -17,7 +17,7 @@ from shardload.sharding.layout import Fallback
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """One device of the mesh."""
+    """One device of the mesh, and the bytes of weights on it."""
 
     id: int
     """The device's id in JAX; in a plan, its position in the mesh."""
@@ -68,7 +68,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class HostBytes:
-    """Host memory used for staging during the load; shards on CPU devices do not count."""
+    """Host memory used for staging (buffers between disk and devices) in a load; shards on CPU devices do not count."""
 
     budget: int
     """Most bytes that staging buffers (host memory between disk and devices) may have at a time."""
@@ -101,7 +101,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """A tensor outside the architecture that the checkpoint's configuration describes."""
+    """A tensor that is not loaded, as it is no part of the model that the checkpoint's configuration describes."""
 
     tensor: str
     reason: str

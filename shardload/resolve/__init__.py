@@ -275,7 +275,7 @@ def _handle(text: str, *, weights: bool) -> Resolved:
 
 
 def _preset(name: str, found: str, tried: list[str], *, weights: bool) -> Resolved | None:
-    """Resolve a KerasHub preset by name, with or without ``_en``; if there is none, add the reason to ``tried``."""
+    """Find a KerasHub preset by its name, with or without ``_en``; if there is none, add the reason to ``tried``."""
     preset, handle = _handle_of(found, tried)
     # A plan prefers the architecture to a download, but not to weights that are here already.
     cached = hubs.cached(handle) if handle else None
