@@ -74,7 +74,7 @@ def without_command(
 
 
 def command() -> Any:
-    """Return the command tree, ready to run."""
+    """Return the command tree as one function, which parses the arguments and runs the command that they name."""
     tree: Any = typer.main.get_command(app)
     # typer's help shows the type <bool> after a flag, as if it took a value.
     for each in (tree, *tree.commands.values()):

@@ -31,7 +31,7 @@ ConvertFormat: Any = StrEnum("ConvertFormat", {name: name for name in _WRITTEN})
 
 
 class SynthFormat(StrEnum):
-    """Values of ``shardload synth --format``."""
+    """Values of ``shardload synth --format``: the formats in which it writes random weights."""
 
     H5 = "h5"
     SAFETENSORS = "safetensors"
@@ -82,7 +82,7 @@ def size_as_typed(text: str) -> str:
 
 
 def new_file(ending: str) -> Callable[[Path | None], Path | None]:
-    """Return the check of an option that names a file to write: it must end in ``ending``, in an existing folder."""
+    """Return the check of an option that names a file to write: its name ends in ``ending``, and its folder exists."""
 
     def check(path: Path | None) -> Path | None:
         if path is not None:

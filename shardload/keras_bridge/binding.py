@@ -80,8 +80,7 @@ _Layouts = Mapping[int, Layout] | Sequence[Layout]
 
 
 class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
-    """The distribution of bound models: uses each variable's own layout; replicates batches that do not divide
-    evenly."""
+    """A bound model's distribution: uses each variable's own layout, and replicates batches that do not divide."""
 
     lays_out_each_batch = True  # tells `training` to choose a layout for each batch
 
@@ -148,7 +147,7 @@ class ModelBinding:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Open the model's distribution in this thread; restore the previous one afterwards."""
+        """Inside the block, the model's distribution is set in this thread; afterwards, the previous one is again."""
         with batches_laid_out_singly(), self.distribution.scope():
             yield
 

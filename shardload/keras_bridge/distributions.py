@@ -36,7 +36,7 @@ def layout_map_of(distribution: Any) -> Any:
 
 
 def variable_axes(distribution: Any, variable: Variable) -> Sequence[Any]:
-    """Return what splits each dim of a variable in a distribution: a mesh axis, a tuple of axes, or ``None``."""
+    """Return, for each dim of a variable, what a distribution splits it over: a mesh axis, several, or ``None``."""
     rank = len(variable.shape)
     if type(distribution).get_variable_layout in _OF_KERAS:
         # By path: `get_variable_layout` answers with the layout that the variable has had until now.

@@ -43,7 +43,7 @@ def with_own_hooks(model: Model) -> list[tuple[str, Any]]:
 
 
 def keys_besides_variables(saveable: Any) -> list[str] | None:
-    """Return the keys that ``save_own_variables`` stores without using variables; ``None`` if it cannot be traced."""
+    """Return the keys of what ``save_own_variables`` stores and no variable affects; ``None`` if it can't be traced."""
     store: dict[str, Any] = {}
     computed: list[str] = []
     variables = _variables(saveable)

@@ -39,8 +39,7 @@ _VOCABULARIES: ContextVar[dict[int, Any] | None] = ContextVar("_VOCABULARIES", d
 _LEAF_TYPE_IDS = frozenset(map(id, _LEAF_TYPES))
 """Ids of `_LEAF_TYPES`, to compare types by identity: a metaclass may define another comparison of its classes."""
 _PLAIN = _LEAF_TYPE_IDS.union(map(id, (list, tuple, set, dict, TrackedList, TrackedDict, TrackedSet)))
-"""Ids of types (plain values, lists, dicts, …) of attributes that `state_of` skips, as Keras finds variables in
-these."""
+"""Ids of types (plain values, lists, dicts, …) of attributes that `state_of` skips: Keras searches these itself."""
 _MISSING = object()
 
 
@@ -82,7 +81,7 @@ def trained_variables(model: Model) -> list[Variable]:
 
 
 def state_of(model: Model) -> list[Variable]:
-    """Return all variables of a model: `weights_of`, those of metrics, and those in attributes (a sampler's seeds)."""
+    """Return all variables of a model: weights, optimizers', metrics', and those in attributes (a sampler's seeds)."""
     found = weights_of(model)
     if isinstance(model, keras.Layer):
         skipped = bookkeeping_attributes()
@@ -287,7 +286,7 @@ def own_layers(model: Model) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """A copy of an unbuilt optimizer's attributes; restoring them removes the slots that ``build`` has added since."""
+    """A copy of an unbuilt optimizer's attributes: after a build, to count slots, say, `restore` undoes the build."""
 
     parts: tuple[tuple[Any, dict[str, Any], tuple[tuple[Any, Any], ...]], ...]
     """(object, its attributes, (container, copy of its items), …): for the optimizer, those that it wraps, and the

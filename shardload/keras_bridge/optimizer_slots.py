@@ -32,7 +32,7 @@ _METHOD = "add_variable_from_reference"
 
 @dataclass(frozen=True, slots=True)
 class SlotSpread:
-    """The mesh axes that split an optimizer's slots in addition to the axes that split their weights."""
+    """Which mesh axes split an optimizer's slots (momentums, …), in addition to those that split their weights."""
 
     axes: tuple[str, ...] | Literal["batch", "every"]
     """Names of mesh axes; or ``batch``: the axis that splits the batch; or ``every``: all axes, the batch axis last."""
@@ -87,7 +87,7 @@ class Accumulation:
 
 
 def accumulations_in(optimizer: Any) -> Iterator[Accumulation]:
-    """Yield the `Accumulation` of an optimizer and of each one that it wraps."""
+    """Yield, for an optimizer and each one that it wraps, how it counts batches and updates."""
     for part in optimizers_in(optimizer):
         if isinstance(count := getattr(part, "_iterations", None), JaxVariable):
             sums = tuple(v for v in getattr(part, "_accumulated_gradients", ()) if isinstance(v, JaxVariable))
@@ -238,7 +238,7 @@ def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
 
 
 def spread_of(optimizer: Any) -> SlotSpread | None:
-    """Return how an optimizer spreads its slots; ``None`` if they follow their weights."""
+    """Return which further mesh axes split an optimizer's slots; ``None`` if slots are split as their weights are."""
     methods = (vars(part).get(_METHOD) for part in optimizers_in(optimizer))
     return next((method.chosen for method in methods if isinstance(method, _SpreadingMethod)), None)
 
@@ -253,7 +253,7 @@ def set_spread(optimizer: Any, chosen: SlotSpread | None) -> None:
 
 
 class _SpreadingMethod:
-    """Replaces ``add_variable_from_reference`` of one optimizer, to spread the slots that it creates."""
+    """Replaces ``add_variable_from_reference`` of one optimizer, so that the slots it creates are split further."""
 
     def __init__(self, original: Callable[..., Variable], chosen: SlotSpread) -> None:
         self.chosen, self._original = chosen, original

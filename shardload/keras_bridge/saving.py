@@ -66,10 +66,10 @@ class StateSource(Protocol):
     """A source of values for `load_state`, which calls it for each saveable (layer or optimizer) that Keras visits."""
 
     def entry(self, path: str) -> Any:
-        """Return the mapping to pass to ``load_own_variables`` of the saveable (layer or optimizer) at ``path``."""
+        """Return key → value, for ``load_own_variables`` of the saveable (layer or optimizer) at ``path``."""
 
     def has_path(self, path: str) -> bool:
-        """Whether anything is stored below ``path``."""
+        """Whether the source has anything at or below ``path``; if not, Keras loads nothing there."""
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
         """Return a context in which Keras loads a saveable; yields a function to call with the error, or ``None``."""

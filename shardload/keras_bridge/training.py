@@ -147,7 +147,7 @@ def _frames(frame: FrameType | None, name: str | None = None) -> Iterator[FrameT
 
 
 def grain_dataset(epochs: Any) -> Any:
-    """Return the Grain dataset that Keras' iterator over epochs reads; None if it reads something else."""
+    """Return the Grain dataset that Keras' iterator over epochs reads, to save its position; None for other data."""
     return getattr(epochs.data_adapter, "_dataset", None)
 
 

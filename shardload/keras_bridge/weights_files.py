@@ -37,7 +37,7 @@ _Groups = Mapping[str, Mapping[str, _Form]]
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The names, shapes and dtypes of all that Keras would write for one model."""
+    """The names, shapes and dtypes of all that Keras would write to a weights file of one model."""
 
     groups: _Groups
     optimizers: Mapping[str, Any]

@@ -23,7 +23,7 @@ from shardload.units import plural
 _CONNECT_S = 4.0
 """Seconds to wait for a connection: enough for a satellite link, but too few to look like a hang."""
 _KAGGLE_URL = "https://api.kaggle.com"
-"""The server that kagglehub queries."""
+"""The server that kagglehub queries; before a download, a short attempt shows whether it can be reached."""
 _CONFIG = "config.json"
 _OPTIONAL_FILES = ("task.json", "metadata.json")
 _ABSENT = ("404 Client Error", "is not present in the model files")
@@ -152,7 +152,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a cached folder has a configuration and weights; the loader reports missing shards."""
+    """Whether a cached folder has a configuration and weights; missing shards are left for the loader to report."""
     return (folder / _CONFIG).exists() and any((folder / name).exists() for name in _WEIGHT_FILES)
 
 
