@@ -72,7 +72,7 @@ def known(*, presets: bool = False, announced: bool = True) -> list[KnownSource]
 
     Args:
         presets: Also list KerasHub's.
-        announced: Also list files in formats that installed packages announce, which imports those packages.
+        announced: Also list files in formats that other packages add by entry points, which imports these packages.
     """
     found: dict[str, KnownSource] = {}
     # The first of a name counts: a checkpoint on this machine hides an architecture or preset of its name.

@@ -39,7 +39,7 @@ class SynthFormat(StrEnum):
 
 
 def dtype(text: str) -> str:
-    """Parse ``--dtype``: return the canonical name of a floating-point dtype."""
+    """Parse ``--dtype``: return the canonical name of a floating-point dtype, ``bfloat16`` for ``bf16``."""
     # dtype_name knows every dtype of a tensor, but weights are loaded in a floating-point one.
     try:
         name = str(dtype_name(text))

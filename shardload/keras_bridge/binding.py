@@ -136,7 +136,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class ModelBinding:
-    """The mesh that a model is bound to, and the distribution that its methods open."""
+    """A bound model's mesh, and the Keras distribution that is set while one of its methods runs."""
 
     mesh: MeshSpec
     devices: tuple[jax.Device, ...]

@@ -238,7 +238,7 @@ def _variables_in(attribute: Any) -> Iterable[Variable]:
 
 
 def policy_name(layer: Any) -> str | None:
-    """Return the name of a layer's dtype policy (its own entry in a map of policies); ``None`` for other objects."""
+    """Return the name of a layer's own dtype policy, even if a ``DTypePolicyMap`` sets it; ``None`` if not a layer."""
     policy = layer._dtype_policy if isinstance(layer, keras.Layer) else None
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         policy = policy[layer.path] if layer.path and not isinstance(layer, keras.Model) else policy.default_policy
@@ -294,7 +294,7 @@ class OptimizerState:
 
     @classmethod
     def of(cls, optimizer: Any) -> OptimizerState:
-        """Record the state of an optimizer."""
+        """Record the attributes of an optimizer that is not built yet, and of those that it wraps."""
         parts = []
         for part in optimizers_in(optimizer):
             # `build` adds slots to attributes, and their ids to sets in the tracker.
@@ -332,7 +332,7 @@ def members_of(container: Any) -> Iterable[Any]:
 
 @contextmanager
 def walking_vocabularies_once() -> Iterator[None]:
-    """Inside the block, let `members_of` look through each large container only once.
+    """Inside the block, searches of a model for variables and the like look through a large container only once.
 
     A load asks some fifteen times what a model consists of, which takes 12 ms each time for Gemma 3's vocabulary.
     Use it only where no other code changes the model.

@@ -114,7 +114,7 @@ def batches_of_update(found: Any) -> int | None:
 
 
 def owner_of(optimizer: Any, variable: Variable) -> Any:
-    """Return the part of a ``MultiOptimizer`` that a variable belongs to; any other optimizer is returned itself."""
+    """Return the optimizer that owns a variable: a part of a ``MultiOptimizer``, else the given optimizer itself."""
     several = getattr(innermost(optimizer), "optimizers", ())
     return next((one for one in several if any(v is variable for v in one.variables)), optimizer)
 
@@ -223,7 +223,7 @@ def slots_in(optimizer: Any) -> Iterator[tuple[Variable, Variable]]:
 
 
 def state_in(optimizer: Any) -> Iterator[tuple[Variable, Variable | None]]:
-    """Yield (variable, weight) for an optimizer's variables except scalars; weight is ``None`` if it is not a slot."""
+    """Yield (variable, weight) for an optimizer's variables, but no scalars; if not a slot, the weight is ``None``."""
     seen = set[int]()
     for part in optimizers_in(optimizer):
         # `_variables` lists everything; by chance it may have as many entries as there are weights.

@@ -192,7 +192,7 @@ class SavedLayout:
     variables: Mapping[str, Variable]
     """Dataset (``layers/dense/vars/0``) → variable, in Keras' order; a shared variable is listed for each layer."""
     names: Mapping[str, str]
-    """Group (``layers/dense/vars``) → name of the object saved there."""
+    """Group (``layers/dense/vars``) → name of the layer, metric or other object that is saved there."""
     computing: tuple[tuple[str, Any], ...]
     """(path, object) of each object whose ``save_own_variables`` stores more than variables; not in ``variables``."""
     optimizers: Mapping[str, Any]

@@ -207,7 +207,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _without_dtypes(value: Any) -> Any:
-    """Return a copy of a configuration without the float dtypes of its layers, which then follow the global policy."""
+    """Return a copy of a configuration without its layers' float dtypes: they then follow the global policy."""
     if isinstance(value, list):
         return [_without_dtypes(each) for each in value]
     if not isinstance(value, Mapping):

@@ -78,7 +78,7 @@ class HostBytes:
 
 @dataclass(frozen=True, slots=True)
 class LayoutSummary:
-    """How variables are spread over the mesh."""
+    """How variables are spread over the mesh: how many are split, how many are whole on every device."""
 
     sharded: int
     """Number of variables split over at least one axis of the mesh."""

@@ -123,9 +123,9 @@ def endings() -> tuple[str, ...]:
 
 
 def stem_of(name: str, *, announced: bool = True) -> str:
-    """Return a file's name without a known ending (`endings`); any shard of a model gives the name of the first shard.
+    """Return a checkpoint file's name without its ending; all shards of a model give one name, that of the first.
 
-    ``announced`` also removes endings of formats that installed packages announce, which imports those packages.
+    ``announced`` also removes endings of formats that other packages add by entry points, which imports these.
     """
     for spec in specs() if announced else built_in_specs():
         if spec.endings and name.endswith(spec.endings[0]):

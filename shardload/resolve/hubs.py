@@ -142,7 +142,7 @@ def _hf_patterns(path: str) -> list[str]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a cached folder is complete, or a cached file is there with all its parts."""
+    """Whether a cached folder has a configuration and weights, or a cached file is there with all its parts."""
     if path.is_dir():
         return _is_complete(path)
     _, count = part_number(path.name) or (1, 1)

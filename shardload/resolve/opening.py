@@ -110,7 +110,7 @@ def open_source(
 
 
 def _resolve(source: str | os.PathLike[str], format: str | None, *, described: bool, weights: bool) -> Resolved:
-    """Resolve a source. With ``described``, return a file's folder instead if the folder describes the file's model."""
+    """Find what a source refers to; with ``described``, a file's folder if its configuration is of the file's model."""
     resolved = resolve(source, weights=weights)
     if resolved.architecture is not None:
         return resolved
