@@ -49,7 +49,10 @@ class JointOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def update_bytes(self) -> int:
-        """Bytes of an update's temporary arrays on each device, in any layout, for estimates of a step's memory."""
+        """Bytes of an update's temporary arrays on each device, for estimates of a step's memory.
+
+        Gradients and state do not count. The number is the same for all layouts.
+        """
         return 0
 
     @property

@@ -145,7 +145,8 @@ _WRAPPED_ARGUMENTS = ("inner_optimizer", "base_optimizer")
 def as_described(described: Any) -> Any:
     """Build an optimizer with the same slots as the one in a configuration; ``None`` if its class is not Keras' own.
 
-    Takes only the class and the arguments that decide about slots from the configuration, which is untrusted.
+    Its variables, in order, tell what the saved arrays of that optimizer are. Takes only the class and the arguments
+    that decide about slots from the configuration, which is untrusted.
     """
     config = described.get("config") if isinstance(described, Mapping) else None
     if not isinstance(config, Mapping):

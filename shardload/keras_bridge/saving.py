@@ -69,7 +69,7 @@ class StateSource(Protocol):
         """Return key → value, for ``load_own_variables`` of the saveable (layer or optimizer) at ``path``."""
 
     def has_path(self, path: str) -> bool:
-        """Whether the source has anything at or below ``path``; if not, Keras loads nothing there."""
+        """Whether anything is stored below ``path``; Keras asks this for lists of layers, which old files lack."""
 
     def visit(self, saveable: Any, path: str) -> AbstractContextManager[Callable[[Exception | None], None]]:
         """Return a context in which Keras loads a saveable; yields a function to call with the error, or ``None``."""

