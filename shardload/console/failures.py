@@ -37,11 +37,11 @@ _JAX_VARIABLE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a failed command reports: an exit code and a message."""
+    """What a failed command reports, on stderr and with ``--json`` also on stdout: an exit code and a message."""
 
     exit_code: int
     kind: str
-    """Name of the exception's class."""
+    """Name of the exception's class, which ``--json`` reports as ``type``."""
     message: str
     """What went wrong, in one paragraph; empty if the reader of stdout closed it, so that nobody reads the message."""
 

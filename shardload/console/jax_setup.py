@@ -125,7 +125,7 @@ def _jax_platforms(platform: Platform) -> str:
 
 
 def _simulate(jax: Any, needed: int) -> bool:
-    """Make JAX simulate ``needed`` CPU devices; return false if it has enough anyway, or has been started already."""
+    """Make JAX simulate ``needed`` CPU devices; return false if it has as many already, or is started and cannot."""
     if needed <= max(int(jax.config.jax_num_cpu_devices), 1):
         return False
     try:

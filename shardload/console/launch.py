@@ -28,7 +28,7 @@ _BY_HAND = "pass --coordinator-address, --num-processes and --process-id"
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """A kind of launcher (MPI, Slurm, Kubernetes), and the environment variables that it sets for each process."""
+    """A way to start several processes (mpirun, srun, Kubernetes), and the environment variables that each then has."""
 
     title: str
     command: str

@@ -65,7 +65,7 @@ class Results:
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; ``None`` if stdout is no terminal."""
+        """Columns of the terminal that stdout is; ``None`` if it is none, such as a file or pipe."""
         return shutil.get_terminal_size().columns if self.stream.isatty() else None
 
     @property
@@ -102,7 +102,7 @@ class Results:
 
 
 def has_object() -> bool:
-    """Whether this command has begun to write its JSON object to stdout, so that no second one may follow."""
+    """Whether this command has begun to write its JSON object to stdout; an error must not write a second one then."""
     return _wrote_object[0]
 
 

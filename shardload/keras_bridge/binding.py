@@ -130,7 +130,7 @@ class MeshParallel(keras.distribution.ModelParallel):  # type: ignore[misc]
         return self.sharding(Layout.replicated(self._mesh, rank))
 
     def sharding(self, layout: Layout) -> jax.sharding.NamedSharding:
-        """Return the sharding for a layout on this mesh."""
+        """Return the JAX sharding for a layout (which says what splits each dim) on the devices of this mesh."""
         return named_sharding(layout, self._devices)
 
 
@@ -230,7 +230,7 @@ class BindingSnapshot:
 
     @classmethod
     def of(cls, model: Model) -> BindingSnapshot:
-        """Record the current binding of ``model`` and the shardings of its variables."""
+        """Return a snapshot of the current binding of ``model`` and of the shardings of its variables."""
         found = tuple((v, sharding_of(v)) for v in state_of(model))
         return cls(model, binding_of(model), found)
 

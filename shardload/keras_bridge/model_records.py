@@ -28,7 +28,7 @@ class ModelRecord:
     devices: MeshDevices | None = None
     """Mesh of a model while its variables have no values; once they have some, the mesh is read from these."""
     restored: Any = None
-    """Step (a `StepInfo`) that a model was restored from, until ``fit`` continues from it."""
+    """Saved training step (a `StepInfo`) that a model was restored from, until ``fit`` continues from it."""
     first_epoch: int | None = None
     """Epoch at which the next ``fit`` of a model starts, if shardload's checkpoint callback has set it."""
     runs: dict[Path, str] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class ModelRecord:
     tokenizer: Any = None
     """Tokenizer of `text_source`, kept after its first use: building it takes longer than tokenizing a short text."""
     make_preprocessor: Callable[[], Any] | None = None
-    """Function that makes the preprocessor of a task on first use."""
+    """Function that makes the preprocessor of a task on first use, not already in the load."""
     built_from: str | None = None
     """Name of the checkpoint from whose configuration a backbone was built."""
     build_notes: tuple[str, ...] = ()

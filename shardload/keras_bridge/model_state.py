@@ -250,13 +250,13 @@ def policy_name(layer: Any) -> str | None:
 
 
 def named_weights(layer: Any) -> list[tuple[str, Variable]]:
-    """Return (name, weight) for a layer's own weights that can be frozen; a repeated name gets ``#2``, ``#3``."""
+    """Return (name, weight) for a layer's own weights, to record which are frozen; repeats are numbered: ``bias#2``."""
     weights = layer._trainable_variables if isinstance(layer, keras.Layer) else []
     return list(zip(numbered(v.name for v in weights), weights, strict=True))
 
 
 def seeds_of(saveable: Any) -> list[Variable]:
-    """Return the states of the seed generators that a layer tracks, in order of creation."""
+    """Return the states (variables) of the seed generators that a layer tracks, in order of creation."""
     return [generator.state for generator in getattr(saveable, "_seed_generators", ())]
 
 

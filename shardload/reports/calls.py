@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallReport:
-    """One call of ``from_preset``, ``load_model`` or ``load_weights``."""
+    """One call of ``from_preset``, ``load_model`` or ``load_weights`` that `shardload.fast` intercepted."""
 
     call: str
     """The call as it would be written in a program: ``GemmaCausalLM.from_preset('./gemma')``."""

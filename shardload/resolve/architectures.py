@@ -80,5 +80,5 @@ def _scale_widths(small: ArchitectureConfig, scale: float) -> None:
 
 
 def _eighths(value: float) -> int:
-    """Return the nearest multiple of eight, at least eight."""
+    """Return the multiple of eight that is nearest to a scaled dim, at least eight."""
     return 8 * max(1, round(value / 8))

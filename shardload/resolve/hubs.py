@@ -192,7 +192,7 @@ _SHOWN_SNAPSHOTS = 6
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """The parts of an ``hf://`` handle."""
+    """The parts of a handle ``hf://ORG/MODEL[@REVISION][/FILE]``."""
 
     repository: str
     revision: str | None
