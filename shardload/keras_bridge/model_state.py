@@ -220,7 +220,7 @@ def models_in(model: Model) -> list[Model]:
 
 
 def refresh_derived(model: Model) -> None:
-    """Make layers recompute constants derived from their variables: ``Normalization``'s mean and variance."""
+    """Make ``Normalization`` layers recompute their constants (mean, variance) from variables that have changed."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization) and layer.built and all(map(has_value, layer.variables)):
             layer.finalize_state()

@@ -211,7 +211,7 @@ def without_computing(function: Callable[[], None]) -> None:
 
 
 def is_tracing_error(error: Exception | None) -> bool:
-    """Whether an error only means that code needs real values, which it cannot get inside `without_computing`."""
+    """Whether an error of traced code (see `without_computing`) only means that the code needs real values."""
     return isinstance(error, jax.errors.JAXTypeError)
 
 

@@ -129,7 +129,7 @@ def swaps_averages_before(callback: Any) -> bool:
 
 
 def in_fit(frame: FrameType | None) -> bool:
-    """Whether a Python stack frame is that of a running `keras.Model.fit`, or was called by it."""
+    """Whether a Python stack frame, such as one that a signal interrupted, is inside a running `keras.Model.fit`."""
     return any(isinstance(found.f_locals.get("self"), keras.Model) for found in _frames(frame, "fit"))
 
 

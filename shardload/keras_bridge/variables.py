@@ -149,7 +149,7 @@ def unique(found: Iterable[Variable]) -> list[Variable]:
 
 
 def numbered(names: Iterable[str]) -> list[str]:
-    """Make names unique: append ``#2``, ``#3`` and so on where they repeat."""
+    """Make names (of variables, which may share one) unique: append ``#2``, ``#3`` and so on where they repeat."""
     seen: Counter[str] = Counter()
     found = []
     for name in names:

@@ -35,7 +35,7 @@ def alias_note(asked: str, found: str) -> str | None:
 
 
 def lookup(name: str) -> tuple[str, ArchitectureConfig]:
-    """Return an architecture's canonical name and configuration; KerasHub's ``_en`` ending is optional."""
+    """Return an architecture's own name and configuration; ``name`` may be an alias, or end in KerasHub's ``_en``."""
     known = architectures()
     for candidate in (name, name.removesuffix("_en")):
         found = aliases().get(candidate, candidate)
