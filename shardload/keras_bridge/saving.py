@@ -30,7 +30,7 @@ _assign_handler: ContextVar[_AssignHandler | None] = ContextVar("shardload_assig
 
 @contextmanager
 def assignments_to(handler: _AssignHandler) -> Iterator[None]:
-    """Inside the block, every ``variable.assign(value)`` of this thread calls ``handler`` instead."""
+    """Inside the block, ``variable.assign(value)`` calls ``handler``, to learn what layers and converters assign."""
     token = _assign_handler.set(handler)
     try:
         with _ASSIGN_PATCH.applied():
