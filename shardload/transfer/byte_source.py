@@ -1,4 +1,4 @@
-"""Where the threads of a transfer get the bytes of blocks from: it depends on the store, and on verification.
+"""Where the threads of a load get the bytes of blocks (ranges of files): it depends on store and verification.
 
 ============  ====================================  ========================================================
 store         bytes are not verified                bytes are verified, by the store or by a `Verifier`
@@ -54,26 +54,29 @@ from shardload.transfer.scratch import BlockMemory
 from shardload.units import exact_bytes
 
 MAX_RANGE_UNITS = 4
-"""Most units (MiB) per remote request: 4 MiB take 70 ms at 60 MB/s per connection, much longer than a round trip.
-Longer requests would leave fewer requests in flight."""
+"""Most units (of 1 MiB each) that one request to a remote store asks for. 4 MiB take 70 ms at 60 MB/s per connection,
+so that a round trip hardly counts. Longer requests would leave fewer requests in flight."""
 _MAX_AHEAD_BYTES = 64 << 20
-"""Most bytes of remote ranges that are on their way or in use. Two threads can then request twelve in advance."""
+"""Most bytes of memory for ranges of remote files (up to 4 MiB each) that were requested and are not yet used up. Two
+threads can then have twelve requests in advance."""
 _MIN_REMOTE_BUDGET_BYTES = 16 << 20
-"""Smallest host-memory budget in bytes that has room for the ranges requested from a remote store."""
+"""Smallest host-memory budget for a load from a remote store, in bytes: the ranges fetched in advance need this
+room."""
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
-"""Smallest host-memory budget in bytes with room for units. Below it, bytes are read twice: to verify, and to use."""
+"""Smallest host-memory budget, in bytes, with room for verified units (MiB) of files. With less, a load reads all bytes
+twice: to verify them, and to use them."""
 _IN_SCRATCH = ("staged", "packed")
-"""The values of `Block.how` for which a block passes through scratch memory.
+"""The values of `Block.how` for blocks that pass through scratch memory, a thread's own buffer between file and shards.
 
-Only such blocks are filled by `UnitReads` or `RangeReads`.
+Verified units and remote ranges are copied there, so `UnitReads` and `RangeReads` serve only such blocks.
 """
 
 Unit = tuple[Location, int]
-"""A file, and the number of a unit in it (`UNIT_BYTES` each, counted from 0)."""
+"""One unit of a file (the MiB that one digest covers): the file, and the unit's number, counted from 0."""
 
 
 class Verifier(Protocol):
-    """Compares a checkpoint's files with digests, one for each unit of `shardload.stores.store.UNIT_BYTES`.
+    """Compares the bytes of a checkpoint's files with saved digests, one for each unit (MiB) of a file.
 
     Threads may share a verifier. `shardload.runs.digests.Checker` implements it for training steps.
     """
@@ -102,7 +105,7 @@ class Verifier(Protocol):
 
 
 def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
-    """Verify a tensor's stored bytes; if a reader decodes the tensor, its whole files. Raises like `Verifier.check`."""
+    """Compare a tensor's stored bytes with their digests (`Verifier.check`); whole files if a reader decodes it."""
     if isinstance(tensor.storage, Decoded):
         for path in tensor.storage.reader.paths:
             verifier.check(path, 0, path.size)
@@ -112,16 +115,17 @@ def check_tensor(verifier: Verifier, tensor: Tensor) -> None:
 
 
 def _check(verifier: Verifier, path: Location, offset: int, n_bytes: int) -> None:
-    """Verify ``n_bytes`` of a file; if 0, the value is in some header of the file, so verify the whole file."""
+    """Verify ``n_bytes`` of a file from ``offset`` on; 0 means that a header has the value: verify the whole file."""
     start, stop = (offset, offset + n_bytes) if n_bytes else (0, path.size)
     verifier.check(path, start, stop)
 
 
 class ByteSource(ABC):
-    """Delivers the bytes of a transfer's blocks, and has these bytes verified; one instance serves all threads."""
+    """Where worker threads get the bytes of blocks (ranges of files), verified if need be. All threads share it."""
 
     shared_bytes: int = 0
-    """Bytes of memory that all threads share; the transfer takes them from the budget once, when it starts."""
+    """Bytes of host memory that the source takes for all threads together; the budget counts them when a load
+    starts."""
 
     def __init__(self, verifier: Verifier | None) -> None:
         self.verifier = verifier
@@ -130,7 +134,7 @@ class ByteSource(ABC):
 
     @abstractmethod
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """Copy ``n_bytes`` of a file into scratch (``flat``); return how many there were: fewer only at the file's end.
+        """Copy ``n_bytes`` of a file into scratch memory (``flat``); return how many: fewer only at the file's end.
 
         Raises:
             DamagedError: When the bytes do not match their digest; names step, file and offset.
@@ -143,7 +147,7 @@ class ByteSource(ABC):
         """Return how many bytes were read from files for the plan's ``blocks``, including reads that only verify."""
 
     def verifies(self, block: Block) -> bool:
-        """Whether `fill` verifies the bytes of a block itself, so that `check` does not have to read them."""
+        """Whether `fill` verifies the bytes of a block as it delivers them, so that `check` need not read them."""
         return block.how in _IN_SCRATCH
 
     def check(self, block: Block, tensor: Tensor) -> None:
@@ -173,7 +177,7 @@ class ByteSource(ABC):
         return found
 
     def cancel(self) -> None:  # noqa: B027 - optional
-        """Cancel requests in flight, so that no thread waits for them."""
+        """Cancel network requests in flight, so that no thread waits for them when a load ends early."""
 
     def close(self) -> None:
         """Close all files, which no thread may use any more."""
@@ -182,7 +186,7 @@ class ByteSource(ABC):
 
 
 def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "units", "ranges"]:
-    """Return which source a plan needs (``"units"``: `UnitReads`); raise `BudgetError` if its budget is too small."""
+    """Return which `ByteSource` a plan needs ("units": `UnitReads`); raise `BudgetError` if its budget is too small."""
     stores = {path.store for path in plan.files}
     is_verifying = any(store.is_verifying for store in stores)
     if any(store.is_remote for store in stores) and (verifier is None or is_verifying):
@@ -197,7 +201,7 @@ def source_kind(plan: LoadPlan, verifier: Verifier | None) -> Literal["files", "
 
 
 def byte_source(plan: LoadPlan, verifier: Verifier | None, *, threads: int) -> ByteSource:
-    """Create the source of a plan's bytes, for ``threads`` threads; raises like `source_kind`."""
+    """Create the `ByteSource` that delivers the bytes of a plan to ``threads`` threads; raises like `source_kind`."""
     blocks = (block for block in plan.blocks if block.how in _IN_SCRATCH)
     match source_kind(plan, verifier):
         case "files":
@@ -240,7 +244,7 @@ class FileReads(ByteSource):
 
 
 def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
-    """Describe the system calls that read ``n_bytes`` of a file, from any offset, into scratch (for `scatter_read`)."""
+    """Return the system calls that fill scratch with ``n_bytes`` of a file, at any offset, for `scatter_read`."""
     itemsize = flat.dtype.itemsize
     row_bytes, pitch_bytes = flat.row * itemsize or n_bytes, flat.pitch * itemsize
     grids = Grid.rows(0, flat.memory, n_bytes=n_bytes, row_bytes=row_bytes, pitch_bytes=pitch_bytes)
@@ -249,7 +253,7 @@ def _calls(flat: BlockMemory, n_bytes: int) -> list[ReadCall]:
 
 
 class UnitReads(ByteSource):
-    """Reads whole units of files, verified by the verifier or else by the store; keeps units that blocks share."""
+    """Reads files in whole units (MiB), verified as they are read; keeps a unit in memory while more blocks need it."""
 
     def __init__(self, blocks: Iterable[Block], *, kept_units: int, verifier: Verifier | None) -> None:
         """Count how many of ``blocks`` need each unit: the unit is freed once each of them was passed to `release`."""
@@ -265,7 +269,7 @@ class UnitReads(ByteSource):
         self._own = threading.local()
 
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """Copy bytes of a file into scratch out of its units, which are verified; see `ByteSource.fill`."""
+        """Copy bytes of a file into scratch from the file's units, which are verified first; see `ByteSource.fill`."""
         at = 0
         while at < n_bytes:
             unit, skip = divmod(offset + at, UNIT_BYTES)
@@ -342,7 +346,7 @@ class UnitReads(ByteSource):
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """Neighbouring units (MiB) of a remote file that are requested at once."""
+    """Neighbouring units (MiB) of a remote file that one request fetches, and how far that request is."""
 
     path: Location
     start: int
@@ -361,12 +365,12 @@ class _Range:
 
 
 class RangeReads(ByteSource):
-    """Requests ranges of remote files before blocks need them. Their bytes are verified only if the store does it."""
+    """Requests ranges of remote files (up to 4 MiB) before blocks need them. Only the store itself may verify them."""
 
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
-        """Plan the ranges of ``blocks``, which all pass through scratch; ``verifier`` is for all blocks that do not."""
+        """Decide which ranges to request for ``blocks`` (in scratch); ``verifier`` checks the blocks of other kinds."""
         super().__init__(verifier)
         self.shared_bytes = limit_bytes
         # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.
@@ -382,7 +386,7 @@ class RangeReads(ByteSource):
             self._add(block, most)
 
     def fill(self, flat: BlockMemory, n_bytes: int, *, path: Location, offset: int) -> int:
-        """Copy bytes of a file into scratch out of the ranges requested before; see `ByteSource.fill`."""
+        """Copy bytes of a file into scratch from the ranges that were requested in advance; see `ByteSource.fill`."""
         at = 0
         while at < n_bytes:
             wanted = self._of[path, (offset + at) // UNIT_BYTES]

@@ -34,7 +34,7 @@ def _range(dtype: np.dtype[Any]) -> tuple[int, int] | None:
 
 
 def check_cast(source: np.dtype[Any], target: np.dtype[Any], *, variable: str, tensor: str) -> None:
-    """Raise `MismatchError` for a cast that may do more than round values to a float, for example int64 to int32."""
+    """Raise `MismatchError` if a cast may change values by more than rounding to floats, for example int64 to int32."""
     if source == target:
         return
     # bool and complex have no range and are no floats here, so they load unchanged or not at all.
@@ -56,7 +56,7 @@ ENABLE_64_BITS = "Call jax.config.update('jax_enable_x64', True) before JAX is u
 
 
 def wide(dtype: np.dtype[Any]) -> str:
-    """Return a hint to append to a dtype's name: for a 64-bit dtype, the JAX setting that enables it; else ""."""
+    """Return what messages append to a dtype's name: for a 64-bit dtype, the JAX setting that enables it; else ""."""
     return ", with jax.config.update('jax_enable_x64', True)" if dtype.itemsize == 8 and dtype.kind in "iuf" else ""
 
 
@@ -70,7 +70,7 @@ def needs_64_bits(variable: str, dtype: np.dtype[Any]) -> MismatchError:
 
 
 def overflow_notes(tensors: Sequence[str]) -> tuple[str, ...]:
-    """Return a note for the report that a cast made finite values of ``tensors`` infinite; () if there are none."""
+    """Return a note for a load's report: a cast made finite values in ``tensors`` infinite. Empty if there are none."""
     if not tensors:
         return ()
     more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""

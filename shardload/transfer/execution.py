@@ -1,4 +1,4 @@
-"""Carry out a `LoadPlan`: read blocks, copy them into shards (`workers`) and place shards on devices (`placement`).
+"""Carry out a `LoadPlan`: read blocks (ranges of files), copy them to shards (`workers`), place these (`placement`).
 
 The calling thread submits blocks in file order and places variables as they complete. A few worker threads
 read and copy, and release the GIL while they do::
@@ -59,12 +59,15 @@ from shardload.units import exact_bytes
 __all__ = ["TransferMode", "TransferStats", "execute", "named_sharding", "place"]
 
 _QUEUED_PER_THREAD = 4
-"""Most submitted jobs per thread (`BUDGET_PARTS` in all): one runs, the others wait in case the caller is busy."""
+"""Most jobs per thread that are submitted and not finished (and `BUDGET_PARTS` for all threads). A job reads and copies
+blocks. One of them runs; the others wait, so that the thread has work while the caller is busy."""
 _JOB_BYTES = 4 << 20
-"""Most bytes of one job that moves many short blocks: 1 ms of work, 0.1 ms of Python. Small plans have smaller jobs."""
+"""Most bytes that one job reads, if it moves many short blocks: 1 ms of reading and copying for 0.1 ms of Python. Small
+plans have smaller jobs, so that every thread gets several."""
 PREPARED = 1024
-"""Most staged blocks to prepare before the first read. Preparing one takes 16 µs and 2 kB; during the reads, it would
-take 100 µs, because copying empties the CPU's caches. (Direct blocks take longer to prepare: not worth it.)"""
+"""How many staged blocks (which pass through scratch memory) to prepare before the first read. That takes 16 µs and 2
+kB each; during the reads, it would take 100 µs, because copying empties the CPU's caches. (Direct blocks take longer to
+prepare: not worth it.)"""
 _PLACED_TOGETHER = 32
 """Number of complete variables to place on devices at once: each takes 0.1 ms then, 0.4 ms if placed on its own."""
 
@@ -77,9 +80,10 @@ class TransferStats:
 
     read_bytes: int
     direct_bytes: int
-    """Bytes read straight into shard memory."""
+    """Bytes read straight into the memory of shards, without a copy through scratch memory."""
     peak_staging_bytes: int
-    """Peak bytes of host memory used for staging, without shard buffers that become the devices' memory."""
+    """Most bytes of host memory in use at a time for reading, decoding and uploading. Buffers that become the devices'
+    memory do not count."""
     read_s: float
     """Seconds of reading and decoding, summed over threads."""
     copy_s: float
@@ -238,7 +242,10 @@ class Transfer:
         return VariableTransfer(binding, shards, stored if widens else binding.dtype)
 
     def _jobs(self) -> Iterator[list[range]]:
-        """Yield each job as its runs of blocks: several short runs, or one run if it takes memory from the budget."""
+        """Yield the jobs for the threads. A job is a list of runs, each the range of blocks that are read together.
+
+        Short runs share a job. A run that takes memory from the budget is a job of its own.
+        """
         # In a small plan, jobs are small enough for every thread to get several.
         share = self.plan.read_bytes // (self.threads * _QUEUED_PER_THREAD * 2)
         most = min(_JOB_BYTES, share, self.plan.block_bytes, self.budget.limit_bytes // BUDGET_PARTS)

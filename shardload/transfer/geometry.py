@@ -38,10 +38,12 @@ from shardload.sharding.layout import Bounds
 from shardload.stores.location import Location
 
 SKIP_BYTES = 128 << 10
-"""Shortest gap of unneeded bytes that is skipped: reading a shorter gap costs less than one more block.
+"""Shortest gap of unneeded bytes in a file that is skipped. A shorter gap is read: that takes less time than a new
+read.
 
 Reading 128 KiB takes 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measured on a disk from which length on skipping is
-faster: from 128 KiB in one case, from more than 512 KiB in another."""
+faster: from 128 KiB in one case, from more than 512 KiB in another.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,11 @@ class Region:
     """How the region is encoded, if it can only be decoded as a whole; else None."""
 
     def stored_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Return how many bytes of the file the region takes; unknown for a decoded tensor: then its decoded size."""
+        """Return how many bytes of the file the region takes; if a reader decodes it, how many it has when decoded."""
         return self.size * dtype.itemsize if self.packed is None else self.packed.n_bytes
 
     def unpacking_bytes(self, dtype: np.dtype[Any]) -> int:
-        """Return the bytes of memory that decoding the region takes: encoded bytes, and twice the decoded ones."""
+        """Return the host memory in bytes that decoding takes: encoded plus twice the decoded size; 0 if not packed."""
         if self.packed is None:
             return 0
         return 2 * self.size * dtype.itemsize + self.packed.n_bytes + len(self.packed.kept)
@@ -74,12 +76,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class RegionView:
-    """The part of a variable that is stored in one region."""
+    """The part of a variable that is stored in one region (one chunk of a tensor, or the whole tensor)."""
 
     view: View
-    """The variable as a view of the region; offset 0 is the region's first element. Use only indices in ``box``."""
+    """Which element of the region each index of the variable is, by offset and strides; only for indices in ``box``."""
     box: Bounds
-    """Indices of the variable that the region contains."""
+    """The box of the variable's indices whose elements are in the region."""
 
 
 def regions(tensor: Tensor) -> Iterator[Region]:
@@ -153,7 +155,7 @@ def paths_of(tensor: Tensor) -> tuple[Location, ...]:
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
-    """Yield the tensors' regions by file and offset. A decoded tensor has no offset: it follows the previous tensor."""
+    """Yield regions in the order of reading: by file and offset. A decoded tensor, without offset, keeps its turn."""
     files: dict[Location, int] = {}
     reached: dict[Location, int] = {}
     placed = []
@@ -169,7 +171,7 @@ def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """A box of a view whose dims are sorted by stride, largest first (*address order*): the form that `cut` takes."""
+    """A box of a view, with its dims sorted by stride, largest first (*address order*), so that `cut` can cut it."""
 
     order: tuple[int, ...]
     """The view's dim numbers, largest stride first."""
@@ -222,7 +224,11 @@ def is_injective(view: View) -> bool:
 
 
 def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
-    """Return how long the runs are that are contiguous with both strides, and how many leading dims count the runs."""
+    """Return the length of runs of elements that are contiguous by both strides, and how many dims are outside of runs.
+
+    Shape (8, 6) with strides (12, 1) in the file and (6, 1) in a shard has runs of 6 elements, and 1 dim outside of
+    them.
+    """
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
         outer -= 1
@@ -231,7 +237,7 @@ def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tupl
 
 
 def cut(whole: Ordered, *, limit: int, skip: int) -> Iterator[Bounds]:
-    """Cut a box of a tensor into smaller boxes, each of which spans at most ``limit`` elements of the tensor.
+    """Cut a box of a tensor into boxes that are read one by one: each spans at most ``limit`` elements of the tensor.
 
     A box *spans* the elements from its first to its last in memory, with any gaps between them; a gap is shorter than
     ``skip`` elements. Boxes are yielded in address order.
@@ -273,5 +279,5 @@ def _level(whole: Ordered, limit: int, skip: int) -> tuple[int, int]:
 
 
 def largest_stride(view: View) -> int:
-    """Return the largest stride of a view's dims longer than 1; 0 if there are none."""
+    """Return the largest stride of a view's dims longer than 1, usually the length of a row; 0 if there are none."""
     return max((t for n, t in zip(view.shape, view.strides, strict=True) if n > 1), default=0)

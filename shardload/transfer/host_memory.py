@@ -32,7 +32,7 @@ MAPPED_BYTES = 128 << 10
 
 
 def memory(n_bytes: int) -> NDArray[np.uint8]:
-    """Allocate ``n_bytes`` of uninitialised memory that starts on a 64-byte boundary and that no later call reuses."""
+    """Allocate ``n_bytes`` of uninitialised memory on a 64-byte boundary; never reused, as a device may keep it."""
     if n_bytes >= MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
         huge = n_bytes - n_bytes % HUGE_PAGE_BYTES if hasattr(mmap, "MADV_HUGEPAGE") else 0
         area = mmap.mmap(-1, n_bytes + (HUGE_PAGE_BYTES if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -50,7 +50,7 @@ def memory(n_bytes: int) -> NDArray[np.uint8]:
 
 
 def stacked_arrays(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Allocate ``count`` arrays of one shape as one array of shape (count, *shape), each aligned, uninitialised."""
+    """Allocate ``count`` shards of one shape as one array of shape (count, *shape): uninitialised, each one aligned."""
     # Built from strides, as no reshape skips the padding between two shards.
     strides = [math.prod(shape[d + 1 :]) * dtype.itemsize for d in range(len(shape))]
     step = _step(math.prod(shape) * dtype.itemsize)
@@ -58,7 +58,7 @@ def stacked_arrays(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> 
 
 
 def arena(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-    """Allocate one array per shape, uninitialised, in C order and aligned, all in one piece of memory."""
+    """Allocate all shards of a variable in one piece of memory; return an uninitialised, aligned array per shape."""
     if len(shapes) == 1:
         (shape,) = shapes
         return [np.ndarray(shape, dtype, memory(math.prod(shape) * dtype.itemsize).data)]
@@ -94,7 +94,7 @@ class Budget:
         self.peak_bytes = 0
 
     def try_take(self, n_bytes: int, *, what: str) -> bool:
-        """Count ``n_bytes`` as taken and return True, or False if there is no room now; an error names ``what``."""
+        """Count ``n_bytes`` as taken for ``what``; return False if there is no room now. Raise if there cannot be."""
         if n_bytes > self.limit_bytes:
             raise BudgetError(
                 f"{what} needs {exact_bytes(n_bytes)} of host memory at once, but the budget is "

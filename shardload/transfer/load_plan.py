@@ -46,9 +46,11 @@ from shardload.transfer.geometry import SKIP_BYTES
 from shardload.units import exact_bytes
 
 BUDGET_PARTS = 16
-"""Number of parts of the host-memory budget: a staged or uploaded block takes one at most, so that several fit."""
+"""The host-memory budget is divided into this many parts. A block (range of a file) that is staged or uploaded takes
+one part at most, so that several blocks are in work at a time."""
 SMALL_BLOCK_BYTES = 64 << 10
-"""Longest block, in bytes, that is read together with its neighbours: an extra copy is faster than a separate read."""
+"""Longest block, in bytes, that is read together with its neighbours: one more copy, through scratch memory, is faster
+than a separate read."""
 RUN_BYTES = 512 << 10
 """Most bytes of small blocks in one read: they stay in a core's L2 cache until they are copied from there."""
 
@@ -76,7 +78,7 @@ class Binding:
 
     @classmethod
     def unsharded(cls, name: str, view: View, dtype: np.dtype[Any], variable: Any) -> Binding:
-        """Return a binding whose layout, the whole variable on one device, is provisional: the caller replaces it."""
+        """Return a binding without a chosen layout: it has a stand-in (all on one device) that the caller replaces."""
         return cls(name, view, dtype, Layout.replicated(ONE_DEVICE, len(view.shape)), variable)
 
 
@@ -85,12 +87,12 @@ How = Literal["direct", "staged", "packed", "decoded"]
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece:
-    """The part of one variable that one block contains."""
+    """The part of one variable that is in one block, which is a range of a file."""
 
     binding: int
     """Number of the variable in the plan's ``bindings``."""
     box: Bounds
-    """Indices of the variable that the block contains."""
+    """The box of the variable's indices whose elements are in the block."""
     view: View
     """Where the variable's elements are: a view of the block's region, which is the whole tensor or one chunk of it."""
 
@@ -111,9 +113,9 @@ class Block:
     read_bytes: int
     """Bytes that the block takes in the file: for packed and decoded blocks, encoded bytes."""
     host_bytes: int
-    """Bytes of host memory that moving the block needs besides the shard buffers; 0 for a ``direct`` block."""
+    """Bytes of host memory that moving the block needs besides the shards' buffers; 0 for a ``direct`` block."""
     row_elements: int
-    """Elements per row, as of a matrix, if a staged block goes through scratch a few rows at a time; else 0."""
+    """Elements per row of the tensor, if a staged block passes through scratch a few rows at a time; else 0."""
     step: int
     """Elements that go through scratch at a time: a multiple of ``row_elements``, or if that is 0, the whole block."""
     how: How
@@ -128,7 +130,7 @@ class Block:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of scratch memory that the thread that moves the block needs."""
+        """Bytes of scratch (a thread's own buffer) that the thread needs to move the block; 0 if it is decoded."""
         if self.how == "direct":
             # The bytes that the read skips, in total.
             size = self.stop - self.start
@@ -162,7 +164,7 @@ class LoadPlan:
     device_bytes: tuple[int, ...]
     """For each mesh position: bytes of the loaded variables that its device stores."""
     host_memory_bytes: int
-    """Budget in bytes for all that is staged in host memory."""
+    """Limit in bytes on the host memory for reading, decoding and uploading; shards of CPU devices do not count."""
     block_bytes: int
     """Most bytes that one block reads."""
     runs: tuple[range, ...]
@@ -195,7 +197,7 @@ class LoadPlan:
 
     @property
     def peak_staging_bytes(self) -> int:
-        """Most bytes of host memory in use for staging at a time; shard buffers do not count."""
+        """Most bytes of host memory that scratch and decoding may take at a time; shard buffers do not count."""
         # The transfer has at most BUDGET_PARTS jobs in flight; at worst, they are the largest.
         each = itertools.chain(self._together(), (b.host_bytes for b in self.blocks))
         return min(sum(sorted(each, reverse=True)[:BUDGET_PARTS]), self.host_memory_bytes)
@@ -210,7 +212,8 @@ class LoadPlan:
 def joined_runs(blocks: Sequence[Block], *, staged: Callable[[Block], int], limit_bytes: int) -> Iterator[range]:
     """Group neighbouring small blocks into runs, each read at once; yield the index range of each run.
 
-    ``staged`` returns how many bytes the shards have that a block fills; summed over a run, at most ``limit_bytes``.
+    ``staged`` returns the bytes of all shards that a block writes to. Their sum over a run is at most ``limit_bytes``,
+    because a load that uploads shards holds them all in host memory at that time.
     """
     first = read_bytes = staged_bytes = 0
     before: Block | None = None

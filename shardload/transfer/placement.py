@@ -75,7 +75,7 @@ def _cached_bounds(ranges: tuple[tuple[int | None, int | None], ...], shape: tup
 
 
 def place(value: NDArray[Any], layout: Layout, devices: Sequence[Any]) -> Any:
-    """Copy a host array, which may change afterwards, into a sharded `jax.Array`."""
+    """Copy a host array into a sharded `jax.Array`; the host array may be changed afterwards."""
     value = np.asarray(value)
     layout.shard_shape(value.shape)  # clearer error than JAX's for an indivisible dim
     sharding = named_sharding(layout, devices)
@@ -103,7 +103,7 @@ def _widened(array: Any, *, dtype: Any) -> Any:
 
 
 def widen(array: Any, *, dtype: Any) -> Any:
-    """Cast an array on the devices that store it; if other processes store some shards, cast each local shard alone."""
+    """Cast an array to a wider dtype on its devices; if other processes have some shards, each local shard alone."""
     # Every process would have to start a program over all devices in the same order, and they finish variables in any.
     if array.is_fully_addressable:
         return _widened(array, dtype=dtype)
@@ -129,7 +129,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
 
 
 class IncrementalArray:
-    """A variable allocated on its devices and filled piece by piece."""
+    """A variable that does not fit into the host-memory budget: allocated on its devices, and filled piece by piece."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], sharding: NamedSharding) -> None:
         self.shape = shape
@@ -142,7 +142,10 @@ class IncrementalArray:
         }
 
     def put(self, pieces: Mapping[Bounds, tuple[Bounds, NDArray[Any]]]) -> list[Any]:
-        """Upload a box of each shard (``pieces``); once the arrays returned are ready, host buffers may be reused."""
+        """Upload ``pieces`` into shards; per shard, by its box: the piece's box of the variable, and a host buffer.
+
+        Return arrays on the devices; once they are ready, the host buffers may be reused.
+        """
         uploaded = []
         for device, (bounds, shard) in self.shards.items():
             if bounds in pieces:
@@ -160,7 +163,7 @@ class IncrementalArray:
 
 @dataclass(eq=False, slots=True)
 class VariableTransfer:
-    """A variable that a transfer is filling: its shards, and the number of chunks still to be filled."""
+    """A variable that a load is filling: its shards, and how many chunks (boxes of it, placed at once) are missing."""
 
     binding: Binding
     shards: tuple[Bounds, ...]
@@ -198,7 +201,11 @@ class StackedShards:
         return self.shards[max(0, first) : max(0, last)]
 
     def part(self, piece: BlockPiece, *, by_rows: bool) -> CopyPart | None:
-        """Return one copy that moves a block's piece to all shards; None if a single copy cannot do that."""
+        """Return one copy that moves a block's piece to all shards at once; None if several copies are needed.
+
+        ``by_rows`` says that scratch holds only a few rows of the block at a time: one copy then works only for shards
+        that lie side by side within a row.
+        """
         view, box, d = piece.view, piece.box, self.dim
         width, count = self.first.shape[d], len(self.memory)
         begin = self.first.start[d]
@@ -236,7 +243,7 @@ def stacked_dim(boxes: tuple[Bounds, ...]) -> int | None:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """A box of a variable whose host buffers are allocated together; usually, the whole variable."""
+    """A part of a variable that is filled and placed on devices at once: usually all of it, else a box of it."""
 
     variable: VariableTransfer
     box: Bounds
@@ -279,7 +286,7 @@ class Chunk:
         self.buffers = dict(zip(common, held, strict=True))
 
     def parts(self, piece: BlockPiece, *, by_rows: bool = True) -> list[CopyPart]:
-        """Return the copies of a block's piece to this chunk's buffers, each of a few rows at a time if ``by_rows``."""
+        """Return the copies that move a block's piece to this chunk's buffers; ``by_rows``: a few rows at a time."""
         if self.stack is not None and (part := self.stack.part(piece, by_rows=by_rows)) is not None:
             return [part]
         found = []
@@ -292,7 +299,11 @@ class Chunk:
 
 
 def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer]) -> dict[tuple[int, int], Chunk]:
-    """Return the chunk that each piece of each block fills, by (block number, piece number): one per variable."""
+    """Make one chunk per variable; return the chunk that each piece of each block fills, by (block index, piece index).
+
+    A chunk is a part of a variable that is placed at once. It can be the whole variable where host buffers become the
+    devices' memory: they take nothing from the budget.
+    """
     chunks: dict[int, Chunk] = {}
     found: dict[tuple[int, int], Chunk] = {}
     for b, block in enumerate(blocks):
@@ -309,7 +320,11 @@ def whole_chunks(blocks: Sequence[Block], variables: Sequence[VariableTransfer])
 def limited_chunks(
     blocks: Sequence[Block], variables: Sequence[VariableTransfer], *, free_bytes: int
 ) -> dict[tuple[int, int], Chunk]:
-    """Like `whole_chunks`, but the chunks that are being filled at a time fit into half of ``free_bytes``."""
+    """Divide variables into chunks to upload; return the chunk of each piece, by (block index, piece index).
+
+    A chunk is a box of a variable that is filled on the host, uploaded and released. The chunks that are being filled
+    at a time fit into half of ``free_bytes``, so that those before them can still be on their way to the devices.
+    """
     pieces: dict[int, list[tuple[int, int, Bounds]]] = {}
     sharing: dict[str, set[int]] = {}
     for b, block in enumerate(blocks):
@@ -331,7 +346,7 @@ def limited_chunks(
 def _grouped(
     variable: VariableTransfer, pieces: list[tuple[int, int, Bounds]], limit: int
 ) -> list[tuple[Chunk, list[tuple[int, int]]]]:
-    """Join a variable's pieces into chunks of at most ``limit`` bytes; return each with the pieces it consists of."""
+    """Join a variable's pieces into chunks of at most ``limit`` bytes; return each with its (block, piece) indices."""
     whole = Bounds.whole(variable.binding.view.shape)
     itemsize = variable.staged.itemsize
     if sum(b.size for b in variable.shards) * itemsize <= limit:

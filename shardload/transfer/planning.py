@@ -53,24 +53,28 @@ __all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_b
 
 
 BLOCK_BYTES = 16 << 20
-"""Most bytes that one block reads; `shardload.transfer.load_plan` explains why."""
+"""Most bytes that one block (a range of a file) reads; `shardload.transfer.load_plan` explains why."""
 STAGED_BYTES = 2 << 20
-"""Most bytes of a staged block in scratch at a time: about the size of an L2 cache. 1 MiB would take twice as many
-Python calls; with 16 MiB, the copy out of scratch would read main memory and be a quarter slower."""
+"""Most bytes of a staged block that are in scratch memory at a time: about the size of an L2 cache. With 1 MiB, there
+would be twice as many Python calls; with 16 MiB, the copy out of scratch would read main memory and be a quarter
+slower."""
 _DECODED_BYTES = 2 << 20
-"""Most bytes of a decoded block, unless the tensor's reader can only decode more rows at once."""
+"""Most bytes of a block that the tensor's own reader decodes, unless the reader can only decode more rows at once."""
 DIRECT_RUN_BYTES = 2 << 10
-"""Shortest contiguous run, in bytes, that is read straight into a shard. Shorter runs go through scratch: in a scatter
-read, each would be an entry of its own (35 ns)."""
+"""Shortest run of bytes that is read from a file straight into a shard. Shorter runs go through scratch memory: each
+would be one more entry (35 ns) in the list of pieces that the system call takes."""
 _MIN_BLOCK_BYTES = 4 << 10
-"""Smallest limit on a block, in bytes (one page). A budget without room for sixteen such blocks is refused."""
+"""A small budget shortens blocks to this many bytes (one page), but no further: a budget without room for sixteen such
+blocks is refused."""
 DEFAULT_HOST_MEMORY = 256 << 20
 """Default host-memory budget for staging, in bytes: enough to keep every thread busy with several blocks. A larger
 budget does not make loading faster (docs/performance.md)."""
 SCRATCH_BYTES = 64 << 20
-"""Most scratch bytes of all threads together: 8 MiB for each of eight. If a thread needs more, fewer threads run."""
+"""Most bytes of scratch (each thread's own buffer) for all threads together: 8 MiB for each of eight threads. If a
+thread needs more, fewer threads run."""
 _CHECKING_BYTES = SCRATCH_BYTES + (64 << 20)
-"""Most bytes of a transfer for scratch, and for units (MiB) of files that are kept for later blocks or prefetched."""
+"""Most bytes that a verified or remote load takes for scratch, and for units (MiB of files) that it keeps for later
+blocks or requests in advance."""
 
 
 def plan_transfers(
@@ -171,7 +175,7 @@ def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A region of a tensor, and the part of each variable that is stored in it."""
+    """A region of a tensor (one chunk, or all of it) and the part of each variable in it; they are cut together."""
 
     tensor: Tensor
     region: Region
@@ -189,18 +193,18 @@ class TensorPart:
 
     @property
     def row_elements(self) -> int:
-        """Elements per row: the largest stride of the views if it is the same for all, else the region's size."""
+        """Elements per row, for copies by rows: the largest stride of the views; if it differs, the region's size."""
         strides = {largest_stride(seen.view) for seen in self.views.values()}
         return max(1, strides.pop() if len(strides) == 1 else self.region.size)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return the half-open ranges of the region's elements that the variables span, one per variable, sorted."""
+        """Return the range of the region's elements that each variable spans, sorted, to see which ones overlap."""
         starts = ((address(seen.view, seen.box.start), seen) for seen in self.views.values())
         return sorted((start, start + span(seen.box.shape, seen.view.strides)) for start, seen in starts)
 
 
 class Planner:
-    """Cuts tensors into blocks for one `plan_transfers` call; its fields are the arguments and results of the call."""
+    """Cuts the tensors of one `plan_transfers` call into blocks, which are ranges of files that are read in one go."""
 
     def __init__(
         self,
@@ -332,7 +336,7 @@ class Planner:
         return True
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
-        """Return the most bytes of a region's blocks; for a decoded tensor, a multiple of what is decoded at once."""
+        """Return the most bytes that a block of a region may read; if a reader decodes it, a multiple of its unit."""
         tensor, sharing = part.tensor, len(part.views)
         # A block longer than scratch passes through it row by row, so at least two rows must fit.
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES
@@ -399,7 +403,7 @@ class Planner:
         return elements * max((d.itemsize for d in wanted), default=0)
 
     def staged_bytes(self, block: Block) -> int:
-        """Return the bytes of all local shards that a block writes to: whole shards, each padded to a cache line."""
+        """Return the size of all local shards that a block writes to (whole, padded); uploads hold them in memory."""
         used = ((self.shards[piece.binding], self.bindings[piece.binding].dtype) for piece in block.pieces)
         return sum(len(shards) * (shards[0].size * dtype.itemsize + 63) for shards, dtype in used if shards)
 
@@ -423,7 +427,7 @@ class Planner:
 
 
 def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> Iterator[Block]:
-    """Yield the blocks of ``part``, made from the ``blocks`` of ``like``, an equal part in another place."""
+    """Yield the blocks of ``part`` by moving those of ``like``, for example the same weight of another layer."""
     other = dict(zip(like.views, part.views.items(), strict=True))
     by = part.region.offset - like.region.offset
     for b in blocks:

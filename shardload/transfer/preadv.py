@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from shardload.stores.store import File
 
 Entries = NDArray[np.int64]
-"""Array whose rows are (memory address, number of bytes), laid out like ``struct iovec`` on 64-bit systems."""
+"""The pieces of memory that one ``preadv`` call fills: an array with rows (address, number of bytes), laid out like
+``struct iovec`` on 64-bit systems."""
 
 _IOV_MAX = 1024
 """Most entries that one ``preadv`` call accepts on Linux and macOS."""
@@ -50,7 +51,10 @@ class ReadCall:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Runs of bytes of one length, regularly spaced in the file and in memory. The caller keeps the memory alive."""
+    """Equally long runs of bytes at regular distances in a file and in memory, such as the rows of one shard.
+
+    The caller keeps the memory alive.
+    """
 
     start: int
     """Byte offset of the first run in the file."""
@@ -116,7 +120,7 @@ def _sliced(found: Entries) -> Iterator[ReadCall]:
 
 
 def _stencilled(group: list[Grid]) -> Iterator[ReadCall]:
-    """Yield the calls of a group of grids; each one after the first is made by shifting the first one's addresses."""
+    """Yield the calls that fill a group of grids. The first is computed; the others are copies with moved addresses."""
     first = group[0]
     per_row = _count(group) // first.shape[0]
     rows = _IOV_MAX // per_row
@@ -169,7 +173,7 @@ def _lattice(origin: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDA
 
 
 def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArray[np.uint8]) -> Entries:
-    """Return the entries of any grids, in file order. Bytes between their runs are read into ``gap_memory``."""
+    """Return the entries of grids of any kind, in file order. Bytes between their runs are read into ``gap_memory``."""
     count = [math.prod(g.shape) for g in grids]
     # An empty run at ``stop`` turns the bytes after the last run into a gap like the others.
     starts = np.concatenate([_lattice(g.start, g.shape, g.steps).ravel() for g in grids] + [np.array([stop])])
@@ -187,7 +191,7 @@ def _any_entries(grids: Sequence[Grid], start: int, stop: int, gap_memory: NDArr
 
 
 def scatter_read(file: File, wanted: Iterable[ReadCall], offset: int) -> int:
-    """Read a file from ``offset`` on into the memory of ``wanted``; return the bytes read, fewer only at its end."""
+    """Read a file from ``offset`` on into the memory that ``wanted`` lists; return the bytes read: fewer at its end."""
     received = 0
     if (fd := file.descriptor) is None:
         for address, n_bytes in (entry for call in wanted for entry in call.entries.tolist()):

@@ -46,18 +46,18 @@ _UNSEEN_OVERFLOWS = ((_BFLOAT16, _FLOAT16), (np.dtype(np.float64), _BFLOAT16))
 
 @dataclass(frozen=True, slots=True)
 class CopyPart:
-    """The elements of one block that go to one shard buffer."""
+    """One copy to make: which elements of a block (a range of a file) go where in the buffer of one shard."""
 
     view: View
     box: Bounds
-    """Indices of the variable to copy."""
+    """The box of the variable's indices to copy."""
     target: NDArray[Any]
     """Where to copy the elements: a view of the shard buffer, with the shape of ``box``."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """A block's elements in memory: contiguous, or in rows of ``row`` elements that start ``pitch`` elements apart."""
+    """How a block's elements lie in memory: contiguous, or in rows of ``row`` elements every ``pitch`` elements."""
 
     memory: NDArray[np.uint8]
     dtype: np.dtype[Any]
@@ -77,7 +77,7 @@ class BlockMemory:
         return np.ndarray(shape, self.dtype, self.memory.data, *self.place(view, at))
 
     def place(self, view: View, at: int) -> tuple[int, tuple[int, ...]]:
-        """Return the byte offset of the block's element ``at`` in this memory, and the byte strides of ``view``."""
+        """Return the byte offset of element ``at`` of the block, and strides in bytes for ``view``, with padding."""
         itemsize = self.dtype.itemsize
         if self.row:
             at = at // self.row * self.pitch + at % self.row
@@ -85,7 +85,7 @@ class BlockMemory:
         return at * itemsize, tuple(t * itemsize for t in strides)
 
     def write(self, data: NDArray[Any], at: int) -> None:
-        """Copy ``data``, the block's bytes from byte ``at`` on, into this memory, leaving out the padding of rows."""
+        """Copy ``data``, the block's bytes from byte ``at`` on, into this memory; skip the padding after each row."""
         itemsize = self.dtype.itemsize
         row, pitch = self.row * itemsize, self.pitch * itemsize
         if not row:
@@ -136,7 +136,7 @@ class RowCopy:
             self.target = self.target.view(self.dtype)
 
     def source(self, scratch: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return a NumPy view of this part's elements in scratch, for the rows that scratch holds at a time."""
+        """Return a NumPy view of this part's elements in ``scratch``, for as many rows as scratch has at a time."""
         return np.ndarray(self.shape, self.dtype, scratch.data, self.offset, self.strides)
 
     def move(self, source: NDArray[Any], start: int, stop: int) -> None:
@@ -166,9 +166,10 @@ def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...])
 
 
 def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
-    """Return the elements per row of scratch if rows must be padded to avoid cache conflicts; 0 if they need not.
+    """Return the elements per row of scratch if a copy is faster with padding after each row; 0 if it is not.
 
-    Cache conflicts occur where a copy walks along the innermost dim of a shard: the stride of that dim is one row.
+    Padding avoids cache conflicts, which occur where a copy walks along the innermost dim of a shard with a stride of
+    one row.
     """
     view, box = parts[0].view, parts[0].box
     long = [d for d, n in enumerate(box.shape) if n > 1]
@@ -189,7 +190,7 @@ def _keeps_rows(part: CopyPart, row: int, start: int) -> bool:
 
 
 def grid_of(block: Block, part: CopyPart, itemsize: int) -> Grid:
-    """Return where each contiguous run of a part is in the file, and where it goes in the shard buffer."""
+    """Return, for a direct read, where each contiguous run of a part is in the file, and where it goes in the shard."""
     ordered = Ordered.of(part.view, part.box)
     buffer = tuple(part.target.strides[d] // itemsize for d in ordered.order)
     length, outer = contiguous_run(ordered.shape, ordered.strides, buffer)

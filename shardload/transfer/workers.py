@@ -136,12 +136,12 @@ class _Table(Generic[T]):
 
 
 _NOWHERE = np.empty(0, np.uint8)
-"""Stand-in for scratch memory, to compute how a block will lie in scratch before there is any."""
+"""Stand-in for scratch memory (a thread's own buffer), to compute how a block will lie in it before there is any."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
-    """Seconds that the threads spent on reading and on copying blocks, summed over the threads."""
+    """Seconds spent on reading and on copying blocks, for a load's statistics; of several threads, the sum."""
 
     read_s: float
     copy_s: float
@@ -152,7 +152,7 @@ class BlockTimes:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One block to move, and all that can be computed about it before it is read."""
+    """One block (range of a file) to move to shards, and all that can be computed about the move before it is read."""
 
     block: Block
     tensor: Tensor
@@ -168,7 +168,7 @@ class Task:
 
     @classmethod
     def of(cls, block: Block, tensor: Tensor, parts: list[CopyPart]) -> Task:
-        """Compute a block's task. Best before reads begin: later, copying empties the CPU's caches and slows Python."""
+        """Prepare a block's move. Best before reads begin: later, copying empties the CPU's caches and slows Python."""
         itemsize = tensor.dtype.itemsize
         if block.how == "direct":
             return cls(block, tensor, parts, [grid_of(block, part, itemsize) for part in parts])
@@ -181,7 +181,7 @@ class Task:
 
 
 class BlockCopier:
-    """Reads blocks and copies them into shard buffers; one instance serves all threads of a transfer."""
+    """Reads blocks (ranges of files) and copies them into shard buffers; one instance serves all threads of a load."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -317,6 +317,6 @@ class BlockCopier:
 
 
 def _flat(scratch: NDArray[np.uint8], block: Block, tensor: Tensor, row: int) -> BlockMemory:
-    """Describe how a staged block lies in ``scratch``: in padded rows of ``row`` elements, or if 0, without padding."""
+    """Return how a staged block lies in ``scratch``: in padded rows of ``row`` elements, or if 0, without padding."""
     pitch = row + PAD_BYTES // tensor.dtype.itemsize if row else 0
     return BlockMemory(scratch, tensor.dtype, block.start, row, pitch)
