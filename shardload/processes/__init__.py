@@ -35,13 +35,14 @@ from shardload.processes.heartbeats import RETURN_S, Heartbeat, first_line
 _T = TypeVar("_T")
 
 _WAIT_MS = 1000
-"""Milliseconds that one request waits for an answer; between requests, a wait looks for lost processes."""
+"""Milliseconds that one request for a message waits; between two requests, the caller looks for lost processes."""
 _JOIN_S = 18.0
 """Seconds to wait for messages of other processes once one process has failed: longer than the heartbeat takes to
 detect a lost process."""
 Word = dict[str, Any]
-"""A message from a process. Its keys are ``value`` (a result) and ``at`` (name of the meeting); or ``error``, ``kind``
-(class) and ``errno`` of a failure; or ``told`` (it stops because another failed); or ``absent`` (no message came)."""
+"""A message from one process to the others. Its keys are ``value`` (a result) and ``at`` (name of the meeting); or
+``error``, ``kind`` (class) and ``errno`` of a failure; or ``told`` (it stops because another process failed); or
+``absent`` (no message came)."""
 
 
 def count() -> int:
@@ -79,7 +80,7 @@ def coordinator() -> str:
 
 @functools.cache
 def heartbeat() -> Heartbeat:
-    """Return the heartbeat of this process; the first call starts it."""
+    """Return this process's heartbeat, by which others notice if it dies; the first call starts it."""
     made = Heartbeat(run_client(), index=index(), let_go=_let_go)
     made.start()
     return made
@@ -112,7 +113,11 @@ _starting: list[threading.Timer] = []
 
 @contextmanager
 def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[None]:
-    """Start JAX in another thread if the with block takes longer than ``after_s``; a later start raises any error."""
+    """Call ``start``, which starts JAX, in another thread if the with block takes longer than ``after_s`` seconds.
+
+    The block waits for other processes, and JAX in one of them may wait for JAX in this one. Errors of ``start`` are
+    ignored, as the next start raises them again.
+    """
 
     def run() -> None:
         with suppress(Exception):
@@ -141,7 +146,7 @@ def _end_starts() -> None:
 
 
 class _Call(threading.local):
-    """The joint call that a thread is making, if any."""
+    """The call that this thread makes together with all other processes (a `JointCall`), if any."""
 
     name = ""
 
@@ -236,7 +241,7 @@ class _Wait:
         self._until: float | None = None
 
     def word(self, client: Any, key: str, *, of: int) -> Word:
-        """Return the message of a process, or one that says why there is none."""
+        """Return the message of process ``of``, or a message that says why it sent none."""
         try:
             said = self.hear(client, key, of=of)
         except ProcessLostError as error:
@@ -244,7 +249,7 @@ class _Wait:
         return {"absent": True} if said is None else dict(json.loads(said))
 
     def hear(self, client: Any, key: str, *, of: int) -> str | None:
-        """Return the value of a key once it exists; ``None`` after the time limit."""
+        """Wait for a key that process ``of`` sets, and return its value; ``None`` after the time limit."""
         while True:
             try:
                 # In slices: neither Ctrl-C nor a lost process interrupts the call itself.
@@ -286,7 +291,7 @@ def run_watched(
 
 
 def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
-    """Make a request to process 0; raise as soon as process 0 counts as lost: if stopped, it would never answer."""
+    """Run ``request``, which process 0 answers; raise once process 0 counts as lost, as it will never answer."""
 
     def look(is_waiting: bool) -> None:
         if is_waiting:
@@ -302,7 +307,7 @@ def post(key: str, word: Word) -> None:
 
 
 def error_word(error: BaseException) -> Word:
-    """Describe an error in a message to the other processes."""
+    """Return the message that tells other processes about an error of this one, so that they can raise it, too."""
     word = {"error": str(error), "kind": type(error).__name__, "errno": getattr(error, "errno", None)}
     # Fields of an error that other processes need besides its class.
     fields = {name: getattr(error, name) for name in ("problem", "other_arguments") if hasattr(error, name)}
@@ -320,7 +325,7 @@ def raise_failure(said: Mapping[int, Word]) -> None:
 
 
 def from_elsewhere(process: int, heard: Word, *, foreign: type[ShardloadError]) -> ShardloadError:
-    """Return the error that another process reported, in its own class if shardload defines it, else as ``foreign``."""
+    """Rebuild an error that another process reported: in its own class if shardload has that, else as ``foreign``."""
     kind = getattr(errors, heard["kind"], None)
     known = isinstance(kind, type) and issubclass(kind, ShardloadError)
     # Its message already names the lost process, which is not the one that reports it.

@@ -22,11 +22,11 @@ from shardload.errors import DisagreementError, UninitialisedError
 _T = TypeVar("_T")
 
 Facts = dict[str, str]
-"""Name of a fact → the fact as text, which is equal on every process if the processes agree."""
+"""Facts that all processes should agree about: name → value as text, for example an argument's name and value."""
 
 
 class Meetings(Protocol):
-    """The methods of a `JointCall` by which processes exchange results."""
+    """What the comparison needs of a `JointCall`: the methods by which processes exchange results."""
 
     def together(self, do: Callable[[], _T], what: str) -> list[_T]:
         """Run ``do`` on every process and return all results; see `JointCall.together`."""
@@ -39,19 +39,19 @@ class Meetings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """One thing that must be the same on all processes."""
+    """One thing that must be the same on all processes, such as the arguments of a call they make together."""
 
     what: str
-    """Object of the sentence "processes disagree about …"."""
+    """What it is; errors say "the processes disagree about …" and this, for example "the arguments"."""
     facts: Callable[[], Facts]
     fix: str
     """What to do about a difference, as the last sentence of the message."""
     titles: Callable[[], Facts] = dict
-    """Returns readable titles for facts with unclear names; messages show the titles of process 0."""
+    """Returns titles for facts whose names do not explain them, by name; errors show those of process 0."""
 
 
 def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
-    """Return what to compare at the start of a call: the function's name, and the arguments as the caller gave them."""
+    """Return what processes compare as they begin a call together: its function's name, and its arguments as given."""
     return [
         Topic("the call", lambda: {"function": repr(function)}, "Make the same calls in the same order on all of them"),
         Topic("the arguments", lambda: _written(arguments), "Pass the same on every process"),
@@ -59,7 +59,7 @@ def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:
 
 
 def require(joint: Meetings, found: Sequence[Topic]) -> None:
-    """Check that the facts of these topics are the same on all processes; if not, all raise the first difference."""
+    """Compare the facts of these topics on all processes; if they differ, all processes raise the first difference."""
     facts = [topic.facts() for topic in found]
     # One meeting for all topics, with digests: the facts, a line per tensor, follow only where digests differ.
     of_each = joint.together(lambda: [facts_digest(one) for one in facts], f"the comparison of {found[0].what}")
@@ -83,7 +83,7 @@ def _raise_difference(joint: Meetings, topic: Topic, mine: Facts) -> NoReturn:
 
 
 def facts_digest(facts: Facts) -> str:
-    """Return a short digest, equal only for equal facts."""
+    """Return a short digest of facts, which processes exchange instead of the facts: equal only for equal facts."""
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 

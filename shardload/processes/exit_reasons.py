@@ -62,18 +62,18 @@ class ExitRecorder:
                 os.close(pipe)
 
     def note(self, doing: str) -> None:
-        """Send the current activity to the helper process, for the report of an unexpected exit."""
+        """Tell the helper process what this process does, for its report if this process exits unexpectedly."""
         if self._beside is not None and self._beside.stdin is not None:
             with suppress(OSError):
                 self._beside.stdin.write(f"{doing}\n")
                 self._beside.stdin.flush()
 
     def rest(self) -> None:
-        """Announce that this process may exit, so that its exit is not reported."""
+        """Tell the helper process that this process may exit now, so that its exit is not reported."""
         self.note(watchdog.END)
 
     def leave(self) -> None:
-        """End the helper process right before `os._exit`, and restore stderr, so that a last line can be written."""
+        """End the helper process right before `os._exit`; restore stderr, so that one more line can be written."""
         self._finalize()
 
     def write(self, cause: str) -> None:

@@ -28,15 +28,15 @@ _BEAT_S = 1.0
 _SILENT_S = 15.0
 """A process without a heartbeat for this long counts as lost; heartbeats go on while XLA compiles."""
 _LEAVE_S = 10.0
-"""Time limit for the heartbeat thread to end at exit; a request of the thread takes milliseconds, or never returns."""
+"""Seconds to wait at exit for the heartbeat thread to end; its request takes milliseconds, or never returns."""
 FIRST_S = 5.0
 """How long `Heartbeat.start` waits for the first beat of this process."""
 LINGER_S = 6.0
-"""How long process 0 waits at exit for the other processes, which JAX aborts when they lose process 0's service."""
+"""Seconds that process 0 waits at exit for the others: JAX aborts a process that loses process 0's service."""
 SETTLE_S = 3.0
-"""Time that a process may take from its last message to its exit, while Python unloads modules."""
+"""Seconds that process 0 gives the others from their last message to their exit, while Python unloads modules."""
 RETURN_S = 1.0
-"""Time limit for the heartbeat thread to end at exit if a process was lost: a request may then never return."""
+"""Seconds to wait at exit for the heartbeat thread to end if a process was lost: its request may then never return."""
 
 _ALIVE = "shardload/alive/"
 _LOST = "shardload/lost"
@@ -54,7 +54,7 @@ class Heartbeat:
 
     @staticmethod
     def say_left(client: Any, index: int) -> None:
-        """Report the exit of a process that never started a heartbeat."""
+        """Tell the others that this process exits, if it never started a heartbeat: they need not wait for it."""
         client.key_value_set(f"{_ALIVE}{index}", f"{_LEFT} {platform.node()} pid {os.getpid()}", allow_overwrite=True)
 
     def __init__(
@@ -74,7 +74,8 @@ class Heartbeat:
         self.lost: str | None = None
         """The message about the lost process; ``None`` while no process is lost."""
         self._heard: dict[int, tuple[str, float]] = {}
-        """The last beat of each process and its time. A process that never sent one does not count as lost."""
+        """The last beat of each process, and when it came. A process without an entry (no beat yet) cannot count as
+        lost."""
         self._left: set[int] = set()
         self._told: list[Callable[[str], None]] = []
         self._telling = threading.Lock()
@@ -84,7 +85,8 @@ class Heartbeat:
         self._rounds = 0
         self._found: dict[str, dict[str, str]] = {}
         self.each_beat: list[Callable[[], None]] = []
-        """Functions to call once per beat, in the watcher thread; they must not block."""
+        """Functions that the watcher thread calls once per beat, such as the checks of a joint call; they must not
+        block."""
         self._thread = threading.Thread(target=self._run, name="shardload-heartbeat", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="shardload-heartbeat-watch", daemon=True)
 
@@ -122,11 +124,11 @@ class Heartbeat:
             call(late)
 
     def ask(self, prefix: str) -> None:
-        """Read the keys below ``prefix`` at each beat, until `forget` is called."""
+        """Read the keys below ``prefix`` at each beat, until `forget`: other processes report their failures there."""
         self._found[prefix] = {}
 
     def values_below(self, prefix: str) -> dict[str, str]:
-        """Return the values that the last beat read below ``prefix`` (see `ask`), by key without ``prefix``."""
+        """Return the values below ``prefix`` that the last beat read (see `ask`), by the rest of their keys."""
         return self._found.get(prefix, {})
 
     def forget(self, prefix: str) -> None:
@@ -134,7 +136,7 @@ class Heartbeat:
         self._found.pop(prefix, None)
 
     def abandon(self) -> None:
-        """Record that other processes may not exit with this one, so that JAX does not wait for them at exit."""
+        """Note that other processes may never exit properly, so that JAX does not wait for them when this one exits."""
         self._abandoned = True
 
     # ---- the thread that makes requests ----------------------------------------------------------

@@ -35,7 +35,7 @@ _LOST_S = 8.0
 _FAILED_S = 20.0
 """How long this process may wait inside JAX after another process failed, before it is terminated."""
 _LOOK_S = 0.2
-"""Interval at which a process that waits for JAX to start checks that all others are still running."""
+"""Seconds between two checks that all other processes are still running, while this one waits for JAX to start."""
 
 
 class JointCall:
@@ -46,7 +46,7 @@ class JointCall:
 
     is_alone: ClassVar[bool] = False
     numbers: ClassVar[Iterator[int]] = itertools.count()
-    """Counts the joint calls of this process; the channel of a call is named after the call's number."""
+    """Numbers the joint calls of this process. The n-th calls of all processes find each other by this number."""
 
     def __init__(self, *, on_end: Callable[[], None] = lambda: None) -> None:
         self._on_end = on_end
@@ -83,7 +83,7 @@ class JointCall:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """If the with block fails on one process, raise its error on all; they may then `try_again` another way."""
+        """If the with block fails on one process, raise its error on all. They may then `try_again` in another way."""
         try:
             yield
         except BaseException as error:
@@ -92,7 +92,7 @@ class JointCall:
             raise cause from None
 
     def check(self) -> None:
-        """Raise if another process failed since the last meeting. It looks only at what the heartbeat has read."""
+        """Raise if another process has reported a failure since the last meeting; asks nobody, so it is fast."""
         self._beat.check()
         for process, word in self._failed().items():
             self._from_elsewhere = processes.from_elsewhere(process, word, foreign=ProcessFailedError)
@@ -127,7 +127,7 @@ class JointCall:
         self.together(lambda: None, what)
 
     def require(self, found: Sequence[agreement.Topic]) -> None:
-        """Check that the processes agree about these topics."""
+        """Raise on all processes unless they agree about these topics, for example the arguments of the call."""
         agreement.require(self, found)
 
     def watched(self, progress: Progress) -> Progress:
@@ -219,7 +219,7 @@ class JointCall:
         return {process: word for process, word in sorted(found.items()) if process != processes.index()}
 
     def _cause(self, said: dict[int, Word]) -> BaseException:
-        """Return the exception that all processes raise: the failure that caused the other failures."""
+        """Return the exception for a failed meeting: of all failures, the one that caused the others."""
         known = said if _primary(said) is not None else self._failed()
         process = _primary(known)
         if process is not None:
@@ -271,27 +271,27 @@ class JointCall:
 
 
 class Watched:
-    """A progress display that forwards to another one, and raises, between two blocks, if another process failed."""
+    """A progress display for a joint call: it forwards to another one, and raises as soon as another process failed."""
 
     def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
         self._progress, self._check = progress, check
 
     def start(self, total_bytes: int, description: str) -> None:
-        """Begin a stage; each process counts its own bytes."""
+        """Begin a stage of the load, such as reading; show this process's number with it. Only its own bytes count."""
         self._progress.start(total_bytes, f"{description} on process {processes.index()} of {processes.count()}")
 
     def advance(self, n_bytes: int) -> None:
-        """Raise if another process failed, else count the bytes; called between two blocks."""
+        """Raise if another process failed, else add to the bytes of the stage; called after each block is read."""
         self._check()
         self._progress.advance(n_bytes)
 
     def stop(self) -> None:
-        """End the stage."""
+        """End the stage that `start` began."""
         self._progress.stop()
 
 
 def _primary(said: dict[int, Word]) -> int | None:
-    """Return the process whose failure likely caused the others: damage, lost processes and XLA errors rank last."""
+    """Return the process whose failure likely caused the others'; damage, lost processes and XLA errors come last."""
     failed = [process for process, heard in said.items() if "error" in heard]
     return min(failed, key=lambda process: (_rank(said[process]), process), default=None)
 
@@ -365,7 +365,7 @@ class Alone:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run the block; errors are raised as they are."""
+        """Run the with block; its errors are raised as they are, as there is no other process to tell."""
         yield
 
     def try_again(self) -> None:
@@ -375,7 +375,7 @@ class Alone:
         """Do nothing: JAX starts when it is first used."""
 
     def draw_seed(self) -> int | None:
-        """Return ``None``: models draw from the user's generators."""
+        """Return ``None``, no seed for all: this process's model draws from the user's own random generators."""
         return None
 
 

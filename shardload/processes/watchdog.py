@@ -25,17 +25,17 @@ _FILE = ".failures.jsonl"
 END = "end"
 _TAIL_BYTES = 64 << 10
 _ANSWER_S = 3.0
-"""Time limit for connecting to the coordination service."""
+"""Seconds to wait for a connection to the coordination service, which shows whether process 0 still runs."""
 _DRAIN_S = 2.0
 """Time limit for reading the last output of the process: a program that the process started may keep the pipe open."""
 _FATAL = re.compile(rb"F\d{4} ")
 """Beginning of the line with which Abseil logs a fatal error; the stack trace follows it."""
 _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
-"""Beginning of the line that is logged before the fatal one when JAX aborts the process."""
+"""Beginning of a line that comes before the fatal one when JAX aborts the process; it is held back, too."""
 _RECENT_S = 120.0
 """An exit this soon after another process' failure counts as its consequence: JAX aborts the processes that wait."""
 _SETTLE_S = 2.0
-"""How long to wait until the helper of another process has recorded the failure that also ended this process."""
+"""Seconds to wait for the helper of another process to record the failure that also ended this process."""
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
@@ -55,7 +55,7 @@ def write_down(folder: str, record: dict[str, object]) -> None:
 
 
 def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
-    """Return the failures recorded after ``unix_s``, oldest first, from the last 64 KiB; invalid lines are skipped."""
+    """Return the failures noted in the folder after ``unix_s``, oldest first (of the last 64 KiB; no invalid lines)."""
     try:
         with open(os.path.join(folder, _FILE), "rb") as file:  # noqa: PTH118, PTH123
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -114,7 +114,7 @@ def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "",
 
 
 def _pass_on(output: int, held: list[bytes]) -> None:
-    """Copy lines from a pipe to stderr; from a fatal error on, append them to ``held`` instead."""
+    """Copy lines from a pipe to stderr; from a fatal error on, append to ``held``: the caller may print them later."""
     is_fatal = False
     with open(output, "rb") as lines:
         for line in lines:

@@ -31,7 +31,7 @@ from shardload.units import plural
 
 TIMEOUT_VARIABLE = "SHARDLOAD_REMOTE_TIMEOUT"
 ASK_AGAIN_S = 5.0
-"""How long to wait for a server that is asked once more to explain a failure."""
+"""How long to wait for a server that is asked once more, to explain in an error message why a request failed."""
 CHARACTERS_SHOWN = 300
 """How many characters of a store's own message an error shows."""
 COPY_FIRST = (
@@ -46,19 +46,20 @@ _ACCESS = {
 }
 _STATUS = re.compile(r"\[HTTP code (\d{3})\]|\[http_response_code='(\d{3})'\]")
 _BODY = re.compile(r"\[http_response_body=.*?\](?=\s*\[|$)")
-"""Matches the text of the server in TensorStore's message; it may contain anything, also false status codes."""
+"""Matches the server's own text in TensorStore's message. It is cut out before a status code is looked for, because it
+may contain anything."""
 _SENTENCE = re.compile(r"\s*\[http_response_body=.*?\](?=\s*\[|$)|\s*\[source locations.*|\s*\[[a-z_\-]+='[^']*'\]")
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_REDIRECTS = 5
 """Limit on redirects for one file. Hugging Face's hub redirects once or twice; browsers give up after twenty."""
 _PIECE = 1 << 16
-"""How many bytes `ask_again` reads at a time."""
+"""How many bytes `ask_again` reads at a time: between two reads, it looks at the clock."""
 _MAX_URL = 1 << 13
 """Limit on the characters of an address; a signed address has one to two thousand."""
 
 
 class OutOfRangeError(TransferError):
-    """Raised when a request wants bytes past the end of an object, which is a file in a store."""
+    """Raised when a request wants bytes past the end of an object (a file in a store): the object is too short."""
 
 
 def is_http(url: str) -> bool:
@@ -110,7 +111,7 @@ def stalled(url: str, name: str, timeout_s: float, answer: Answer | None = None)
 
 
 def web_page(url: str, name: str) -> TransferError | None:
-    """Ask an HTTP server for a file; return an error if it sends a web page instead, otherwise ``None``."""
+    """Ask an HTTP server for a file; return an error if it sends a web page instead, such as a login, else ``None``."""
     if not is_http(url):
         return None
     asked = f"{url}/{quote(name)}"
@@ -130,7 +131,7 @@ def web_page(url: str, name: str) -> TransferError | None:
 
 
 def status_in(error: BaseException | None) -> int | None:
-    """Return the HTTP status that the text of a TensorStore error contains; ``None`` without one."""
+    """Return the HTTP status in the text of a TensorStore error, which has no field for it; ``None`` without one."""
     found = _STATUS.search(_BODY.sub("", " ".join(str(error).split())))
     return None if found is None else int(found[1] or found[2])
 
@@ -178,7 +179,7 @@ def follow_redirects(url: str, *, timeout_s: float) -> str:
 
 
 def redirect_of(url: str, *, timeout_s: float) -> str | None:
-    """Return the address, as the server writes it, that ``url`` redirects to; ``None`` if it does not redirect."""
+    """Return where ``url`` redirects to, as the server writes it (perhaps relative); ``None`` without a redirect."""
     try:
         with _asked(url, timeout_s) as answer:
             # Any other status is told by the request for the bytes.
@@ -189,7 +190,7 @@ def redirect_of(url: str, *, timeout_s: float) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server sent within a time limit."""
+    """What a server sent within a time limit when it was asked once more, to explain why a request failed."""
 
     status: int | str
     """HTTP status; 0 if no answer came in time; the reason as text if the server could not be asked."""
@@ -199,7 +200,7 @@ class Answer:
 
 
 def ask_again(url: str, wanted: slice | None, *, timeout_s: float) -> Answer:
-    """Request a range of an object (``None``: all of it); return how many bytes arrive within ``timeout_s``."""
+    """Request a range of an object once more (``None``: all of it), and count the bytes that come in ``timeout_s``."""
     start, stop = (wanted.start or 0, wanted.stop) if wanted is not None else (0, None)
     until_s = time.monotonic() + timeout_s
     try:

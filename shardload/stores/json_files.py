@@ -21,13 +21,14 @@ from shardload.units import exact_bytes
 MAX_JSON_BYTES = 1 << 25
 """Limit on a JSON file, 32 MiB. The largest known index (hundreds of shards, 90k tensors) has 9 MB, a config 5 MB."""
 _MIN_BYTES_PER_CONTAINER = 16
-"""JSON with fewer bytes than this per list or object is refused: Python needs 200 for each. Real files have 50."""
+"""JSON text with fewer bytes than this per list or object is refused, as it would take much memory: Python needs 200
+bytes for each. Real files have 50 bytes of text for each."""
 _FREE_CONTAINERS = 1024
-"""How many lists and objects any JSON text may contain, however short; longer ones may contain more."""
+"""How many lists and objects a short JSON text may contain in any case; a longer text may contain more."""
 _SMALL_BYTES = 4096
-"""JSON objects up to this size are read at once; in a larger one, the closing brace is checked first."""
+"""JSON objects up to this size in bytes are read at once; of a larger one, the end is read first, to find a brace."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-"""Matches a JSON string with its quotes."""
+"""Matches a JSON string with its quotes, whose brackets begin no list or object."""
 
 
 def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def read_object(path: str | os.PathLike[str] | Location) -> dict[str, Any]:
 
 
 def read_optional(path: str | os.PathLike[str] | Location) -> Any:
-    """Return the JSON value in a small file of any kind; ``None`` if it is missing, damaged, too large or not JSON."""
+    """Return the JSON value of a file that may be anything; ``None`` if it is missing, damaged, too big or not JSON."""
     where = located(path)
     try:
         with closing(where.open()) as file:

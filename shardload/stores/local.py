@@ -47,13 +47,13 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def without_file_scheme(source: Any) -> Any:
-    """Return the path in ``file:///path``; anything else is returned unchanged."""
+    """Return the path of a URL ``file:///path``; anything else is returned unchanged."""
     return source[len(_FILE) :] if isinstance(source, str) and source[: len(_FILE)].lower() == _FILE else source
 
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str = "shardload-") -> Iterator[Path]:
-    """Yield a private folder, which is removed afterwards."""
+    """Yield a new folder for temporary files, which only this user can read and which is removed afterwards."""
     try:
         made = tempfile.TemporaryDirectory(prefix=prefix)
     except OSError as error:
@@ -89,7 +89,7 @@ def any_home() -> Iterator[None]:
 
 
 def local_target(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a user asks to write to, with ``~`` expanded; raise if it is a URL."""
+    """Return the path to which a user wants to write, with ``~`` expanded; raise if the user gave a URL."""
     text = os.fspath(path)
     if (scheme := _SCHEME.match(text)) is None:
         found = expanded(path)
@@ -114,7 +114,7 @@ def working_folder(target: Path) -> Path:
 
 
 def read_exact(fd: int, buffer: memoryview, offset: int, path: str) -> None:
-    """Fill ``buffer`` with the bytes of an open file that start at ``offset``; messages name ``path``."""
+    """Fill ``buffer`` with the bytes from ``offset`` on of the open file ``fd``; error messages call it ``path``."""
     # `cast` raises for a view with a zero in its shape.
     rest = buffer.cast("B") if buffer.nbytes else memoryview(b"")
     # A system call reads at most 2 GiB, and network file systems may return less.
@@ -249,7 +249,7 @@ _private_folders: set[str] = set()
 
 
 def make_private_folder() -> Path:
-    """Create an empty folder that only this user can read."""
+    """Create an empty folder for copies of files, which only this user can read."""
     # `mkdtemp` gives the folder mode 0700.
     folder = os.path.realpath(tempfile.mkdtemp(prefix="shardload-copy-"))
     _private_folders.add(folder)
@@ -263,14 +263,14 @@ def remove_private_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def remove_private_folders() -> None:
-    """Remove all private folders, before `os._exit`, which runs neither finalizers nor atexit functions."""
+    """Remove all folders of `make_private_folder`; for use before `os._exit`, which runs no cleanup functions."""
     # A copy of the set, because `remove_private_folder` changes it.
     for folder in list(_private_folders):
         remove_private_folder(folder)
 
 
 class _PrivateCopy(LocalStore):
-    """A store of one private file, which is removed when this object is garbage-collected."""
+    """A store of one file that only this user can read, removed when this object is garbage-collected."""
 
     def __init__(self, shown: str) -> None:
         self._shown = shown
@@ -289,9 +289,9 @@ class _PrivateCopy(LocalStore):
 
 
 def write_private_copy(blocks: Iterable[bytes], *, n_bytes: int, shown: str) -> Location:
-    """Write bytes to a private file, and return its location. The file is removed once nothing refers to the location.
+    """Write bytes to a temporary file that only this user can read; return its location. Messages call it ``shown``.
 
-    An error that ``blocks`` raises passes through, and the file is removed.
+    The file is removed once nothing refers to the location, or if ``blocks`` raises an error, which passes through.
     """
     try:
         copy = _PrivateCopy(shown)

@@ -107,7 +107,7 @@ class Location:
             return file.n_bytes
 
     def read_header(self, count: int, *, offset: int, what: str) -> bytes:
-        """Read ``count`` bytes of a header; if the file has fewer, raise before memory is allocated."""
+        """Read ``count`` bytes of a header; if the file has fewer, raise an error that says ``what`` is cut off."""
         with closing(self.open()) as file:
             return read_bytes(file, count, offset=offset, path=str(self), what=what)
 
@@ -124,13 +124,13 @@ class Location:
 
 
 def is_litter(path: str) -> bool:
-    """Whether the last part of a path is the name of litter: a file that operating systems leave in folders."""
+    """Whether a path ends with the name of litter, a file that an operating system leaves behind (``.DS_Store``)."""
     name = path.rpartition("/")[2]
     return name in _LITTER or name.startswith(_LITTER_PREFIXES)
 
 
 class _Nowhere(Store):
-    """A store without files, for models of which only a description exists."""
+    """A store without files: the place of tensors that have shapes but no values, if only a model's config exists."""
 
     def shown(self, key: str) -> str:
         return key
@@ -154,7 +154,7 @@ def nowhere(name: str) -> Location:
 
 
 def is_nowhere(location: Location) -> bool:
-    """Whether a location was made by `nowhere`: tensors there have no values."""
+    """Whether a location was made by `nowhere`: there are no files, so the tensors there have no values."""
     return location.store is _NOWHERE
 
 
@@ -170,7 +170,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, paths: Iterable[Location]) -> Fingerprint:
-        """Return the fingerprint that files have now."""
+        """Return the fingerprint of files as they are now: their sizes and versions."""
         return cls({path: path.identity() for path in paths})
 
     def check(self) -> None:

@@ -18,7 +18,8 @@ from shardload.stores.store import UNIT_BYTES, FileIdentity, Kind, Store
 from shardload.units import exact_bytes
 
 _KEPT_UNITS = 8
-"""How many MiB of an open file are kept in memory for short reads, such as those of HDF5's and ZIP's headers."""
+"""How many MiB of an open remote file are kept in memory, because headers of HDF5 and ZIP are read in many short
+pieces."""
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 
 
@@ -102,7 +103,7 @@ class RemoteObject:
         return found
 
     def begin(self, start: int, stop: int) -> PendingObject:
-        """Start to fetch bytes ``[start, stop)`` of the object; see `shardload.stores.store.RemoteFile`."""
+        """Request bytes ``[start, stop)`` of the object, to wait for later; see `shardload.stores.store.RemoteFile`."""
         stop = min(stop, self.n_bytes)
         fetch = self._store.requests.begin(self._key, start, stop) if start < stop else None
         return PendingObject(fetch, stop - start, shown=self._store.shown(self._key))
@@ -131,7 +132,7 @@ class RemoteObject:
 
 
 class PendingObject:
-    """A pending request for bytes of an object."""
+    """A pending request for bytes of an object, which is a file in a remote store."""
 
     def __init__(self, fetch: Fetch | None, n_bytes: int, *, shown: str) -> None:
         self._fetch, self._n_bytes, self._shown = fetch, n_bytes, shown
@@ -152,7 +153,7 @@ class PendingObject:
 
 
 class NameTree:
-    """Files and folders of a remote store. Folders follow from slashes in file names, as a store lists only files."""
+    """Files and folders of a remote store, found from the files' names, as a store lists only files, no folders."""
 
     def __init__(self, files: Collection[str]) -> None:
         self.kinds: dict[str, Kind] = {"": "folder"}

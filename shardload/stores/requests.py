@@ -21,15 +21,17 @@ from shardload.stores.answers import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeErr
 from shardload.units import exact_bytes
 
 _DEFAULT_TIMEOUT_S = 120.0
-"""Longest wait for a response; TensorStore would wait forever. In this time, 0.5 MB/s transfer 64 MiB."""
+"""Longest wait for a store's response, in seconds; TensorStore would wait forever. At 0.5 MB/s, 64 MiB arrive in this
+time."""
 _FIRST_ANSWER_S = 30.0
 """Longest wait for a store's first response, which is small."""
 RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
 """How often a failed request is repeated, and after which delays; TensorStore's 32 attempts would take 15 minutes."""
 WAIT_S = 0.25
-"""Interval at which a waiting thread checks whether other requests made progress."""
+"""How often, in seconds, a waiting thread looks whether the store has answered other requests. If so, its own request
+is not stalled, but waits its turn."""
 _PROBES = 16
-"""How many single bytes are requested at once to find the size of an object."""
+"""How many single bytes are requested at once to find the size of an object (see `Requests.size`)."""
 _MOVED_S = 60.0
 """How long the target of a redirect is reused: short, because signed addresses expire, mostly after minutes."""
 
@@ -91,7 +93,7 @@ class Requests:
         return self._kv.read(name, byte_range=asked)
 
     def follow(self, error: BaseException, name: str) -> bool:
-        """If a request failed because of a redirect, follow the redirect; return whether to send the request again."""
+        """Follow the redirect if a request failed because of one; return whether the request should be sent again."""
         status = answers.status_in(error)
         if self.can_list or status not in answers.REDIRECTS:
             return False
@@ -194,7 +196,7 @@ class Requests:
 
 
 class _Progress:
-    """When a store last responded, and whether it redirects; shared by all threads that wait for the store."""
+    """When a store last responded, so that threads that wait for it know if it is silent; and if it redirects."""
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()
@@ -214,7 +216,7 @@ class _Progress:
             self._waiting += 1
 
     def restart(self) -> None:
-        """Start the time limit again, because a request was sent again."""
+        """Restart the time limit of all waiting threads, because a request was sent once more."""
         with self._lock:
             self.at_s = time.monotonic()
 
@@ -299,7 +301,7 @@ class Fetch:
 
 
 def timeout_s(*, first: bool) -> float:
-    """Return how many seconds a store may stay silent; ``first`` is for a store that has never responded."""
+    """Return after how many silent seconds a store counts as stalled; ``first`` if it has never responded."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return _FIRST_ANSWER_S if first else _DEFAULT_TIMEOUT_S

@@ -30,7 +30,7 @@ Smaller units would over-read less, but the lists of digests would grow (16 byte
 """
 
 Kind = Literal["file", "folder", "other"]
-"""``other``: something that cannot be read, such as a pipe or a device."""
+"""What a name in a store belongs to. ``other`` is something that cannot be read, such as a pipe or a device."""
 
 
 class File(Protocol):
@@ -56,7 +56,7 @@ class File(Protocol):
         ...
 
     def read_unchecked(self, buffer: memoryview, offset: int) -> None:
-        """Like `read_into`, without verification; the caller verifies."""
+        """Fill ``buffer`` with the bytes from ``offset`` on, not compared with digests: the caller compares them."""
         ...
 
     def close(self) -> None:
@@ -80,13 +80,16 @@ class RemoteFile(File, Protocol):
     """A file of a remote store that has no local copy: its bytes can be requested before they are needed."""
 
     def begin(self, start: int, stop: int) -> PendingBytes:
-        """Start to fetch bytes ``[start, stop)``; if the store verifies, whole units. ``stop`` may be past the end."""
+        """Request bytes ``[start, stop)``, to be awaited later; whole units (MiB) if the store verifies them.
+
+        ``stop`` may be past the end of the file.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Size and version of a file, which show whether it was changed or replaced."""
+    """Size and version of a file. If they differ from those noted before, the file was changed or replaced."""
 
     size: int
     """Size in bytes."""
@@ -190,7 +193,7 @@ def read_bytes(file: File, count: int, *, offset: int, path: str, what: str) -> 
 
 
 class FileStream(io.RawIOBase):
-    """A read-only stream over a part of a file, for libraries that accept a file object; closing it closes the file.
+    """A part of a file as a read-only Python file object, for libraries that accept one; closing it closes the file.
 
     ``before_read`` is called with position and length before each read, and may raise to refuse it.
     """

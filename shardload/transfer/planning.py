@@ -440,7 +440,7 @@ def _shifted(like: TensorPart, blocks: tuple[Block, ...], part: TensorPart) -> I
 
 
 def _merge(spans: list[tuple[int, int, BlockPiece]], limit: int) -> Iterator[tuple[int, int, tuple[BlockPiece, ...]]]:
-    """Join ranges that touch or overlap into blocks of at most ``limit`` elements; a single range may be longer."""
+    """Join ranges (start, stop, piece) that touch into blocks of at most ``limit`` elements, or of one longer range."""
     held: list[BlockPiece] = []
     first = last = 0
     for start, stop, piece in spans:

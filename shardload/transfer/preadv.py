@@ -76,7 +76,7 @@ class Grid:
 
     @classmethod
     def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
-        """Map ``n_bytes`` of a file to rows of ``row_bytes`` in memory, which start every ``pitch_bytes``."""
+        """Return grids for ``n_bytes`` of a file: rows of ``row_bytes``, every ``pitch_bytes`` in memory, and atail."""
         count, rest = divmod(n_bytes, row_bytes)
         address = target.ctypes.data
         found = [cls(start, address, row_bytes, (count,), (row_bytes,), (pitch_bytes,))] if count else []

@@ -38,7 +38,7 @@ def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
 
 
 def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive ranges of a tensor's rows, of at most ``limit_bytes`` unless more must be read at once."""
+    """Yield consecutive row ranges of a tensor, each of at most ``limit_bytes``, or what can only be read at once."""
     row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
     match tensor.storage:
         case Decoded(reader):
@@ -65,7 +65,7 @@ def stored_of(packed: Packed) -> bytes | bytearray:
 
 
 def stored_chunks(rows: EncodedRows, *, limit_bytes: int) -> Iterator[NDArray[np.uint8]]:
-    """Yield the stored bytes of encoded rows, without decoding them, in arrays of at most ``limit_bytes``."""
+    """Yield the stored bytes of encoded rows, undecoded, in arrays of at most ``limit_bytes``: to compare files."""
     for path, offset, n_bytes in rows.ranges:
         for start in range(0, n_bytes, limit_bytes):
             value = np.empty(min(limit_bytes, n_bytes - start), np.uint8)

@@ -205,7 +205,7 @@ class BlockCopier:
             ) from error
 
     def move_together(self, tasks: Sequence[Task]) -> BlockTimes:
-        """Read neighbouring blocks of a file in one read, and copy each block into the shard buffers of its task."""
+        """Read small neighbouring blocks of a file in one read, and copy each into the shard buffers of its task."""
         first, last = tasks[0].block, tasks[-1].block
         began, n_bytes = time.perf_counter(), last.offset + last.read_bytes - first.offset
         whole = BlockMemory(self._scratch(n_bytes), np.dtype(np.uint8), 0)
