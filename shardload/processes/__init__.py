@@ -46,7 +46,7 @@ Word = dict[str, Any]
 
 
 def count() -> int:
-    """Return the number of processes; does not start a JAX backend if `jax.distributed` was set up."""
+    """Return the number of processes in this run; starts no JAX backend if `jax.distributed` was set up."""
     state = _distributed.global_state
     # jax.process_count() starts the backend, and with it waits for all other processes.
     return int(jax.process_count() if state.client is None else state.num_processes)
@@ -74,7 +74,7 @@ def are_several() -> bool:
 
 
 def coordinator() -> str:
-    """Return ``host:port`` of the coordination service."""
+    """Return ``host:port`` of the coordination service, through which the processes of a run exchange messages."""
     return str(_distributed.global_state.coordinator_address)
 
 
@@ -137,7 +137,7 @@ def starting_meanwhile(start: Callable[[], Any], after_s: float) -> Iterator[Non
 # Runs after the heartbeat has stopped, which is registered later, and before JAX's own shutdown.
 @atexit.register
 def _end_starts() -> None:
-    """Shut JAX down at exit if a thread is still starting it, so that the thread ends; else it aborts the process."""
+    """At exit, shut JAX down if a thread is still starting it: the thread then ends, and does not abort the process."""
     if any(one.is_alive() for one in _starting):
         with suppress(Exception):
             jax.distributed.shutdown()
@@ -151,7 +151,7 @@ class _Call(threading.local):
     name = ""
 
     def check(self) -> None:
-        """Raise the failure of another process, if any."""
+        """Raise if another process failed in this call; outside of a joint call, do nothing."""
 
 
 call = _Call()
@@ -345,7 +345,7 @@ def from_elsewhere(process: int, heard: Word, *, foreign: type[ShardloadError]) 
 
 
 def run_client() -> Any:
-    """Return the client of this run's key-value store."""
+    """Return the client of this run's key-value store, through which processes exchange messages; raise without one."""
     client = _distributed.global_state.client
     if client is None:
         raise ProcessLostError(

@@ -138,5 +138,5 @@ def require_agreement(values: Iterable[Any], path: str, sharding: Sharding) -> N
 
 @functools.cache
 def _channel(members: tuple[int, ...], call: str) -> processes.Channel:
-    """Return a channel for one joint call alone: a call that fails may leave an exchange on its channel incomplete."""
+    """Return a channel for `require_agreement` in one joint call: a failed call may leave an exchange incomplete."""
     return processes.Channel("-".join(("initial", *map(str, members), call)), members=members)

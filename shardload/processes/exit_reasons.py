@@ -22,7 +22,7 @@ from shardload.processes import watchdog
 
 
 class ExitRecorder:
-    """Records failures of this process in the folder of the steps; does nothing in a run of one process.
+    """Records why this process failed, in the folder of the training steps (saved states); not in a run of one process.
 
     Without a folder, failures are only written to stderr.
     """
@@ -77,7 +77,7 @@ class ExitRecorder:
         self._finalize()
 
     def write(self, cause: str) -> None:
-        """Write the cause of a failure to the folder of the steps, flushed to disk."""
+        """Add the cause of a failure to the list in the folder of the training steps, flushed to disk."""
         if processes.count() > 1 and self.folder is not None:
             watchdog.write_down(str(self.folder), {"process": processes.index(), "cause": cause})
 
@@ -89,7 +89,7 @@ def exit_recorder() -> ExitRecorder:
 
 
 def _divert(pipe: int) -> int:
-    """Redirect file descriptor 2, where C++ writes, to a pipe; ``sys.stderr`` writes as before. Return its number."""
+    """Send file descriptor 2, where C++ writes, to a pipe. ``sys.stderr`` keeps its target: return its descriptor."""
     sys.stderr.flush()
     real = os.dup(2)
     os.dup2(pipe, 2)

@@ -30,7 +30,7 @@ _SILENT_S = 15.0
 _LEAVE_S = 10.0
 """Seconds to wait at exit for the heartbeat thread to end; its request takes milliseconds, or never returns."""
 FIRST_S = 5.0
-"""How long `Heartbeat.start` waits for the first beat of this process."""
+"""Seconds that `Heartbeat.start` waits for this process's first beat, after which the others can see it."""
 LINGER_S = 6.0
 """Seconds that process 0 waits at exit for the others: JAX aborts a process that loses process 0's service."""
 SETTLE_S = 3.0
@@ -44,13 +44,13 @@ _LEFT = "left"
 
 
 class Heartbeat:
-    """The heartbeat of this process, which also watches the heartbeats of the others.
+    """The heartbeat of this process (a message each second that it is alive); also watches those of the others.
 
     ``let_go`` is called when the interpreter exits while other processes may not: it keeps JAX from waiting for them.
     """
 
     logs_loss: ClassVar[bool] = True
-    """Whether a lost process is logged while no joint call is running."""
+    """Whether a lost process is logged if no joint call is running, which would raise an error for it."""
 
     @staticmethod
     def say_left(client: Any, index: int) -> None:
@@ -74,8 +74,7 @@ class Heartbeat:
         self.lost: str | None = None
         """The message about the lost process; ``None`` while no process is lost."""
         self._heard: dict[int, tuple[str, float]] = {}
-        """The last beat of each process, and when it came. A process without an entry (no beat yet) cannot count as
-        lost."""
+        """Each process's last beat, and when it came. A process without an entry (no beat yet) is never lost."""
         self._left: set[int] = set()
         self._told: list[Callable[[str], None]] = []
         self._telling = threading.Lock()
@@ -85,13 +84,12 @@ class Heartbeat:
         self._rounds = 0
         self._found: dict[str, dict[str, str]] = {}
         self.each_beat: list[Callable[[], None]] = []
-        """Functions that the watcher thread calls once per beat, such as the checks of a joint call; they must not
-        block."""
+        """Functions that the watcher thread calls once per beat, such as `JointCall`'s check; must not block."""
         self._thread = threading.Thread(target=self._run, name="shardload-heartbeat", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="shardload-heartbeat-watch", daemon=True)
 
     def start(self) -> None:
-        """Start the threads; they run until interpreter exit."""
+        """Start the two threads that send and watch heartbeats; they run until the interpreter exits."""
         self._thread.start()
         # A process that was never seen is not missed: wait until the others can see this one.
         self._spoken.wait(FIRST_S)
@@ -132,7 +130,7 @@ class Heartbeat:
         return self._found.get(prefix, {})
 
     def forget(self, prefix: str) -> None:
-        """Stop reading the keys below ``prefix``."""
+        """Stop reading the keys below ``prefix``, which `ask` has begun."""
         self._found.pop(prefix, None)
 
     def abandon(self) -> None:

@@ -123,7 +123,7 @@ class JointCall:
         return self.together(do if processes.is_first() else lambda: None, what)[0]  # type: ignore[return-value]
 
     def meet(self, what: str) -> None:
-        """Wait until all processes have come to the meeting ``what``; raise on all of them if one failed."""
+        """Wait until all processes have come to this point, called ``what``; raise on all of them if one failed."""
         self.together(lambda: None, what)
 
     def require(self, found: Sequence[agreement.Topic]) -> None:
@@ -141,7 +141,7 @@ class JointCall:
         self.together(self._start, "JAX has started")
 
     def draw_seed(self) -> int | None:
-        """Return a seed that process 0 draws for all, new in each call, without changing the state of `random`."""
+        """Return a random seed that process 0 draws for all, new in each call; the state of `random` stays as it is."""
 
         def draw() -> int:
             # A copy of the generator: two calls in a row draw the same bits from it, which the call's name tells apart.
@@ -257,7 +257,7 @@ class JointCall:
             )
 
     def _end(self, why: str) -> None:
-        """Print a message and terminate this process."""
+        """Print why this process, which is stuck inside JAX, is terminated, and terminate it."""
         # Past the buffer of sys.stderr: os._exit flushes nothing.
         os.write(2, f"shardload: {why}\n".encode())
         with suppress(Exception):
@@ -346,7 +346,7 @@ class Alone:
     is_alone: ClassVar[bool] = True
 
     def together(self, do: Callable[[], _T], what: str) -> list[_T]:
-        """Run ``do``, and return its result as the only one."""
+        """Run ``do``, and return a list with its result only."""
         return [do()]
 
     def first(self, do: Callable[[], _T], what: str) -> _T:

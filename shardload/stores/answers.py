@@ -158,7 +158,7 @@ class _Unfollowed(urllib.request.HTTPErrorProcessor):
     """Makes urllib return redirects instead of following them, so that each address is checked first."""
 
     def http_response(self, request: Any, response: Any) -> Any:
-        """Return the answer unchanged."""
+        """Return the answer unchanged, even if it is a redirect."""
         return response
 
     https_response = http_response

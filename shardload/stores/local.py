@@ -188,7 +188,7 @@ class LocalStore(Store):
     """The file systems of this machine; keys are absolute paths."""
 
     def shown(self, key: str) -> str:
-        """Return the path."""
+        """Return the path, which is the file's name in messages."""
         return key
 
     def kind(self, key: str) -> Kind | None:

@@ -18,8 +18,7 @@ from shardload.stores.store import UNIT_BYTES, FileIdentity, Kind, Store
 from shardload.units import exact_bytes
 
 _KEPT_UNITS = 8
-"""How many MiB of an open remote file are kept in memory, because headers of HDF5 and ZIP are read in many short
-pieces."""
+"""How many MiB of an open remote file stay in memory: headers of HDF5 and ZIP are read in many short pieces."""
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.\-]+://", re.ASCII | re.IGNORECASE)
 
 
@@ -37,17 +36,17 @@ class RemoteStore(Store):
 
     @property
     def url(self) -> str:
-        """The URL, without a slash at its end."""
+        """The URL of the folder that this store reads, without a slash at its end."""
         return self.requests.url
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
+        """The last part of the URL, which is the name of the folder."""
         return self.url.rpartition("/")[2]
 
     @property
     def can_list(self) -> bool:
-        """Whether the store can list its names; HTTP servers cannot."""
+        """Whether the store can list the names of its files; HTTP servers cannot."""
         return self.requests.can_list
 
     @functools.cached_property
@@ -55,7 +54,7 @@ class RemoteStore(Store):
         return NameTree(self.requests.names())
 
     def shown(self, key: str) -> str:
-        """Return the URL of a file or folder."""
+        """Return the URL of a file or folder, which is its name in messages."""
         return f"{self.url}/{key}".rstrip("/")
 
     def kind(self, key: str) -> Kind | None:
@@ -147,7 +146,7 @@ class PendingObject:
         return memoryview(found)
 
     def cancel(self) -> None:
-        """Cancel the request."""
+        """Cancel the request; a thread that waits for it gets a `TransferError`."""
         if self._fetch is not None:
             self._fetch.cancel()
 
@@ -172,7 +171,8 @@ class NameTree:
 
 
 REMOTE_SCHEMES = ("s3", "gs", "http", "https")
-"""Schemes of URLs that `RemoteStore` reads. Only training steps are read from URLs, since only steps have digests."""
+"""Schemes of URLs that `RemoteStore` reads. Only training steps (saved states) are read there: only they have
+digests."""
 SCHEMES: dict[str, Callable[[str], Location]] = dict.fromkeys(
     REMOTE_SCHEMES, lambda url: Location(RemoteStore(url), "")
 )

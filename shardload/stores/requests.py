@@ -21,10 +21,9 @@ from shardload.stores.answers import COPY_FIRST, TIMEOUT_VARIABLE, OutOfRangeErr
 from shardload.units import exact_bytes
 
 _DEFAULT_TIMEOUT_S = 120.0
-"""Longest wait for a store's response, in seconds; TensorStore would wait forever. At 0.5 MB/s, 64 MiB arrive in this
-time."""
+"""Longest wait for a store's response, in seconds; TensorStore would wait forever. 64 MiB at 0.5 MB/s take as long."""
 _FIRST_ANSWER_S = 30.0
-"""Longest wait for a store's first response, which is small."""
+"""Longest wait for a store's first response, in seconds: it is small, and shows whether the address is right."""
 RETRIES: Mapping[str, Any] = {"max_retries": 4, "initial_delay": "250ms", "max_delay": "4s"}
 """How often a failed request is repeated, and after which delays; TensorStore's 32 attempts would take 15 minutes."""
 WAIT_S = 0.25
@@ -33,7 +32,7 @@ is not stalled, but waits its turn."""
 _PROBES = 16
 """How many single bytes are requested at once to find the size of an object (see `Requests.size`)."""
 _MOVED_S = 60.0
-"""How long the target of a redirect is reused: short, because signed addresses expire, mostly after minutes."""
+"""Seconds for which the target of a redirect is used again: few, as signed addresses expire, mostly after minutes."""
 
 
 class Requests:
@@ -137,7 +136,7 @@ class Requests:
         raise UnsafeSourceError(f"{self.url}/{name} should have at most {exact_bytes(limit)}, but has more")
 
     def version(self, name: str) -> int:
-        """Return a number that differs between versions of an object; 0 if it is empty or missing."""
+        """Return a number that is another one once an object was replaced; 0 if the object is empty or missing."""
         try:
             found = self.begin(name, 0, 1).wait()
         except OutOfRangeError:
@@ -208,7 +207,7 @@ class _Progress:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Record that a thread starts to wait; if no other thread waits, the time limit starts now."""
+        """Record that a thread starts to wait for the store; if it is the only one, the time limit starts now."""
         with self._lock:
             # After an idle time the clock is old, although no request was open.
             if not self._waiting:

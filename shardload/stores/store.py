@@ -135,7 +135,7 @@ class Store(ABC):
         """
 
     def identity(self, key: str) -> FileIdentity:
-        """Return a file's size and version; raises like `open`."""
+        """Return a file's size and version, which show later whether it was changed; raises like `open`."""
         file = self.open(key)
         try:
             return FileIdentity(file.n_bytes)
@@ -220,7 +220,7 @@ class FileStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position, which may be past the end."""
+        """Move to a position in the part of the file; it may be past the end."""
         at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._n_bytes}[whence]
         if at < 0:
             raise ValueError(f"Cannot seek to position {at}: it is before the start of the file")
@@ -228,7 +228,7 @@ class FileStream(io.RawIOBase):
         return at
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the position in the part of the file."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:

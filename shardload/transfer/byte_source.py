@@ -60,8 +60,7 @@ _MAX_AHEAD_BYTES = 64 << 20
 """Most bytes of memory for ranges of remote files (up to 4 MiB each) that were requested and are not yet used up. Two
 threads can then have twelve requests in advance."""
 _MIN_REMOTE_BUDGET_BYTES = 16 << 20
-"""Smallest host-memory budget for a load from a remote store, in bytes: the ranges fetched in advance need this
-room."""
+"""Smallest host-memory budget, in bytes, for a load from a remote store: ranges fetched in advance need it."""
 _MIN_UNITS_BUDGET_BYTES = 4 * UNIT_BYTES
 """Smallest host-memory budget, in bytes, with room for verified units (MiB) of files. With less, a load reads all bytes
 twice: to verify them, and to use them."""
@@ -100,7 +99,7 @@ class Verifier(Protocol):
         ...
 
     def units_by_file(self) -> Mapping[str, Sequence[str]]:
-        """Return, for each file of the checkpoint (by its name there), the digests of all its units, in order."""
+        """Return, for each file (by its name in the checkpoint), the digests of all its units (MiB), in order."""
         ...
 
 
@@ -124,8 +123,7 @@ class ByteSource(ABC):
     """Where worker threads get the bytes of blocks (ranges of files), verified if need be. All threads share it."""
 
     shared_bytes: int = 0
-    """Bytes of host memory that the source takes for all threads together; the budget counts them when a load
-    starts."""
+    """Bytes of host memory that the source takes for all threads; the budget counts them when a load starts."""
 
     def __init__(self, verifier: Verifier | None) -> None:
         self.verifier = verifier
@@ -144,7 +142,7 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return how many bytes were read from files for the plan's ``blocks``, including reads that only verify."""
+        """Return how many bytes a load has read for its ``blocks``, with reads that only verify: for its report."""
 
     def verifies(self, block: Block) -> bool:
         """Whether `fill` verifies the bytes of a block as it delivers them, so that `check` need not read them."""
@@ -346,7 +344,7 @@ class UnitReads(ByteSource):
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """Neighbouring units (MiB) of a remote file that one request fetches, and how far that request is."""
+    """Neighbouring units (MiB) of a remote file that one request fetches, and the state of this request."""
 
     path: Location
     start: int
@@ -365,12 +363,12 @@ class _Range:
 
 
 class RangeReads(ByteSource):
-    """Requests ranges of remote files (up to 4 MiB) before blocks need them. Only the store itself may verify them."""
+    """Requests ranges of remote files (up to 4 MiB) before blocks need them; verified only if the store does it."""
 
     def __init__(
         self, blocks: Iterable[Block], *, limit_bytes: int, threads: int, verifier: Verifier | None = None
     ) -> None:
-        """Decide which ranges to request for ``blocks`` (in scratch); ``verifier`` checks the blocks of other kinds."""
+        """Decide which ranges to request for ``blocks``; ``verifier`` is for blocks that do not go through scratch."""
         super().__init__(verifier)
         self.shared_bytes = limit_bytes
         # Ranges in use come on top of those in flight: each thread has one, and shares one with its neighbour.

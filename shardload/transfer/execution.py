@@ -76,7 +76,7 @@ TransferMode = Literal["auto", "adopt", "upload"]
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What a transfer read, and the time and memory it took."""
+    """How many bytes a load has read, and how much time and memory that took: for the load's report."""
 
     read_bytes: int
     direct_bytes: int

@@ -38,8 +38,7 @@ from shardload.sharding.layout import Bounds
 from shardload.stores.location import Location
 
 SKIP_BYTES = 128 << 10
-"""Shortest gap of unneeded bytes in a file that is skipped. A shorter gap is read: that takes less time than a new
-read.
+"""Shortest gap of unneeded bytes in a file that is skipped. A shorter gap is read, as that is faster than a new read.
 
 Reading 128 KiB takes 0.1 ms at 1 GB/s. ``benchmarks.strided_reads`` measured on a disk from which length on skipping is
 faster: from 128 KiB in one case, from more than 512 KiB in another.
@@ -226,8 +225,7 @@ def is_injective(view: View) -> bool:
 def contiguous_run(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, int]:
     """Return the length of runs of elements that are contiguous by both strides, and how many dims are outside of runs.
 
-    Shape (8, 6) with strides (12, 1) in the file and (6, 1) in a shard has runs of 6 elements, and 1 dim outside of
-    them.
+    Example: shape (8, 6), strides (12, 1) in the file and (6, 1) in a shard: runs of 6 elements, 1 dim outside.
     """
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):

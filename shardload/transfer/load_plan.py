@@ -99,7 +99,7 @@ class BlockPiece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A range of a file that is read at once, and the parts of variables in it."""
+    """A range of a file that is read in one go, and the parts of variables that are in it."""
 
     tensor: str
     path: Location
@@ -179,7 +179,7 @@ class LoadPlan:
 
     @property
     def direct_bytes(self) -> int:
-        """Bytes that are read straight into shard memory."""
+        """Bytes that are read straight into the memory of shards, not through scratch memory."""
         alone = (self.blocks[r.start] for r in self.runs if len(r) == 1)
         return sum(block.read_bytes for block in alone if block.how == "direct")
 

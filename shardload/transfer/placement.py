@@ -124,7 +124,7 @@ def _update(whole: Any, piece: Any, start: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
-    """Return a compiled function that makes a shard of zeros on a device; cached per shape, dtype and device."""
+    """Return a compiled function that makes a shard of zeros on a device, to be filled by pieces; cached."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 

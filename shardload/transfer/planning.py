@@ -55,9 +55,8 @@ __all__ = ["BLOCK_BYTES", "Binding", "Block", "BlockPiece", "LoadPlan", "local_b
 BLOCK_BYTES = 16 << 20
 """Most bytes that one block (a range of a file) reads; `shardload.transfer.load_plan` explains why."""
 STAGED_BYTES = 2 << 20
-"""Most bytes of a staged block that are in scratch memory at a time: about the size of an L2 cache. With 1 MiB, there
-would be twice as many Python calls; with 16 MiB, the copy out of scratch would read main memory and be a quarter
-slower."""
+"""Most bytes of a staged block in scratch memory at a time: about the size of an L2 cache. 1 MiB would take twice as
+many Python calls; with 16 MiB, the copy out of scratch would read main memory and be a quarter slower."""
 _DECODED_BYTES = 2 << 20
 """Most bytes of a block that the tensor's own reader decodes, unless the reader can only decode more rows at once."""
 DIRECT_RUN_BYTES = 2 << 10
@@ -336,7 +335,7 @@ class Planner:
         return True
 
     def _limit_bytes(self, part: TensorPart, how: How) -> int:
-        """Return the most bytes that a block of a region may read; if a reader decodes it, a multiple of its unit."""
+        """Return the most bytes that a block of a region reads; if a reader decodes, a multiple of its least amount."""
         tensor, sharing = part.tensor, len(part.views)
         # A block longer than scratch passes through it row by row, so at least two rows must fit.
         fits = how == "staged" and 2 * part.row_elements * tensor.dtype.itemsize <= STAGED_BYTES

@@ -41,7 +41,7 @@ _libc.preadv.restype = ctypes.c_ssize_t
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """Arguments of one ``preadv`` call."""
+    """Arguments of one ``preadv`` call, which reads one range of a file into many pieces of memory."""
 
     entries: Entries
     """The memory to fill, in file order: at most `_IOV_MAX` entries."""
@@ -63,7 +63,7 @@ class Grid:
     length: int
     """Bytes of each run."""
     shape: tuple[int, ...] = ()
-    """Number of runs per dim."""
+    """Number of runs along each dim of the grid."""
     steps: tuple[int, ...] = ()
     """Per dim: bytes in the file from the start of one run to the next; in descending order."""
     jumps: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class Grid:
 
     @classmethod
     def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
-        """Return grids for ``n_bytes`` of a file: rows of ``row_bytes``, every ``pitch_bytes`` in memory, and atail."""
+        """Return grids for ``n_bytes`` of a file: rows of ``row_bytes``, each ``pitch_bytes`` in memory, and a tail."""
         count, rest = divmod(n_bytes, row_bytes)
         address = target.ctypes.data
         found = [cls(start, address, row_bytes, (count,), (row_bytes,), (pitch_bytes,))] if count else []

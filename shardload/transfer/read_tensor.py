@@ -38,7 +38,7 @@ def read_rows(tensor: Tensor, start: int, stop: int) -> NDArray[Any]:
 
 
 def row_ranges(tensor: Tensor, *, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive row ranges of a tensor, each of at most ``limit_bytes``, or what can only be read at once."""
+    """Yield consecutive row ranges of a tensor, of at most ``limit_bytes`` each (more if rows only decode together)."""
     row_bytes = max(1, tensor.nbytes // max(1, tensor.rows))
     match tensor.storage:
         case Decoded(reader):

@@ -168,8 +168,7 @@ def _run(target: NDArray[Any], shape: tuple[int, ...], strides: tuple[int, ...])
 def pitch_row(block: Block, parts: list[CopyPart], itemsize: int) -> int:
     """Return the elements per row of scratch if a copy is faster with padding after each row; 0 if it is not.
 
-    Padding avoids cache conflicts, which occur where a copy walks along the innermost dim of a shard with a stride of
-    one row.
+    Padding avoids cache conflicts, where a copy walks along the innermost dim of a shard, one row per element.
     """
     view, box = parts[0].view, parts[0].box
     long = [d for d, n in enumerate(box.shape) if n > 1]

@@ -58,7 +58,7 @@ class Completed(Generic[T]):
 
 
 class WorkerThreads(Generic[T]):
-    """Threads that run jobs in the order of submission."""
+    """Threads that run jobs (reads and copies of blocks) in the order in which the caller submits them."""
 
     def __init__(self, threads: int) -> None:
         self.in_flight = 0
@@ -83,7 +83,7 @@ class WorkerThreads(Generic[T]):
         self._table.jobs.put((job, work))
 
     def collect(self, at_least: int = 1) -> list[Completed[T]]:
-        """Wait for ``at_least`` jobs, or all that remain, to finish, or for one to fail; return all finished jobs."""
+        """Wait until ``at_least`` jobs have finished, or all, or one has failed; return all jobs that have finished."""
         table = self._table
         # Set before looking: a worker that finishes in between sees the new number and wakes us.
         table.wanted = max(1, min(at_least, self.in_flight))
