@@ -291,7 +291,7 @@ def run_watched(
 
 
 def patiently(request: Callable[[], None], beat: Heartbeat) -> None:
-    """Run ``request``, which process 0 answers; raise once process 0 counts as lost, as it will never answer."""
+    """Run ``request``, which process 0 answers; raise once process 0 counts as lost, as no answer would ever come."""
 
     def look(is_waiting: bool) -> None:
         if is_waiting:

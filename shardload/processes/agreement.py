@@ -42,7 +42,7 @@ class Topic:
     """One thing that must be the same on all processes, such as the arguments of a call they make together."""
 
     what: str
-    """What it is; errors say "the processes disagree about …" and this, for example "the arguments"."""
+    """What the thing is called in the error "the processes disagree about …", for example "the arguments"."""
     facts: Callable[[], Facts]
     fix: str
     """What to do about a difference, as the last sentence of the message."""

@@ -1,4 +1,4 @@
-"""Record why a run of several processes ended: in the folder of the steps or, without one, on stderr.
+"""Record why a run of several processes ended: in the folder of the training steps (saved states), else on stderr.
 
 exit of this process     noticed by a helper process (`watchdog`)
 exit of another process  noticed by the heartbeat (`heartbeats`)

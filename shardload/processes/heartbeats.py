@@ -193,7 +193,7 @@ class Heartbeat:
     # ---- the thread that makes no requests -------------------------------------------------------
 
     def _watch(self) -> None:
-        """At each beat, count process 0 as lost if the other thread is blocked, and call the functions `each_beat`."""
+        """Once per beat: if the other thread is blocked, count process 0 as lost; then call `each_beat`'s functions."""
         seen = still = 0
         while not self._leaving.wait(self._beat_s):
             still = 0 if self._rounds != seen else still + 1

@@ -41,7 +41,7 @@ _LOOK_S = 0.2
 class JointCall:
     """One process' side of a call that all processes make together; the n-th calls of all processes belong together.
 
-    ``on_end`` is called before this process is terminated.
+    A failure on one process is raised on all. If this process has to be terminated, ``on_end`` is called before.
     """
 
     is_alone: ClassVar[bool] = False
@@ -240,7 +240,7 @@ class JointCall:
         return error
 
     def _watch(self) -> None:
-        """Called at each heartbeat: terminate this process if another failed while this one is stuck inside JAX."""
+        """Called once per heartbeat: terminate this process if another one failed and this one is stuck inside JAX."""
         lost = self._beat.lost
         # In a meeting, or once it knows the failure, this process raises by itself.
         if self._heard is not None or self._meeting or (lost is None and not self._failed()):

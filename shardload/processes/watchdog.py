@@ -39,7 +39,7 @@ _SETTLE_S = 2.0
 
 
 def write_down(folder: str, record: dict[str, object]) -> None:
-    """Append one line to the folder's list of failures and flush it to disk; do nothing if the folder is gone."""
+    """Append a record, as a line, to the list of failures in the folder, flushed to disk; ignore a missing folder."""
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = (json.dumps({"at": at, "unix_s": time.time(), **record}) + "\n").encode()
     try:

@@ -136,7 +136,7 @@ class Requests:
         raise UnsafeSourceError(f"{self.url}/{name} should have at most {exact_bytes(limit)}, but has more")
 
     def version(self, name: str) -> int:
-        """Return a number that is another one once an object was replaced; 0 if the object is empty or missing."""
+        """Return a number that changes when an object is replaced; 0 if the object is empty or missing."""
         try:
             found = self.begin(name, 0, 1).wait()
         except OutOfRangeError:

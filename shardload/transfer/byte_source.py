@@ -142,7 +142,7 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return how many bytes a load has read for its ``blocks``, with reads that only verify: for its report."""
+        """Return how many bytes a load has read for ``blocks``, with reads that only verify; its report shows this."""
 
     def verifies(self, block: Block) -> bool:
         """Whether `fill` verifies the bytes of a block as it delivers them, so that `check` need not read them."""
@@ -260,7 +260,7 @@ class UnitReads(ByteSource):
         self.shared_bytes = kept_units * UNIT_BYTES
         self._left = Counter(unit for block in blocks for unit in _units_of(block))
         self.kept: dict[Unit, Future[NDArray[np.uint8]]] = {}
-        """Units that stay in memory because later blocks need them, too."""
+        """Units that stay in memory because later blocks need them, too; a future while a thread still reads it."""
         self._spare: list[NDArray[np.uint8]] = []
         self._unit_bytes = 0
         self._lock = threading.Lock()
@@ -488,7 +488,7 @@ def _too_short(path: Location, stop: int) -> TransferError:
 
 
 def _units_of(block: Block) -> Iterator[Unit]:
-    """Yield the units of a file that a block of the file overlaps; none for a decoded block."""
+    """Yield the units (MiB) of a file that a block overlaps; none if a reader decodes the block."""
     if block.how != "decoded" and block.read_bytes:
         last = (block.offset + block.read_bytes - 1) // UNIT_BYTES
         for number in range(block.offset // UNIT_BYTES, last + 1):

@@ -50,9 +50,9 @@ class Region:
     """A part of a tensor that is stored contiguously: a chunk, or the whole tensor if it has no chunks."""
 
     path: Location
-    """The file that contains the region; for a decoded tensor, the first of its files."""
+    """The file that contains the region; if a reader decodes the tensor, the first of its files."""
     offset: int
-    """Byte offset of the region's first element in the file; meaningless for a decoded tensor."""
+    """Byte offset of the region's first element in the file; meaningless if a reader decodes the tensor."""
     size: int
     """Number of elements in the region."""
     origin: tuple[int, ...] | None = None
@@ -215,7 +215,10 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def is_injective(view: View) -> bool:
-    """Whether all indices of a view are different elements of the tensor: no broadcast dims, no overlapping windows."""
+    """Whether all indices of a view are different elements of the tensor: no broadcast dims, no overlapping windows.
+
+    A direct read needs such a view, because it sends each byte of a file to a single place.
+    """
     # Sufficient, not necessary: interleaved dims that never meet count as overlapping, and are then staged.
     ordered = Ordered.of(view, Bounds.whole(view.shape))
     inner = [span(ordered.shape[d + 1 :], ordered.strides[d + 1 :]) for d in range(len(ordered.shape))]

@@ -58,7 +58,7 @@ RUN_BYTES = 512 << 10
 # A binding has a layout from the start, never None: one that nobody chose is then an error about meshes
 # (`planning` refuses several), not a variable that is silently replicated.
 ONE_DEVICE = MeshSpec(DEFAULT_AXES, (1, 1))
-"""The mesh that has a single position, for arrays that one device stores as a whole."""
+"""A mesh with a single position, for variables that one device stores as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class Block:
 
     tensor: str
     path: Location
-    """The file to read; for a decoded tensor, the first of its files."""
+    """The file to read; if a reader decodes the tensor, the first of its files."""
     offset: int
-    """Byte offset of the block in the file; not used for a decoded tensor."""
+    """Byte offset of the block in the file; not used if a reader decodes the tensor."""
     start: int
     """First element of the block, as an offset in elements from the start of its region (the tensor, or a chunk)."""
     stop: int
@@ -113,7 +113,7 @@ class Block:
     read_bytes: int
     """Bytes that the block takes in the file: for packed and decoded blocks, encoded bytes."""
     host_bytes: int
-    """Bytes of host memory that moving the block needs besides the shards' buffers; 0 for a ``direct`` block."""
+    """Bytes of host memory that moving the block needs besides shards; 0 if it is read straight into the shards."""
     row_elements: int
     """Elements per row of the tensor, if a staged block passes through scratch a few rows at a time; else 0."""
     step: int

@@ -46,7 +46,7 @@ class ReadCall:
     entries: Entries
     """The memory to fill, in file order: at most `_IOV_MAX` entries."""
     n_bytes: int
-    """Sum of the bytes of all entries."""
+    """Bytes that the call reads: the sum over all entries."""
 
 
 @dataclass(frozen=True, slots=True)

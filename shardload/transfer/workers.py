@@ -160,9 +160,9 @@ class Task:
     parts: list[CopyPart]
     """What to copy to which shard buffer: the boxes of variables that lie inside the block."""
     grids: Sequence[Grid] = ()
-    """For a direct block: where in shard memory each contiguous run of the file goes, one grid per part."""
+    """For a direct block, read straight into shards: where each contiguous run of the file goes, a grid per part."""
     row: int = 0
-    """For a staged block: elements per padded row of scratch; 0 if the block lies there without padding."""
+    """For a staged block, which passes through scratch: elements per padded row of scratch; 0 without padding."""
     row_copies: Sequence[RowCopy] = ()
     """For a staged block that goes through scratch a few rows at a time: the `RowCopy` of each of ``parts``."""
 
