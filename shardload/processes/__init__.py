@@ -59,7 +59,7 @@ def index() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, the only one that creates folders and completes saved steps."""
+    """Whether this is process 0, the only one that creates folders and completes saved training steps."""
     return index() == 0
 
 

@@ -45,7 +45,7 @@ class Topic:
     """What the thing is called in the error "the processes disagree about …", for example "the arguments"."""
     facts: Callable[[], Facts]
     fix: str
-    """What to do about a difference, as the last sentence of the message."""
+    """What a user should do about a difference: the last sentence of the error message."""
     titles: Callable[[], Facts] = dict
     """Returns titles for facts whose names do not explain them, by name; errors show those of process 0."""
 

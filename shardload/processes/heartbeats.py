@@ -26,7 +26,7 @@ from shardload.errors import ProcessLostError
 
 _BEAT_S = 1.0
 _SILENT_S = 15.0
-"""A process without a heartbeat for this long counts as lost; heartbeats go on while XLA compiles."""
+"""A process without a heartbeat for this many seconds counts as lost; heartbeats go on while XLA compiles."""
 _LEAVE_S = 10.0
 """Seconds to wait at exit for the heartbeat thread to end; its request takes milliseconds, or never returns."""
 FIRST_S = 5.0

@@ -31,9 +31,11 @@ from shardload.sharding.devices import available
 _T = TypeVar("_T")
 
 _LOST_S = 8.0
-"""How long this process may wait inside JAX after another process was lost, before it is terminated."""
+"""Seconds that this process may wait inside JAX, which cannot be interrupted, after another was lost; then it is
+terminated."""
 _FAILED_S = 20.0
-"""How long this process may wait inside JAX after another process failed, before it is terminated."""
+"""Seconds that this process may wait inside JAX, which cannot be interrupted, after another failed; then it is
+terminated."""
 _LOOK_S = 0.2
 """Seconds between two checks that all other processes are still running, while this one waits for JAX to start."""
 
@@ -65,7 +67,7 @@ class JointCall:
         processes.call.name, processes.call.check = self.name, self.check  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """End the call, whether it succeeded or not."""
+        """End the call, whether it succeeded or not: stop looking for failures of other processes."""
         # Back to the defaults of the class: no call, and a check that does nothing.
         processes.call.__dict__.clear()
         self._beat.each_beat.remove(self._watch)

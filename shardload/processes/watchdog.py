@@ -29,7 +29,7 @@ _ANSWER_S = 3.0
 _DRAIN_S = 2.0
 """Time limit for reading the last output of the process: a program that the process started may keep the pipe open."""
 _FATAL = re.compile(rb"F\d{4} ")
-"""Beginning of the line with which Abseil logs a fatal error; the stack trace follows it."""
+"""Beginning of the line with which JAX's C++ code (Abseil) logs a fatal error; the stack trace follows it."""
 _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
 """Beginning of a line that comes before the fatal one when JAX aborts the process; it is held back, too."""
 _RECENT_S = 120.0
@@ -79,8 +79,8 @@ def written_since(folder: str, unix_s: float) -> list[dict[str, object]]:
 def watch(folder: str, process: int, pid: int, host: str, coordinator: str = "", *, output: int | None = None) -> None:
     """Follow the status lines of a process on stdin until it ends; record why, if it ended unexpectedly.
 
-    The folder is that of the steps, or empty; ``coordinator`` is the ``host:port`` of the coordination service, and
-    ``output`` a pipe with what the process writes to its file descriptor 2.
+    The folder is that of the training steps, or empty; ``coordinator`` is the ``host:port`` of the coordination
+    service, and ``output`` a pipe with what the process writes to its file descriptor 2.
     """
     held: list[bytes] = []
     passing_on = threading.Thread(target=_pass_on, args=(output, held), daemon=True)

@@ -1,4 +1,4 @@
-"""What to make of servers' answers: redirects are followed, and failures become errors that explain them.
+"""How servers' answers are handled: redirects are followed, and failures become errors that explain them.
 
 TensorStore's driver refuses the redirects of HTTP servers::
 
@@ -137,7 +137,7 @@ def status_in(error: BaseException | None) -> int | None:
 
 
 def aws_endpoint() -> str | None:
-    """Return the address of S3's server, if the environment sets one."""
+    """Return the address of the server to use as S3, if the environment sets one; else ``None``."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
 

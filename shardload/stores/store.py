@@ -68,7 +68,7 @@ class PendingBytes(Protocol):
     """A request for bytes of a file; `result` waits for its answer."""
 
     def result(self) -> memoryview:
-        """Return the bytes, fewer at the end of the file; raises like `File.read_into`."""
+        """Wait for the bytes and return them: fewer at the end of the file. Raises like `File.read_into`."""
         ...
 
     def cancel(self) -> None:
@@ -212,11 +212,11 @@ class FileStream(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Always true."""
+        """Return True: bytes can be read from the stream."""
         return True
 
     def seekable(self) -> bool:
-        """Always true."""
+        """Return True: the position can be set."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -232,7 +232,7 @@ class FileStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read as many bytes as fit into ``buffer``; fewer at the end."""
+        """Read as many bytes as fit into ``buffer``, fewer at the end of the part; return how many."""
         view = memoryview(buffer).cast("B")
         if self._before_read is not None:
             # Before the length is cut at the end of the part: libhdf5 asks for the length that a header declares.

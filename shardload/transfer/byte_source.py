@@ -82,7 +82,7 @@ class Verifier(Protocol):
 
     @property
     def bytes_checked(self) -> int:
-        """Bytes read and compared so far."""
+        """Bytes of files that were read and compared with their digests so far."""
         ...
 
     def check(self, path: Location, start: int, stop: int) -> None:
@@ -236,7 +236,7 @@ class FileReads(ByteSource):
         return False
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of the blocks plus the bytes that the verifier has read on its own."""
+        """Return the bytes read: those of the blocks, plus those that the verifier has read on its own."""
         checked = 0 if self.verifier is None else self.verifier.bytes_checked - self._checked_before
         return sum(block.read_bytes for block in blocks) + checked
 
@@ -293,7 +293,7 @@ class UnitReads(ByteSource):
                     self._spare += [data] if data.nbytes == UNIT_BYTES else []
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of all units read plus the bytes of the blocks that are not read in units."""
+        """Return the bytes read: those of all units, plus those of the blocks that are not read in units."""
         # A verifier counts the units, too, and what it read of other blocks.
         checked = self._unit_bytes if self.verifier is None else self.verifier.bytes_checked - self._checked_before
         return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + checked
@@ -349,7 +349,7 @@ class _Range:
     path: Location
     start: int
     stop: int
-    """One past the last byte; may lie past the end of the file."""
+    """Offset in the file one past the range's last byte; it may lie past the end of the file."""
     left_bytes: int = 0
     """Bytes of the range that blocks still need; at 0, the range's memory is freed."""
     pending: PendingBytes | None = None
@@ -403,7 +403,7 @@ class RangeReads(ByteSource):
         return n_bytes
 
     def read_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of all ranges received plus the bytes of the blocks that are not read in ranges."""
+        """Return the bytes read: those of all ranges received, plus those of blocks that are not read in ranges."""
         return sum(block.read_bytes for block in blocks if block.how not in _IN_SCRATCH) + self._range_bytes
 
     def cancel(self) -> None:
@@ -469,7 +469,7 @@ class RangeReads(ByteSource):
 
 
 class _LocalBytes:
-    """Replaces a remote request if the file is local: `result` reads the range from the file."""
+    """Takes the place of a request to a remote store if the file is local: `result` reads the range from the file."""
 
     def __init__(self, file: File, one: _Range) -> None:
         self._file, self._start, self._stop = file, one.start, min(one.stop, file.n_bytes)

@@ -156,7 +156,7 @@ def execute(
 
 
 class Transfer:
-    """Carries out one plan, once. Jobs, which read and copy, run in `WorkerThreads`; all else in the calling thread."""
+    """Carries out a `LoadPlan`, once. Jobs (reads, copies) run in `WorkerThreads`, all else in the calling thread."""
 
     def __init__(
         self,

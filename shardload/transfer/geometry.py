@@ -154,7 +154,7 @@ def paths_of(tensor: Tensor) -> tuple[Location, ...]:
 
 
 def in_file_order(tensors: dict[str, Tensor]) -> Iterator[tuple[Tensor, Region]]:
-    """Yield regions in the order of reading: by file and offset. A decoded tensor, without offset, keeps its turn."""
+    """Yield regions by file and offset, the order of reading; a decoded tensor (no offset) follows the one before."""
     files: dict[Location, int] = {}
     reached: dict[Location, int] = {}
     placed = []

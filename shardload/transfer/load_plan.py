@@ -1,4 +1,4 @@
-"""What a transfer will do, as values: which blocks it reads, and which variables they fill.
+"""What a load will do, as values: which blocks (ranges of files) it reads, and which variables they fill.
 
 Every stored tensor is a row-major sequence of elements. A `Binding` names a variable's view of a tensor and its layout;
 `shardload.transfer.planning.plan_transfers` cuts the views into `Block`s::
@@ -149,7 +149,7 @@ def local_bounds(layout: Layout, shape: tuple[int, ...], positions: tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The decisions for one transfer: which blocks it reads, in which order, and which variables they fill."""
+    """What one load has to do: which blocks (ranges of files) to read, in which order, and which variables to fill."""
 
     bindings: tuple[Binding, ...]
     blocks: tuple[Block, ...]
@@ -203,7 +203,7 @@ class LoadPlan:
         return min(sum(sorted(each, reverse=True)[:BUDGET_PARTS]), self.host_memory_bytes)
 
     def _together(self) -> Iterator[int]:
-        """Yield how many bytes each run of two or more blocks reads."""
+        """Yield how many bytes each run (of two or more blocks that are read together) reads."""
         for run in self.runs:
             if len(run) > 1:
                 yield sum(block.read_bytes for block in self.blocks[run.start : run.stop])

@@ -66,8 +66,8 @@ _MIN_BLOCK_BYTES = 4 << 10
 """A small budget shortens blocks to this many bytes (one page), but no further: a budget without room for sixteen such
 blocks is refused."""
 DEFAULT_HOST_MEMORY = 256 << 20
-"""Default host-memory budget for staging, in bytes: enough to keep every thread busy with several blocks. A larger
-budget does not make loading faster (docs/performance.md)."""
+"""Default host-memory budget in bytes, for reading, decoding and uploading: enough to keep every thread busy with
+several blocks. A larger budget does not make loading faster (docs/performance.md)."""
 SCRATCH_BYTES = 64 << 20
 """Most bytes of scratch (each thread's own buffer) for all threads together: 8 MiB for each of eight threads. If a
 thread needs more, fewer threads run."""
@@ -313,7 +313,7 @@ class Planner:
         return [both for b in shards if (both := b.intersect(seen.box)) is not None]
 
     def _is_direct(self, part: TensorPart, index: int) -> bool:
-        """Whether reads can fill a variable's shards without scratch: no cast, and each shard consists of long runs."""
+        """Whether a variable's shards can be read without scratch: no cast, and each has long runs in the file."""
         binding, seen = self.bindings[index], part.views[index]
         if binding.dtype != part.tensor.dtype or not is_injective(binding.view):
             return False

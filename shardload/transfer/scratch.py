@@ -1,4 +1,4 @@
-"""The layout of one block in scratch memory, and the NumPy copy from there into a shard: one per (block, shard).
+"""How a block (range of a file) lies in scratch memory, and the copies from there: one for each (block, shard).
 
 A block in scratch is flat memory. NumPy strides select the elements of a variable's piece in the variable's own dim
 order, so a transpose is an ordinary strided copy::

@@ -1,4 +1,4 @@
-"""Worker threads, and what they do with one block: read it and copy each part into its shard buffer.
+"""Worker threads, and what they do with one block (range of a file): read it, and copy each part to its shard.
 
 The caller would compete with its workers for cores, so it sleeps until a given number of jobs has finished. The threads
 start before there is work: starting one while another touches fresh memory took 3 ms, a tenth of the time to read
