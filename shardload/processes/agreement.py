@@ -26,7 +26,7 @@ Facts = dict[str, str]
 
 
 class Meetings(Protocol):
-    """What the comparison needs of a `JointCall`: the methods by which processes exchange results."""
+    """What `require` needs of a `JointCall`: the methods by which processes exchange results."""
 
     def together(self, do: Callable[[], _T], what: str) -> list[_T]:
         """Run ``do`` on every process and return all results; see `JointCall.together`."""
@@ -47,7 +47,7 @@ class Topic:
     fix: str
     """What a user should do about a difference: the last sentence of the error message."""
     titles: Callable[[], Facts] = dict
-    """Returns titles for facts whose names do not explain them, by name; errors show those of process 0."""
+    """Returns clearer names of facts, by the fact's name, for errors, which show those of process 0."""
 
 
 def call_topics(function: str, arguments: Mapping[str, Any]) -> list[Topic]:

@@ -31,11 +31,11 @@ from shardload.sharding.devices import available
 _T = TypeVar("_T")
 
 _LOST_S = 8.0
-"""Seconds that this process may wait inside JAX, which cannot be interrupted, after another was lost; then it is
-terminated."""
+"""Seconds that this process may wait inside JAX, which nothing can interrupt, after another was lost; then it is
+ended."""
 _FAILED_S = 20.0
-"""Seconds that this process may wait inside JAX, which cannot be interrupted, after another failed; then it is
-terminated."""
+"""Seconds that this process may wait inside JAX, which nothing can interrupt, after another failed; then it is
+ended."""
 _LOOK_S = 0.2
 """Seconds between two checks that all other processes are still running, while this one waits for JAX to start."""
 

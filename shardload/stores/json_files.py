@@ -26,8 +26,7 @@ bytes for each. Real files have 50 bytes of text for each."""
 _FREE_CONTAINERS = 1024
 """How many lists and objects a short JSON text may contain in any case; a longer text may contain more."""
 _SMALL_BYTES = 4096
-"""JSON objects up to this size in bytes are read at once; of a larger one, the end is read first: it must be a
-brace."""
+"""JSON objects up to this size in bytes are read at once; of a larger one, the end is read first, to find the brace."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 """Matches a JSON string with its quotes, whose brackets begin no list or object."""
 

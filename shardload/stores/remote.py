@@ -171,8 +171,7 @@ class NameTree:
 
 
 REMOTE_SCHEMES = ("s3", "gs", "http", "https")
-"""Schemes of URLs that `RemoteStore` reads. Only training steps (saved states) are read there: only they have
-digests."""
+"""Schemes of URLs that `RemoteStore` reads: only training steps (saved states), as only they have digests."""
 SCHEMES: dict[str, Callable[[str], Location]] = dict.fromkeys(
     REMOTE_SCHEMES, lambda url: Location(RemoteStore(url), "")
 )

@@ -195,7 +195,7 @@ class Requests:
 
 
 class _Progress:
-    """When a store last responded, so that threads that wait for it know if it is silent; and if it redirects."""
+    """Shows whether a store is silent: when it last responded, to any waiting thread. Also, whether it redirects."""
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()

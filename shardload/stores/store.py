@@ -220,7 +220,7 @@ class FileStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position in the part of the file; it may be past the end."""
+        """Move to a position in the stream, which may be past its end."""
         at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._n_bytes}[whence]
         if at < 0:
             raise ValueError(f"Cannot seek to position {at}: it is before the start of the file")
@@ -228,11 +228,11 @@ class FileStream(io.RawIOBase):
         return at
 
     def tell(self) -> int:
-        """Return the position in the part of the file."""
+        """Return the position in the stream."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read as many bytes as fit into ``buffer``, fewer at the end of the part; return how many."""
+        """Read bytes from the position on into ``buffer``, fewer at the end of the stream; return how many."""
         view = memoryview(buffer).cast("B")
         if self._before_read is not None:
             # Before the length is cut at the end of the part: libhdf5 asks for the length that a header declares.

@@ -244,7 +244,7 @@ class Transfer:
     def _jobs(self) -> Iterator[list[range]]:
         """Yield the jobs for the threads. A job is a list of runs, each the range of blocks that are read together.
 
-        Short runs share a job. A run that takes memory from the budget is a job of its own.
+        Short runs share a job. A run that takes memory from the host-memory budget is a job of its own.
         """
         # In a small plan, jobs are small enough for every thread to get several.
         share = self.plan.read_bytes // (self.threads * _QUEUED_PER_THREAD * 2)

@@ -179,7 +179,8 @@ class TensorPart:
     tensor: Tensor
     region: Region
     views: Mapping[int, RegionView]
-    """The view of each variable that has elements in this region, by the index of its binding in the plan."""
+    """Each variable that has elements in this region, by its index in the plan's ``bindings``: its view of the
+    region."""
 
     def key(self, bindings: Sequence[Binding]) -> Hashable:
         """Return a key that is equal for parts that are cut alike, so that repeated layers are planned only once."""

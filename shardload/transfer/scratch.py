@@ -31,7 +31,8 @@ from shardload.transfer.load_plan import Block
 from shardload.transfer.preadv import Grid
 
 PITCH_ROW_BYTES = 1 << 10
-"""Shortest row, in bytes, that is padded in scratch: shorter rows spread over enough cache sets without padding."""
+"""Shortest row of a block, in bytes, that is padded in scratch: shorter ones spread over enough cache sets without
+it."""
 PAD_BYTES = 64
 """Bytes of padding after each row in scratch: one cache line."""
 _UNLOCKED = 500
