@@ -94,7 +94,7 @@ class Budget:
         self.peak_bytes = 0
 
     def try_take(self, n_bytes: int, *, what: str) -> bool:
-        """Count ``n_bytes`` as taken for ``what``; return False if there is no room now. Raise if there cannot be."""
+        """Count ``n_bytes`` as taken for ``what``; return False if there is no room now, raise if there never is."""
         if n_bytes > self.limit_bytes:
             raise BudgetError(
                 f"{what} needs {exact_bytes(n_bytes)} of host memory at once, but the budget is "

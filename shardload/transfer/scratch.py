@@ -78,7 +78,7 @@ class BlockMemory:
         return np.ndarray(shape, self.dtype, self.memory.data, *self.place(view, at))
 
     def place(self, view: View, at: int) -> tuple[int, tuple[int, ...]]:
-        """Return the byte offset of element ``at`` of the block, and strides in bytes for ``view``, with padding."""
+        """Return the byte offset of the block's element ``at``, and ``view``'s strides in bytes; both count padding."""
         itemsize = self.dtype.itemsize
         if self.row:
             at = at // self.row * self.pitch + at % self.row
