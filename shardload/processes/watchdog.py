@@ -33,8 +33,7 @@ _FATAL = re.compile(rb"F\d{4} ")
 _BEFORE = re.compile(rb"E\d{4} \S+ +\d+ coordination_service")
 """Beginning of a line that comes before the fatal one when JAX aborts the process; it is held back, too."""
 _RECENT_S = 120.0
-"""An exit at most so many seconds after another process' failure counts as its result: JAX aborts processes that
-wait."""
+"""An exit within this many seconds of another process' failure counts as its result: JAX aborts processes that wait."""
 _SETTLE_S = 2.0
 """Seconds to wait for the helper of another process to record the failure that also ended this process."""
 

@@ -76,7 +76,7 @@ class Grid:
 
     @classmethod
     def rows(cls, start: int, target: NDArray[Any], *, n_bytes: int, row_bytes: int, pitch_bytes: int) -> list[Grid]:
-        """Return grids for ``n_bytes`` of a file: rows of ``row_bytes``, each ``pitch_bytes`` in memory, and a tail."""
+        """Return grids to read ``n_bytes`` of a file into rows of ``row_bytes``, one per ``pitch_bytes`` of memory."""
         count, rest = divmod(n_bytes, row_bytes)
         address = target.ctypes.data
         found = [cls(start, address, row_bytes, (count,), (row_bytes,), (pitch_bytes,))] if count else []

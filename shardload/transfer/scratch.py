@@ -74,7 +74,7 @@ class BlockMemory:
         return self.window(part.view, part.box.shape, address(part.view, part.box.start) - self.start)
 
     def window(self, view: View, shape: tuple[int, ...], at: int) -> NDArray[Any]:
-        """Return a NumPy view of this memory, with the strides of ``view``, from the block's element ``at`` on."""
+        """Return a NumPy view of this memory: ``shape``, from the block's element ``at`` on, by ``view``'s strides."""
         return np.ndarray(shape, self.dtype, self.memory.data, *self.place(view, at))
 
     def place(self, view: View, at: int) -> tuple[int, tuple[int, ...]]:
