@@ -204,8 +204,8 @@ class Channel:
     ) -> dict[int, Word]:
         """Send a message; return the messages of all members, and for a lost or silent member one that says so.
 
-        Both functions are called each second. Once ``hurried`` returns True (a process failed), the wait is limited to
-        `_JOIN_S`; ``check`` may raise to end the wait.
+        While it waits, it calls ``hurried`` and ``check`` each second. Once ``hurried`` returns True (a process
+        failed), the wait is limited to `_JOIN_S`; ``check`` may raise to end the wait.
         """
         beat, client = heartbeat(), run_client()
         base, wait = f"{self.name}/{self._number}", _Wait(beat, hurried, check)

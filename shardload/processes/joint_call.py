@@ -316,9 +316,10 @@ joint call: it then waits for this process to start JAX, too."""
 
 @contextmanager
 def joint(function: str, what: Any, arguments: Mapping[str, Any], *, doing: str = "loading") -> Iterator[JointCall]:
-    """Make a call of a public function together with all other processes of this run.
+    """Make a call of a public function, such as `load`, together with all other processes of this run.
 
-    ``what`` is the thing loaded or saved, for reports of an unexpected exit. ``arguments`` are equal on all processes.
+    ``what`` is the thing loaded or saved, for reports of an unexpected exit. ``arguments`` must be equal on all
+    processes.
     """
     # Before the first meeting: if this process is killed from now on, its helper process can say so.
     recorder = exit_recorder()

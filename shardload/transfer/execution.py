@@ -69,7 +69,7 @@ PREPARED = 1024
 kB each; during the reads, it would take 100 µs, because copying empties the CPU's caches. (Direct blocks take longer to
 prepare: not worth it.)"""
 _PLACED_TOGETHER = 32
-"""Number of complete variables to place on devices at once: each takes 0.1 ms then, 0.4 ms if placed on its own."""
+"""Number of complete variables to place on devices together: each takes 0.1 ms then, 0.4 ms if placed on its own."""
 
 TransferMode = Literal["auto", "adopt", "upload"]
 

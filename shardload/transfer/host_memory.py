@@ -28,7 +28,8 @@ ALIGNMENT_BYTES = 64
 """Alignment in bytes that JAX's runtime (PJRT) requires to use a host buffer as a CPU device's memory, uncopied."""
 HUGE_PAGE_BYTES = 2 << 20
 MAPPED_BYTES = 128 << 10
-"""Smallest buffer, in bytes, that gets its own memory mapping, so that freeing it returns memory to the system."""
+"""Smallest buffer, in bytes, that gets its own memory mapping, so that freeing it returns memory to the system at
+once."""
 
 
 def memory(n_bytes: int) -> NDArray[np.uint8]:

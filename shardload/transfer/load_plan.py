@@ -166,9 +166,9 @@ class LoadPlan:
     host_memory_bytes: int
     """Limit in bytes on the host memory for reading, decoding and uploading; shards of CPU devices do not count."""
     block_bytes: int
-    """Most bytes that one block reads."""
+    """Most bytes that one block (a range of a file) reads."""
     runs: tuple[range, ...]
-    """Index ranges of ``blocks``; the blocks of a range are read together. See `joined_runs`."""
+    """Index ranges of ``blocks``: those of one range are read together, because they are small (`joined_runs`)."""
     budget_raised: bool = False
     """Whether the default budget was raised, because a chunk that decodes as a whole needs more memory."""
 

@@ -156,7 +156,7 @@ def _budget(tensors: Sequence[Tensor], asked: int | None, *, through_units: bool
 def least_budget(tensor: Tensor, *, through_units: bool, uploads: bool) -> int:
     """Return the smallest host-memory budget that can decode each chunk of a tensor; 0 if no chunk decodes as a whole.
 
-    With ``through_units``, for verified or remote reads, scratch and units of files take half of the budget, or
+    With ``through_units``, for verified or remote reads, scratch and units (MiB of files) take half of the budget, or
     `_CHECKING_BYTES` if that is less. Otherwise, scratch takes a quarter, or `SCRATCH_BYTES` if that is less. With
     ``uploads``, the shards are staged on the host too, and take at most half of the rest.
     """

@@ -49,7 +49,7 @@ def default_threads() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Completed(Generic[T]):
-    """A finished job, with its result or the error that it raised."""
+    """A finished job (reads and copies of blocks), with its result or the error that it raised."""
 
     job: Any
     """The object that identifies the job, as given to `WorkerThreads.submit`."""
@@ -78,7 +78,7 @@ class WorkerThreads(Generic[T]):
             raise
 
     def submit(self, job: Any, work: Callable[[], T]) -> None:
-        """Run ``work`` on one of the threads; ``job`` identifies it."""
+        """Run ``work`` on one of the threads; ``job`` identifies it in the results of `collect`."""
         self.in_flight += 1
         self._table.jobs.put((job, work))
 
