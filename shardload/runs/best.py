@@ -35,11 +35,15 @@ from shardload.runs.step import StepInfo, ranked
 from shardload.units import check_choice, is_integer, is_real
 
 _READ_BYTES = 4 << 30
-"""Largest step, in bytes, that is read completely before it counts as the best; larger steps are not verified."""
+"""A step of at most this many bytes is read and verified before it counts as the best; a larger one is not read."""
 
 
 class Best:
-    """Tracks the best value of a metric; ``rule`` is the user's argument that needs it (``keep_best``), if any."""
+    """Tracks the best value of a metric that any step has, so that a callback can tell whether a new step is better.
+
+    ``of`` says whose steps are compared: those of the whole folder, or of one run. ``rule`` names the argument by which
+    the user asks for the best step (``keep_best``); without one, steps are not read to verify them.
+    """
 
     def __init__(self, monitor: Monitor, *, of: Literal["folder", "run"], rule: str | None) -> None:
         self.monitor, self.of, self.rule = monitor, of, rule
@@ -49,7 +53,11 @@ class Best:
     def begin(
         self, model: Any, steps: Sequence[StepInfo], folder: Path, resumed: StepInfo | None, *, channel: Channel
     ) -> list[str]:
-        """Determine the value that a new step has to beat; process 0 reads the steps. Return notices for the user."""
+        """When ``fit`` begins, find the value of the metric that a new step has to beat; return sentences for the user.
+
+        ``steps`` are those in ``folder``, and ``resumed`` is the one that training continues from. Process 0 reads
+        them and sends what it finds to the other processes.
+        """
         # The run of the step that was resumed, of the model's last ``fit`` in this process, or a new one.
         runs = record_of(model).runs
         known_run = runs.get(folder) if resumed is None else resumed.run
@@ -78,7 +86,7 @@ class Best:
         return list(_notices(found, by, rule=self.rule, folder=folder, family=family, resumed=resumed))
 
     def record(self) -> dict[str, Any]:
-        """Return the fields on the best value so far that each step stores in ``step.json``."""
+        """Return what ``step.json`` of a new step says about ranking: metric, direction, best value, damaged steps."""
         mode = self.comparison.mode or "auto"
         return {
             "monitor": self.monitor.name,
@@ -92,17 +100,17 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best value in a folder so far. Serializable as JSON, so that process 0 can send it to the other processes."""
+    """The best undamaged step that process 0 found in a folder. It sends this to the other processes, as JSON."""
 
     value: float | None = None
     step: int = -1
     run: str | None = None
     damaged: list[tuple[int, float | None, str]] = field(default_factory=list)
-    """Damaged steps that may be better than the best undamaged one: number, value of the metric if known, damage."""
+    """Damaged steps that may be better, for a notice to the user: number, metric's value if known, what is wrong."""
 
 
 def _find_best(steps: Sequence[StepInfo], by: BestRule, *, read_bytes: int) -> Found:
-    """Return the best undamaged step and damaged ones that may be better. Steps over ``read_bytes`` are not read."""
+    """Return the best undamaged step and damaged ones that may be better; verify steps of up to ``read_bytes`` only."""
     unknown = (info for info in steps if info.hides_rank)
     damaged: list[tuple[int, float | None, str]] = [(info.step, None, str(info.problems)) for info in unknown]
     for info in by.best(info for info in steps if info.ours):
@@ -137,7 +145,7 @@ Mode = Literal["min", "max"]
 
 
 class Monitor:
-    """A metric that ranks steps, such as ``val_loss``; with ``mode="auto"``, the model says whether lower is better."""
+    """The metric that ranks steps, such as ``val_loss``, and its best value so far, which begins as ``threshold``."""
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         check_choice("mode", mode, ("auto", "min", "max"))
@@ -201,7 +209,7 @@ def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _similar(name: str, known: Iterable[str]) -> str:
-    """Return the hint "did you mean" with the known metric that has the most similar name; "" if none is similar."""
+    """Return a hint for an error message, ``(did you mean 'val_loss'?)``; "" if no known metric has a similar name."""
     close = difflib.get_close_matches(name, set(known) - {name}, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -214,17 +222,17 @@ class BestRule:
     mode: Literal["min", "max"] | None
     """Whether lower or higher values of the metric are better; ``None`` if unknown."""
     runs: Collection[str | None] | None = None
-    """The runs whose steps are compared; ``None`` compares all."""
+    """Names of the runs whose steps are compared; ``None`` compares the steps of all runs in the folder."""
     damaged: Collection[int] = ()
-    """Numbers of steps that look intact but are damaged."""
+    """Numbers of steps that this or an earlier run found to be damaged, although some look intact in a listing."""
 
     def covers(self, info: StepInfo) -> bool:
-        """Whether the callback ranks a step: one of ``runs`` saved the step, with the same metric and direction."""
+        """Whether this rule applies to a step: one of its runs saved the step, with the same metric and direction."""
         ours = self.runs is None or info.run in self.runs
         return ours and (info.recorded.monitor, info.recorded.mode) == (self.monitor, self.mode)
 
     def best(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
-        """Return the steps that have a value of the metric and belong to ``runs``, best first."""
+        """Return the steps that this rule compares, best first: those of its runs that have a value of its metric."""
         return ranked(steps, monitor=self.monitor, mode=self.mode or "min", runs=self.runs)
 
 
@@ -233,9 +241,9 @@ class Retention:
     """Which steps to keep: a step stays if at least one of up to four rules keeps it."""
 
     latest: int | None
-    """How many of the newest steps stay; ``None`` keeps all."""
+    """How many of the newest steps stay. With ``None``, all steps stay, whatever the other rules say."""
     best: int | None = None
-    """How many of the best steps by the monitored metric stay."""
+    """How many steps stay because they have the best values of the monitored metric; ``None`` keeps none for that."""
     every_steps: int | None = None
     """Keep the first step at or after each multiple of this number: with 1000, the first of 1000 to 1999, and so on."""
     every_hours: float | None = None
@@ -254,7 +262,7 @@ class Retention:
             raise UsageError(f"Cannot use keep_every_hours={self.every_hours!r:.60}: expected more than 0, or None")
 
     def removable(self, steps: Sequence[StepInfo], *, newest: int, by: BestRule) -> list[int]:
-        """Return the numbers of the ``steps`` that no rule keeps, oldest first. The ``newest`` step always stays."""
+        """Return the numbers of the steps to remove, oldest first: all but ``newest`` and those that a rule keeps."""
         if self.latest is None:
             return []
         damaged = {*by.damaged, *_recorded_damage(steps)}
@@ -278,7 +286,7 @@ class Retention:
 
 
 def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int, Path], None]:
-    """Return a function to call after each save, which removes the steps in ``root`` that no rule keeps."""
+    """Return a function that is called after each save: it removes the steps in ``root`` that no rule keeps."""
 
     def remove(step: int, path: Path) -> None:
         # Nothing to remove: do not even list the steps, so that an unreadable one does not fail the save.
@@ -294,12 +302,15 @@ def remover(retention: Retention, root: Path, *, by: BestRule) -> Callable[[int,
 
 
 def _recorded_damage(steps: Iterable[StepInfo]) -> set[int]:
-    """Return the numbers of the damaged steps that any of ``steps`` lists in its ``step.json``; no data is read."""
+    """Return the numbers of the steps that earlier runs found to be damaged, as they recorded in each ``step.json``."""
     return {step for info in steps for step in info.recorded.damaged}
 
 
 def _promised(steps: Iterable[StepInfo]) -> Iterator[int]:
-    """Yield the numbers of the n best steps for each metric; n is ``keep_best`` in its newest ``step.json``."""
+    """Yield the numbers of the steps that the callbacks that saved them promised to keep.
+
+    For each metric and direction, these are the n best steps; n is ``keep_best`` in the newest of their ``step.json``.
+    """
     groups: dict[tuple[str, str], list[StepInfo]] = {}
     for info in steps:
         if info.recorded.monitor is not None and info.recorded.keep_best is not None:

@@ -1,4 +1,4 @@
-"""The content of a step: a model's state, the configuration from which it can be rebuilt, and positions of the data.
+"""The content of a step: a model's state, the configuration to rebuild it from, and the position in the training data.
 
 `Selection` says which weights a step stores: all weights, those that training changes, or those that the user names.
 Positions of data iterators are in ``shardload/iterator.json``: one record per process, or a single record if the
@@ -42,7 +42,7 @@ from shardload.units import check_kind, is_function, plural
 _PACKAGES = ("shardload", "keras", "jax", "jaxlib", "orbax-checkpoint", "tensorstore", "numpy")
 _TAKEN = frozenset({"pytree", "model_config", "assets", "shardload"})
 Variables = Sequence[str] | Callable[[Any], bool] | None
-"""Patterns of variable paths (``"*lora*"``), or a function that says of a ``keras.Variable`` whether to store it."""
+"""Weights to store: patterns of paths (``"*lora*"``), a function that says so of a variable, or ``None`` for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,11 @@ class Contents:
         self._told: set[str] = set()
 
     def forget(self) -> None:
-        """Forget the model's state and configuration, so that the next save determines them again."""
+        """Let the next save examine the model again, because ``compile()``, for example, may have changed it."""
         self._whole = None
 
     def described_state(self, model: Any) -> StateTree:
-        """Return the part of the model's state that a step stores; recomputed only if the model's variables changed."""
+        """Return the variables that a step stores, as a tree. The tree is kept until the model has other variables."""
         if self._whole is None or not self._whole.still_describes(model):
             # In this order: which items describe the model depends on the weights that the selection leaves out.
             self._whole = state_tree_of(model)
@@ -147,7 +147,11 @@ class Contents:
         checkpointables: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         **how: Any,
     ) -> SaveJob:
-        """Return all that is needed to write a step. Its ``step.json`` is ``record`` plus versions, mesh and so on."""
+        """Collect all that a step will contain, for the writer.
+
+        ``record`` becomes ``step.json``, with versions, mesh and so on added. ``how`` are further fields of `SaveJob`,
+        such as the compression.
+        """
         state = self.described_state(model)
         shardings = (getattr(current_value(leaf.variable), "sharding", None) for leaf in state.leaves)
         meshes = (one.mesh.shape for one in shardings if isinstance(one, jax.sharding.NamedSharding))
@@ -174,7 +178,7 @@ class Contents:
         return SaveJob(step=record.step, items=items, records=records, **how)
 
     def _values(self) -> dict[str, Any]:
-        """Return values that layers save besides their variables; warn once about those that cannot be stored."""
+        """Return values that layers save beside their variables (``save_own_variables``); warn of those left out."""
         found, lost = values_to_json(self._hooked)
         for sentence in lost:
             if sentence not in self._told:
@@ -183,7 +187,7 @@ class Contents:
         return found
 
     def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
-        """Yield name and content of the items that describe the model: its configuration, and the files of layers."""
+        """Yield what describes the model, by the name of its folder in the step: configuration, and files of layers."""
         try:
             yield "model_config", {"config": serialised_with_attributes(model)}
         except Exception as error:  # Keras runs the get_config of every layer
@@ -202,7 +206,7 @@ class Contents:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that take part in saving."""
+    """Return the versions of Python and of the packages that take part in saving, for ``step.json``."""
     found = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
         try:
@@ -213,7 +217,7 @@ def versions() -> dict[str, str]:
 
 
 def prepare_serialising() -> None:
-    """Make Keras import what it needs to write configurations (TensorFlow, if installed) before the first save."""
+    """Make Keras import now what it needs to write configurations (TensorFlow, if installed), not in the first save."""
     # Any layer does: the first call imports what all need.
     keras.saving.serialize_keras_object(keras.layers.Identity())
 
@@ -303,12 +307,12 @@ def _shortened(value: Any) -> str:
 
 
 def joined_positions(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the iterator positions of all processes into one record for a step; equal ones are stored once."""
+    """Combine the data positions of all processes into the record that a step stores; equal ones are stored once."""
     return records[0] if all(record == records[0] for record in records) else {"processes": records}
 
 
 def stored_positions(info: StepInfo) -> list[dict[str, Any]]:
-    """Return the iterator positions that a step stores: one per process, a single one if all were equal, or none."""
+    """Return the data positions that a step stores: one for each process, a single one if all were equal, or none."""
     path = Path(info.path) / OWN_FOLDER / "iterator.json"
     try:
         found = read_object(path)
@@ -332,14 +336,14 @@ def stored_positions(info: StepInfo) -> list[dict[str, Any]]:
 
 
 def position_of_this_process(records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the data position for this process; ``None`` if ``records`` are from another number of processes."""
+    """Return the stored position that belongs to this process; ``None`` if another number of processes saved them."""
     if len(records) == 1:
         return records[0]
     return records[processes.index()] if len(records) == processes.count() else None
 
 
 def set_position(source: Any, records: list[dict[str, Any]], info: StepInfo) -> bool:
-    """Set a user's data iterator to the stored position; return whether ``records`` has one for this process."""
+    """Set the user's data iterator to the position stored for this process; return whether the step stores one."""
     record = position_of_this_process(records)
     if record is None and any("state" in one for one in records):
         warn_caller(

@@ -1,4 +1,4 @@
-"""Compute, write and read the digests of a step, and compare them with the files on disk.
+"""Compute, write and read the digests (hashes) of a step's files, and compare them with the files on disk.
 
     7/pytree/ocdbt.process_0/d/ab12    |--1 MiB--|--1 MiB--|--1 MiB--|-rest-|
     7/shardload/digests.json            "9f3c…"   "01aa…"   "77de…"   "c0de…"   plus each size, and its own digest
@@ -33,9 +33,9 @@ from shardload.units import exact_bytes
 DIGESTS_FILE = f"{OWN_FOLDER}/digests.json"
 
 READ_UNITS = 8
-"""Units (MiB) per read: enough to amortize the system call, and few enough for a core's share of the cache."""
+"""How many MiB are read at once for hashing: enough to amortize the system call, few enough to stay in the cache."""
 TASK_UNITS = 64
-"""Units (MiB) per task: larger files are split over several threads, a smaller file is one task."""
+"""Most MiB that a thread hashes as one task: several threads share a larger file, a smaller file is one task."""
 THREADS = 4
 """Number of threads that read and hash: one core could hash tens of GiB/s, but would often wait for reads."""
 
@@ -56,7 +56,7 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One defect of a step."""
+    """One defect of a step on disk: which file, what is wrong with it, and from which byte on."""
 
     path: str
     """The file, relative to the step's folder."""
@@ -74,7 +74,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class DigestTask:
-    """Several units (MiB) of a file, from number ``first`` to ``first + count - 1``, that one thread digests."""
+    """Work for one thread: hash the units (MiB) of a file from number ``first`` to ``first + count - 1``."""
 
     path: str
     first: int
@@ -105,7 +105,7 @@ class Digests:
         return cls({name: FileDigest(size, tuple(units[name])) for name, size in sizes.items()})
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``shardload/digests.json`` atomically and flush it to disk."""
+        """Write ``shardload/digests.json`` into the folder of a step, atomically, and flush it to disk."""
         target = Path(folder, DIGESTS_FILE)
         target.parent.mkdir(exist_ok=True)
         files = {name: {"bytes": f.n_bytes, "units": list(f.units)} for name, f in self.files.items()}
@@ -118,7 +118,7 @@ class Digests:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str] | Location) -> Digests:
-        """Read and check ``digests.json`` of a step; raise `SourceNotFoundError` if the step has no such file."""
+        """Read ``digests.json`` of a step, and check its own digest. A missing file raises `SourceNotFoundError`."""
         path = located(folder) / DIGESTS_FILE
         # The check of all names reports links as well, but only after this file was read through one.
         if path.is_link() or path.parent.is_link():
@@ -143,7 +143,7 @@ class Digests:
         return cls({name: _parse_file(name, entry, folder) for name, entry in files.items()})
 
     def check_names(self, folder: str | os.PathLike[str]) -> list[Damage]:
-        """Compare the files in ``folder`` with this list by name and size only; return what is wrong as damage."""
+        """Compare the files in ``folder`` with this list by name and size, without reading data; return all defects."""
         return name_damage(self, scan(folder), step_name(folder))
 
 
@@ -178,14 +178,14 @@ def canonical_json(body: Mapping[str, Any]) -> bytes:
 
 
 def pieces_of(name: str, size: int) -> Iterator[DigestTask]:
-    """Yield tasks that together digest a file of ``size`` bytes, each at most `TASK_UNITS` units of it."""
+    """Split the hashing of a file of ``size`` bytes into tasks for several threads, of up to `TASK_UNITS` MiB each."""
     total = -(-size // UNIT_BYTES)
     for first in range(0, total, TASK_UNITS):
         yield DigestTask(name, first, min(TASK_UNITS, total - first))
 
 
 def digest_piece(folder: Location, piece: DigestTask, size: int) -> list[str]:
-    """Read the units (MiB) of a task, `READ_UNITS` at a time, and return one digest per unit."""
+    """Read the MiB of a task, `READ_UNITS` at a time, and return one digest for each."""
     found: list[str] = []
     stop = min((piece.first + piece.count) * UNIT_BYTES, size)
     # One buffer per task: all threads together need 32 MiB, however large the files are.
@@ -219,19 +219,19 @@ def name_damage(digests: Digests, tree: FileTree, step: str) -> list[Damage]:
 
 
 def size_damage(name: str, found: int, expected: int, step: str) -> Damage:
-    """Return the damage of a file that has ``found`` bytes now, but was saved with ``expected`` bytes."""
+    """Describe the defect of a file that has ``found`` bytes now, but was saved with ``expected`` bytes."""
     verb = "was truncated" if found < expected else "has grown"
     what = f"{verb}: it has {exact_bytes(found)}, but was saved with {exact_bytes(expected)}"
     return Damage(name, what, min(found, expected), step)
 
 
 def flip_damage(name: str, first: int, last: int, step: str) -> Damage:
-    """Return the damage of a file of which the bytes from ``first`` to before ``last`` do not match their digest."""
+    """Describe the defect of a file whose bytes from ``first`` to before ``last`` do not match their digest."""
     return Damage(name, f"is damaged: the digest does not match the next {exact_bytes(last - first)}", first, step)
 
 
 def _bad_list(folder: str | os.PathLike[str] | Location, why: str | SourceError) -> DamagedError:
-    """Build the error that ``digests.json`` is invalid because of ``why``; a `SourceError` names the file already."""
+    """Return the error to raise for an invalid ``digests.json``. If ``why`` is a `SourceError`, it names the file."""
     where = "" if isinstance(why, SourceError) else f"{located(folder) / DIGESTS_FILE}: "
     return DamagedError(
         f"Step {step_name(folder)} is damaged: {where}{why}. Without its digests nothing in the step can be checked; "
@@ -318,7 +318,7 @@ def sync_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Flush all files and folders below ``folder`` to disk, and last ``folder`` itself: contents before names."""
+    """Flush all below ``folder``, and last ``folder`` itself, to disk: no name may be there before its content."""
     tree = scan(folder)
     sync_files(folder, tree.files)
     for name in reversed(tree.folders):

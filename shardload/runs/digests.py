@@ -53,7 +53,7 @@ from shardload.units import exact_bytes
 __all__ = ["DIGESTS_FILE", "Checker", "Damage", "Digests", "SavedUnits", "find_damage"]
 
 _PIECE_BYTES = 128 << 10
-"""Bytes that `Checker.check` reads at once: they fit into the L2 cache, and any memory budget has room for them."""
+"""Bytes that `Checker.check` reads at once: they fit into the L2 cache, and are too few to count as memory used."""
 
 
 def _close_all(files: dict[str, File]) -> None:
@@ -63,7 +63,7 @@ def _close_all(files: dict[str, File]) -> None:
 
 
 class SavedUnits:
-    """Compares the bytes of a step with the digests that it was saved with. Thread-safe.
+    """Compares what was read of a step with the digests that it was saved with, MiB by MiB. Thread-safe.
 
     ``shown`` is the step's path or URL, for messages. ``explain`` takes the name of a file whose bytes are wrong. If
     the cause is not damage (a server sent a web page, say), it returns the error to raise instead, else ``None``.
@@ -121,7 +121,7 @@ class SavedUnits:
 
 @runtime_checkable
 class _VerifyingStore(Protocol):
-    """A store that contains one step, and compares all bytes that it reads with the step's digests."""
+    """A store (a source of files, such as a URL) that contains one step and verifies all bytes that it reads."""
 
     saved: SavedUnits
 
@@ -131,7 +131,7 @@ class _VerifyingStore(Protocol):
 
 
 class Checker:
-    """Verifies the parts of a step that are read, each MiB at most once. Thread-safe."""
+    """Compares those parts of a step that a load reads with the step's digests, each MiB at most once. Thread-safe."""
 
     def __init__(self, folder: str | os.PathLike[str] | Location) -> None:
         """Read the digests of a step's folder; raise `SourceNotFoundError` if the folder has no ``digests.json``."""
@@ -157,7 +157,7 @@ class Checker:
     def of_step(cls, folder: str | os.PathLike[str] | Location) -> Checker:
         """Open a step; verify all names and sizes, and files up to 1 MiB. Longer files are verified when they are read.
 
-        Missing digests, and a folder whose name is the number of another step, count as damage, too.
+        Raise a `DamagedError` for any defect, also if the digests are missing or the folder has another step's number.
         """
         where = located(folder)
         if where.store.is_verifying:  # small files were checked when they were fetched
@@ -271,7 +271,7 @@ class Checker:
             return file
 
     def _settle(self, done: Future[None], name: str, unit: int, *, file: File) -> None:
-        """Verify one unit (MiB) of a file and put the result or error into ``done``; other threads may wait for it."""
+        """Verify one unit (MiB) of a file; put the result or error into ``done``, which other threads wait for."""
         try:
             first, last = self.saved.span(name, unit)
             running, piece = hasher(), memoryview(bytearray(min(_PIECE_BYTES, last - first)))
@@ -293,7 +293,7 @@ class Checker:
 def find_damage(
     folder: str | os.PathLike[str] | Location, *, progress: Callable[[int], None] | None = None
 ) -> list[Damage]:
-    """Read a whole shardload step and return its damage; an empty list means that the step is intact.
+    """Read a whole step that shardload saved, and return its defects; an empty list means that the step is intact.
 
     ``progress`` is called in this thread with the number of bytes checked since the previous call.
     """

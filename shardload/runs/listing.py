@@ -142,7 +142,7 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 
 def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
-    """Return ``path`` if it is a step, else the latest step in it; ``None`` unless shardload saved the step found."""
+    """Return ``path`` if it is a step, else the latest step in it; ``None`` if shardload did not save that step."""
     if is_ours(path):
         return Path(path)
     steps = list_steps(path) if Path(path).is_dir() else []
@@ -150,7 +150,7 @@ def latest_of_ours(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _look(path: Path) -> StepInfo | None:
-    """Describe the step in a folder named by digits; ``None`` if the folder is not a step."""
+    """Return what a listing shows of the step in a local folder, without reading arrays; ``None`` if it is no step."""
     try:
         ours = (path / OWN_FOLDER).is_dir()
         if not path.is_dir() or not (ours or (path / _ORBAX_FILE).is_file()):
@@ -201,7 +201,7 @@ def _existing(steps: Sequence[StepInfo]) -> str:
 
 
 def _remote_steps(store: RemoteStore, wanted: str | int | None = None) -> list[StepInfo]:
-    """Return the steps at a URL in ascending order, or only the ``wanted`` one if no other needs to be opened."""
+    """Return the steps at a URL in ascending order; only ``wanted`` ("latest" or a number) if that saves requests."""
     # A number needs no listing: one request is enough, and HTTP servers cannot list.
     if isinstance(wanted, int) and (stored := open_step(store, str(wanted))) is not None:
         return [_remote_info(stored)]
@@ -298,14 +298,14 @@ def _refuse_file(store: RemoteStore) -> None:
 
 
 def foreign(url: str) -> UnsupportedError:
-    """Return the error that a remote step was not saved by shardload, so it has no digests to verify it."""
+    """Return the error for a remote step that shardload did not save: its data cannot be verified without digests."""
     return UnsupportedError(
         f"{url} was not saved by shardload: it has no digests, so its data cannot be verified. {COPY_FIRST}"
     )
 
 
 def prepared(info: StepInfo) -> StepInfo:
-    """Fetch the small files needed to open a remote step, and return the step. Return a local step unchanged."""
+    """Make a step ready to be loaded, and return it: of a remote step, fetch the small files that loaders open."""
     if info.url is not None:
         if not info.ours:
             raise foreign(info.url)
@@ -317,7 +317,7 @@ def prepared(info: StepInfo) -> StepInfo:
 
 
 def why_no_steps(root: str | os.PathLike[str]) -> str:
-    """Return the end of the message "no steps" if ``root`` is a URL, a step itself or another checkpoint; else ""."""
+    """Return a hint to append to an error: why ``root``, a URL or a checkpoint itself, contains no steps; else ""."""
     if remote_store(root) is not None:
         return ". Only training steps are read from remote stores: copy other checkpoints to this machine first"
     path = expanded(without_file_scheme(root)).absolute()
@@ -344,7 +344,7 @@ class Alternative:
 def alternative(
     directory: str | os.PathLike[str], which: Which, *, bad: StepInfo | None, tried: Collection[int]
 ) -> Alternative:
-    """Find a step to use instead of the damaged step ``bad``.
+    """Find a step to use instead of the damaged step ``bad``: for ``fallback="previous"``, or to name in the error.
 
     ``which`` is the step that the user requested, as in `find_step`. ``bad`` is ``None`` if damaged metrics hide which
     step is the best. All steps in ``tried`` were found to be damaged.
@@ -375,5 +375,5 @@ def _take(found: StepInfo, rank: str) -> Alternative:
 
 
 def _first_good(steps: Iterable[StepInfo]) -> StepInfo | None:
-    """Return the first undamaged step. Local steps are read completely to find out; of remote ones, no data is read."""
+    """Return the first undamaged step. To find out, local steps are read completely; remote ones are not read."""
     return next((s for s in steps if s.problems is None and (s.url is not None or not find_damage(s.path))), None)

@@ -1,4 +1,4 @@
-"""Publish a step with one rename, after all its bytes are on disk; remove a step with one rename, too.
+"""Publish a step: once all its bytes are on disk, one rename gives it its final name. Another rename removes it.
 
     root/.staging/7-ab12cd34/lock     locked (flock) by the writing process; unlocked by the kernel when it dies
     root/.staging/7-ab12cd34/step/    the step being written
@@ -39,7 +39,8 @@ _REMOVAL_PAUSE_S = 0.05
 """Seconds to wait after each attempt to remove the folder of a failed save; ten attempts take half a second."""
 
 _published: dict[Path, float] = {}
-"""Path of each step that this process saved → time at which its `Root` was opened. The advice in `_exists` needs it."""
+"""Path of each step that this process saved → time at which its run opened the folder. The error for an existing step
+says with this who saved it."""
 _MOVED = "Earlier steps may have moved with the folder"
 
 
@@ -95,7 +96,11 @@ class Root:
 
 
 class Staging:
-    """The folder in which one step is written: `begin` or `join` it, then `publish` or `discard` it."""
+    """The hidden folder in which one step is written, so that nobody sees an incomplete step.
+
+    One process creates it by `begin`, and others open it by `join`. In the end, the first one calls `publish`, which
+    makes it a step, or `discard`.
+    """
 
     def __init__(self, root: Root, step: int, home: Path, lock: FolderLock | None) -> None:
         self.root = root
@@ -132,7 +137,7 @@ class Staging:
         return cls(Root(home.parent.parent), int(home.name.split("-")[0]), home, None)
 
     def check(self) -> None:
-        """Raise if the staging folder or the root was removed or replaced: Orbax may silently recreate it."""
+        """Raise if this folder, or the folder of all steps, was removed or replaced: Orbax may silently recreate it."""
         self.root.check(self.step)
         if self._lock is not None and not self._lock.is_in_place:
             why = f"the folder {self.home} was removed"
@@ -197,7 +202,7 @@ class Staging:
 
 
 def remove_stale(root: str | os.PathLike[str]) -> list[Path]:
-    """Remove the staging folders whose writer has died, and return their paths. Folders still being written stay.
+    """Remove the staging folders of processes that died while they wrote, and return their paths; others stay.
 
     A folder that cannot be removed is tried again next time.
     """
@@ -348,7 +353,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 @dataclass(frozen=True, slots=True)
 class FolderLock:
-    """The lock file of a staging folder, opened by this process."""
+    """The lock file of a staging folder, opened by this process. While it is locked, the folder's writer is alive."""
 
     home: Path
     fd: int

@@ -1,4 +1,4 @@
-"""A training step in a remote store, as a `shardload.stores.store.Store` whose bytes are all verified.
+"""A training step at a URL, as a `Store`: the interface through which loaders read files. All bytes are verified.
 
     digests.json ─► names, sizes and digests of all files      (so no listing is needed: plain HTTP is enough)
     small files  ─► fetched into a private folder, each checked
@@ -47,11 +47,11 @@ _IN_FLIGHT = 16
 _ITEMS = frozenset({OWN_FOLDER, "pytree", "model_config", "assets"})
 """Folders of a step that are needed to load a model: their small files are fetched. Users' items are not fetched."""
 _DATA = re.compile(r"(?:^|/)d/[^/]+$")
-"""Matches the paths of OCDBT data files, which are not fetched when a step is opened, only once they are needed."""
+"""Matches the paths of files with array data (OCDBT, Orbax's format), which are read in place when needed."""
 
 
 class RemoteStep(Store):
-    """A remote step as a store. Its small files are kept in a private folder until this object is garbage-collected."""
+    """A step at a URL, read like a local one. A private folder has copies of its small files while it is in use."""
 
     is_remote = is_verifying = True
 
@@ -116,7 +116,7 @@ class RemoteStep(Store):
         raise SourceNotFoundError(f"There is no file {self.shown(key)}: it was not saved with the step")
 
     def identity(self, key: str) -> FileIdentity:
-        """Return what tells whether a file was replaced: only its size, because digests reveal any other change."""
+        """Return a file's size, by which readers notice that it was replaced; digests reveal all other changes."""
         return FileIdentity(self.saved.of_file(key).n_bytes)
 
     def local_path(self, key: str) -> Path:
@@ -131,7 +131,7 @@ class RemoteStep(Store):
         return self._folder / key
 
     def name_damage(self) -> list[Damage]:
-        """Return which files of the step are missing or unexpected, as far as the store can list; reads no data."""
+        """Return which files of the step are missing or unexpected, as far as the server tells without reading data."""
         listed, step = {*self.saved.digests.files, DIGESTS_FILE}, self.root.name
         if self._remote.can_list:
             there = set(self._remote.requests.names(self._key))
@@ -228,7 +228,7 @@ _READ_UNITS = 8
 
 
 class _Units:
-    """A pending request for some MiB of a file, which `result` compares with their digests."""
+    """A request for some MiB of a file. `result` waits for the bytes and compares them with their digests."""
 
     def __init__(self, saved: SavedUnits, name: str, unit: int, n_bytes: int, fetch: Fetch | None) -> None:
         self._saved, self._name, self._unit, self._n_bytes, self._fetch = saved, name, unit, n_bytes, fetch

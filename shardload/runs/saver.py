@@ -67,7 +67,7 @@ class StepSaver:
         self.writer = Writer(root)
 
     def begin(self) -> None:
-        """Prepare the folder for a run: wait for this process's other savers, and remove unfinished steps."""
+        """Prepare the folder for a run: wait for saves to it in this process, and remove unfinished steps."""
         self.writer.begin()
         prepare_serialising()
 

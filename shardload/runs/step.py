@@ -71,7 +71,7 @@ class StepRecord:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str] | Location) -> StepRecord:
-        """Read the record of a step; the file must be a JSON object."""
+        """Read ``step.json`` in a step's folder; raise if the file is missing or is not a JSON object."""
         return cls.of_json(json_files.read_object(located(folder) / STEP_FILE))
 
     @classmethod
@@ -123,7 +123,7 @@ def _integer(found: Any) -> int | None:
 
 
 def _count(found: Any) -> int | None:
-    """Return ``found`` if it is an integer from 0 to below 2**63, else ``None``: no count of a run is larger."""
+    """Return a count from ``step.json`` if it is an integer from 0 to below 2**63, as all counts are; else ``None``."""
     return found if type(found) is int and 0 <= found < 1 << 63 else None
 
 
@@ -139,7 +139,7 @@ NAME = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def _other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] | None:
-    """Return the number in a folder's name and the number in its ``step.json`` if they differ, else ``None``."""
+    """Return the number in a step's folder name and that in its ``step.json`` if the two differ, else ``None``."""
     with suppress(ShardloadError, OSError):  # an unreadable record is reported as damage elsewhere
         where = located(folder)
         stated = StepRecord.read(where).step
@@ -150,7 +150,7 @@ def _other_number(folder: str | os.PathLike[str] | Location) -> tuple[int, int] 
 
 
 def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
-    """Return one damage if a step's folder is named by another number than ``step.json`` has, else an empty list."""
+    """Return the defect that a step's folder is named by another number than ``step.json`` has, or an empty list."""
     if (numbers := _other_number(folder)) is None:
         return []
     return [Damage(STEP_FILE, f"{mismatch(numbers[1])}. {_advice(numbers[1])}", step=str(numbers[0]))]
@@ -167,7 +167,7 @@ def check_folder_number(folder: str | os.PathLike[str] | Location) -> None:
 
 
 def mismatch(stated: int) -> str:
-    """Return the phrase, to print after a folder's name, that the folder contains step ``stated`` instead."""
+    """Return a phrase for messages, to follow the name of a folder: it contains step ``stated`` instead."""
     return f"contains step {stated}: copied or renamed"
 
 
@@ -184,19 +184,19 @@ class StepInfo:
     ours: bool
     """Whether shardload saved the step, with digests; else Keras' own callback or plain Orbax saved it."""
     best_by: str | None = None
-    """Of the best existing step: the metric and its value, ``val_loss=0.25 (lower is better)``. ``None`` for others."""
+    """For the best step in its folder, the metric and its value: ``val_loss=0.25 (lower is better)``. Else ``None``."""
     n_bytes: int = 0
     """The total size of the step's files in bytes."""
     saved_s: float = 0.0
     """Time at which the step was saved, in seconds since 1970."""
     problems: str | None = None
-    """Problems found without reading the arrays (`shardload.runs.digests.find_damage` reads all data)."""
+    """What is wrong with the step, as far as it shows without reading arrays; ``None`` if nothing is."""
     record: StepRecord | None = None
     """The content of ``step.json``; ``None`` if the file is missing or unreadable."""
     url: str | None = None
     """The URL of a remote step; ``path`` is then the URL, too."""
     remote: Location | None = field(default=None, repr=False, compare=False)
-    """The folder of a remote step; ``None`` if the step is local, or cannot be read."""
+    """The folder from which a remote step is read; ``None`` if the step is local, or cannot be read."""
 
     @classmethod
     def of_record(
@@ -269,7 +269,7 @@ class StepInfo:
 
 
 def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the steps with ``best_by`` set on the best one, if any step has a value of the monitored metric."""
+    """Return the same steps; the best has ``best_by`` set, if any has a value of the monitored metric."""
     last, best = ranking_record(found), next(iter(best_first(found)), None)
     if last is None or best is None:
         return list(found)
@@ -280,7 +280,7 @@ def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
 
 
 def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the steps that have a value of the monitored metric, best first; `ranking_record` says which metric."""
+    """Return the steps that can be ranked by the metric that `ranking_record` finds in ``step.json``, best first."""
     if (last := ranking_record(steps)) is None:
         return []
     runs = [last.run] if last.best_of == "run" else None
@@ -290,7 +290,7 @@ def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
 def ranked(
     steps: Iterable[StepInfo], *, monitor: str, mode: str, runs: Collection[str | None] | None = None
 ) -> list[StepInfo]:
-    """Return the steps that have a value of ``monitor`` and belong to one of ``runs``, from best to worst.
+    """Return the steps that have a value of ``monitor``, best first; with ``runs``, only steps that these runs saved.
 
     Of steps with equal values, the earlier comes first, but copies (renamed folders) come after all originals.
     """
@@ -308,7 +308,7 @@ def _is_higher_better(mode: str, monitor: str) -> bool:
 
 
 def ranking_record(steps: Sequence[StepInfo]) -> StepRecord | None:
-    """Return the record that says what "best" means: of the newest step with ``keep_best``, or else with any metric.
+    """Return the ``step.json`` that defines "best" in a folder: of the newest step with ``keep_best``, or with any metric.
 
     A callback without ``keep_best`` has a default metric, too; it must not override the rule of another callback.
     """

@@ -82,7 +82,7 @@ class SaveJob:
 
 
 class Writer:
-    """Writes steps to one folder, the root, one step at a time."""
+    """Writes steps to one folder, the root, one step at a time: each in a background thread while training goes on."""
 
     def __init__(self, root: Root) -> None:
         self.root = root
@@ -94,7 +94,7 @@ class Writer:
         _WRITERS.add(self)
 
     def begin(self) -> None:
-        """Prepare the root for a run: wait for this process's other writers, and remove unfinished steps."""
+        """Prepare the root for a run: wait for saves to it in this process, and remove unfinished steps."""
         # A save of an interrupted `fit` may still publish a step: wait, so that the list of steps is final. Failures
         # of other callbacks are not raised here.
         for writer in list(_WRITERS):
@@ -129,7 +129,7 @@ class Writer:
                 raise failure from failure.__cause__
 
     def _staging(self, step: int) -> Staging:
-        """Return the staging folder of a step, which process 0 creates and all other processes open."""
+        """Return the folder in which a step is written until it is published; process 0 creates it, others open it."""
         # Process 0 has the lock of the folder that it began; the others only open it.
         mine: list[Staging] = []
 
@@ -251,7 +251,10 @@ if (_register := getattr(threading, "_register_atexit", None)) is not None:
 
 
 def _begin(job: SaveJob, staging: Staging) -> Callable[[], orbax_writer.PendingSave]:
-    """Snapshot the arrays to save; if impossible, start Orbax now. Return a function that returns the started save."""
+    """Keep the values to save, so that training can go on; return a function for the worker thread to start the save.
+
+    If `snapshot` cannot keep all of them, Orbax starts at once, and the function returns the save that already runs.
+    """
 
     def begin(items: Mapping[str, Any]) -> orbax_writer.PendingSave:
         options: Any = {"compression": job.compression, "step": job.step, "timeout_s": job.timeout_s}
@@ -282,7 +285,7 @@ def _finish(
 
 
 def _check_items(job: SaveJob, staging: Staging) -> None:
-    """Check that all items were written completely: digests only cover the files that exist."""
+    """Check that Orbax wrote all items completely: as digests cover only files that exist, they cannot show it."""
     for name in job.items:
         if not (staging.path / name).is_dir():
             why = f"the folder {name!r} that was written there is missing"
@@ -301,7 +304,7 @@ def _check_items(job: SaveJob, staging: Staging) -> None:
 
 
 def _not_as_listed(found: Manifest, job: SaveJob) -> str | None:
-    """Return the first array in structure.json that the written data lacks, or has with another shape or dtype."""
+    """Return the path of the first array that was not written, or not with the shape and dtype in structure.json."""
     for leaf in job.records.get("structure.json", {}).get("leaves", ()):
         if not math.prod(leaf["shape"]):  # Orbax stores no arrays without elements
             continue
@@ -351,7 +354,7 @@ def _digest(job: SaveJob, staging: Staging) -> None:
 
 
 def _part(staging: Staging, process: int) -> Path:
-    """Return the folder, next to the staged step, for the digests of the files that one process wrote."""
+    """Return the folder for the digests of the files that one process wrote; process 0 merges all of them."""
     return staging.home / f"digests-{process}"
 
 
@@ -389,14 +392,15 @@ def _finite(content: Any) -> Any:
 
 
 _WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")}
-"""Dtypes that JAX narrows without ``jax_enable_x64``, which may be set for the training thread only."""
+"""Dtypes that `snapshot` does not keep: if ``jax_enable_x64`` is set for the training thread only, JAX narrows them
+when the worker thread rebuilds the arrays."""
 
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
 """Types whose values cannot change, so that a snapshot needs only a reference to them."""
 
 
 class _KeptArray:
-    """NumPy views of the shards of a JAX array, from which the array can be rebuilt without a copy."""
+    """NumPy views of the shards of a JAX array: they preserve its values, and it can be rebuilt without a copy."""
 
     def __init__(self, array: jax.Array) -> None:
         self.shape, self.sharding = array.shape, array.sharding
@@ -426,7 +430,7 @@ class ArraySnapshot:
 
 
 def snapshot(items: Mapping[str, Any]) -> ArraySnapshot | None:
-    """Return a snapshot of the current values of pytrees, made without copying any JAX array.
+    """Preserve the current values of pytrees until they are written, while training goes on; no JAX array is copied.
 
     Returns ``None`` if an item contains anything but CPU arrays of this process and plain values.
     """
@@ -443,7 +447,7 @@ def _is_plain_tree(item: Any) -> bool:
 
 
 def _is_host(array: jax.Array) -> bool:
-    """Whether NumPy can view an array's memory, and any thread can rebuild the array from that view."""
+    """Whether `snapshot` can keep an array: it is on CPU, and another thread can rebuild it from NumPy views."""
     # Extended types (PRNG keys) have no NumPy type. Shards of other processes are out of reach.
     if not array.is_fully_addressable or jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
         return False
