@@ -1,4 +1,4 @@
-"""Keras callbacks: ``shardload.callbacks.OrbaxCheckpoint``."""
+"""Keras callbacks: `OrbaxCheckpoint` saves the training state of ``fit`` as steps, and continues from them."""
 
 from __future__ import annotations
 

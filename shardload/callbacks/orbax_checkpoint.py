@@ -170,7 +170,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             timeout_s=async_timeout_s,
         )
         self._decisions = processes.Channel()
-        """Channel on which all processes agree whether to save; the writer's thread uses another channel."""
+        """Over this channel, all processes agree whether to save. The writer's thread has another one."""
         self._total = 0
         self._since_save = 0
         self._epoch = 0
@@ -242,7 +242,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._preemption.watch()
 
     def _steps(self) -> list[StepInfo]:
-        """Return the steps in the folder; raise if the processes of the run see different steps there."""
+        """Return the steps in the folder; raise if not all processes see the same ones, as on disks of their own."""
         steps = list_steps(self.directory)
         numbers = [info.step for info in steps]
         seen = self._saver.writer.channel.together(lambda: numbers)
@@ -254,7 +254,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return steps
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Begin to count the epoch's batches: from 0, or in a resumed epoch, from the batches trained before."""
+        """Start counting the epoch's batches: from 0, or in a resumed epoch, from the number trained before."""
         self._position.epoch_begins()
         first, self._first = self._first, None
         self._skipped = 0 if first is None else first.skipped
@@ -267,7 +267,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 self._warn(lost)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Save if ``save_freq`` batches were trained since the last save; raise the error if the last save failed."""
+        """Save if ``save_freq`` batches were trained since the last save, or at SIGTERM; raise if the last save failed."""
         self._preemption.raise_dropped_interrupt()
         self._saver.writer.raise_failure_together()
         self._position.trained(batch + 1)
@@ -291,7 +291,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._say(f"\nSIGTERM: saved step {self._last_saved} to {self.directory}; training ends here\n")
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Save if ``save_freq`` is ``"epoch"``; raise the error if the last save failed."""
+        """Save if ``save_freq`` is ``"epoch"``; raise the error of the last save if it failed in the background."""
         self._preemption.raise_dropped_interrupt()
         self._saver.writer.raise_failure_together()
         self._position.epoch_ends()
@@ -299,7 +299,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._consider(logs, f"epoch {epoch + 1}", epoch_done=True)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Wait for the last save; raise the error if it failed."""
+        """Wait until the last save is on disk; raise its error if it failed."""
         self._preemption.ignore()
         stop_following()
         if self._first is not None:  # no epoch has begun
@@ -310,7 +310,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def _at_end(self) -> bool:
-        """Whether the batch just trained was the last one of its epoch; false if the epoch's length is unknown."""
+        """Whether the batch just trained was the last of its epoch, which is then complete; false if unknown."""
         steps = (self.params or {}).get("steps")
         return self._position.at_end or (steps is not None and self._in_epoch >= steps)
 

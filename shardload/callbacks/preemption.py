@@ -21,11 +21,11 @@ from shardload import processes
 from shardload.keras_bridge.training import in_fit
 
 _asked = itertools.count()
-"""Numbers the calls that ask JAX whether the run is preempted: JAX needs the same number on all processes."""
+"""Numbers for the calls that ask JAX whether the run is preempted: all processes must use the same ones."""
 
 
 class Preemption:
-    """Notices signals that ask this process to end ``fit``: SIGTERM, and a Ctrl-C that Python dropped."""
+    """Notices signals that should end ``fit``: SIGTERM from a cluster, and a Ctrl-C whose exception Python dropped."""
 
     def __init__(self) -> None:
         self._ctrl_c, self._term = _FitSignal(signal.SIGINT), _FitSignal(signal.SIGTERM)
@@ -42,7 +42,7 @@ class Preemption:
         return self._agreed or self._term.came
 
     def raise_dropped_interrupt(self) -> None:
-        """Raise `KeyboardInterrupt` if Ctrl-C was pressed since the last call: Python may drop the exception."""
+        """Raise `KeyboardInterrupt` if Ctrl-C was pressed since the last call, in case Python dropped the exception."""
         came, self._ctrl_c.came = self._ctrl_c.came, False
         if came:
             raise KeyboardInterrupt
@@ -55,7 +55,7 @@ class Preemption:
             self._term.watch()
 
     def ignore(self) -> None:
-        """Restore the signal handlers that `watch` replaced."""
+        """When ``fit`` ends, restore the signal handlers that `watch` replaced."""
         self._ctrl_c.ignore()
         self._term.ignore()
 

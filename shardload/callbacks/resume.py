@@ -58,13 +58,13 @@ class Resumption:
     complete: int
     """Number of epochs that were complete at the step; equals ``epoch`` unless the user gave ``initial_epoch``."""
     skipped: int = 0
-    """The number of batches of epoch ``epoch`` that were trained before the step was saved."""
+    """How many batches of epoch ``epoch`` were trained before the step was saved; ``fit`` does not repeat them."""
     metrics: list[tuple[Any, Any]] = field(default_factory=list)
-    """Pairs of a metric's variable and the value to assign, for a step saved in the middle of an epoch."""
+    """The model's metrics at a step within an epoch, to continue their averages: pairs of variable and value."""
     restored_before: bool = False
     """Whether the user restored the step by `shardload.restore` before ``fit``; else the callback restored it."""
     trained: int = 0
-    """The number of batches the model had trained before the step was restored."""
+    """How many batches this model had trained before the step was restored, for a notice to the user."""
     undone: int = 0
     """How many of the ``trained`` batches the model had trained after the step: the restore has undone them."""
     ended_by: str | None = None
@@ -188,14 +188,14 @@ def _restored(model: Any, directory: Path, resume: bool | int | Literal["latest"
 
 
 def _is_in(directory: Path, info: StepInfo) -> bool:
-    """Whether a step is in the folder ``directory``; links and relative paths are resolved before comparing."""
+    """Whether a step is in the folder ``directory``, whichever relative path or link leads there."""
     return info.path.parent.resolve() == directory.resolve()
 
 
 def _resumption(
     model: Any, info: StepInfo, position: Position, *, data_iterator: Any, initial_epoch: int | None
 ) -> Resumption:
-    """Set the data to the position that a step stores, if possible; return the epoch and batch to continue with."""
+    """Set the training data to the position that a step stores, if it can; return where ``fit`` continues."""
     epoch, batch = info.epoch or 0, info.batch or 0
     complete = epoch + 1 if info.recorded.epoch_done else epoch
     # `fit` has priority, except for 0: that is its default, so one cannot tell whether the user passed it.
@@ -243,7 +243,7 @@ def _resumption(
 
 
 def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the data position to store in a step: ``own``, of the user's iterator, and that of the dataset, if any."""
+    """Return the data position to store: ``own``, of the user's iterator, plus that of the dataset in ``fit``."""
     state = position.state
     if state is None:
         return own
@@ -253,7 +253,7 @@ def position_record(position: Position, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_first_epoch(model: Any) -> None:
-    """Undo `Resumption.set_first_epoch`; a first epoch set by another callback, Keras' BackupAndRestore, stays."""
+    """Let the next ``fit`` begin with epoch 0 again, unless another callback (BackupAndRestore) set its first epoch."""
     # Keras keeps `_initial_epoch` for all later fits of the model.
     record = record_of(model)
     if record.first_epoch is not None:
@@ -303,7 +303,7 @@ class OtherCallbacks:
         return None
 
     def restore(self, model: Any, info: StepInfo) -> Iterator[str]:
-        """Assign the state that `resume` has read to the callbacks; yield warnings about best weights that are lost."""
+        """Assign the state that `resume` has read to the callbacks; warn of best weights that no step has any more."""
         waiting, self._waiting = self._waiting, []
         for callback, state in waiting:
             for name, value in state.items():
@@ -320,7 +320,7 @@ class OtherCallbacks:
                 )
 
     def finish(self, model: Any, info: StepInfo) -> Iterator[str]:
-        """After a ``fit`` that trains nothing, give the model the callbacks' best weights; yield notices of that."""
+        """If ``fit`` has nothing to train, restore the callbacks' best weights, as at its usual end; yield notices."""
         waiting = [callback for callback, _ in self._waiting]
         yield from self.restore(model, info)
         for callback in waiting:
@@ -339,7 +339,7 @@ def _call_of(callback: Any) -> str:
 
 
 def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes to set on a callback, read from JSON; a value of a wrong type becomes 0 or None."""
+    """Return the attributes to set on a callback, from ``step.json``; a value of a wrong type becomes 0 or None."""
     found: dict[str, Any] = {name: state[name] if type(state[name]) is int else 0 for name in _COUNTS if name in state}
     best = state.get("best")
     known = best in ("nan", "inf", "-inf") or (isinstance(best, (int, float)) and not isinstance(best, bool))

@@ -1,4 +1,6 @@
-"""Put matrices into batches, and deal matrices or decompositions out over devices.
+"""Decide which devices update which matrices of REKLS, and turn shards into whole arrays for that.
+
+REKLS keeps two factors for each weight matrix: square matrices that it decomposes into eigenpairs.
 
 If there are as many matrices of one kind as devices, each device updates one of them alone. Other matrices are updated
 in batches: each device decomposes its share of the factors, then all devices get all eigenpairs. For example, four
@@ -41,42 +43,42 @@ _Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What decides into which batch a matrix goes. Matrices with equal `Sized` can be dealt out to devices."""
+    """What decides with which others a matrix is updated. Only equal ones are dealt out, each to one device."""
 
     sides: tuple[int, int]
-    """Numbers of rows and columns of the matrix."""
+    """Numbers of rows and columns of the matrix, which are the sizes of its factors."""
     nbytes: int
-    """Bytes of the whole matrix and its state."""
+    """Bytes of the optimizer's state of this matrix, if it is whole on a device."""
     is_split: bool
     """Whether the matrix and its state are split over all devices. Only such a matrix is given whole to one device:
     the results for any other would have to be gathered on all devices."""
     kind: Hashable
-    """Everything else that the update of a matrix depends on."""
+    """Everything else on which the update of the matrix depends: matrices of one kind run as one program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Matrices that are updated at the same time."""
+    """Matrices that are updated together. Batches follow one another, so that few matrices are whole at a time."""
 
     places: tuple[int, ...]
-    """Positions of the batch's matrices among all matrices. If dealt out to k devices, each device gets every k-th."""
+    """Positions of the batch's matrices in the list of all. If dealt out to k devices, each device gets every k-th."""
     is_dealt: bool
     """Whether each matrix is whole on one device only, which updates it; otherwise all are whole on all devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Which device decomposes which factors of one size."""
+    """Which device computes the eigenpairs of which factors, among the factors of one size."""
 
     size: int
     factors: tuple[int, ...]
-    """Positions of the factors of this size among all factors."""
+    """Positions of the factors of this size in the list of all factors."""
     hands: tuple[tuple[int, ...], ...]
     """For each device, the factors that it decomposes, as positions in ``factors``. Lengths differ by at most one."""
 
 
 def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
-    """Put matrices into batches of at most ``limit`` bytes, or of one matrix.
+    """Put matrices into batches with at most ``limit`` bytes of state, or with one matrix if its state is larger.
 
     Matrices of one kind that are split over all devices are dealt out: each device gets the same number of them, whole.
     All other matrices are whole on every device. They are sorted by shape, so that a batch has many factors of one
@@ -103,7 +105,7 @@ def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch,
 
 
 def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
-    """Decide which device decomposes which factors: all get equally many of each size, the least busy get the rest."""
+    """Decide which device decomposes which factors: equally many of each size, the rest to the least busy devices."""
     load = [0] * devices
     found = []
     # Largest first, so that smaller factors even out what is left over of larger ones.
@@ -156,12 +158,15 @@ def decompose_repeated(factors: Sequence[Array], old: Sequence[Eigenpairs], deco
 
 
 def stacked(trees: Sequence[Any]) -> Any:
-    """Return one tree in which each array is the stack of the arrays at that place in ``trees``."""
+    """Return one pytree of stacked arrays: each has the arrays at that place in ``trees`` along a new dim 0."""
     return jax.tree.map(lambda *each: jnp.stack(each), *trees)
 
 
 def _picked(group: Deal, cards: slice, axes: tuple[str, ...]) -> Array:
-    """Return ``cards``, a part of the factors that this device decomposes: positions in ``group.factors``, then -1s."""
+    """Return the positions in ``group.factors`` of the factors that this device has to decompose now.
+
+    ``cards`` selects a part of all that it has to. Devices with fewer get -1s at the end, to have equal shapes.
+    """
     # All devices run one program: each looks up its own row in a constant.
     hands = [hand[cards] for hand in group.hands]
     longest = max(map(len, hands))
@@ -203,7 +208,7 @@ def _rest(
 
 
 def gather_shards(shards: Any, specs: Any) -> Any:
-    """Return the whole arrays that this device has shards of; ``specs`` has the `PartitionSpec` of each."""
+    """Inside `jax.shard_map`, join the shards of all devices to whole arrays; ``specs`` says how they are split."""
 
     def one(own: Any, spec: PartitionSpec) -> Any:
         for dim, axes in _split_dims(spec):
@@ -214,7 +219,7 @@ def gather_shards(shards: Any, specs: Any) -> Any:
 
 
 def shard(arrays: Any, specs: Any) -> Any:
-    """Return this device's shards of whole arrays; ``specs`` has the `PartitionSpec` of each."""
+    """Inside `jax.shard_map`, cut this device's shards out of whole arrays; ``specs`` says how they are split."""
 
     def one(array: Any, spec: PartitionSpec) -> Any:
         array = jax.lax.optimization_barrier(array)
@@ -276,7 +281,10 @@ def _dims_of_axes(spec: PartitionSpec) -> dict[str, int]:
 
 
 def _minor_first(spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, str]]:
-    """Return mesh axes of several devices with their dims in a stack; of axes that split one dim, the last is first."""
+    """Return the order in which `collect_dealt` joins shards: mesh axes, each with its dim in a reshaped stack.
+
+    Of axes that split the same dim, the last is first, because it splits neighbours. Axes of one device are omitted.
+    """
     # Minor axes split neighbours: joined first, they give the contiguous blocks that the major axis then joins.
     order = [axis for _, axes in _split_dims(spec) for axis in reversed(axes)]
     rest = [axis for axis in mesh.axis_names if axis not in order]

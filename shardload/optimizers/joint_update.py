@@ -49,31 +49,31 @@ from shardload.optimizers.rekls_math import Array, Eigenpairs, Moments, Settings
 
 
 class MatrixState(NamedTuple):
-    """A matrix and its state; in `Matrix.specs`, a `PartitionSpec` is in place of each array."""
+    """A weight matrix and its optimizer state. `Matrix.specs` has a `PartitionSpec` in place of each array."""
 
     weight: Any
     """W, of the variable's own shape and dtype."""
     moments: Moments
     """Adam's moments in the shape of W, float32."""
     factors: Sides
-    """L and R, in the dtype in which they are stored."""
+    """The factors L and R, in the dtype in which they are stored between steps."""
     pairs: Sides
     """The `Eigenpairs` of L and R, float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What the compiled update of a matrix depends on, besides its arrays."""
+    """What is compiled into the update of one matrix: all that it depends on, besides its arrays."""
 
     view: MatrixView
     specs: MatrixState
-    """A `PartitionSpec` for every array; empty ones without a mesh."""
+    """How each array is split over the mesh. Without a mesh, the `PartitionSpec`s are empty."""
     decays: bool
 
 
 @dataclass(frozen=True, slots=True)
 class JointPlan:
-    """What the compiled update of all matrices depends on, besides their arrays."""
+    """What is compiled into the update of all matrices: a change of any field compiles it anew."""
 
     matrices: tuple[Matrix, ...]
     settings: Settings
@@ -89,14 +89,14 @@ class JointPlan:
 
 
 class StepNumbers(NamedTuple):
-    """Numbers that differ from step to step, as traced scalars."""
+    """Numbers that differ from step to step: traced scalars, so that all steps run the same compiled program."""
 
     rate: Array
     """Learning rate, float32."""
     number: Array
     """Number of the step, from 1, float32."""
     runs: Array
-    """Whether the step changes anything, bool."""
+    """Whether the step changes anything, bool: not if it only accumulates gradients, or if one is not finite."""
 
 
 def update(
@@ -234,7 +234,7 @@ class _OneMatrix:
         return Sides(*found), failed
 
     def moved(self, factors: Sides, old: Sides, new: Sides) -> MatrixState:
-        """Return the shards of W and of its state as they are after a step that moves W."""
+        """Return the shards of W and its state after a step, given the new factors, and the old and new eigenpairs."""
         state, specs, view = self.state, self.matrix.specs, self.matrix.view
         # Moments start one step later if the first update is skipped. Its own result is dropped, but must not be 0 / 0.
         count = self.step.number - self.settings.skip_first_update
@@ -259,7 +259,10 @@ class _OneMatrix:
 def _decomposed(
     plan: JointPlan, factors: Sequence[Sides], olds: Sequence[Sides], step: StepNumbers
 ) -> tuple[list[Sides], Array]:
-    """Return the whole eigenpairs of all factors (the old ones if none are due), and how many were not finite."""
+    """Return the whole eigenpairs of all factors, and how many decompositions gave NaN or infinity.
+
+    Old eigenpairs stay where a decomposition failed, and in all steps that decompose nothing (``frequency``).
+    """
     # A side that is the identity has None, which is no leaf: the three lists are of the same factors.
     is_pair = lambda x: isinstance(x, Eigenpairs)  # noqa: E731
     old, structure = jax.tree.flatten(list(olds), is_leaf=is_pair)
@@ -317,7 +320,7 @@ class AdamwState(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """Numbers of updates, skipped steps and kept eigenpairs, as int32 scalars; see `Counts`."""
+    """The numbers of `Counts` as int32 scalars: updates, skipped steps, and factors that kept their eigenpairs."""
 
     steps: Array
     skipped: Array

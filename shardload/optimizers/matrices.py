@@ -24,7 +24,7 @@ from shardload.errors import UsageError
 from shardload.units import check_kind, plural
 
 MAX_DIMENSION = 10_000
-"""Longest side that has a factor, as in SOAP: the decomposition of a larger factor takes minutes."""
+"""Longest side that gets a factor, a square matrix of that side, as in SOAP: larger ones take minutes to decompose."""
 ADAMW_FOR = ("embedding", r"(^|/)bias$")
 """Regular expressions for paths of variables that get AdamW. In each step, few rows of an embedding have a gradient;
 and in a bias of two dims, such as (heads, size), rows and columns have no common meaning."""
@@ -34,33 +34,33 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class MatrixView:
-    """How an array of two or more dims is viewed as a matrix."""
+    """How REKLS views an array of two or more dims as a matrix: which dims are merged into rows, which into columns."""
 
     shape: tuple[int, ...]
     rows: tuple[int, ...]
     """The dims of the array that are merged into rows, such as (0, 1); the last one varies fastest from row to row."""
     has_left: bool = True
-    """Whether the rows have a factor L; otherwise the identity takes the place of L."""
+    """Whether the rows have a factor L. If they are too many, the identity takes its place."""
     has_right: bool = True
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """The dims that form the columns."""
+        """The dims of the array that are merged into columns: all that are not in ``rows``."""
         return tuple(dim for dim in range(len(self.shape)) if dim not in self.rows)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Numbers of rows and columns."""
+        """Numbers of rows and columns of the matrix."""
         return math.prod(self.shape[d] for d in self.rows), math.prod(self.shape[d] for d in self.columns)
 
     @property
     def factor_sides(self) -> tuple[int | None, int | None]:
-        """Numbers of rows of the factors L and R; `None` if the identity takes the place of the factor."""
+        """Numbers of rows of the two square factors L and R; `None` where the identity takes the place of one."""
         rows, columns = self.sides
         return rows if self.has_left else None, columns if self.has_right else None
 
     def matrix(self, array: Any) -> Any:
-        """Return the array as a matrix."""
+        """Return an array of this shape as a matrix: dims in another order, then merged into rows and columns."""
         return array.transpose(self.rows + self.columns).reshape(self.sides)
 
     def array(self, matrix: Any) -> Any:
@@ -75,11 +75,11 @@ class MatrixRules:
     """Rules that say which variables REKLS treats as matrices; the others get AdamW."""
 
     max_dimension: int = MAX_DIMENSION
-    """Longest side of a matrix that has a factor. If both sides are longer, the variable gets AdamW instead."""
+    """Longest side of a matrix that gets a factor. If both sides are longer, the variable gets AdamW instead."""
     adamw_for: tuple[str, ...] = ADAMW_FOR
     """Regular expressions, case ignored: a variable with a match anywhere in its path gets AdamW."""
     row_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """From a regular expression for paths to the dims that form the rows of the variables with such a path."""
+    """Where the rule for shapes is wrong: regular expression for paths → dims that form the rows of such variables."""
 
     def view(self, path: str, shape: tuple[int, ...]) -> MatrixView | None:
         """Return how a variable is viewed as a matrix, or `None` if it gets AdamW."""
@@ -103,7 +103,7 @@ class MatrixRules:
         return MatrixView(plain.shape, plain.rows, *(side <= self.max_dimension for side in sides))
 
     def check_patterns(self, paths: Sequence[str]) -> None:
-        """Raise if a pattern that is not a default matches none of ``paths``."""
+        """Raise if a pattern of the user's, not a default one, matches none of ``paths``: it may be misspelled."""
         own = [("adamw_for", pattern) for pattern in self.adamw_for if pattern not in ADAMW_FOR]
         for argument, pattern in own + [("row_dims", pattern) for pattern in self.row_dims]:
             if not any(_matches(pattern, path) for path in paths):
@@ -141,7 +141,7 @@ def state_bytes(
     factor_bytes: int = _FLOAT32_BYTES,
     rules: MatrixRules | None = None,
 ) -> int:
-    """Return the bytes of REKLS' state per device for one variable: (8mn + 8m² + 8n² + 4m + 4n) / k in float32.
+    """Return the bytes of REKLS' state per device for a variable; if m x n, (8mn + 8m² + 8n² + 4m + 4n) / k in float32.
 
     Args:
         shape: Shape of the variable.

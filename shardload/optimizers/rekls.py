@@ -147,12 +147,12 @@ class REKLS(JointOptimizer):
         )
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Create the state of all variables, spread over their meshes.
+        """Create the state of all variables, each split over the mesh of its variable.
 
         Raises:
             UsageError: When a variable does not contain real floating-point numbers, or has no elements; or when a
                 pattern in ``adamw_for`` or ``row_dims`` matches no variable.
-            LayoutError: When devices do not divide the length of a factor.
+            LayoutError: When devices do not divide the length of a factor, unless ``uneven="replicate"``.
         """
         if self.built:
             return
@@ -225,7 +225,7 @@ class REKLS(JointOptimizer):
 
     @property
     def fixed_dtype_state(self) -> list[Variable]:
-        """State whose dtype does not follow that of the model: moments, factors and eigenpairs."""
+        """State that keeps its dtype whatever the dtype of the weights: moments, factors and eigenpairs."""
         return [v for slot in rekls_setup.SLOTS for v in getattr(self, slot, ()) if v is not None]
 
     @property
@@ -240,7 +240,7 @@ class REKLS(JointOptimizer):
         return max(EVERYWHERE_TIMES * max(everywhere, default=0), ALONE_TIMES * max(alone, default=0))
 
     def _batches(self, places: Sequence[int], mesh: Mesh | None) -> tuple[Batch, ...]:
-        """Return which of the matrices at these positions are updated together, as positions in ``places``."""
+        """Return which of the matrices at these positions are updated together. Batches index into ``places``."""
         devices = mesh.size if mesh is not None and self.options.decompositions == "dealt" else 1
         # An axis of one device splits nothing, so specs need not name it.
         axes = set() if mesh is None else {axis for axis, size in mesh.shape.items() if size > 1}
@@ -263,7 +263,7 @@ class REKLS(JointOptimizer):
         return sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in state if v is not None)
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return the layouts of factors and eigenpairs, by ``id``, that follow from the layouts of their variables."""
+        """Return the layouts of factors and eigenpairs, by ``id``, that suit weights with the layouts of ``layout_of``."""
         found: dict[int, Layout] = {}
         for place, variable in enumerate(self.trained):
             if (layout := layout_of(variable)) is not None:

@@ -27,12 +27,12 @@ DECOMPOSITIONS = ("eigh", "qr")
 
 
 class Eigenpairs(NamedTuple):
-    """Eigenpairs of a symmetric factor."""
+    """Eigenvalues and eigenvectors of a factor, or of a stack of factors (with one more dim in front)."""
 
     values: Array
-    """(n,), descending; QR iteration keeps the order of the pairs it started from."""
+    """Eigenvalues (n,), descending; after QR iteration, in the order of the pairs it started from."""
     vectors: Array
-    """(n, n), one eigenvector per column."""
+    """Eigenvectors (n, n), one per column."""
 
 
 class Sides(NamedTuple):
@@ -43,7 +43,7 @@ class Sides(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Adam's moments, (m, n) each, in coordinates of the eigenbases."""
+    """Adam's two moments of the gradient, (m, n) each, in coordinates of the eigenbases."""
 
     first: Array
     second: Array
@@ -63,15 +63,15 @@ class Settings:
     starts_at_rms: bool = False
     """Whether the gradient's root mean square takes the place of eigenvalues that are still all 0."""
     relative_epsilon: float = 0.0
-    """Least number that `divisors` returns for an eigenvalue, as a share of the mean eigenvalue."""
+    """Gradients are divided by eigenvalues, but by nothing less than this share of the mean eigenvalue."""
     limits_updates: bool = False
-    """Whether elements of U, Adam's update before the learning rate, are clipped to `largest_update`."""
+    """Whether the elements of U, Adam's update before the learning rate, are clipped to `largest_update`."""
     rank_tolerance: float = 0.0
-    """Smallest eigenvalue of a direction in which W moves, as a share of the largest; 0 moves W in all directions."""
+    """W moves along eigenvectors whose eigenvalue is at least this share of the largest; with 0, along all."""
 
     @property
     def largest_update(self) -> float:
-        """Largest absolute value of Adam's U, by Cauchy and Schwarz; exceeded only when the eigenbases change."""
+        """Bound for the elements of Adam's U, by Cauchy and Schwarz; exceeded only when the eigenbases change."""
         # The bound has the factor √Σ(b₁²/b₂)ᵏ over all past steps k: infinite unless b₁² < b₂.
         ratio = self.beta_1**2 / self.beta_2 if self.beta_2 else math.inf
         return (1 - self.beta_1) / math.sqrt((1 - self.beta_2) * (1 - ratio)) if ratio < 1 else math.inf
@@ -104,7 +104,7 @@ def contributions(gradient: Array, pairs: Sides, settings: Settings) -> Sides:
 
 
 def divisors(values: Array, gradient: Array, settings: Settings) -> Array:
-    """Return what to divide by for each eigenvalue: itself, or the smallest divisor that the settings allow.
+    """Return what to divide gradients by for each eigenvalue: itself, or the least divisor that the settings allow.
 
     If all eigenvalues are still 0 and ``starts_at_rms`` is set, the root mean square of G replaces them: what is added
     to L and R then has that scale, too.
@@ -143,7 +143,7 @@ _DEPENDENT = 1e-3
 """An image (factor times old eigenvector) counts as dependent on those before it if orthogonalization leaves at most
 this share of its length, which is well above float32 noise (1e-7)."""
 _ROUNDS = 8
-"""The most orthogonalizations of one factor: without dependent images, one is enough; else two or three mostly are."""
+"""Most orthogonalizations of the images of a factor: one is enough if none is dependent, else mostly two or three."""
 
 
 def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
@@ -162,7 +162,7 @@ def power_iteration(factors: Array, old: Eigenpairs) -> Eigenpairs:
 
 
 def _orthogonalised(images: Array) -> tuple[Array, Array]:
-    """Return the images (..., n, n) of eigenvectors made orthonormal, and which of these columns are only noise.
+    """Orthonormalize images of eigenvectors (..., n, n), and return them and which of these columns are only noise.
 
     Only rounding noise is left of an image that depends on those before it, and the images after it would get a share
     of this noise. So it is treated last; the columns returned are in the old order.
@@ -209,12 +209,12 @@ def _singly_on_cpu(decompose: Callable[..., Eigenpairs], *stacks: Any) -> Eigenp
 
 
 def is_finite(pair: Eigenpairs) -> Array:
-    """Whether each of a stack of eigenpairs is finite."""
+    """Whether all numbers of each of a stack of eigenpairs are finite, as not after a failed decomposition."""
     return jnp.isfinite(pair.values).all(-1) & jnp.isfinite(pair.vectors).all((-2, -1))
 
 
 def into_basis(matrix: Array, pairs: Sides) -> Array:
-    """Return a matrix X in coordinates of the eigenbases: Q_Lᵀ X Q_R."""
+    """Return a matrix X, such as the gradient, in coordinates of the eigenbases: Q_Lᵀ X Q_R."""
     rows = matrix if pairs.left is None else product(pairs.left.vectors.T, matrix)
     return rows if pairs.right is None else product(rows, pairs.right.vectors)
 
@@ -226,7 +226,7 @@ def out_of_basis(matrix: Array, pairs: Sides) -> Array:
 
 
 def rotated(first: Array, old: Sides, new: Sides) -> Array:
-    """Return the first moment in coordinates of the new eigenbases. The second moment is not rotated."""
+    """Return the first moment in coordinates of the new eigenbases instead of the old. The second is never rotated."""
     return into_basis(out_of_basis(first, old), new)
 
 
@@ -251,7 +251,7 @@ def l2_gradient(gradient: Array, weight: Array, settings: Settings, *, when: str
 
 
 def adam(moments: Moments, gradient: Array, step: Array, settings: Settings) -> tuple[Moments, Array]:
-    """Return the new moments and the direction U, element by element; ``step`` counts from 1."""
+    """Return Adam's new moments and update U, before the learning rate, element by element; ``step`` counts from 1."""
     first = settings.beta_1 * moments.first + (1 - settings.beta_1) * gradient
     second = settings.beta_2 * moments.second + (1 - settings.beta_2) * gradient * gradient
     unbiased = first / (1 - settings.beta_1**step), second / (1 - settings.beta_2**step)

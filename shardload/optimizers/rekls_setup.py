@@ -35,18 +35,18 @@ FACTOR_SLOTS = {
     "right_vectors": "right_eigenvectors",
 }
 SLOTS = {"momentums": "momentum", "velocities": "velocity", **FACTOR_SLOTS}
-"""Attribute of the optimizer → name of the Keras variables in it. Each attribute is a list with an entry for every
+"""Attribute of the optimizer → name of the Keras variables that it lists. Each list has an entry for every trained
 variable, `None` where there is no such state."""
 AdamwFor = Sequence[str] | Callable[[Any], bool]
 """Which variables get AdamW: regular expressions for their paths, or a function of a variable."""
 RMS = "rms"
-"""Value of ``init_factor`` that stands for the root mean square of each matrix's first gradient."""
+"""Value of ``init_factor``: eigenvalues start as the root mean square of each matrix's first gradient."""
 WHOLE_BYTES = 1 << 30
-"""Default of ``whole_bytes``: enough for a small model, and less than a device's share of a large model's state."""
+"""Default of ``whole_bytes``, the limit for state that is whole on a device: less than a share of a large model's."""
 _SMALLEST = float(np.finfo(np.float32).tiny)
-"""Least number that float32 has in full precision."""
+"""Least number that float32 has in full precision, and least ``epsilon``: XLA counts smaller ones as 0."""
 _BFLOAT16_NOISE = 2.0**-8
-"""Relative size of rounding errors in bfloat16."""
+"""Relative rounding error of bfloat16. Eigenvalues below this share of the largest are noise in such a factor."""
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weight_decay_method": DECAYS,
     "decomposition": DECOMPOSITIONS,
@@ -120,7 +120,7 @@ class Options:
             _refuse("row_dims", self.row_dims, example)
 
     def settings(self, weight_decay: float | None) -> Settings:
-        """Return the constants that `rekls_math` computes with."""
+        """Return those arguments that the arithmetic in `rekls_math` needs, as the constants of a compiled step."""
         return Settings(
             beta_1=self.beta_1,
             beta_2=self.beta_2,
@@ -137,7 +137,7 @@ class Options:
 
     @property
     def least_share(self) -> float:
-        """Smallest eigenvalue of a direction in which W moves, as a share of the largest eigenvalue."""
+        """``rank_tolerance``, or more for bfloat16: W moves along eigenvalues of at least this share of the largest."""
         # Smaller eigenvalues of a factor in bfloat16 are rounding noise of the factor itself.
         is_exact = self.factor_dtype == "float32" or not self.rank_tolerance
         return self.rank_tolerance if is_exact else max(self.rank_tolerance, _BFLOAT16_NOISE)
@@ -156,7 +156,7 @@ class Options:
 
 
 def check_hyperparameter(name: str, value: Any, *, below: float = math.inf, otherwise: str = "") -> None:
-    """Check that an argument is a real number, at least 0 and below a limit."""
+    """Raise unless an argument is a number of at least 0 and below a limit; ``otherwise`` says what else is allowed."""
     # To Python, a bool is a Real. NaN fails every comparison.
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # As the arithmetic sees it: 0.99999999 is 1.
@@ -168,7 +168,7 @@ def check_hyperparameter(name: str, value: Any, *, below: float = math.inf, othe
 
 
 def canonical_dtype(wanted: Any) -> Any:
-    """Return the name of a dtype, such as ``"float32"`` for ``jnp.float32``; return anything else as it is."""
+    """Return the name of a dtype, such as ``"float32"``; return anything else as it is, to be refused by a check."""
     try:
         return dtype_name(wanted)
     except UsageError:
@@ -231,7 +231,7 @@ class NewSlot:
     """A variable of the optimizer's state that is about to be created."""
 
     slot: str
-    """A key of `SLOTS`."""
+    """The attribute of the optimizer that will list it, such as ``left_factors``: a key of `SLOTS`."""
     shape: tuple[int, ...]
     dtype: str
     sharding: NamedSharding | None
@@ -259,7 +259,7 @@ def check_variable(variable: Variable) -> None:
 
 
 def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> Iterator[NewSlot]:
-    """Yield the state to create for a variable: moments of its shape; factors and eigenpairs, split along dim 0."""
+    """Yield what to create for a variable: moments of its shape; and if it has a view, factors and eigenpairs."""
     own = sharding_on_mesh(variable)
     for slot in ("momentums", "velocities"):
         yield NewSlot(slot, tuple(variable.shape), "float32", own)
@@ -283,7 +283,7 @@ def start_of_slot(slot: str, options: Options) -> Any:
 
 
 def _split_state(variable: Variable, own: NamedSharding | None, side: int, options: Options) -> NamedSharding | None:
-    """Return how a factor is split: along dim 0 if even, else not at all; with ``uneven="error"``, raise then."""
+    """Return how a factor is split: along dim 0, or if that is uneven, not at all; raise then if ``uneven="error"``."""
     if own is None:
         return None
     layout = Layout.of_spec(mesh_spec(own.mesh), own.spec, len(variable.shape))
@@ -299,7 +299,7 @@ def _split_state(variable: Variable, own: NamedSharding | None, side: int, optio
 
 
 def along_first(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a factor or eigenpairs: dim 0 split over the variable's axes if even, else replicated."""
+    """Return the layout of a factor or eigenpairs: dim 0 split over all axes that split the variable, else whole."""
     # Along one dim, whatever dims of the variable the axes split: a factor's rows mix several of those.
     axes = tuple(axis for split in layout.spec for axis in split)
     found = Layout(layout.mesh, (axes, *((),) * (len(shape) - 1)))

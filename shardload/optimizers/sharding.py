@@ -1,7 +1,7 @@
 """ZeRO-1: spread the state of an optimizer over the axis that splits the batch.
 
-A slot follows its weight, so all devices along the batch axis have a copy of it. Once the slot is spread, each device
-has a part::
+A slot (state of one weight, such as Adam's first moment) has its weight's layout, so all devices along the batch axis
+have a copy of it. Once the slot is spread, each device has a part::
 
     mesh batch=2,model=4      weight (-, model)   Adam's two slots follow it    2 x 1/4 on each device
                                                   spread over batch             2 x 1/8 on each device
@@ -96,7 +96,7 @@ def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> Sl
 
 
 def _mesh(optimizer: Any, model: Any) -> MeshSpec | None:
-    """Return the mesh of the weights; ``None`` while the optimizer has no slots and no weight is on a mesh."""
+    """Return the mesh of the weights; ``None`` if they are on none and the optimizer has no slots yet."""
     if model is not None and not optimizer.built:
         weights = list(model.trainable_variables) if getattr(model, "built", False) else []
     else:
@@ -124,7 +124,7 @@ def _place(slot: Any, weight: Any, axes: Sequence[str]) -> SlotLayout:
 
 
 def _others(optimizer: Any, mesh: MeshSpec) -> list[SlotLayout]:
-    """Return the layouts of state of another shape than its weight's (Adafactor's rows), which is never spread."""
+    """Return the layouts of state that is never spread: its shape is not that of its weight (Adafactor's rows)."""
     # Keras creates these without a reference to a weight, so there is no layout to spread.
     slots = {id(slot) for slot, _ in optimizer_slots.slots_in(optimizer)}
     others = [v for v in optimizer.variables if id(v) not in slots and len(v.shape)]
@@ -142,12 +142,12 @@ def _nbytes(variable: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """One variable of an optimizer that has the shape of a weight, or of its rows or columns."""
+    """How one variable of an optimizer's state is split over devices, before and after `shard_optimizer`."""
 
     path: str
     shape: tuple[int, ...]
     nbytes: int
-    """Bytes of the whole value."""
+    """Bytes of the whole variable, over all devices."""
     before: Layout
     """The layout of the weight. The slot has the same layout unless it is spread."""
     after: Layout
@@ -156,7 +156,7 @@ class SlotLayout:
 
     @property
     def is_spread(self) -> bool:
-        """Whether the slot is split over more axes than its weight."""
+        """Whether the slot is split over more mesh axes than its weight."""
         return self.before != self.after
 
     @property
@@ -183,7 +183,7 @@ class SlotReport:
     mesh: MeshSpec | None
     """The mesh of the weights; ``None`` while no weight is on a mesh."""
     axes: tuple[str, ...]
-    """The axes over which slots are spread."""
+    """The mesh axes over which slots are spread, besides those that split their weights."""
     slots: tuple[SlotLayout, ...] = ()
     """Each slot with its layout; empty while the optimizer is not built, as slots are spread when they are created."""
 

@@ -104,13 +104,13 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self._report = spread_slots(self.inner_optimizer, SlotSpread("every"))
 
     def state_layouts(self, layout_of: Callable[[Any], Layout | None]) -> dict[int, Layout]:
-        """Check ``device_count`` against the mesh that weights will be on; return {}, as this class adds no state."""
+        """Check ``device_count`` before weights move to another mesh; return {}, as this class has no state to move."""
         if self.built:
             self._check_device_count(map(layout_of, self._trainable_variables))
         return {}
 
     def _check_once(self) -> None:
-        """Check ``device_count`` before the first update, if the mesh was not known when the slots were created."""
+        """Before the first update, check ``device_count`` if the mesh was unknown when the slots were created."""
         if self._is_unchecked:
             self._check_device_count(map(variable_layout, self._trainable_variables))
             self._is_unchecked = False

@@ -308,7 +308,7 @@ def _is_higher_better(mode: str, monitor: str) -> bool:
 
 
 def ranking_record(steps: Sequence[StepInfo]) -> StepRecord | None:
-    """Return the ``step.json`` that defines "best" in a folder: of the newest step with ``keep_best``, or with any metric.
+    """Return the ``step.json`` that defines "best" in a folder: of the newest step with ``keep_best``, or any metric.
 
     A callback without ``keep_best`` has a default metric, too; it must not override the rule of another callback.
     """
