@@ -313,7 +313,7 @@ def save(
 
 
 def _count(argument: str, value: Any) -> int:
-    """Return ``value``, a non-negative integer of Python, NumPy or JAX, as a Python int; raise for anything else."""
+    """Return an argument, a non-negative integer of Python, NumPy or JAX, as a Python int; raise for anything else."""
     try:
         # operator.index accepts integers of NumPy and JAX, and refuses floats.
         found = -1 if isinstance(value, bool) else operator.index(value)

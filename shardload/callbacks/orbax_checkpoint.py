@@ -207,7 +207,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._saver.writer.settle()
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Find the step to resume from in the folder, if any, and make ``fit`` continue after it."""
+        """Prepare the folder, find the step to resume from, if any, and make ``fit`` continue after it."""
         self._saver.writer.settle()
         self._saver.begin()
         model = self.model
@@ -267,7 +267,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 self._warn(lost)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Save if ``save_freq`` batches were trained since the last save, or at SIGTERM; raise if the last save failed."""
+        """Save if ``save_freq`` batches were trained since the last save, or at SIGTERM; raise if that save failed."""
         self._preemption.raise_dropped_interrupt()
         self._saver.writer.raise_failure_together()
         self._position.trained(batch + 1)
@@ -351,7 +351,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         return self.save_decision is None or bool(self.save_decision(self._total, logs))
 
     def _save(self, logs: dict[str, float], *, epoch_done: bool) -> None:
-        """Save a step now, without asking ``save_freq`` and ``save_decision``: the caller has done that."""
+        """Save a step now. The caller has already asked ``save_freq`` and ``save_decision`` whether to save one."""
         step = self._total
         self._saver.writer.wait()
         if self.verbose:

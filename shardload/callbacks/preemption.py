@@ -32,7 +32,7 @@ class Preemption:
         self._agreed = False
 
     def is_announced(self) -> bool:
-        """Whether any process got SIGTERM, so that ``fit`` must save and end. All processes ask this after a batch."""
+        """Whether any process got SIGTERM: ``fit`` must then save and end. All processes call this after each batch."""
         # JAX returns true for a single query, so the answer is kept.
         if not self._agreed and processes.is_distributed():
             try:
@@ -88,7 +88,7 @@ class _FitSignal:
             signal.signal(self._number, self._note)
 
     def ignore(self) -> None:
-        """Restore the handler that `watch` replaced."""
+        """When ``fit`` ends, restore the handler that `watch` replaced."""
         self.came = False
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(self._number) == self._note:

@@ -49,7 +49,7 @@ _SAVED = {
 
 @dataclass(slots=True)
 class Resumption:
-    """Where a ``fit`` continues after a step, and what to restore when the first epoch begins."""
+    """Where ``fit`` continues after a restored step, and what is still to be restored when its first epoch begins."""
 
     info: StepInfo
     """The step to continue from."""
@@ -66,7 +66,7 @@ class Resumption:
     trained: int = 0
     """How many batches this model had trained before the step was restored, for a notice to the user."""
     undone: int = 0
-    """How many of the ``trained`` batches the model had trained after the step: the restore has undone them."""
+    """How many of the ``trained`` batches came after the step, so that the restore has undone them."""
     ended_by: str | None = None
     """The callback (such as ``EarlyStopping``) that ended training at this step; ``None`` if none did."""
     changed: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Resumption:
 
     @property
     def is_due(self) -> bool:
-        """Whether training continues with the epoch after the last complete one, not with one that the user chose."""
+        """Whether ``fit`` begins with the epoch after the last complete one, not with another that the user chose."""
         return self.epoch == self.complete
 
     def end(self, model: Any, epochs: int, ended_by: str) -> None:
@@ -84,7 +84,7 @@ class Resumption:
         self.set_first_epoch(model)
 
     def set_first_epoch(self, model: Any) -> None:
-        """Make ``fit`` begin with epoch ``epoch``, and record that this callback, not the user, set the first epoch."""
+        """Make ``fit`` begin with ``epoch``, and record that this callback, not the user, chose that epoch."""
         set_initial_epoch(model, self.epoch)
         record_of(model).first_epoch = self.epoch
 
@@ -95,7 +95,7 @@ class Resumption:
         self.metrics.clear()
 
     def give_up(self, model: Any) -> None:
-        """Leave it to the next ``fit`` to resume from the step: the current one has ended before an epoch began."""
+        """Leave it to the next ``fit`` to resume from the step, because this one ended before an epoch began."""
         forget_first_epoch(model)
         if self.restored_before:
             record_of(model).restored = self.info
@@ -134,7 +134,7 @@ def resume_training(
     data_iterator: Any,
     initial_epoch: int | None,
 ) -> Resumption | None:
-    """Restore the step that ``resume`` names, unless one was restored before; return where ``fit`` then continues."""
+    """Restore the step that ``resume`` names, unless the user has restored one; return where ``fit`` then continues."""
     record = record_of(model)
     info, record.restored = record.restored, None
     before = info is not None and _is_in(directory, info)
@@ -269,12 +269,12 @@ class OtherCallbacks:
     """The ``EarlyStopping`` and ``ReduceLROnPlateau`` callbacks of one ``fit``, whose state is stored in its steps."""
 
     def __init__(self, saver: Any = None) -> None:
-        """Find the callbacks in the running ``fit``, and make ``saver`` run after them. If it is None, find none."""
+        """Find the callbacks in the running ``fit`` and make ``saver`` run after them; without ``saver``, find none."""
         self._found = () if saver is None else tuple(run_after(saver, _KINDS))
         self._waiting: list[tuple[Any, dict[str, Any]]] = []
 
     def record(self) -> tuple[dict[str, Any], ...]:
-        """Return the state of the callbacks found, to store in ``step.json``."""
+        """Return the state of ``EarlyStopping`` and ``ReduceLROnPlateau``, to store in ``step.json``."""
         found: list[dict[str, Any]] = []
         for callback in self._found:
             name, monitor = _name_of(callback)
@@ -286,7 +286,7 @@ class OtherCallbacks:
         return tuple(found)
 
     def resume(self, info: StepInfo) -> str | None:
-        """Read the callbacks' state from a step, for `restore`; return which callback ended training there, if any."""
+        """Read the callbacks' state from a step, to assign it later; return which one ended training there, if any."""
         stored = list(info.recorded.callbacks)
         self._waiting = []
         for callback in self._found:

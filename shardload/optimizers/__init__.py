@@ -1,8 +1,9 @@
 """Optimizers for sharded models, and layouts for optimizer state.
 
-`REKLS` is second-order: it decomposes matrices into eigenvectors. `rekls_math` is the arithmetic for one matrix,
-`joint_update` is one training step of all variables, `matrices` says how variables of any shape are viewed as matrices,
-and `dealing` decides which device decomposes what, and runs the decompositions.
+`REKLS` is second-order: for each matrix of weights, it finds eigenvectors of two factors, which are moving averages of
+products of gradients, and runs Adam in their coordinates. `rekls_math` is the arithmetic for one matrix, `joint_update`
+is one training step of all variables, `matrices` says how variables of any shape are viewed as matrices, and
+`dealing` decides which device decomposes what, and runs the decompositions.
 """
 
 from __future__ import annotations

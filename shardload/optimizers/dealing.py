@@ -33,12 +33,12 @@ from jax.sharding import Mesh, PartitionSpec
 from shardload.optimizers.rekls_math import Array, Eigenpairs
 
 EVERYWHERE_TIMES = 2
-"""Memory that a device needs to update matrices that are whole on all devices, as a multiple of their state; measured
+"""Memory that a device needs for an update of matrices that are whole on all devices: this times their state; measured
 with XLA on CPU (1.5 to 2.1)."""
 ALONE_TIMES = 3
-"""Memory that a device needs to update matrices dealt out to it, as a multiple of their state (2.6 to 2.8)."""
+"""Memory that a device needs for an update of matrices dealt out to it: this times their state (2.6 to 2.8)."""
 _Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
-"""Takes a stack of factors (b, n, n) and their old eigenpairs, and returns the new eigenpairs."""
+"""Function that computes new eigenpairs, from a stack of factors (b, n, n) and their old eigenpairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Deal:
     factors: tuple[int, ...]
     """Positions of the factors of this size in the list of all factors."""
     hands: tuple[tuple[int, ...], ...]
-    """For each device, the factors that it decomposes, as positions in ``factors``. Lengths differ by at most one."""
+    """For each device, which factors it decomposes, as indices of ``factors``: numbers differ by at most one."""
 
 
 def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
@@ -272,7 +272,7 @@ def spread_dealt(arrays: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def split_axes(spec: PartitionSpec) -> set[str]:
-    """Return the mesh axes that a `PartitionSpec` splits an array over."""
+    """Return the names of the mesh axes that split an array with this `PartitionSpec`, in any dim."""
     return set(_dims_of_axes(spec))
 
 

@@ -4,8 +4,8 @@
     gradients are only accumulated  ─► nothing changes, nothing is computed
     otherwise                       ─► matrices: `update`; other variables: AdamW
 
-How matrices are updated depends on how many of one kind there are. W is the weight of a matrix, G its gradient, L and R
-are its factors, Q and λ their eigenpairs, M and V Adam's moments::
+How matrices are updated depends on how many of one kind (shape, dtype, layout) there are. W is the weight of a matrix,
+G its gradient, L and R are its factors, Q and λ their eigenpairs, M and V Adam's moments::
 
     as many as devices: each device gets one whole matrix, updates it alone, and hands back the shards
 
@@ -52,13 +52,13 @@ class MatrixState(NamedTuple):
     """A weight matrix and its optimizer state. `Matrix.specs` has a `PartitionSpec` in place of each array."""
 
     weight: Any
-    """W, of the variable's own shape and dtype."""
+    """The weight matrix W, of the variable's own shape and dtype."""
     moments: Moments
-    """Adam's moments in the shape of W, float32."""
+    """Adam's first and second moment, in the shape of the weight, float32."""
     factors: Sides
     """The factors L and R, in the dtype in which they are stored between steps."""
     pairs: Sides
-    """The `Eigenpairs` of L and R, float32."""
+    """Eigenvalues and eigenvectors of the two factors, float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class JointPlan:
     settings: Settings
     batches: tuple[Batch, ...]
     mesh: Mesh | None
-    """The mesh of all matrices; `None` on one device."""
+    """The mesh that all matrices are on; `None` on one device, where nothing has to be gathered."""
     frequency: int = 1
     """Factors are decomposed in step 1, step 1 + frequency, and so on."""
     decomposition: str = "eigh"
@@ -102,7 +102,7 @@ class StepNumbers(NamedTuple):
 def update(
     plan: JointPlan, states: Sequence[MatrixState], gradients: Sequence[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Return the states of all matrices after one step, and how many factors kept their old eigenpairs."""
+    """Update all matrices by one step; return their states, and how many factors kept their old eigenpairs."""
     if not plan.matrices:
         return [], jnp.int32(0)
     local = partial(_local, plan)
@@ -124,7 +124,7 @@ def update(
 def _local(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards of all matrices, one batch of matrices after the other."""
+    """Inside `jax.shard_map`, update this device's shards of all matrices, one batch of matrices after the other."""
     after, failures = list(states), jnp.int32(0)
     for batch in plan.batches:
         part = replace(plan, matrices=tuple(plan.matrices[place] for place in batch.places))
@@ -142,7 +142,7 @@ def _local(
 def _update_each_on_one(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards of matrices of one kind: each matrix is computed whole, by one device."""
+    """Update this device's shards of matrices of one kind: every device computes whole matrices of its own."""
     mesh, specs = plan.mesh, plan.matrices[0].specs
     assert mesh is not None
     # Shards of all matrices ─► whole matrices, `count` on each device ─► the update without a mesh ─► shards again.
@@ -164,7 +164,7 @@ def _unstacked(stacks: Any, count: int) -> list[Any]:
 def _update_everywhere(
     plan: JointPlan, states: list[MatrixState], gradients: list[Array], step: StepNumbers
 ) -> tuple[list[MatrixState], Array]:
-    """Update this device's shards of the matrices of one batch, after gathering whole matrices on all devices."""
+    """Update this device's shards of the matrices of one batch: every device computes all of them, gathered whole."""
     inputs = zip(plan.matrices, states, gradients, strict=True)
     ones = [_OneMatrix(matrix, plan.settings, state, gradient, step) for matrix, state, gradient in inputs]
     olds = [one.old_pairs() for one in ones]
@@ -181,7 +181,7 @@ def _update_everywhere(
 
 
 def _moving(plan: JointPlan, states: Sequence[MatrixState]) -> Array:
-    """Return for each matrix whether the step moves W: not if ``skip_first_update`` is set and L and R are still 0."""
+    """Return for each matrix whether its weights move: with ``skip_first_update``, not while its factors are 0."""
     if not plan.settings.skip_first_update:
         return jnp.ones(len(states), bool)
     own = jnp.stack([jnp.array([jnp.any(x != 0) for x in jax.tree.leaves(state.factors)]).any() for state in states])
@@ -203,12 +203,12 @@ class _OneMatrix:
     step: StepNumbers
 
     def old_pairs(self) -> Sides:
-        """Gather this device's shards of the old eigenpairs, and return the whole eigenpairs before the step."""
+        """Gather the shards of the eigenpairs from before the step, and return them whole."""
         found: Sides = gather_shards(self.state.pairs, self.matrix.specs.pairs)
         return found
 
     def whole_gradient(self, *, when: Sequence[str]) -> Array:
-        """Return the whole gradient as a matrix, plus weight decay if its method is in ``when``: ``("l2",)``, say."""
+        """Return the whole gradient as a matrix; add weight decay if its method is in ``when``, as in ``("l2",)``."""
         # Decay is added to the shard, so that W itself is never gathered.
         own = self.gradient.astype(jnp.float32)
         for method in when:
@@ -217,7 +217,7 @@ class _OneMatrix:
         return found
 
     def new_factors(self, old: Sides) -> tuple[Sides, Array]:
-        """Return shards of the new L and R, and how many of the two stayed as they were because of NaN or infinity."""
+        """Return shards of the new factors, and how many of the two did not change because of NaN or infinity."""
         whole = self.whole_gradient(when=("l2_before_factors",))
         added = rekls_math.contributions(whole, old, self.settings)
         failed = jnp.int32(0)
@@ -234,7 +234,7 @@ class _OneMatrix:
         return Sides(*found), failed
 
     def moved(self, factors: Sides, old: Sides, new: Sides) -> MatrixState:
-        """Return the shards of W and its state after a step, given the new factors, and the old and new eigenpairs."""
+        """Return the shards of the weight and its state after a step; ``old`` and ``new`` are whole eigenpairs."""
         state, specs, view = self.state, self.matrix.specs, self.matrix.view
         # Moments start one step later if the first update is skipped. Its own result is dropped, but must not be 0 / 0.
         count = self.step.number - self.settings.skip_first_update

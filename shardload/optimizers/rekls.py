@@ -1,4 +1,4 @@
-"""The Keras optimizer `REKLS`: state in Keras variables, one traced function per step, and the checks before it."""
+"""The Keras optimizer `REKLS`: its state in Keras variables, a step as one traced function, and the checks before."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class REKLS(JointOptimizer):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
 
     def start_of_slot(self, slot: str) -> Any:
-        """Return the initializer of the state in an attribute (``left_vectors``), to restore a step that lacks it."""
+        """Return the initializer of state that an attribute lists (``left_vectors``), for when a step lacks it."""
         return rekls_setup.start_of_slot(slot, self.options)
 
     def _view(self, variable: Variable) -> MatrixView | None:
@@ -220,7 +220,7 @@ class REKLS(JointOptimizer):
 
     @property
     def needs_even_state(self) -> bool:
-        """Whether to raise an error for a factor that cannot be split evenly, instead of replicating the factor."""
+        """Whether a factor that the devices cannot split evenly is an error, instead of being replicated on all."""
         return self.options.uneven == "error"
 
     @property
@@ -230,7 +230,7 @@ class REKLS(JointOptimizer):
 
     @property
     def update_bytes(self) -> int:
-        """Upper bound for the bytes that each device needs during an update, on any mesh; measured on CPU."""
+        """Most bytes that each device needs for temporary arrays during an update, on any mesh; measured on CPU."""
         places = [place for place, view in enumerate(self.views) if view is not None]
         sizes = [self._whole_bytes(place) for place in places]
         # Which matrices are dealt out depends on the mesh: at most those that share their view with another one.
@@ -263,7 +263,7 @@ class REKLS(JointOptimizer):
         return sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in state if v is not None)
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return the layouts of factors and eigenpairs, by ``id``, that suit weights with the layouts of ``layout_of``."""
+        """Return the layouts of factors and eigenpairs, by ``id``; ``layout_of`` returns the layout of a weight."""
         found: dict[int, Layout] = {}
         for place, variable in enumerate(self.trained):
             if (layout := layout_of(variable)) is not None:
@@ -339,4 +339,4 @@ class REKLS(JointOptimizer):
 
 
 TpRekls = REKLS
-"""Another name of `REKLS`, which the original uses for its tensor-parallel version; `REKLS` needs no other version."""
+"""Another name of `REKLS`: in the original, it is the tensor-parallel version, which `REKLS` includes."""

@@ -1,4 +1,4 @@
-"""The arithmetic of REKLS for one matrix W (m x n): pure functions of whole arrays, on one device.
+"""The arithmetic of REKLS for one weight matrix W (m x n) with gradient G: pure functions of arrays on one device.
 
     G ─► factors      L ← β̂L + (1-β̂)/n · G inv(R) Gᵀ      R ← β̂R + (1-β̂)/m · Gᵀ inv(L) G     from the old eigenpairs
       ─► eigenpairs   L = Q_L diag(λ_L) Q_Lᵀ               R = Q_R diag(λ_R) Q_Rᵀ              descending
@@ -36,7 +36,7 @@ class Eigenpairs(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """One value for the rows and one for the columns of a matrix, such as L and R; `None` where there is no factor."""
+    """One value for the rows of a matrix and one for its columns, such as factors; `None` without a factor."""
 
     left: Any
     right: Any
@@ -51,7 +51,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Constants of the algorithm; see `shardload.optimizers.REKLS`."""
+    """Constants of the algorithm, which are compiled into a step; `shardload.optimizers.REKLS` explains them."""
 
     beta_1: float = 0.9
     beta_2: float = 0.95
@@ -123,7 +123,7 @@ def root_mean_square(array: Array) -> Array:
 
 
 def blended(factor: Array, contribution: Array, step: Array, beta: float) -> Array:
-    """Return L or R (or a shard of it) after one step: the moving average of the old factor and ``contribution``."""
+    """Return a factor (or a shard of it) after one step: the moving average of the old one and ``contribution``."""
     keep = kept_share(step, beta)
     return keep * factor + (1 - keep) * contribution
 
@@ -274,7 +274,7 @@ def active(pairs: Sides, settings: Settings) -> Array:
 def moments_and_direction(
     moments: Moments, gradient: Array, pairs: tuple[Sides, Sides], *, step: Array, settings: Settings
 ) -> tuple[Moments, Array]:
-    """Return the new moments and the direction Q_L U Q_Rᵀ, in which W moves.
+    """Return the new moments and the direction Q_L U Q_Rᵀ, in which the weight W moves.
 
     ``pairs`` are the old and the new ones; ``moments`` are in coordinates of the old. ``step`` counts from 1, without
     the first update if that is skipped.

@@ -70,7 +70,7 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Arguments of `shardload.optimizers.REKLS`, which documents them."""
+    """The arguments of `shardload.optimizers.REKLS`, which explains them. They are checked when this is created."""
 
     beta_1: float
     beta_2: float
@@ -184,7 +184,7 @@ def check_bytes(name: str, value: Any) -> int:
 
 
 def check_rate(learning_rate: Any) -> Any:
-    """Return a learning rate in a form that Keras accepts: a number as ``float``, schedules and functions unchanged."""
+    """Return a learning rate in a form that Keras accepts: numbers as ``float``, schedules and functions as given."""
     if isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule) or _needs_nothing(learning_rate):
         return learning_rate
     otherwise = ", a LearningRateSchedule, or a function without arguments"

@@ -71,7 +71,7 @@ def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> 
 
 
 def spread_slots(optimizer: Any, chosen: SlotSpread, *, model: Any = None) -> SlotReport:
-    """Spread the slots of an optimizer over the axes that ``chosen`` names; see `shard_optimizer`."""
+    """Spread the slots of an optimizer over the mesh axes that ``chosen`` names, and report the layouts."""
     binding = None if model is None else binding_of(model)
     mesh = _mesh(optimizer, model)
     batch_axis = None if binding is None else str(binding.distribution.batch_dim_name)
@@ -152,7 +152,7 @@ class SlotLayout:
     """The layout of the weight. The slot has the same layout unless it is spread."""
     after: Layout
     why: str = ""
-    """Why one of the requested axes does not split the slot; empty if all of them do."""
+    """Why one of the requested mesh axes does not split the slot; empty if all of them do."""
 
     @property
     def is_spread(self) -> bool:
@@ -189,7 +189,7 @@ class SlotReport:
 
     @property
     def spread(self) -> tuple[SlotLayout, ...]:
-        """Slots that are split over more axes than their weight."""
+        """Slots that are split over more mesh axes than their weight."""
         return tuple(slot for slot in self.slots if slot.is_spread)
 
     @property
@@ -199,7 +199,7 @@ class SlotReport:
 
     @property
     def device_bytes_before(self) -> int:
-        """Bytes of all slots on each device, if they follow their weights."""
+        """Bytes of all slots on each device, if each had the layout of its weight."""
         return sum(slot.device_bytes_before for slot in self.slots)
 
     @property

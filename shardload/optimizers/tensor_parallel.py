@@ -78,7 +78,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return self.inner_optimizer
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Create the slots: split like their weights, and with ``shard_optimizer_states`` over further axes, too."""
+        """Create the slots: split like their weights, and with ``shard_optimizer_states`` over further mesh axes."""
         if self.built:
             return
         # A load creates slots without values, to fill them on the mesh that it brings: `state_layouts` knows it.
@@ -93,7 +93,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def slot_report(self) -> SlotReport | None:
-        """How the slots are split; ``None`` until they exist and the weights are on a mesh."""
+        """How the slots are split over the mesh; ``None`` until they exist and the weights are on a mesh."""
         if self._report is None:
             self._spread()
         return self._report
@@ -179,7 +179,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         return self.inner_optimizer.update_step(gradient, variable, learning_rate)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Scale the loss, as the base optimizer does."""
+        """Scale the loss if the base optimizer does, as for float16."""
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Any) -> None:

@@ -160,7 +160,7 @@ class Monitor:
         return "min" if metric == "loss" else metric_direction(model, metric)
 
     def require_direction(self, model: Any) -> Mode:
-        """Return "min" or "max", as `direction`; raise if the direction is unknown."""
+        """Return "min" if lower values are better, "max" if higher; raise if neither ``mode`` nor the model says."""
         if (found := self.direction(model)) is not None:
             return found
         names = {"loss", *(str(metric.name) for metric in getattr(model, "metrics", ()))}
@@ -198,7 +198,7 @@ class Monitor:
 
 
 def plain_logs(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return those entries of the logs of ``fit`` that are single numbers, as Python floats."""
+    """Return the metrics in the logs of ``fit`` as Python floats; entries that are not single numbers are left out."""
     found = {}
     for name, value in (logs or {}).items():
         try:
@@ -238,7 +238,7 @@ class BestRule:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which steps to keep: a step stays if at least one of up to four rules keeps it."""
+    """Which steps stay when old ones are removed: those that at least one of up to four rules keeps."""
 
     latest: int | None
     """How many of the newest steps stay. With ``None``, all steps stay, whatever the other rules say."""

@@ -68,7 +68,7 @@ class Selection:
 
     @property
     def is_partial(self) -> bool:
-        """Whether steps may lack some of the model's weights."""
+        """Whether steps may lack some of the model's weights, so that a restore must find these in the model."""
         return self.trainable_only or self.variables is not None
 
     @property
@@ -77,7 +77,7 @@ class Selection:
         return None if self.variables is None or callable(self.variables) else tuple(self.variables)
 
     def of(self, state: StateTree, model: Any) -> StateTree:
-        """Return the part of a model's state that a step stores; raise if no weight is selected."""
+        """Return the part of a model's state that a step stores: selected weights, with their optimizer state."""
         if not self.is_partial:
             return state
         # By identity: == of Keras variables compares their values.
@@ -244,7 +244,7 @@ def checked_metadata(found: Any) -> Any:
 
 
 def checked_items(checkpointables: Any) -> dict[str, Any]:
-    """Check the user's ``checkpointables``, a dict or a function that returns one, and return them by name."""
+    """Check the user's own items for a step (a dict, or a function that returns one), and return them by name."""
     found = checkpointables() if is_function(checkpointables) else checkpointables
     if not isinstance(found, Mapping):
         raise UsageError(
@@ -284,7 +284,7 @@ def trained_batches(model: Any) -> int:
 
 
 def iterator_record(source: Any) -> dict[str, Any]:
-    """Return a data position as JSON: an iterator's ``get_state()``, a function's result, or the given value itself."""
+    """Return a data position as JSON: ``get_state()`` of an iterator, a function's result, or a given value."""
     state = source.get_state() if hasattr(source, "get_state") else source() if is_function(source) else source
     if isinstance(state, bytes):
         return {"version": 1, "state_base64": base64.b64encode(state).decode()}

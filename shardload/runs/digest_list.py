@@ -293,7 +293,7 @@ def scan(folder: str | os.PathLike[str]) -> FileTree:
 
 
 def is_empty(path: Path) -> bool:
-    """Whether ``path`` is an empty folder and not a symbolic link."""
+    """Whether ``path`` is an empty folder and no symbolic link, so that a rename may replace it."""
     return path.is_dir() and not path.is_symlink() and next(path.iterdir(), None) is None
 
 

@@ -109,7 +109,7 @@ class SavedUnits:
         return self.damaged(Damage(name, f"was truncated: it was saved with {exact_bytes(expected)}, and has fewer"))
 
     def damaged(self, found: Damage) -> DamagedError | TransferError:
-        """Return the error to raise for a defect: a `DamagedError`, unless ``explain`` knows another reason."""
+        """Return the error to raise for a defect: a `DamagedError`, unless ``explain`` knows that it is no damage."""
         if (explained := self._explain(found.path)) is not None:
             return explained
         where = "" if found.offset is None else f" from byte {found.offset}"
@@ -218,11 +218,11 @@ class Checker:
         return last - first
 
     def units_by_file(self) -> dict[str, tuple[str, ...]]:
-        """Return the digests of all units (MiB) of each file, by the file's name relative to the step's folder."""
+        """Return the digests of all MiB of each file, by the file's name in the step, for processes to compare."""
         return {name: digest.units for name, digest in self.saved.digests.files.items()}
 
     def check_whole(self, path: str | os.PathLike[str] | Location) -> None:
-        """Verify all bytes of a file, like `check`; raise also if the file was saved empty and has bytes now."""
+        """Verify all bytes of a file, each MiB at most once; raise also if it was saved empty and has bytes now."""
         name = self._relative(path)
         self._open(name)
         self.check(name, 0, self.saved.of_file(name).n_bytes)

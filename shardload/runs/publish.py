@@ -270,7 +270,7 @@ def _remove_moved(home: Path, step: int, base: Path) -> None:
 
 
 def _locked_folder(staging: Path, step: int) -> FolderLock:
-    """Create and lock a folder in ``staging``; if another process removes it before it is locked, start again."""
+    """Create a new folder in ``staging`` and lock it; if another process removes it before that, start again."""
     while True:
         # Without parents=True: a root that was removed must not reappear as an empty folder.
         with suppress(FileExistsError):
@@ -286,7 +286,7 @@ def _locked_folder(staging: Path, step: int) -> FolderLock:
 
 
 def _stale_lock(folder: Path) -> FolderLock | None:
-    """Lock a staging folder if its writer has died, and return the lock; ``None`` for any other folder or file."""
+    """Lock a staging folder whose writer has died, for its removal, and return the lock; ``None`` for anything else."""
     if folder.is_symlink() or not folder.is_dir() or not re.fullmatch(r"[0-9]+-[0-9a-f]+", folder.name):
         return None  # not a staging folder of shardload
     try:

@@ -43,7 +43,7 @@ _MAX_COPIED_BYTES = 512 << 20
 _MAX_FILES = 1 << 14
 """Most files fetched of one step. A step has two or three small files per process that saved it."""
 _IN_FLIGHT = 16
-"""Number of small files that are fetched at once, because each request takes a round trip."""
+"""Number of small files that are requested at the same time, because each request takes a round trip."""
 _ITEMS = frozenset({OWN_FOLDER, "pytree", "model_config", "assets"})
 """Folders of a step that are needed to load a model: their small files are fetched. Users' items are not fetched."""
 _DATA = re.compile(r"(?:^|/)d/[^/]+$")
@@ -120,7 +120,7 @@ class RemoteStep(Store):
         return FileIdentity(self.saved.of_file(key).n_bytes)
 
     def local_path(self, key: str) -> Path:
-        """Return the local path of a file or folder after fetching the file, or all small files of the step."""
+        """Fetch a file, or for a folder all small files of the step, and return the path of the local copy."""
         with self._lock:
             if self.kind(key) == "file":
                 self._fetch([key])
@@ -224,7 +224,7 @@ class _RemoteFile:
 
 
 _READ_UNITS = 8
-"""Most MiB in one request of `_RemoteFile.read_into`; a longer read takes several requests."""
+"""Most MiB that one request asks for; a longer read takes several requests."""
 
 
 class _Units:
@@ -261,7 +261,7 @@ def _present(saved: SavedUnits, name: str, fetch: Fetch) -> bytes:
 
 
 def open_step(remote: RemoteStore, folder: str = "") -> RemoteStep | None:
-    """Open the shardload step in a folder of a remote store; ``None`` if the folder has no ``digests.json``."""
+    """Open the step in a folder of a remote store; ``None`` if shardload saved none there (no ``digests.json``)."""
     found = remote.requests.read_small(_joined(folder, DIGESTS_FILE), limit=MAX_JSON_BYTES)
     return None if found is None else RemoteStep(remote, folder, found)
 

@@ -119,14 +119,14 @@ class StepSaver:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise a `UsageError` for an argument other than True, False, 1 or 0: the text ``"no"`` would count as true."""
+    """Raise a `UsageError` for a flag that is not True, False, 1 or 0: the text ``"no"`` would count as true."""
     for name, given in flags.items():
         if not isinstance(given, bool | np.bool_ | int) or given not in (True, False):
             raise UsageError(f"Cannot use {name}={given!r:.60}: expected True or False")
 
 
 def _check_directory(directory: str | os.PathLike[str]) -> None:
-    """Raise a `UsageError` unless ``directory`` can be a local folder."""
+    """Raise a `UsageError` unless ``directory`` can be a local folder of steps: no URL, and no name of a file."""
     if not isinstance(directory, str | os.PathLike):
         raise UsageError(f"Cannot save steps to {directory!r:.60}: expected the path of a folder")
     if not os.fspath(directory):

@@ -76,7 +76,7 @@ class StepRecord:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> StepRecord:
-        """Build a record from a JSON object; fields that are missing or of the wrong type get default values."""
+        """Build a record from a JSON object that may be damaged: missing fields and wrong types get default values."""
         damaged, callbacks, variables = found.get("damaged"), found.get("callbacks"), found.get("variables")
         logs, mesh, versions = found.get("logs"), found.get("mesh"), found.get("versions")
         numbers = {name: _number(value) for name, value in logs.items()} if isinstance(logs, dict) else {}
@@ -157,7 +157,7 @@ def number_damage(folder: str | os.PathLike[str] | Location) -> list[Damage]:
 
 
 def check_folder_number(folder: str | os.PathLike[str] | Location) -> None:
-    """Raise if a step's folder was copied or renamed, so that its name differs from the stored number."""
+    """Raise if the name of a step's folder differs from the number in it: the folder was copied or renamed."""
     if (numbers := _other_number(folder)) is not None:
         named, stated = numbers
         raise DamagedError(
@@ -254,12 +254,12 @@ class StepInfo:
 
     @property
     def run(self) -> str | None:
-        """The name of the run that saved the step."""
+        """Random name of the training run that saved the step; ``None`` if unknown."""
         return self.recorded.run
 
     @property
     def hides_rank(self) -> bool:
-        """Whether the step may be the best one but damage hides its metrics."""
+        """Whether damage hides the metrics of the step, so that nobody can tell whether it is the best one."""
         return self.ours and self.record is None and self.problems is not None
 
     @property

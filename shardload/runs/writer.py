@@ -62,13 +62,13 @@ from shardload.stores.local import located
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 LOOK_S = 1.0
-"""Seconds between two checks whether the other processes are alive, while a process waits for Orbax."""
+"""Seconds from one check whether the other processes are alive to the next, while this one waits for Orbax."""
 _OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Everything needed to write one step."""
+    """Everything that `Writer` needs to write one step: what Orbax writes, shardload's own files, and options."""
 
     step: int
     items: Mapping[str, Any]
@@ -111,7 +111,7 @@ class Writer:
         remove_stale(self.root.path)
 
     def start(self, job: SaveJob) -> None:
-        """Wait for the previous save, then start one; return as soon as the arrays to save may change again."""
+        """Wait for the previous save, then start to save a step; return as soon as its arrays may change again."""
         self.wait()
         self.witness.note(f"step {job.step} was being saved")
         # Until the worker has the step: from then on, it is finished even if `fit` fails.
@@ -181,7 +181,7 @@ class Writer:
         return start
 
     def settle(self) -> None:
-        """Wait for the current save and for all calls made through `later`; raise the error if one of them failed."""
+        """Wait for the current save and all calls made through `later`, as when ``fit`` ends; raise if any failed."""
         if self._worker is not None:
             self._worker.wait()
         if self._later is not None:
@@ -315,7 +315,7 @@ def _not_as_listed(found: Manifest, job: SaveJob) -> str | None:
 
 
 def _written(job: SaveJob, pending: orbax_writer.PendingSave) -> None:
-    """Wait until Orbax has written everything; raise at the job's timeout, or when another process is lost."""
+    """Wait until Orbax has written all files; raise after ``job.timeout_s``, or when another process is lost."""
     until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     while True:
         try:
@@ -396,7 +396,7 @@ _WIDE = {np.dtype(name) for name in ("int64", "uint64", "float64", "complex128")
 when the worker thread rebuilds the arrays."""
 
 _PLAIN = bool, int, float, complex, str, bytes, np.generic
-"""Types whose values cannot change, so that a snapshot needs only a reference to them."""
+"""Types whose values cannot change, so that keeping a value takes only a reference, not a copy."""
 
 
 class _KeptArray:
@@ -415,14 +415,14 @@ class _KeptArray:
 
 
 class ArraySnapshot:
-    """Keeps the values that pytrees of arrays have at one moment; `take` returns them, once, in any thread."""
+    """Keeps the values that pytrees have now, until a worker thread takes them to write them: `take` works once."""
 
     def __init__(self, items: Mapping[str, Any]) -> None:
         # NumPy arrays can change in place, so they are copied; a copy of an immutable leaf costs nothing.
         self._kept = jax.tree.map(lambda x: _KeptArray(x) if isinstance(x, jax.Array) else copy.copy(x), dict(items))
 
     def take(self) -> dict[str, Any]:
-        """Return the pytrees as they were at the snapshot, and drop this object's references to their memory."""
+        """Return the pytrees as they were when they were kept, and drop this object's references to their memory."""
         taken: dict[str, Any] = jax.tree.map(lambda x: x.array() if isinstance(x, _KeptArray) else x, self._kept)
         # While a view exists, XLA cannot reuse the memory, and a second copy of the state stays allocated.
         self._kept = {}
