@@ -267,7 +267,7 @@ class OrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 self._warn(lost)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Save if ``save_freq`` batches were trained since the last save, or at SIGTERM; raise if that save failed."""
+        """Save after each ``save_freq`` batches, and at SIGTERM; raise the error of the last save if it failed."""
         self._preemption.raise_dropped_interrupt()
         self._saver.writer.raise_failure_together()
         self._position.trained(batch + 1)

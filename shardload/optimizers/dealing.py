@@ -43,7 +43,7 @@ _Decompose = Callable[[Array, Eigenpairs], Eigenpairs]
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What decides with which others a matrix is updated. Only equal ones are dealt out, each to one device."""
+    """The properties of a matrix by which batches are formed. Only equal ones are dealt out, each to one device."""
 
     sides: tuple[int, int]
     """Numbers of rows and columns of the matrix, which are the sizes of its factors."""

@@ -49,7 +49,7 @@ from shardload.optimizers.rekls_math import Array, Eigenpairs, Moments, Settings
 
 
 class MatrixState(NamedTuple):
-    """A weight matrix and its optimizer state. `Matrix.specs` has a `PartitionSpec` in place of each array."""
+    """A weight matrix and its optimizer state. `Matrix.specs` has the `PartitionSpec` of each array in its place."""
 
     weight: Any
     """The weight matrix W, of the variable's own shape and dtype."""
@@ -312,7 +312,7 @@ def _choose(which: Array, new: Any, old: Any) -> Any:
 
 
 class AdamwState(NamedTuple):
-    """A variable that gets AdamW, and its state."""
+    """A variable that REKLS updates by AdamW, not as a matrix, and its optimizer state."""
 
     weight: Array
     moments: Moments
@@ -360,7 +360,7 @@ class WholePlan:
 
     joint: JointPlan
     decays: tuple[bool, ...]
-    """Whether weight decay applies, for each of the variables that get AdamW."""
+    """Whether weight decay applies to each of the variables that get AdamW, in the order of the state."""
     adamw_ratio: float
     """Factor on the learning rate for the variables that get AdamW."""
 

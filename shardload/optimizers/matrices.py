@@ -26,8 +26,8 @@ from shardload.units import check_kind, plural
 MAX_DIMENSION = 10_000
 """Longest side that gets a factor, a square matrix of that side, as in SOAP: larger ones take minutes to decompose."""
 ADAMW_FOR = ("embedding", r"(^|/)bias$")
-"""Regular expressions for paths of variables that get AdamW. In each step, few rows of an embedding have a gradient;
-and in a bias of two dims, such as (heads, size), rows and columns have no common meaning."""
+"""Default for variables that get AdamW: regular expressions for their paths. In a step, few rows of an embedding have a
+gradient; and in a bias of two dims, such as (heads, size), rows and columns have no common meaning."""
 _FLOAT32_BYTES = 4
 _SHOWN = 5
 
@@ -40,7 +40,7 @@ class MatrixView:
     rows: tuple[int, ...]
     """The dims of the array that are merged into rows, such as (0, 1); the last one varies fastest from row to row."""
     has_left: bool = True
-    """Whether the rows have a factor L. If they are too many, the identity takes its place."""
+    """Whether the rows have a factor L. If there are too many rows, the identity takes its place."""
     has_right: bool = True
 
     @property

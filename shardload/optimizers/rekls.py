@@ -184,7 +184,7 @@ class REKLS(JointOptimizer):
             setattr(self, name, self.add_variable((), dtype="int32", name=name))
 
     def start_of_slot(self, slot: str) -> Any:
-        """Return the initializer of state that an attribute lists (``left_vectors``), for when a step lacks it."""
+        """Return the initializer of the state listed in an attribute (``left_vectors``), also for steps without it."""
         return rekls_setup.start_of_slot(slot, self.options)
 
     def _view(self, variable: Variable) -> MatrixView | None:
@@ -263,7 +263,7 @@ class REKLS(JointOptimizer):
         return sum(math.prod(v.shape) * stored_dtype(v).itemsize for v in state if v is not None)
 
     def state_layouts(self, layout_of: Callable[[Variable], Layout | None]) -> dict[int, Layout]:
-        """Return the layouts of factors and eigenpairs, by ``id``; ``layout_of`` returns the layout of a weight."""
+        """Return the layouts of factors and eigenpairs, by ``id`` of each; ``layout_of`` returns that of a weight."""
         found: dict[int, Layout] = {}
         for place, variable in enumerate(self.trained):
             if (layout := layout_of(variable)) is not None:
@@ -339,4 +339,4 @@ class REKLS(JointOptimizer):
 
 
 TpRekls = REKLS
-"""Another name of `REKLS`: in the original, it is the tensor-parallel version, which `REKLS` includes."""
+"""Another name of `REKLS`: in NVIDIA's original, the tensor-parallel version, which `REKLS` includes."""

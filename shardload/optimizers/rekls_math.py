@@ -27,7 +27,7 @@ DECOMPOSITIONS = ("eigh", "qr")
 
 
 class Eigenpairs(NamedTuple):
-    """Eigenvalues and eigenvectors of a factor, or of a stack of factors (with one more dim in front)."""
+    """Eigenvalues and eigenvectors of a factor (a symmetric matrix), or of a stack of factors."""
 
     values: Array
     """Eigenvalues (n,), descending; after QR iteration, in the order of the pairs it started from."""
@@ -92,7 +92,7 @@ def kept_share(step: Array, beta: float) -> Array:
 
 
 def contributions(gradient: Array, pairs: Sides, settings: Settings) -> Sides:
-    """Return what a gradient (m, n) adds to L and R, each weighted by the other side's old eigenpairs."""
+    """Return what a gradient (m, n) adds to the factors L and R, each weighted by the other side's old eigenpairs."""
 
     def one(towards: Array, other: Eigenpairs | None) -> Array:
         # (G Q λ^-½)(G Q λ^-½)ᵀ is G inv(R) Gᵀ, in two products instead of three.
@@ -209,7 +209,7 @@ def _singly_on_cpu(decompose: Callable[..., Eigenpairs], *stacks: Any) -> Eigenp
 
 
 def is_finite(pair: Eigenpairs) -> Array:
-    """Whether all numbers of each of a stack of eigenpairs are finite, as not after a failed decomposition."""
+    """Whether each of a stack of eigenpairs has only finite numbers; a failed decomposition gives NaN."""
     return jnp.isfinite(pair.values).all(-1) & jnp.isfinite(pair.vectors).all((-2, -1))
 
 

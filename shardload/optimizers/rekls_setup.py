@@ -42,7 +42,8 @@ AdamwFor = Sequence[str] | Callable[[Any], bool]
 RMS = "rms"
 """Value of ``init_factor``: eigenvalues start as the root mean square of each matrix's first gradient."""
 WHOLE_BYTES = 1 << 30
-"""Default of ``whole_bytes``, the limit for state that is whole on a device: less than a share of a large model's."""
+"""Default of ``whole_bytes``, the limit for state that is whole on a device at a time: enough for a small model, and
+less than a device's share of a large model's state."""
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """Least number that float32 has in full precision, and least ``epsilon``: XLA counts smaller ones as 0."""
 _BFLOAT16_NOISE = 2.0**-8
@@ -259,7 +260,7 @@ def check_variable(variable: Variable) -> None:
 
 
 def new_slots(variable: Variable, view: MatrixView | None, options: Options) -> Iterator[NewSlot]:
-    """Yield what to create for a variable: moments of its shape; and if it has a view, factors and eigenpairs."""
+    """Yield the state to create for a variable: moments of its shape; for a matrix, also factors and eigenpairs."""
     own = sharding_on_mesh(variable)
     for slot in ("momentums", "velocities"):
         yield NewSlot(slot, tuple(variable.shape), "float32", own)

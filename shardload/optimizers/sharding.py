@@ -37,8 +37,9 @@ _OWN_SHAPE = "its shape differs from that of its weight"
 def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> SlotReport:
     """Spread the slots of any Keras optimizer over the batch axis too, as ZeRO-1 does. Results stay the same.
 
-    Existing slots move now; slots created later, also by `shardload.restore`, are spread as they are created. The
-    optimizer keeps its class, and what it saves does not depend on the spread.
+    Slots are state with the shape of a weight, such as Adam's moments. Existing ones move now. Later ones, also those of
+    `shardload.restore`, are spread as they are created. The optimizer keeps its class, and what it saves does not
+    depend on the spread.
 
     Args:
         target: A compiled model, whose optimizer is built if its weights are on a mesh; or an optimizer that no

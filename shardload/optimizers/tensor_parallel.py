@@ -74,7 +74,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def base_optimizer(self) -> Any:
-        """The optimizer that computes the updates."""
+        """The optimizer that computes the updates and has the state."""
         return self.inner_optimizer
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -130,7 +130,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @property
     def variables(self) -> list[Any]:
-        """The variables of the base optimizer."""
+        """The variables of the base optimizer; only these are updated and saved."""
         return list(self.inner_optimizer.variables)
 
     @property
@@ -187,7 +187,7 @@ class TensorParallelOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments; ``tensor_parallel_config`` is not among them."""
+        """Return the arguments, for saved models; ``tensor_parallel_config`` is not among them."""
         return {
             "base_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "device_count": self.device_count,

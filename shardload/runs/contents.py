@@ -187,7 +187,7 @@ class Contents:
         return found
 
     def _descriptions(self, model: Any) -> Iterator[tuple[str, Any]]:
-        """Yield what describes the model, by the name of its folder in the step: configuration, and files of layers."""
+        """Yield pairs (folder in the step, content) that describe the model: its configuration, and files of layers."""
         try:
             yield "model_config", {"config": serialised_with_attributes(model)}
         except Exception as error:  # Keras runs the get_config of every layer

@@ -184,7 +184,7 @@ class Staging:
             remove_staging(self.root.path)
 
     def _check_complete(self) -> None:
-        """Raise unless ``digests.json`` exists and lists exactly the files on disk, with their sizes."""
+        """Before publishing, raise unless ``digests.json`` lists exactly the files on disk, with their sizes."""
         try:
             # Names and sizes only: the content was read to compute the digests, moments ago.
             damage = Digests.read(self.path).check_names(self.path)

@@ -89,7 +89,7 @@ class StepSaver:
         remove_later: bool = False,
         then: Callable[[int, Path], None] | None = None,
     ) -> None:
-        """Wait for the last save, then save a step. When this returns, the arrays may change.
+        """Wait for the last save, then save a step. When this returns, training may change the arrays.
 
         ``record`` has the step's number, epoch and metrics. ``position`` is the position in the data on this process,
         empty if there is none. With ``remove_later``, the next save does not wait until old steps are removed.

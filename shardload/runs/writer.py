@@ -111,7 +111,7 @@ class Writer:
         remove_stale(self.root.path)
 
     def start(self, job: SaveJob) -> None:
-        """Wait for the previous save, then start to save a step; return as soon as its arrays may change again."""
+        """Wait for the previous save, then start to save a step; return as soon as training may change its arrays."""
         self.wait()
         self.witness.note(f"step {job.step} was being saved")
         # Until the worker has the step: from then on, it is finished even if `fit` fails.
