@@ -347,7 +347,7 @@ def _valid(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _best_weights(model: Any, info: StepInfo, epoch: int) -> list[Any] | None:
-    """Return the weights after ``epoch``, from the step ``info`` or another of its run; None if no step has them."""
+    """Return the weights after ``epoch``, a callback's best ones, from ``info`` or another step of its run, or None."""
     for found in (info, *(step for step in list_steps(info.path.parent) if step.ours and step.run == info.run)):
         if found.epoch == epoch and found.recorded.epoch_done and found.problems is None:
             try:

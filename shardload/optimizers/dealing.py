@@ -68,13 +68,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Which device computes the eigenpairs of which factors, among the factors of one size."""
+    """Which device decomposes which factors, among the factors of one size (number of rows)."""
 
     size: int
     factors: tuple[int, ...]
     """Positions of the factors of this size in the list of all factors."""
     hands: tuple[tuple[int, ...], ...]
-    """For each device, which factors it decomposes, as indices of ``factors``: numbers differ by at most one."""
+    """For each device, the indices in ``factors`` of those that it decomposes. Their numbers differ by at most one."""
 
 
 def batched(matrices: Sequence[Sized], limit: int, devices: int) -> tuple[Batch, ...]:
@@ -127,7 +127,7 @@ def deal(sizes: Sequence[int], devices: int) -> tuple[Deal, ...]:
 def decompose_dealt(
     factors: Sequence[Array], old: Sequence[Eigenpairs], decompose: _Decompose, *, axes: tuple[str, ...], devices: int
 ) -> list[Eigenpairs]:
-    """Inside `jax.shard_map`, decompose each factor on one device only, and return all eigenpairs on every device."""
+    """Inside `jax.shard_map`, find the eigenpairs of each factor on one device only; return all on every device."""
     found: dict[int, Eigenpairs] = {}
     for group in deal([factor.shape[0] for factor in factors], devices):
         stack = jnp.stack([factors[i] for i in group.factors])

@@ -230,7 +230,7 @@ class REKLS(JointOptimizer):
 
     @property
     def update_bytes(self) -> int:
-        """Most bytes that each device needs for temporary arrays during an update, on any mesh; measured on CPU."""
+        """Most bytes of temporary arrays on each device during an update, on any mesh (measured on CPU)."""
         places = [place for place, view in enumerate(self.views) if view is not None]
         sizes = [self._whole_bytes(place) for place in places]
         # Which matrices are dealt out depends on the mesh: at most those that share their view with another one.

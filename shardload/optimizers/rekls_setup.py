@@ -138,7 +138,7 @@ class Options:
 
     @property
     def least_share(self) -> float:
-        """``rank_tolerance``, or more for bfloat16: W moves along eigenvalues of at least this share of the largest."""
+        """Least eigenvalue, as a share of the largest, along which W moves: ``rank_tolerance``, or bfloat16's noise."""
         # Smaller eigenvalues of a factor in bfloat16 are rounding noise of the factor itself.
         is_exact = self.factor_dtype == "float32" or not self.rank_tolerance
         return self.rank_tolerance if is_exact else max(self.rank_tolerance, _BFLOAT16_NOISE)

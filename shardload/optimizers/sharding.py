@@ -37,7 +37,7 @@ _OWN_SHAPE = "its shape differs from that of its weight"
 def shard_optimizer(target: Any, *, axis: str | Sequence[str] | None = None) -> SlotReport:
     """Spread the slots of any Keras optimizer over the batch axis too, as ZeRO-1 does. Results stay the same.
 
-    Slots are state with the shape of a weight, such as Adam's moments. Existing ones move now. Later ones, also those of
+    Slots are state with the shape of a weight, such as Adam's moments. Existing slots move now; later ones, also of
     `shardload.restore`, are spread as they are created. The optimizer keeps its class, and what it saves does not
     depend on the spread.
 
@@ -171,7 +171,7 @@ class SlotLayout:
         return self.nbytes // math.prod(self.after.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for `json.dumps`."""
+        """Return the fields, with layouts as text, as a dict for `json.dumps`."""
         plain = {name: getattr(self, name) for name in ("path", "nbytes", "device_bytes_before", "device_bytes", "why")}
         return plain | {"shape": list(self.shape), "before": str(self.before), "after": str(self.after)}
 
@@ -209,7 +209,7 @@ class SlotReport:
         return sum(slot.device_bytes for slot in self.slots)
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for `json.dumps`."""
+        """Return the whole report as a dict for `json.dumps`."""
         return {
             "optimizer": self.optimizer,
             "mesh": None if self.mesh is None else str(self.mesh),

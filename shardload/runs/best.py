@@ -145,7 +145,11 @@ Mode = Literal["min", "max"]
 
 
 class Monitor:
-    """The metric that ranks steps, such as ``val_loss``, and its best value so far, which begins as ``threshold``."""
+    """The metric that ranks steps, such as ``val_loss``, and the best value of it so far.
+
+    ``mode`` says whether lower ("min") or higher ("max") is better; with "auto", the model's metric does. The first
+    value has to beat ``threshold``, if given.
+    """
 
     def __init__(self, name: str, *, mode: str = "auto", threshold: float | None = None) -> None:
         check_choice("mode", mode, ("auto", "min", "max"))

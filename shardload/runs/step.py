@@ -269,7 +269,10 @@ class StepInfo:
 
 
 def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the same steps; the best has ``best_by`` set, if any has a value of the monitored metric."""
+    """Return the same steps, the best one marked by ``best_by``, for users who look at a list of steps.
+
+    ``best_by`` names the monitored metric and its value. No step is marked if none has a value of that metric.
+    """
     last, best = ranking_record(found), next(iter(best_first(found)), None)
     if last is None or best is None:
         return list(found)
@@ -280,7 +283,10 @@ def with_best(found: Sequence[StepInfo]) -> list[StepInfo]:
 
 
 def best_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
-    """Return the steps that can be ranked by the metric that `ranking_record` finds in ``step.json``, best first."""
+    """Return the steps that have a value of the monitored metric, best first.
+
+    The metric is that of the newest step whose callback keeps best steps, or else of the newest with any metric.
+    """
     if (last := ranking_record(steps)) is None:
         return []
     runs = [last.run] if last.best_of == "run" else None

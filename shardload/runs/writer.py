@@ -62,7 +62,7 @@ from shardload.stores.local import located
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 LOOK_S = 1.0
-"""Seconds from one check whether the other processes are alive to the next, while this one waits for Orbax."""
+"""Seconds between checks whether the other processes are alive, while this one waits for Orbax to write."""
 _OF_PROCESS = re.compile(r"(?:.*/)?ocdbt\.process_(\d+)/")
 
 
