@@ -194,7 +194,7 @@ def _moving(plan: JointPlan, states: Sequence[MatrixState]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _OneMatrix:
-    """One matrix during its update: this device's shards, and what is computed from them."""
+    """One matrix while it is updated: this device's shards, and methods that compute new ones from them."""
 
     matrix: Matrix
     settings: Settings
@@ -329,7 +329,7 @@ class Counters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many updates there were since the optimizer was built, and what was skipped because of NaN or infinity."""
+    """Numbers for users: updates since the optimizer was built, and what was skipped because of NaN or infinity."""
 
     steps: int
     """Updates of the weights. Keras' ``iterations`` also counts those that are skipped."""
@@ -348,7 +348,7 @@ class WholeState(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of all weights, in the order of `WholeState`."""
+    """The gradients of all weights, in the same order as in `WholeState`."""
 
     matrices: list[Array]
     others: list[Array]

@@ -64,7 +64,7 @@ class MatrixView:
         return array.transpose(self.rows + self.columns).reshape(self.sides)
 
     def array(self, matrix: Any) -> Any:
-        """Return a matrix as an array of the original shape: the inverse of `matrix`."""
+        """Turn a matrix back into an array of the original shape: the inverse of `matrix`."""
         order = self.rows + self.columns
         back = tuple(order.index(dim) for dim in range(len(order)))
         return matrix.reshape([self.shape[dim] for dim in order]).transpose(back)
@@ -82,7 +82,7 @@ class MatrixRules:
     """Where the rule for shapes is wrong: regular expression for paths → dims that form the rows of such variables."""
 
     def view(self, path: str, shape: tuple[int, ...]) -> MatrixView | None:
-        """Return how a variable is viewed as a matrix, or `None` if it gets AdamW."""
+        """Return which dims of a variable form the rows of its matrix, or `None` if it gets AdamW."""
         if any(_matches(pattern, path) for pattern in self.adamw_for):
             return None
         # Checked before a shape is turned away: a pattern that also matches a bias is an error, not ignored.

@@ -46,6 +46,9 @@ class REKLS(JointOptimizer):
     AdamW, and so do embeddings, biases and variables that are too large on both sides. State is float32 and split over
     the mesh axes that split its variable.
 
+    Each matrix W (m x n) has two factors, L (m x m) and R (n x n): moving averages of products of its gradients. They
+    are decomposed into eigenvectors, and Adam runs in the coordinates of these.
+
     Args:
         learning_rate: A float, a `keras.optimizers.schedules.LearningRateSchedule`, or a callable.
         beta_1: Decay rate of the first moment.

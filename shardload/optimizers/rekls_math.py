@@ -78,7 +78,7 @@ class Settings:
 
 
 def product(*factors: Array) -> Array:
-    """Multiply matrices from left to right at the highest precision."""
+    """Multiply matrices from left to right at the highest precision, as rounding would drown small eigenvalues."""
     # By default, accelerators multiply float32 in bfloat16 or TF32, whose rounding drowns small eigenvalues.
     found = factors[0]
     for factor in factors[1:]:
@@ -190,7 +190,7 @@ def _orthogonalised(images: Array) -> tuple[Array, Array]:
 
 
 def _columns(matrices: Array, order: Array) -> Array:
-    """Return matrices (..., m, n) with their columns in the given ``order``, indices of shape (..., n)."""
+    """Return matrices (..., m, n) with their columns reordered by the indices ``order`` (..., n)."""
     return jnp.take_along_axis(matrices, order[..., None, :], -1)
 
 
@@ -220,7 +220,7 @@ def into_basis(matrix: Array, pairs: Sides) -> Array:
 
 
 def out_of_basis(matrix: Array, pairs: Sides) -> Array:
-    """Return a matrix X, given in coordinates of the eigenbases, in the coordinates of W: Q_L X Q_Rᵀ."""
+    """Return a matrix X, given in coordinates of the eigenbases, in the coordinates of the weight: Q_L X Q_Rᵀ."""
     rows = matrix if pairs.left is None else product(pairs.left.vectors, matrix)
     return rows if pairs.right is None else product(rows, pairs.right.vectors.T)
 
@@ -231,7 +231,7 @@ def rotated(first: Array, old: Sides, new: Sides) -> Array:
 
 
 def decayed(weight: Array, rate: Array, settings: Settings, *, decays: bool) -> Array:
-    """Return W after weight decay, or W itself if the method adds decay to the gradient (``"l2"``)."""
+    """Return the weight W after weight decay, or W as it is if the method adds decay to the gradient (``"l2"``)."""
     if not decays:
         return weight
     match settings.decay:
@@ -246,7 +246,7 @@ def decayed(weight: Array, rate: Array, settings: Settings, *, decays: bool) -> 
 
 
 def l2_gradient(gradient: Array, weight: Array, settings: Settings, *, when: str, decays: bool) -> Array:
-    """Return the gradient, plus ``weight_decay`` · W if ``when`` is the decay method in ``settings``."""
+    """Return the gradient, plus ``weight_decay`` times the weight if ``when`` is the decay method in ``settings``."""
     return gradient + settings.weight_decay * weight if decays and settings.decay == when else gradient
 
 
@@ -292,5 +292,5 @@ def moments_and_direction(
 
 
 def moved(weight: Array, direction: Array, rate: Array, settings: Settings, *, decays: bool) -> Array:
-    """Return W after weight decay and one step: the decayed W minus ``rate`` times ``direction``."""
+    """Return the weight W after weight decay and one step: the decayed W minus ``rate`` times ``direction``."""
     return decayed(weight, rate, settings, decays=decays) - rate * direction

@@ -150,7 +150,7 @@ class SlotLayout:
     nbytes: int
     """Bytes of the whole variable, over all devices."""
     before: Layout
-    """The layout of the weight. The slot has the same layout unless it is spread."""
+    """The layout of the slot's weight, which the slot has, too, unless it is spread."""
     after: Layout
     why: str = ""
     """Why one of the requested mesh axes does not split the slot; empty if all of them do."""

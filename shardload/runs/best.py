@@ -1,7 +1,7 @@
 """Which step is the best, and which steps stay when old ones are removed.
 
-A new step is the best if its metric is better than that of all undamaged steps saved before. ``best_of`` says which
-of these count::
+A new step is the best if its metric is better than that of all undamaged steps saved before. ``best_of``, an
+argument of the callbacks, says which of these count::
 
     best_of="folder"    the steps of all runs that saved to the folder
     best_of="run"       the steps of this run and of the run that it resumed; Keras' own callbacks compare like this

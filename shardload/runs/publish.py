@@ -321,7 +321,7 @@ def refuse_existing(root: Root, step: int) -> None:
 
 
 def _exists(root: Root, step: int) -> StepExistsError:
-    """Build the error for a step that exists already. The advice in it depends on who saved that step, and when."""
+    """Return the error for a step that exists already. The advice in it depends on who saved that step, and when."""
     target = root.path / str(step)
     # lstat: the name may be a link that leads nowhere.
     saved_s = os.lstat(target).st_mtime if os.path.lexists(target) else root.opened_s

@@ -41,7 +41,7 @@ _MAX_FILE_BYTES = 64 << 20
 _MAX_COPIED_BYTES = 512 << 20
 """Most bytes of all fetched files of a step together, because they are stored on this machine's disk."""
 _MAX_FILES = 1 << 14
-"""Most files fetched of one step. A step has two or three small files per process that saved it."""
+"""Most files that are fetched of one step. A step has two or three small ones for each process that saved it."""
 _IN_FLIGHT = 16
 """Number of small files that are requested at the same time, because each request takes a round trip."""
 _ITEMS = frozenset({OWN_FOLDER, "pytree", "model_config", "assets"})
