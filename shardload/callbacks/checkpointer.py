@@ -202,10 +202,10 @@ class Checkpointer:
             step: The step's number, ``"latest"`` or ``"best"``.
             optimizer: The optimizer of the loop, if the model is not compiled with it.
             iterator: The data source to set to the stored position: an object with ``set_state``.
-            mesh: As for `shardload.restore`.
-            layout: As for `shardload.restore`.
-            devices: As for `shardload.restore`.
-            fallback: As for `shardload.restore`.
+            mesh: The mesh for the weights, such as ``"2x4"``; by default the model's current one.
+            layout: How to split weights over the mesh, such as ``"auto"``; by default the model's current layouts.
+            devices: The devices to use, in mesh order.
+            fallback: ``"previous"`` replaces a damaged step by the newest undamaged one before it, and the best by the next best.
 
         Returns:
             The step, with its ``step`` (number), ``metrics`` and ``recorded.metadata``; ``None`` if the latest one is
@@ -277,15 +277,15 @@ def save(
     Args:
         model: A built Keras model.
         directory: The folder of the steps, created if missing; steps that are there stay.
-        step: As for `Checkpointer.save`, like the arguments below.
-        optimizer: As for `Checkpointer.save`.
-        metrics: As for `Checkpointer.save`.
-        epoch: As for `Checkpointer.save`.
-        metadata: As for `Checkpointer.save`.
-        iterator: As for `Checkpointer.save`.
+        step: The number of the step; larger than those in the folder.
+        optimizer: The optimizer of the loop, if the model is not compiled with it.
+        metrics: Scalars by name, which rank the step and are listed with it.
+        epoch: The epoch that this step completes, counted from 0; ``fit`` continues after it.
+        metadata: A JSON value to store with the step.
+        iterator: The data source whose position is stored: an object with ``get_state``, a function, or JSON.
         compression: ``"zstd"`` makes smaller files that take longer to write and read.
-        save_trainable_only: As for `Checkpointer`.
-        variables: As for `Checkpointer`.
+        save_trainable_only: Omit the weights that training does not change.
+        variables: The weights to store, if not all: patterns of variable paths, or a function of a variable.
 
     Returns:
         The folder of the step.

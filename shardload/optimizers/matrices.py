@@ -148,7 +148,7 @@ def state_bytes(
         parts: The number of parts into which its layout splits each dim, as `Layout.parts`; their product is k. By
             default, the variable is whole.
         path: Path of the variable, by which embeddings and biases get AdamW.
-        max_dimension: As for `REKLS`.
+        max_dimension: Longest side that has a factor, as for `REKLS`; for a longer one, no factor is counted.
         factor_bytes: Bytes per element of the factors L and R: 4, or 2 with ``factor_dtype="bfloat16"``.
         rules: Replaces ``max_dimension`` and the default patterns.
 
