@@ -205,7 +205,8 @@ class Checkpointer:
             mesh: The mesh for the weights, such as ``"2x4"``; by default the model's current one.
             layout: How to split weights over the mesh, such as ``"auto"``; by default the model's current layouts.
             devices: The devices to use, in mesh order.
-            fallback: ``"previous"`` replaces a damaged step by the newest undamaged one before it, and the best by the next best.
+            fallback: ``"previous"`` replaces a damaged step by the newest undamaged one before it, or the best
+                step by the next best.
 
         Returns:
             The step, with its ``step`` (number), ``metrics`` and ``recorded.metadata``; ``None`` if the latest one is
