@@ -133,7 +133,7 @@ def _without_values(differences: Iterable[TensorDifference], matched_by: str) ->
 
 
 class _Values(Protocol):
-    """The values of one of two compared checkpoints. A tensor has the same key in both."""
+    """What a comparison reads of one of two checkpoints, a few rows at a time; a tensor has the same key in both."""
 
     @property
     def keys(self) -> Iterable[str]: ...
@@ -147,7 +147,7 @@ class _Values(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """The values of one of two compared checkpoints, with tensor names as keys; see `_Values`."""
+    """One of two compared checkpoints, read tensor by tensor: a key is the name of a tensor."""
 
     manifest: Manifest
     like: Manifest | None
@@ -268,5 +268,5 @@ def _differing(a: NDArray[Any], b: NDArray[Any]) -> int:
 
 
 def _numbers(value: NDArray[Any]) -> NDArray[np.float64]:
-    """Convert to float64, to compute differences: exact for every float and for integers up to 2**53."""
+    """Convert values to float64, to subtract them: exact for every float and for integers up to 2**53."""
     return value.astype(np.float64)

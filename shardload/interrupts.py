@@ -35,7 +35,7 @@ _NO_PLACE = {
     "ExtensionFileLoader.create_module": "code of a compiled module, which may abort on an exception of Python",
     "ExtensionFileLoader.exec_module": "the same: JAX's make enums there, and optree takes it for a missing module",
 }
-"""Qualified names of functions during which a signal must not raise an exception → why it must not."""
+"""Functions during which a signal must not raise an exception, by qualified name → why it must not."""
 _RETRY_S = 0.02
 """Seconds after which a signal that arrived inside one of `_NO_PLACE` is sent again."""
 
@@ -109,7 +109,10 @@ def end_with(code: int, farewell: Callable[[int], None]) -> None:
 
 
 def _watched(farewell: Callable[[int], None], code: int | None) -> tuple[int, int]:
-    """Start a thread that ends the process on a signal; return the descriptors of its pipe and of the former one."""
+    """Start a thread that ends the process on a signal, about which Python writes a byte to a pipe.
+
+    Return the pipe's descriptor and that of the pipe used before, to be set again later.
+    """
     # `set_wakeup_fd` takes no descriptor that could block inside a signal handler.
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -210,7 +213,7 @@ def _handled_by(
 
 
 def _handled(numbers: Sequence[int]) -> list[int]:
-    """Return the signals of ``numbers`` that this thread may handle: in the main thread, all that are not ignored."""
+    """Return those of the signals ``numbers`` that this thread may handle: in the main thread, all but ignored ones."""
     in_main = threading.current_thread() is threading.main_thread()
     return [n for n in numbers if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
 

@@ -40,10 +40,10 @@ class Progress(Protocol):
     """Interface by which a load, conversion or comparison reports its progress."""
 
     def start(self, total_bytes: int, description: str) -> None:
-        """Begin a stage of ``total_bytes`` (0: unknown); a second call begins the next stage."""
+        """Begin a stage of the work, such as verifying, with ``total_bytes`` (0: unknown); it ends the one before."""
 
     def advance(self, n_bytes: int) -> None:
-        """Report that ``n_bytes`` more are done."""
+        """Report that ``n_bytes`` more of the current stage are done."""
 
     def stop(self) -> None:
         """Report the end of the work, also after an error; may be called twice, or without ``start``."""
@@ -110,7 +110,7 @@ class TerminalProgress:
 
 @dataclass(frozen=True, slots=True)
 class ProgressLine:
-    """What a line in a log says: how far a stage has come, and how fast."""
+    """What a line in a log says: how far a stage of the work (verifying, loading) has come, and how fast."""
 
     stage: str
     done_bytes: int
@@ -123,7 +123,7 @@ class ProgressLine:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left at the present rate; ``None`` if they cannot be estimated."""
+        """Estimated seconds until the stage ends, at the present rate; ``None`` if they cannot be estimated."""
         if self.total_bytes is None or not self.bytes_per_s:
             return None
         return max(0, self.total_bytes - self.done_bytes) / self.bytes_per_s
@@ -151,7 +151,7 @@ class ProgressLine:
 
 
 class _Stage:
-    """Bytes of the current stage, counted by one thread and read by another."""
+    """The current stage of the work: its bytes are counted by one thread and read by another, which writes lines."""
 
     def __init__(self, description: str, total_bytes: int | None, now_s: float) -> None:
         self.description, self.total_bytes, self.begun_s = description, total_bytes, now_s
@@ -177,7 +177,7 @@ class LineProgress:
         self._ended: threading.Event | None = None
 
     def start(self, total_bytes: int, description: str) -> None:
-        """Begin a stage; the first stage starts the thread that writes lines."""
+        """Begin a stage of the work (verifying, loading); the first one starts the thread that writes lines."""
         self._stage = _Stage(without_secrets(description), total_bytes or None, self._clock())
         if self._ended is None:
             self._ended = threading.Event()

@@ -130,7 +130,7 @@ class Restored:
 
 
 def run_restore(request: RestoreRequest) -> Restored:
-    """Run a request of `restore`, and return the step too. Unlike after `restore`, ``fit`` will not resume it."""
+    """Restore a step as `restore` does, and return which one it was; ``fit`` will not continue from it afterwards."""
     with joint_load(request) as call:
         restored = _restore_undamaged(request, call)
     record_of(request.model).restored = None
@@ -138,7 +138,7 @@ def run_restore(request: RestoreRequest) -> Restored:
 
 
 def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
-    """Restore the requested step or, if it is damaged and ``fallback`` is set, the one that `alternative` finds."""
+    """Restore the requested step or, if it is damaged and ``fallback`` is set, the next undamaged one before it."""
     directory, step = request.directory, request.step
     skipped: list[str] = []
     tried: set[int] = set()

@@ -96,7 +96,8 @@ def fill_model(model: Any, path: Path) -> Loaded:
 def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed: bool = False) -> None:
     """Initialise variables that were not loaded, and turn values of those without a layout into arrays on one device.
 
-    ``committed``: bind them to that device, as Orbax does: JAX refuses to combine bound arrays of different devices.
+    ``created``: weak references to all variables made with the model, of which it may not list some. ``committed``:
+    bind the arrays to that device, as Orbax does: JAX refuses to combine bound arrays of different devices.
     """
     abstraction.initialise(model)
     # What the model does not list: a preprocessor's or a local layer's variables, if they are still in use.
@@ -163,7 +164,8 @@ class _Collected:
     parts: dict[str, tuple[Any, Path]] = field(default_factory=dict)
     """Name of a part (``head`` or ``backbone``) → the object to fill, and the folder with the part's weights."""
     n_weights: int = 0
-    """Number of weights of the backbone when KerasHub would have loaded them. It would not load those created later."""
+    """Number of weights that the backbone had when KerasHub asked to load them: if it has more later, Keras makes the
+    call, because KerasHub would not have loaded these."""
 
     def call(self, call: EntryCall) -> Any:
         """Collect a call that loads weights; let Keras make all other calls."""
@@ -175,7 +177,7 @@ class _Collected:
         return None
 
     def convert(self, part: str, target: Any) -> None:
-        """Collect KerasHub's request to convert Hugging Face weights into ``target``."""
+        """Collect KerasHub's request to convert Hugging Face weights into ``target``, a task's head or a backbone."""
         # KerasHub fetches a file from the Hugging Face Hub when a tensor in it is read; here all files are needed.
         preset = str(self.loader.preset)
         self._add(part, target, hubs.fetch(preset) if preset.startswith("hf://") else local_path(preset))
@@ -188,7 +190,7 @@ class _Collected:
             self.n_weights = len(target.weights)
 
     def target(self, made: Any) -> tuple[Any, Path]:
-        """Return the one object to fill and the one folder to read that replace all collected calls."""
+        """Return the object to fill and the folder to read in one load, which does the same as all collected calls."""
         if BACKBONE not in self.parts:
             raise NotSupported("it loads no weights of a backbone")
         backbone, folder = self.parts[BACKBONE]

@@ -33,7 +33,7 @@ from shardload.units import plural
 
 
 def check_base(manifest: Manifest, base: Any) -> None:
-    """Raise `UsageError` if ``base`` is missing for a partial step, or given for a checkpoint with all weights."""
+    """Raise `UsageError` if a partial step has no ``base`` (source of the other weights), or another source has one."""
     left_out = manifest.n_left_out
     if left_out and base is None:
         raise UsageError(
@@ -46,7 +46,7 @@ def check_base(manifest: Manifest, base: Any) -> None:
 
 
 def on_base(base: Source, path: str) -> Source:
-    """Return ``base`` with weights replaced by those of the partial step at ``path``, LoRA factors included."""
+    """Return a source with the weights in the partial step at ``path`` (LoRA factors too), the others from ``base``."""
     step = open_manifest(path)
     structure = step.metadata["structure"]
     # The base was built without LoRA: create the factors' variables before the step's tensors are mapped to them.
@@ -86,9 +86,9 @@ def refuse_adapters(source: Source, layers: Sequence[Any], to: str, *, merge_lor
 
 
 def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
-    """Return the source with the LoRA factors of ``layers`` merged into their kernels. Reading a kernel merges it.
+    """Return a source in which kernels of ``layers`` include their LoRA factors; each is merged when it is read.
 
-    While the returned source is used, LoRA must be hidden in these layers (`keras_bridge.lora.hidden`).
+    While this source is used, `keras_bridge.lora.hidden` must make these layers look like layers without LoRA.
     """
     kernels = lora_kernels(layers)
     values = dict(source.values)
@@ -112,7 +112,7 @@ def with_merged_lora(source: Source, layers: Sequence[Any]) -> Source:
 
 
 def merge_note(kernels: Sequence[LoraKernel]) -> str:
-    """Return a note for the report: LoRA factors were merged into these kernels, with rounding."""
+    """Return a sentence for a conversion's report: how many kernels had LoRA factors merged in, and how it rounded."""
     return (
         f"LoRA was merged into {plural(len(kernels), 'kernel')} ({kernels[0].kernel.path!r} …): computed in float32 "
         "and rounded once to the dtype of each kernel"

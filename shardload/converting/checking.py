@@ -31,7 +31,7 @@ from shardload.stores.location import nowhere
 
 
 def check_result(plan: ConversionPlan, source: Source, staging: ConversionFolder) -> None:
-    """Raise `SourceError` unless readers of the target's format find all planned tensors, and those the model needs."""
+    """Raise `SourceError` unless the target has exactly the planned tensors, and a model built from it would load."""
     index = staging.result / staging.target.name if plan.shards else staging.result
     manifest = open_manifest(index, format=plan.format)
     spec = spec_of(manifest)
@@ -88,7 +88,7 @@ def description_fault(name: str, described: Mapping[str, Any], tensors: list[Wan
 
 
 def _is_of_keras(described: Any) -> bool:
-    """Whether all classes and functions that a model's description names are Keras' or KerasHub's."""
+    """Whether a model's description names only classes and functions of Keras and KerasHub, so building is safe."""
     if isinstance(described, Mapping):
         module = described.get("module", "keras") or "keras"
         known = module == "builtins" or f"{module}.".startswith(("keras.", "keras_hub."))

@@ -49,9 +49,10 @@ from shardload.text.gguf_tokenizer import CONTROL, NORMAL, files_of, tokenizer_f
 
 KERAS, TRANSFORMERS = "keras", "transformers"
 CONFIG_ENTRY = "shardload_transformers"
-"""Name of the entry with Hugging Face's configuration in the JSON file next to Keras' weights; Keras ignores it."""
+"""Key of Hugging Face's configuration in the JSON file next to Keras' weights, for a conversion back; Keras ignores
+it."""
 STATE = "state.json"
-"""Name of a file among KerasHub's, with values of seeds and other variables that weights files cannot store."""
+"""Name of the JSON file, among KerasHub's, with variables that weights files cannot store, such as a dropout's seed."""
 _WEIGHTS = (".h5", ".weights.json", ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 _OTHERS = (".gguf", ".msgpack", ".onnx", ".ckpt", ".keras", ".pkl")
 _OF_MODELS = frozenset(
@@ -63,15 +64,15 @@ _OF_MODELS = frozenset(
         *("README.md", "LICENSE", "LICENSE.txt", "NOTICE"),
     }
 )
-"""Usual file names in checkpoints. A link with such a name is copied even if it leads out of the folder, because no
-private file has such a name."""
+"""Usual file names in checkpoints. A symbolic link with such a name is copied even if it leads out of the folder,
+because no private file has such a name."""
 _MAX_BYTES = 1 << 30
-"""Most bytes of a small file to copy; larger ones are assumed to be weights in another format."""
+"""Most bytes of a file to copy along with the weights; a larger one is taken for weights in another format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The small files of a checkpoint, in two families: KerasHub's and Hugging Face's. Keys are paths in its folder."""
+    """A checkpoint's files besides its weights (configurations, tokenizers), by relative path and by their library."""
 
     keras: Mapping[str, Path] = field(default_factory=dict)
     transformers: Mapping[str, Path | bytes] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Companions:
     notes: tuple[str, ...] = ()
 
     def config(self, family: str, name: str = "config.json") -> dict[str, Any] | None:
-        """Return the content of a JSON file of a family (``keras`` or ``transformers``); ``None`` if there is none."""
+        """Return the JSON file ``name`` of ``family`` (``keras``, ``transformers``) as a dict; ``None`` without one."""
         path = getattr(self, family).get(name)
         if path is None:
             return None
@@ -113,7 +114,7 @@ def companions_of(manifest: Manifest) -> Companions:
 
 
 def _files(folder: Path, *, skip: str) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """Return a folder's small files by relative path, without the subfolder ``skip``; and notes on files left out."""
+    """Return a folder's files but weights, by relative path, without the subfolder ``skip``; and notes on omissions."""
     found: dict[str, Path] = {}
     left_out = []
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
@@ -317,7 +318,7 @@ def hugging_face_tokenizer(
 
 
 def _metadata(layer: Any, pattern: str) -> TokenizerMetadata:
-    """Return a KerasHub byte-pair tokenizer in the form of a GGUF header, from which `files_of` makes files."""
+    """Describe a KerasHub byte-pair tokenizer like a GGUF header, from which `files_of` makes Hugging Face's files."""
     tokens = {int(number): word for word, number in layer.vocabulary.items()}
     special = set(layer.unsplittable_tokens or ())
     # A vocabulary may have gaps, but in a header a token's position is its number.

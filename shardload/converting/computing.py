@@ -29,13 +29,13 @@ from shardload.transfer.read_tensor import read_rows, read_tensor
 
 _Array = NDArray[Any]
 Computing = ConverterStep | LayerStep
-"""A step, which computes values of variables: a KerasHub converter, run once more, or a layer's loading hook."""
+"""A loading step: code that computes variables' values from tensors, a KerasHub converter or a layer's loading hook."""
 Lend = Callable[[Any, _Array], None]
-"""Function that gives a variable a temporary value, for a step (converter or loading hook) that reads it."""
+"""Function that gives a variable a temporary value, because a loading step computes other values from it."""
 
 
 def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
-    """Yield (step, variable) for each variable whose value is computed; of several steps that do so, the last."""
+    """Yield (loading step, variable) for each variable whose value is computed; if several compute one, the last."""
     found: dict[int, tuple[Computing, Any]] = {}
     for step in mapping.steps:
         if isinstance(step, ConverterStep | LayerStep):
@@ -45,7 +45,7 @@ def computed_by(mapping: VariableMap) -> Iterator[tuple[Computing, Any]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """Where one variable's value comes from: a view of a tensor, an array, a live model, or a step that computes it."""
+    """Where a variable's value comes from: a view of a tensor, an array, a live model, or a loading step's result."""
 
     variable: Any
     dtype: np.dtype[Any]
@@ -91,7 +91,7 @@ def compute(
 
 
 def _runs(step: Computing, runtime: _Runtime, values: Iterable[StoredValue]) -> bool:
-    """Run a step and return whether it finished. If it lacks a variable's value, lend that one: then run it again."""
+    """Run a loading step and return whether it finished. If it lacked a variable's value, lend it for another run."""
     # A hook may also set attributes of its layer: undo that, so that a second run finds what the first one found.
     snapshot = None if step.saveable is None else AttributeSnapshot.of(step.saveable)
     try:
@@ -136,7 +136,7 @@ def _lending() -> Iterator[Lend]:
 
 @dataclass(slots=True)
 class _Runtime:
-    """What a step calls to read tensors and set variables. Values go to the target's files, not into the variables."""
+    """What a loading step calls to read tensors and set variables: values go to the target's files instead."""
 
     manifest: Manifest
     dtypes: Mapping[int, np.dtype[Any]]
@@ -152,10 +152,10 @@ class _Runtime:
         return value if value.flags.writeable else value.copy()
 
     def take(self, name: str) -> None:
-        """Do nothing. A load would copy a tensor to its variable here; a conversion does so without the step."""
+        """Do nothing where a loading step would copy a tensor to a variable: the conversion does so by itself."""
 
     def assign(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Assign nothing, and return ``value``: a value that is not computed is copied without the step."""
+        """Assign nothing, and return ``value``: it is stored, so the conversion copies it without the loading step."""
         return value
 
     def compute(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:

@@ -277,7 +277,7 @@ def _compute(source: Source, copies: list[Copy], work: _Work) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Writes tensors into the target's files, in blocks of ``block_bytes``, and records them in the journal."""
+    """Writes tensors into the target's files, in blocks of ``block_bytes``; records finished ones in the journal."""
 
     staging: ConversionFolder
     places: Mapping[str, TensorPlace]
@@ -296,7 +296,7 @@ class _Work:
         self.staging.note_done(copy.wanted.name, self._digest(copy))
 
     def copy(self, copy: Copy) -> None:
-        """Write a value that is not computed by a step: a view of a stored tensor, or an array."""
+        """Write the value of a variable that no loading step has to compute: a view of a tensor, or an array."""
         value, dtype = copy.value, copy.wanted.dtype
         if value.tensor is None or value.view is None:
             self.put(copy, np.asarray(value.array if value.live is None else value.live()))
@@ -307,7 +307,7 @@ class _Work:
             self._move(copy, reader_of(tensor, dtype), source, target, item_bytes)
 
     def put(self, copy: Copy, value: NDArray[Any]) -> None:
-        """Write an array in host memory to the place of ``copy`` in the target."""
+        """Write an array in host memory to the elements of a target's tensor that ``copy`` describes."""
         dtype = copy.wanted.dtype
         source = View("", 0, value.shape, c_strides(value.shape))
         self._move(copy, reader_of_value(value, dtype), source, copy.view, dtype.itemsize)
@@ -321,7 +321,7 @@ class _Work:
 
 
 def identity(source: Source, plan: ConversionPlan, target: Path) -> str:
-    """Return a digest of all that determines what a conversion writes. An earlier run continues only if it is equal."""
+    """Return a digest of all that determines what a conversion writes: only an equal one continues an earlier run."""
     # A file replaced by one of the same size and time of change differs in its inode or ctime.
     files = [
         (str(path), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)

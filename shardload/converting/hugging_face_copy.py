@@ -68,7 +68,7 @@ def source_of(manifest: Manifest, *, ignore: Sequence[str] = ()) -> Source:
 
 
 def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> ConversionPlan:
-    """Plan the copy of a source that `source_of` returned; for ``dtype`` and ``shard_bytes`` see `targets.plan_for`."""
+    """Plan the copy of a Hugging Face folder, with floats cast to ``dtype`` and ``shard_bytes`` per file, if given."""
     manifest, companions = source.manifest, source.companions
     copies = []
     for tensor in manifest.tensors.values():
@@ -106,7 +106,7 @@ def plan_of(source: Source, *, dtype: str | None, shard_bytes: int | None) -> Co
 
 
 def _parts(folder: Path) -> dict[str, Path]:
-    """Return the files to copy with a checkpoint because their relative paths match `_PARTS`, by relative path."""
+    """Return other weights files to copy along, by relative path: a PEFT adapter, layers of sentence-transformers."""
     found = {}
     for path in (*sorted(folder.glob("*/model.safetensors")), folder / "adapter_model.safetensors"):
         name = path.relative_to(folder).as_posix()

@@ -53,7 +53,7 @@ class Saved:
 
     weights: tuple[Copy, ...]
     names: Mapping[str, str]
-    """For the path of each HDF5 group, the name of the layer or other object that is saved in it."""
+    """HDF5 group's path → name of the layer or other object that is saved in it; Keras stores it with the group."""
     left: tuple[Any, ...]
     """Variables that Keras does not save: the states of seed generators."""
     optimizers: tuple[Copy, ...] = ()
@@ -73,10 +73,10 @@ class Saved:
 
 
 def saved(root: Any, source: Source, dtypes: Mapping[int, Any], *, skip: Any = None, prefix: str = "") -> Saved:
-    """Return the tensors and groups that Keras would write for ``root``; raise if a layer saves more than variables.
+    """Return the tensors and HDF5 groups that Keras would write for a model; raise if a layer saves other things.
 
-    ``dtypes``: ``id`` of the variable → dtype. ``skip``: a nested model whose layers are omitted, because another file
-    has them. ``prefix`` is put before the names of the tensors.
+    ``root``: the model, or its backbone. ``dtypes``: ``id`` of each variable → dtype to write it in. ``skip``: a nested
+    model whose layers are omitted, because another file has them. ``prefix`` is put before the names of the tensors.
     """
     skipped = [] if skip is None else own_layers(skip)
     layout = saved_layout(root, skip=skipped)
@@ -205,7 +205,7 @@ def preset(source: Source, dtypes: Mapping[int, Any], dtype: str | None, shard_b
 
 
 def _with_optimizers(found: Saved, optimizers: Mapping[str, Any], source: Source, *, prefix: str = "") -> Saved:
-    """Return ``found`` with variables of a model's unbuilt optimizers; built ones, which have trained, are omitted."""
+    """Return ``found`` with the variables of optimizers that never trained, which Keras requires; omit the others."""
     new = {path: list(each.variables) for path, each in optimizers.items() if not each.built}
     # Only weights are converted, so the optimizer's variables have initial values unless the source knows them.
     unknown = [v for variables in new.values() for v in variables if id(v) not in source.values]

@@ -59,10 +59,11 @@ _DESCRIPTIONS = (CONFIG, TASK, METADATA)
 
 
 def live_source(model: Any, kernels: Sequence[LoraKernel], folder: Path, *, files: bool) -> Source:
-    """Return a model with values as a source. While it is used, LoRA must be hidden (`keras_bridge.lora.hidden`).
+    """Return a live model as the source of a conversion.
 
-    ``kernels``: all kernels with LoRA factors, to be merged. ``files``: whether the target needs KerasHub's
-    configuration and tokenizer files. They are written to ``folder``, which must exist as long as the source is used.
+    While it is used, `keras_bridge.lora.hidden` must make its layers look like layers without LoRA. ``kernels``: all
+    kernels with LoRA factors, to be merged. ``files``: whether the target needs KerasHub's configuration and tokenizer
+    files. They are written to ``folder``, which must exist as long as the source is used.
     """
     merged = {id(found.kernel): found for found in kernels}
     factors = frozenset(id(v) for found in kernels for v in (found.a, found.b))
@@ -140,7 +141,7 @@ def _with_files(source: Source, folder: Path) -> Source:
 
 
 def _describes(loaded: Manifest, backbone: Any) -> bool:
-    """Whether a Hugging Face folder, which a model was loaded from, still describes the model's backbone."""
+    """Whether the Hugging Face folder that a model was loaded from still fits its backbone: its files can be reused."""
     # The tensors of a quantised folder are codes, and no template. A part's configuration may say so too.
     has_folder = spec_of(loaded).tokenizer == "hugging-face"  # a GGUF file has its tokenizer in the header
     if not has_folder or "quantization_config" in str(loaded.config):
@@ -155,7 +156,7 @@ def _describes(loaded: Manifest, backbone: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """The part of an array that one device stores, and the box (index ranges) that it has in the array."""
+    """The part of an array that one device stores, and its box: the index range that it covers in each dim."""
 
     box: Bounds
     data: jax.Array
@@ -163,7 +164,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalBox:
-    """A box of an array (one index range for each dim), and the shards that it consists of."""
+    """Shards that together fill one box of an array (an index range for each dim), so that they can be read as one."""
 
     box: Bounds
     shards: tuple[Shard, ...]
@@ -188,7 +189,10 @@ def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
 
 
 def reader_of_box(region: LocalBox, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of a box from devices, casts them to ``dtype`` and returns their `bits`."""
+    """Return a function that reads elements of a box from devices and casts them to ``dtype``.
+
+    It returns them as integers with the same bits, because bfloat16 and float8 cannot be written to files directly.
+    """
     stored = np.dtype(region.shards[0].data.dtype)
     raw = np.dtype(f"u{stored.itemsize}") if stored.itemsize in (1, 2, 4, 8) else stored
 

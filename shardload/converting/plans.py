@@ -28,7 +28,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversionPlan:
-    """Everything that a conversion will write."""
+    """Everything that a conversion will write, decided from headers alone: tensors, small files, and their places."""
 
     format: str
     """Name of the result's format."""
@@ -38,7 +38,8 @@ class ConversionPlan:
     sidecars: Mapping[str, bytes]
     """If the target is a file: the content of each small file to write next to it, by file name."""
     undescribed: str | None = None
-    """If no description of the model is written: name of the file that would be taken for one, and must not stay."""
+    """Name of a file next to the target that readers would take for this model's description, so that an old one must
+    be removed; ``None`` if the conversion writes a new one."""
     notes: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     """If the target is an index: the file names of the shards next to it."""
@@ -80,7 +81,7 @@ class NoPlaceError(UnsupportedError):
 
 
 def whole(name: str, value: StoredValue, dtypes: Mapping[int, Any]) -> Copy:
-    """Return a `Copy` that fills tensor ``name`` with a whole variable, in the variable's dtype from ``dtypes``."""
+    """Plan to fill tensor ``name`` with a whole variable; ``dtypes``: ``id`` of variables → dtypes to write them in."""
     shape = tuple(value.variable.shape)
     return Copy(Wanted(name, shape, dtypes[id(value.variable)]), value, View(name, 0, shape, c_strides(shape)))
 
@@ -93,7 +94,7 @@ class ConvertReport:
     """The checkpoint that was converted; for `shardload.save_as`, the name of the model."""
     target: str
     format: str
-    """Format of the target, as in `shardload.inspect`."""
+    """Name of the target's format, as `shardload.inspect` shows it for such a checkpoint."""
     tensors: int
     n_bytes: int
     """Number of bytes of all tensors in the target."""

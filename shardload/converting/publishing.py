@@ -56,7 +56,7 @@ class ConversionFolder:
         self._journal = home / "journal.jsonl"
 
     def begin(self, plan: str) -> None:
-        """Continue the earlier run in the journal if its plan's digest is ``plan``; otherwise start over."""
+        """Keep what an earlier run wrote if its journal has the same ``plan`` (a digest); otherwise start over."""
         lines = list(self._lines())
         if not lines or lines[0].get("plan") != plan or not self.result.exists():
             self._start(plan)
@@ -75,11 +75,11 @@ class ConversionFolder:
         draft.replace(self._journal)
 
     def is_of(self, plan: str) -> bool:
-        """Whether the journal has this plan's digest. If not, this process and process 0 see different folders."""
+        """Whether the journal has this plan's digest: if not, this process sees another folder than process 0."""
         return next(self._lines(), {}).get("plan") == plan
 
     def note_places(self, places: tuple[TensorPlace, ...]) -> None:
-        """Record in the journal where tensors go, once all files exist: from then on a later run can continue."""
+        """Record the file and offset of each tensor in the journal, once all files exist: a later run can continue."""
         self.places = places
         self._append({"places": [place.to_json() for place in places]})
 
@@ -129,11 +129,12 @@ class ConversionFolder:
             shutil.rmtree(self._home)
 
     def publish_index(self, *, sidecars: dict[Path, Path], removed: Path | None = None, overwrite: bool) -> None:
-        """Like `publish`, for a result of several files: shards move to their final names first, and the index last.
+        """Move a result of several files to their final names: first the shards, and last the index that lists them.
 
         If the file system has hard links, each shard also keeps its name in the working folder until the end, so that a
         killed run can be continued. The index of a replaced checkpoint is removed first, so that no index ever lists
-        shards of two checkpoints.
+        shards of two checkpoints. ``sidecars``: small files next to the target, path in the working folder → final
+        path. ``removed``: a file that describes another model, to be removed.
         """
         self.flush()
         check_free(self.target, folder=False, overwrite=overwrite)
@@ -204,7 +205,11 @@ def _link(made: Path, name: Path) -> None:
 
 
 def _listed(index: Path) -> set[str]:
-    """Return the shards that an index lists under names that begin with its own; none if the index cannot be read."""
+    """Return the files to delete when a new checkpoint replaces an old one: the shards that the old index lists.
+
+    Only names that Keras gives to shards of this index count: a hostile index could name any file. If the index cannot
+    be read, there are none.
+    """
     try:
         found = read_optional(index)["weight_map"].values()
         names = {name for listed in found for name in (listed if isinstance(listed, list) else [listed])}
@@ -269,7 +274,7 @@ def _exists(target: Path) -> WriteError:
 
 
 def write_error(target: Path, number: int, n_bytes: int | None = None) -> WriteError:
-    """Return the error to raise if the system refused to write a target of ``n_bytes`` with error ``number``."""
+    """Return the error to raise if the system refused, with errno ``number``, to write ``n_bytes`` of tensors."""
     why = "the disk is full" if number == errno.ENOSPC else os.strerror(number)
     size = f", for {format_bytes(n_bytes)} of tensors" if n_bytes and number in _ROOM else ""
     made = WriteError(f"Cannot write {target}: {why}{size}.{f' {WAYS_OUT[number]}.' if number in WAYS_OUT else ''}")
@@ -281,7 +286,7 @@ _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
-    """Raise `WriteError` if the target's name is taken by something to keep. ``folder``: whether the target is one."""
+    """Raise `WriteError` if the target exists and may not be replaced. ``folder``: whether the result is a folder."""
     if not os.path.lexists(target) or (folder and is_empty(target)):
         return
     if not overwrite:
@@ -296,7 +301,7 @@ def check_free(target: Path, *, folder: bool, overwrite: bool) -> None:
 
 
 def _check_undescribed(path: Path, target: Path, *, overwrite: bool) -> None:
-    """Raise `WriteError` if the file ``path`` describes another model, and ``overwrite`` does not allow its removal."""
+    """Raise `WriteError` if ``path``, a file next to the target, describes another model and may not be removed."""
     if _describes_model(path) and not overwrite:
         raise WriteError(
             f"Cannot write {target}: {path.name} next to it describes a model, and would be taken for the description "
@@ -375,7 +380,7 @@ def publish(plan: ConversionPlan, staging: ConversionFolder, *, overwrite: bool)
 
 
 def explained(error: BaseException, target: Path, n_bytes: int) -> BaseException:
-    """Return the error to raise for ``error``, which stopped writing ``target``: system errors get a message."""
+    """Return the exception to raise instead of ``error``, which stopped a write: a full disk gets a clear message."""
     if isinstance(error, ProcessLostError):
         return error
     number = errno_of(error) if isinstance(error, Exception) else None

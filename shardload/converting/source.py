@@ -82,7 +82,7 @@ class Source:
 
     @property
     def backbone(self) -> Any:
-        """The part of the model that presets and Hugging Face checkpoints contain."""
+        """The model without a task's head (a KerasHub backbone), which presets and Hugging Face checkpoints contain."""
         return backbone_of(self.model)
 
     def variables_of(self, model: Any) -> list[Any]:
@@ -183,7 +183,10 @@ def _check(mapping: VariableMap, manifest: Manifest, model: Any, ignore: Sequenc
 
 
 def viewed(binding: Binding, manifest: Manifest) -> StoredValue:
-    """Return where the value of a binding's variable comes from. A decoded (GGUF) value has the variable's dtype."""
+    """Return where a variable's value comes from; ``binding``: the variable, and the view of a tensor that fills it.
+
+    A value that is decoded (GGUF) has the variable's dtype, others have the stored tensor's.
+    """
     tensor = manifest.tensors[binding.view.tensor]
     decoded = spec_of(manifest).model_dtype is not None and is_float(tensor.dtype)
     return StoredValue(binding.variable, binding.dtype if decoded else tensor.dtype, tensor, binding.view)
@@ -226,7 +229,7 @@ def _stored_state(model: Any, companions: Companions) -> dict[int, StoredValue]:
 
 
 def made_now(variables: list[Any]) -> Iterable[StoredValue]:
-    """Give variables the initial values of a new model, and yield each as the source of the variable's value."""
+    """Give variables that a source does not store their initial values, and yield each value as where it comes from."""
     abstraction.initialise(variables)
     for variable in variables:
         array = np.asarray(value_of(variable))
@@ -280,7 +283,7 @@ class ModelValues:
             yield start, min(start + step, shape[0])
 
     def encoded(self, key: str) -> None:
-        """Return ``None``, so that values are compared and not stored bytes: weights may be parts of tensors."""
+        """Return ``None``: a weight may be a part of a tensor, so values are compared, not bytes of the file."""
 
     def rows(self, key: str, start: int, stop: int) -> NDArray[Any]:
         """Read rows of a weight; a scalar counts as one row."""

@@ -37,7 +37,7 @@ counted in row-major order."""
 
 @dataclass(frozen=True, slots=True)
 class CopyDim:
-    """One dim of the elements to copy: its length, and its strides in the source and in the target."""
+    """One dim of an array whose elements are copied: its length, and its strides in the source and in the target."""
 
     length: int
     source: int
@@ -76,7 +76,7 @@ def copy_dims(shape: Sequence[int], source: Sequence[int], target: Sequence[int]
 
 
 def boxes(dims: Sequence[CopyDim], limit: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Cut a copy into boxes along its slowest dims, so that each spans at most ``limit`` elements of the source."""
+    """Cut a copy into boxes (index ranges) along its slowest dims; each spans at most ``limit`` source elements."""
     # dims[k:] fit into one read; dims[k - 1] is cut into ranges; of the dims before it, a box has one index.
     k = len(dims)
     while k and _span(dims[k - 1 :]) <= limit:
@@ -141,7 +141,7 @@ def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tenso
 
 
 def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of a stored tensor, casts them to ``dtype`` and returns their `bits`."""
+    """Return a function that reads elements of a tensor, casts them to ``dtype``, and returns integers (`bits`)."""
     # Encoded elements decode as a whole: once, not for every block that is read.
     if isinstance(tensor.storage, Packed):
         return reader_of_value(read_rows(tensor, 0, tensor.rows), dtype)
@@ -162,13 +162,13 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
 
 
 def reader_of_value(value: _Array, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of an array in memory, casts them to ``dtype`` and returns their `bits`."""
+    """Return a function that reads elements of an array, casts them to ``dtype``, and returns integers (`bits`)."""
     flat = bits(np.ascontiguousarray(value, dtype).reshape(-1))
     return lambda start, stop: flat[start:stop]
 
 
 def bits(value: _Array) -> _Array:
-    """Return the array as unsigned integers with the same bits: `PieceWriter` cannot write bfloat16 or float8."""
+    """View an array as unsigned integers with the same bits, because `PieceWriter` cannot write bfloat16 or float8."""
     # Arrays of ml_dtypes (bfloat16, float8) support no memoryview, which `PieceWriter` writes from.
     size = value.dtype.itemsize
     return np.ascontiguousarray(value).view(f"u{size}") if size in (1, 2, 4, 8) else value

@@ -108,7 +108,7 @@ def is_file_name(path: Path) -> bool:
 
 
 def shard_bytes_for(path: Path, to: str, wanted: int | str | None) -> int | None:
-    """Parse the argument ``max_shard_bytes``; raise if the target's format has no shards of a limited size."""
+    """Return ``max_shard_bytes`` as a number of bytes; raise if the target's format has no shards of a limited size."""
     if wanted is None:
         return None
     if added_format(path) is not None:
@@ -121,9 +121,10 @@ def shard_bytes_for(path: Path, to: str, wanted: int | str | None) -> int | None
 
 
 CONVERT_HOST_MEMORY = 512 << 20
-"""Bytes of tensors in host memory at once, by default: enough to copy most tensors of a 9B model in one block."""
+"""Most bytes of tensors in host memory at once, by default: enough to copy most tensors of a 9B model in one read."""
 _COPIES = 4
-"""Most copies of a block in memory at once: as read, joined from chunks, cast, and in the target's order."""
+"""Most copies in memory of a block, the elements that are copied at a time: as read, joined from chunks, cast, and in
+the target's order."""
 _LEAST_HOST_MEMORY = 256 << 10
 
 

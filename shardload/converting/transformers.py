@@ -33,7 +33,8 @@ _Config = dict[str, Any]
 UNKNOWN = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of config.json that KerasHub's classes lack: they are copied from the source, or left out."""
 _NOT_COMPARED = ("name", "dtype", "trainable", "dropout")
-"""Settings that a Hugging Face configuration cannot express and that do not affect weights."""
+"""Settings in which two backbones may differ and still count as equal: Hugging Face's configuration cannot express
+them, and they do not affect weights."""
 
 
 def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = None) -> _Config:
@@ -72,7 +73,7 @@ def config_of(backbone: Any, dtype: str, *, known: Mapping[str, Any] | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Settings that are read from a backbone's layers, because its configuration lacks them (`LayerSettings`)."""
+    """Settings for ``config.json`` that are read from a backbone's layers, because its configuration lacks them."""
 
     backbone: Any
 
@@ -132,8 +133,8 @@ def stand_in(config: Mapping[str, Any]) -> Manifest:
 def views_of(model: Any, manifest: Manifest, *, leave_out: Container[int] = ()) -> tuple[Binding, ...]:
     """Return, for each variable, the Hugging Face tensor and the elements of it that the variable fills.
 
-    ``manifest``: from `stand_in`, or of a checkpoint of the same model, which may have tensors outside of the model.
-    ``leave_out``: ``id`` of variables that are not written.
+    ``manifest``: the tensors of such a checkpoint, as `stand_in` derives them from a configuration, or as a folder has
+    them, which may also have tensors outside of the model. ``leave_out``: ``id`` of variables that are not written.
     """
     mapping = map_hub(model, manifest)
     missing = [v.path for v in mapping.missing_variables if id(v) not in leave_out]
@@ -172,7 +173,7 @@ def wanted(bindings: Iterable[Binding], shapes: Mapping[str, Tensor], dtypes: Ma
 
 
 def covers(bindings: Sequence[Binding], tensor: Tensor) -> bool:
-    """Whether the variables in ``bindings`` together fill each element of a tensor exactly once."""
+    """Whether the variables in ``bindings`` fill each element of a tensor exactly once, so that it can be written."""
     # Marking takes a byte per element. Nearly all tensors have one view, and its strides tell without marks.
     if len(bindings) == 1:
         view, expected = bindings[0].view, 1

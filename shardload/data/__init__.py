@@ -98,7 +98,7 @@ class Unseen:
 
 
 def resumable_of_fit() -> Any:
-    """Return the resumable dataset of the running ``fit``, ``None`` if its data is another, `Unseen` if no fit runs."""
+    """Return the resumable dataset that ``fit`` reads; ``None`` if it reads another, `Unseen` if no ``fit`` runs."""
     epochs = epoch_iterator_of_fit()
     if epochs is None:
         return Unseen()
@@ -197,7 +197,7 @@ def _resumable_class() -> Any:
             self._reading = reading
 
         def check(self, origin: Origin) -> None:
-            """Raise a `UsageError` if the position saved in ``origin`` stands for other examples than before."""
+            """Raise `UsageError` if the count of batches saved in ``origin`` would mean other examples in this data."""
             origin.check(self._reading)
             if origin.reading.rows is not None:
                 # A Grain dataset does not know how many rows its batches have: read one.
@@ -236,7 +236,7 @@ def part_of_this_process() -> BatchPart:
 
 
 def part_in(owners: Sequence[set[int]], process: int) -> BatchPart:
-    """Return the part of a batch that a process reads; ``owners`` lists the processes in each row of the mesh."""
+    """Return the part of a batch that a process reads; ``owners``: for each index of the batch axis, its processes."""
     shares = {one: tuple(i for i, who in enumerate(owners) if one in who) for who in owners for one in who}
     parts = sorted(set(shares.values()))
     # JAX concatenates the parts in the order of the mesh, so they must be adjacent, disjoint and of equal size.
@@ -268,7 +268,7 @@ def _share_class() -> Any:
     import grain
 
     class BatchShare(grain.MapDataset):  # type: ignore[misc]
-        """A dataset of the examples that one process reads: its part of every global batch, in order."""
+        """The examples that one process reads, as a dataset: its part of every global batch, in order."""
 
         def __init__(self, parent: Any, part: BatchPart, rows: int) -> None:
             super().__init__(parent)

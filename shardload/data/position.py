@@ -25,7 +25,7 @@ from shardload.keras_bridge.training import (
 from shardload.units import plural
 
 _KEPT = 8
-"""Number of latest states of the data that are kept; Keras reads at most two batches ahead of training."""
+"""Number of latest states of the data to keep, one per batch; Keras reads at most two batches ahead of training."""
 _ENDLESS = 1 << 48
 """Length from which a dataset counts as endless: for an endless one, Grain states a huge number, not infinity."""
 
@@ -39,7 +39,7 @@ a ``fit`` may end without notice."""
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a dataset is cut into batches."""
+    """How a dataset is cut into batches: saved with a position, which is a count of batches, to give it a meaning."""
 
     global_batch_size: int | None = None
     """Number of examples per batch over all processes; ``None`` if each process has its own dataset."""
@@ -50,7 +50,7 @@ class Reading:
     rows: int | None = None
     """Number of examples per batch in this process, if it has its own dataset."""
     repeated: int | None = None
-    """Number of elements in the part of the dataset that is repeated endlessly."""
+    """If the dataset is endless: number of elements in the part of it that is repeated."""
 
     @classmethod
     def of_record(cls, found: Any) -> Reading:
@@ -70,7 +70,7 @@ class Origin:
     processes_now: int
 
     def check(self, now: Reading) -> None:
-        """Raise unless a count of batches stands for the same examples in the run that saved it and in ``now``."""
+        """Raise unless a count of batches means the same examples in ``now`` as in the run that saved the position."""
         then = self.reading
         if (then.global_batch_size is None) != (now.global_batch_size is None):
             saved, given = ("with", "without") if then.global_batch_size else ("without", "with")
@@ -122,7 +122,7 @@ def _number(found: int | None) -> str:
 
 
 class Position:
-    """The position in the data of one ``fit``. Several callbacks may report the same events to it."""
+    """How far one ``fit`` has read its data. The dataset and callbacks report events to it, some of them repeatedly."""
 
     def __init__(self, fit: Any = None) -> None:
         """Begin the position of one ``fit``; the argument is any object that only this call of ``fit`` has."""
@@ -160,7 +160,7 @@ class Position:
         self._trained = self._before_epoch + batches
 
     def epoch_ends(self) -> None:
-        """Record that an epoch ends. If it was resumed in the middle, Keras must not take its length for the next."""
+        """Record that an epoch ends. If it was resumed, Keras must not take the next one to be as short as this."""
         if self._skipped and self._epochs is not None:
             forget_epoch_length(self._epochs)
         self._skipped = 0
@@ -243,7 +243,7 @@ class Position:
 
 
 def follow_data(model: Any) -> Position:
-    """Return the position of the data that ``model`` is about to be trained on in this thread."""
+    """Begin to follow the data that ``model`` is trained on in this thread, or go on with it; return its position."""
     position, fit = _positions.get(model), epoch_iterator_of_fit()
     if position is None or (fit is not None and fit is not position.fit):  # an earlier fit's data is over
         position = _positions[model] = Position(fit)
@@ -257,5 +257,5 @@ def followed() -> Position | None:
 
 
 def stop_following() -> None:
-    """Forget the position when training in this thread ends."""
+    """Forget the position that `followed` returns, when training in this thread ends."""
     _active.position = None

@@ -42,9 +42,10 @@ Placed: TypeAlias = NamedSharding | SingleDeviceSharding
 
 
 def target_sharding(name: str, found: Any, mesh: jax.sharding.Mesh | None) -> Placed:
-    """Return a sharding with devices for what a target states; for ``None``, that of an array on the first device.
+    """Return a sharding with devices for ``found``, the sharding or `PartitionSpec` that a target states.
 
-    ``mesh``: the mesh for a `PartitionSpec`, and for shardings on an abstract mesh.
+    ``None`` stands for the first device. ``name``: the target's, for errors. ``mesh``: the mesh for a `PartitionSpec`,
+    and for shardings on an abstract mesh.
     """
     if found is None:
         return SingleDeviceSharding(jax.devices()[0])
@@ -87,7 +88,7 @@ def mesh_devices_of(sharding: Placed) -> MeshDevices:
 
 
 def array_layout(name: str, shape: tuple[int, ...], sharding: Placed, mesh: MeshSpec) -> Layout:
-    """Convert an array's sharding to a layout; raise if the sharding does not fit the array's shape."""
+    """Convert an array's sharding to a `Layout`, which a load is planned with; raise if it does not fit the shape."""
     rank, spec = len(shape), getattr(sharding, "spec", PartitionSpec())
     if len(spec) > rank:
         raise LayoutError(f"Cannot place {name!r} of shape {shape} by {spec}: it has more entries than dims")
@@ -115,7 +116,7 @@ def is_in_default_memory(sharding: Placed) -> bool:
 
 
 def as_asked(array: Any, sharding: Placed) -> Any:
-    """Return a loaded array with the caller's sharding object; copy it only if another kind of memory is requested."""
+    """Return a loaded array under the caller's own sharding object; copy it only if that names other memory."""
     if array.sharding is sharding:
         return array
     # Another kind of memory, such as ``pinned_host``: the transfer fills the device's default one.
@@ -148,7 +149,7 @@ class Stated:
 
 @dataclass(frozen=True, slots=True)
 class WantedArray:
-    """One array to load."""
+    """One array for a load to make: from which elements of a tensor, in which dtype and sharding, for which target."""
 
     name: str
     """Name of the target: its path in the tree of targets, or the name of a tensor."""
@@ -169,7 +170,7 @@ def is_tree(targets: Any) -> bool:
 
 
 def stated(target: Any) -> Stated:
-    """Return what a target says about its array. One of unknown type counts as a sharding, and is refused later."""
+    """Return what a target says about its array; one of unknown type counts as a sharding (to be refused later)."""
     if isinstance(target, Format):
         return Stated(target.sharding, finish=_laid_out(target))
     if isinstance(target, jax.Device):
@@ -196,7 +197,7 @@ def _laid_out(wanted: Any) -> Callable[[Any], Any] | None:
 
 
 def specs_of_boxes(targets: Any) -> list[tuple[Sequence[Any], PartitionSpec]]:
-    """Return the path and `PartitionSpec` of each box of Flax Linen (`nn.Partitioned`) in a tree of targets."""
+    """Return each box of Flax Linen (`nn.Partitioned`) in a tree of targets: its path, and how it splits its array."""
 
     def spec(found: Any) -> Any:
         return None if isinstance(found, type) else getattr(found, "get_partition_spec", None)
@@ -209,12 +210,15 @@ def specs_of_boxes(targets: Any) -> list[tuple[Sequence[Any], PartitionSpec]]:
 
 
 def narrows(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Whether a cast between integer dtypes may change values (int64 to int32), so that values must be checked."""
+    """Whether a cast between integer dtypes may change values (int64 to int32), so that each must be checked."""
     return stored.kind in "iu" and wanted.kind in "iu" and not np.can_cast(stored, wanted)
 
 
 def checked_value(opened: OpenedSource, one: WantedArray) -> Any:
-    """Read a whole tensor to host memory; return an array or Python number. Raise if a value exceeds the dtype."""
+    """Read a whole tensor on the host: for a NumPy array, a number, or a cast in which each value must be checked.
+
+    Raise if a value exceeds the dtype.
+    """
     tensor = opened.manifest.tensors[one.view.tensor]
     if opened.checker is not None:
         check_tensor(opened.checker, tensor)
@@ -251,7 +255,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Finds the tensor of a target by its name in the checkpoint, or by the caller's argument ``names``."""
+    """Finds the tensor to load for a target: by the target's own name, or by the caller's argument ``names``."""
 
     manifest: Manifest
     names: Mapping[str, str] | Callable[[str], str] | None
@@ -312,7 +316,7 @@ class TensorNames:
 
 
 def _boxes(names: Iterable[str]) -> dict[str, str]:
-    """Return ``NAME`` → ``NAME.value`` for each tensor with such a name, if no other tensor is below ``NAME``."""
+    """Return ``NAME`` → ``NAME.value`` for each tensor so named, if it is alone below ``NAME``, as in a box of Flax."""
     every = set(names)
     inside = {name[: -len(_BOXED) - 1]: name for name in every if name.endswith((f"/{_BOXED}", f".{_BOXED}"))}
     if not inside:
@@ -323,7 +327,7 @@ def _boxes(names: Iterable[str]) -> dict[str, str]:
 
 
 def _is_like(wanted: list[str], found: list[str]) -> bool:
-    """Whether two names, as lists of parts, are similar: one has parts added, or one part is spelt differently."""
+    """Whether a name (a list of parts) may be suggested for another: parts are added, or one is spelt differently."""
     if len(wanted) != len(found):
         short, long = sorted((wanted, found), key=len)
         return long[: len(short)] == short or long[-len(short) :] == short

@@ -224,7 +224,7 @@ def _takes(function: Callable[..., Any], *given: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Turns each target into the array to load, by the ``names``, ``transpose`` and ``dtype`` of the caller."""
+    """Turns each target into the array to load, by the caller's arguments ``names``, ``transpose`` and ``dtype``."""
 
     manifest: Manifest
     mesh: jax.sharding.Mesh | None
@@ -250,7 +250,7 @@ class _Reader:
         return [self._one(name, target, self.manifest.tensors[tensors[name]]) for name, target in leaves.items()]
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape of the array to load from a tensor; a ``transpose`` for the tensor's name is applied."""
+        """Return the shape that a tensor's array will have, if ``transpose`` reorders dims of that tensor."""
         return self._view(tensor.name, tensor).shape
 
     def _one(self, name: str, target: Any, tensor: Tensor) -> WantedArray:

@@ -55,8 +55,8 @@ def fill_variables(
 ) -> LoadReport:
     """Read the planned tensors into the model's variables, initialise those without a tensor, and return the report.
 
-    ``files``: fingerprint of the checkpoint's files from when their headers were read. ``on_filled`` is called when
-    this process has all new values and can still restore the old ones.
+    ``files``: fingerprint of the checkpoint's files from when their headers were read; if it differs now, the load
+    fails. ``on_filled`` is called when this process has all new values and can still restore the old ones.
     """
     files.check()
     with clock("transfer"), _rollback(prepared, files, on_failure) as assigner:
@@ -97,7 +97,10 @@ def fill_variables(
 
 @contextmanager
 def _rollback(prepared: PreparedLoad, files: Fingerprint, on_failure: OnFailure) -> Iterator[Assigner]:
-    """Bind the model to its new mesh and yield what fills it. After a failure, restore the model or tell its state."""
+    """Bind the model to its new mesh and layouts, and yield the `Assigner` that sets its variables.
+
+    If the block fails, put back the old values, or say in the error which values the model has (``on_failure``).
+    """
     before = binding.BindingSnapshot.of(prepared.model)
     # Counted before: a load that fails early must be told from one that replaced values.
     had_values = sum(map(has_value, prepared.mapping.provided))
@@ -185,7 +188,7 @@ def topics(prepared: PreparedLoad) -> list[Topic]:
 
 
 def source_facts(manifest: Manifest) -> Facts:
-    """Return facts from a checkpoint's headers that must be equal on all processes. Paths are not: they may differ."""
+    """Return what to compare between processes of a checkpoint's headers: not paths, because these may differ."""
     # Files by their number, as their paths may differ between hosts.
     order = {path: i for i, path in enumerate(manifest.files)}
     found = {"Its format": manifest.format, "The number of its tensors": str(len(manifest.tensors))}
@@ -203,7 +206,7 @@ def source_facts(manifest: Manifest) -> Facts:
 
 
 def content_facts(manifest: Manifest, check: Verifier | None) -> Facts:
-    """Return facts about a checkpoint's bytes: digests of all files if it has any, else the bytes at a few places."""
+    """Return what to compare between processes of a checkpoint's bytes: digests of files, or bytes at a few places."""
     if check is not None:
         units_by_file = sorted(check.units_by_file().items())
         return {f"The digests of {name}": facts_digest({"": "".join(units)}) for name, units in units_by_file}

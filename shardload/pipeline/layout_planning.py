@@ -154,7 +154,7 @@ class _Planning:
         return rows if not fixed or rows in fixed else min(fixed)
 
     def _planned(self, search: LayoutSearch, manifest: Manifest) -> tuple[LayoutPlan, CompiledStep | None]:
-        """Search the plan, and compile the step if requested; if it does not fit, the error names a larger mesh."""
+        """Search a layout plan, and compile the step if requested; if nothing fits, the error names a larger mesh."""
         try:
             if self.step.compile:
                 checked = self._compile(search, manifest)
@@ -164,7 +164,10 @@ class _Planning:
             raise DoesNotFitError(f"{error}.{self._where(search)}", least_bytes=error.least_bytes) from error
 
     def _where(self, search: LayoutSearch) -> str:
-        """Return advice to use a larger mesh; empty if the estimate fits this mesh, but the compiled step does not."""
+        """Return a sentence for the error that nothing fits: which larger mesh would do, by the estimate.
+
+        It is empty if the estimate fits this mesh, but the compiled step does not.
+        """
         smallest = self._smallest(search, None)
         if smallest is None:
             return f" No mesh of up to {MAX_DEVICES} devices is large enough for this batch and sequence: reduce them"

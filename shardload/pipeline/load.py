@@ -93,7 +93,7 @@ class Loaded:
 
 @contextmanager
 def joint_load(request: JointRequest) -> Iterator[Call]:
-    """Yield the `Call` for a load: joint if it uses devices of other processes, else of this process alone.
+    """Yield the `Call` by which processes that load together wait for each other; one that loads alone never waits.
 
     The request is checked after the processes have compared it, so that an error on one is raised on all.
     """
@@ -246,7 +246,7 @@ def _shares(call: Call, report: LoadReport) -> tuple[ReadShare, ...]:
 
 
 def _load_besides_variables(matching: Matching, model: Any, manifest: Manifest, folder: Path | None) -> Iterator[str]:
-    """Load the files and values that layers saved besides their variables; yield notes for the report."""
+    """Load what layers saved besides variables, such as vocabulary files; yield notes for the report."""
     if spec_of(manifest).tensor_names == "step":
         yield from load_stored_values(model, manifest, strict=matching.strict)
     if matching.as_keras:  # Keras' `load_weights` loads no files

@@ -92,7 +92,7 @@ def load_report(
 
 
 def changed_rates(before: Mapping[str, float], now: Mapping[str, float], *, advice: str) -> tuple[str, ...]:
-    """Return a note for each optimizer whose learning rate a load has changed; each ends with ``advice``."""
+    """Return a note for each optimizer whose learning rate (by name) a load has changed; each ends with ``advice``."""
     return tuple(
         f"the state of {name} was loaded too: its learning rate was {rate:g}, and is {now[name]:g}. {advice}"
         for name, rate in before.items()
@@ -119,7 +119,7 @@ def plan_report(prepared: PreparedLoad, clock: Clock, *, layout: Any, device_mem
 
 
 def _facts(prepared: PreparedLoad, clock: Clock, *, read_bytes: int, peak_staging_bytes: int) -> dict[str, Any]:
-    """Return values for the fields that `LoadReport` and `PlanReport` have in common, by field name."""
+    """Return the values that reports of a load and of a plan have in common (bytes, seconds, notes), by field name."""
     # Tensors to compute from are read outside of the plan, whole (`filling`), so their bytes are added to both counts.
     mapping, tensors, spent = prepared.mapping, prepared.manifest.tensors, clock.stages.get
     computed_bytes = sum(tensors[name].stored_bytes for name in {name for c in mapping.computed for name in c.tensors})

@@ -86,7 +86,7 @@ class Matching:
     rename: Mapping[str, str] | None = None
     items: Items = "all"
     is_restore: bool = False
-    """Whether to match tensors of a training step by their place in the model, as `restore` does, not by their name."""
+    """Whether to match tensors with variables by place in the model, as `restore` does for its steps, not by name."""
     builds: bool = False
     """Whether the model is built from the checkpoint's description. If so, some unused tensors may be no error."""
     reads_values: bool = True
@@ -107,7 +107,7 @@ def _check_flag(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    """Arguments that all requests have, although `shardload.plan` itself does not take ``devices`` and ``progress``."""
+    """Arguments that all requests have (though callers of `shardload.plan` cannot give ``devices`` or ``progress``)."""
 
     mesh: MeshLike | None = None
     axes: str | None = None
@@ -117,7 +117,8 @@ class _Arguments:
     progress: ProgressLike = None
 
     compared_names: ClassVar[tuple[str, ...]] = ()
-    """Names of arguments that must be equal on all processes. Mesh, layout and dtype are compared by their effect."""
+    """Names of arguments that must be equal on all processes. Mesh, layout and dtype are not among them: what follows
+    from them is compared, because they can be written in several ways."""
 
     def __post_init__(self) -> None:
         # A generator can be read only once, and these are read by several stages.
@@ -165,7 +166,7 @@ class _Filling(_Arguments):
 
     @property
     def on_failure(self) -> OnFailure:
-        """What happens to the values of the model if the load fails half-way (`OnFailure`)."""
+        """What becomes of the model's values if the load fails half-way: restored, or described in the error."""
         return "restore" if self.atomic else "tell"
 
 
@@ -176,7 +177,7 @@ class LoadRequest(_Building):
     function: ClassVar[str] = "load"
     model: ClassVar[None] = None
     on_failure: ClassVar[OnFailure] = "raise"
-    """What happens if the load fails half-way (`OnFailure`): only an error, as the model was built by the load."""
+    """A load that fails half-way only raises its error: the load built the model, so the caller has none to restore."""
 
     compared_names = (
         *("step", "strict", "atomic", "ignore", "ignore_config"),
@@ -214,7 +215,7 @@ class LoadRequest(_Building):
         return Matching(strict=self.strict, ignore=ignore, ignore_config=fields, builds=True)
 
     def check(self) -> None:
-        """Raise if an argument is of the wrong kind or out of range: make all parts, which check their arguments."""
+        """Raise if an argument is of the wrong kind or out of range: make all parts, each of which checks its own."""
         _check_flag("atomic", self.atomic)
         check_backend()
         _ = self.construction, self.matching, self.budget_bytes, self.placement, self.reporter
@@ -233,7 +234,8 @@ class LoadWeightsRequest(_Filling):
     items: Literal["all", "weights"] = "all"
     step: int | str = "latest"
     as_keras: bool = False
-    """Whether Keras' rules apply (see `Matching`): for calls of Keras that `shardload.fast` replaces; not public."""
+    """Whether Keras' rules apply, by which unused tensors are no error: set for calls of Keras that `shardload.fast`
+    replaces; not public."""
 
     @property
     def loads_optimizer(self) -> bool:
@@ -250,7 +252,7 @@ class LoadWeightsRequest(_Filling):
         )
 
     def check(self) -> None:
-        """Check the arguments as `LoadRequest.check` does, and also that the model is built and has weights."""
+        """Raise if an argument is of the wrong kind or out of range, or the model is not built or has no weights."""
         _check_flag("atomic", self.atomic)
         _ = self.matching, self.budget_bytes
         # Keras' `load_weights` (``as_keras``) fills models whose layers are only partly built.
@@ -283,7 +285,7 @@ class PlanRequest(_Building):
         return Matching(ignore=ignore, ignore_config=fields, builds=True, reads_values=False)
 
     def check(self) -> None:
-        """Check the arguments as `LoadRequest.check` does."""
+        """Raise if an argument is of the wrong kind or out of range."""
         check_backend()
         _ = self.construction, self.matching, self.budget_bytes, self.device_budget_bytes, self.placement, self.reporter
 
@@ -315,7 +317,7 @@ class RestoreRequest(_Filling):
         return Matching(strict=self.strict, names=self.names, rename=self.rename, items=self.items, is_restore=True)
 
     def check(self) -> None:
-        """Check the arguments as `LoadWeightsRequest.check` does."""
+        """Raise if an argument is of the wrong kind or out of range, or the model is not built or has no weights."""
         check_choice("fallback", self.fallback, (None, "previous"))
         _check_flag("atomic", self.atomic)
         _ = self.matching, self.budget_bytes

@@ -62,7 +62,7 @@ class ArchitectureSummary:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Everything that determines the bytes of a checkpoint; `label` stores it in the checkpoint's configuration."""
+    """Everything that determines a checkpoint's bytes; `label` stores it there, so that an equal job can reuse them."""
 
     name: str
     config: ArchitectureConfig
@@ -202,7 +202,7 @@ def _write_safetensors(job: _Job, work: Path, *, shard_bytes: int, progress: Pro
 
 
 def _stream(file: Any, spec: TensorSpec, job: _Job, *, number: int, progress: Progress) -> None:
-    """Write one tensor's random values at the file's current position."""
+    """Write random values for one tensor at the file's current position; its ``number`` is a part of their seed."""
     size = math.prod(spec.shape)
     for chunk in random_values(size, dtype=job.dtype, near_one=spec.near_one, seed=(job.seed, number)):
         view = chunk.data.cast("B")
@@ -275,7 +275,7 @@ def _workspace(folder: Path, stem: str, nbytes: int, *, largest_file: int) -> It
 
 @contextlib.contextmanager
 def _locked(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Lock a folder against other runs; yield whether that worked, as not every file system has locks."""
+    """Lock a folder against other calls of `synth`; yield whether that worked, as not every file system has locks."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -355,8 +355,8 @@ _MASKS: dict[str, _Masks] = {
     "float16": (np.uint16, (0x87FF, 0x2000), (0x003F, 0x3C00)),
     "float32": (np.uint32, (0x80FFFFFF, 0x3C000000), (0x0007FFFF, 0x3F800000)),
 }
-"""For each dtype: an unsigned integer type of its width, two masks (bits that stay random, bits that are set) for
-values around zero, and two for values around one."""
+"""How random bits become random floats, for each dtype: an unsigned integer type of its width, two masks (bits that
+stay random, bits that are set) for values around zero, and two for values around one."""
 DTYPES = tuple(_MASKS)
 """Dtypes that can be written."""
 
@@ -370,7 +370,8 @@ def _item_bytes(dtype: str) -> int:
 def random_values(size: int, *, dtype: str, near_one: bool, seed: tuple[int, int]) -> Iterator[NDArray[Any]]:
     """Yield ``size`` random values in chunks of `_CHUNK_BYTES`, as unsigned integers with the bits of the values.
 
-    ``seed`` is the seed of the checkpoint, and the number of the tensor in it.
+    ``near_one``: whether they are around one, as scales of norms are, or around zero. ``seed``: the seed of the
+    checkpoint, and the number of the tensor in it.
     """
     width, around_zero, around_one = _MASKS[dtype]
     keep, base = map(width, around_one if near_one else around_zero)
