@@ -1,7 +1,8 @@
 """Progress of a load.
 
-A load calls ``start`` once with all bytes it will read, ``advance`` as they arrive, ``stop`` at the end,
-also when it fails. Calls come from one thread. On a terminal, `TerminalProgress` draws a bar on stderr::
+A load calls ``start`` with all bytes it will read, ``advance`` as they arrive, ``stop`` at the end, also when it
+fails. Other work has several stages, such as verifying and converting, and calls ``start`` for each. Calls come from
+one thread. On a terminal, `TerminalProgress` draws a bar on stderr::
 
     Loading gemma3_270m ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━  291.5/511.4 MiB  1.1 GB/s  0:00:01
 

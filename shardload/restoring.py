@@ -169,7 +169,7 @@ def _restore_undamaged(request: RestoreRequest, call: Call) -> Restored:
 
 
 def _find(call: Call, directory: PathLike, step: Which) -> StepInfo:
-    """Find the step on process 0 only, for all processes: one that searches later could find a newer step."""
+    """Find the requested step on process 0, for all processes: another one could find a newer step a moment later."""
     # Process 0 keeps what it found, the others look up its number: `first` passes on JSON only.
     mine: list[StepInfo] = []
 

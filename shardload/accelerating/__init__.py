@@ -63,7 +63,7 @@ class NotSupported(Exception):  # noqa: N818 - not an error: Keras makes the cal
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The result of a call that shardload made instead of Keras."""
+    """The result of a call of Keras or KerasHub that shardload made in its place."""
 
     result: Any
     """The value that Keras would return from the call."""
@@ -83,7 +83,7 @@ def local_path(path: Any) -> Path:
 
 
 def fill_model(model: Any, path: Path) -> Loaded:
-    """Load weights into a model, where Keras would put them: in its layouts, or on the default device."""
+    """Load weights into a model and place them as Keras would: by its layouts or, without, on the default device."""
     # Without a distribution, a mesh of one device; `finish` makes the values ordinary arrays again.
     if current_devices(model) is None:
         one = MeshSpec(DEFAULT_AXES, (1, 1))
@@ -112,7 +112,7 @@ def finish(model: Any, loaded: Loaded, *, created: Sequence[Any] = (), committed
 
 
 def model_call(call: EntryCall) -> Filled:
-    """Build a saved model without values, then load its weights and the files that its layers saved."""
+    """Do the work of ``load_model``: build the model without values, then load its weights and its layers' files."""
     path = local_path(call.arguments["filepath"])
     # An archive and a folder have a config.json; an Orbax checkpoint has the configuration inside.
     checker, config = None, saved_config(path)
@@ -140,7 +140,7 @@ def model_call(call: EntryCall) -> Filled:
 
 
 def weights_call(call: EntryCall) -> Filled:
-    """Load weights into an existing model. The result is None, as in Keras."""
+    """Do the work of ``model.load_weights``: load weights into an existing model. The result is None, as in Keras."""
     model: Any = call.arguments["model"]
     if call.arguments.get("objects_to_skip") is not None:
         raise NotSupported("objects_to_skip is given")
@@ -207,7 +207,7 @@ class _Collected:
 
 
 def preset_call(call: EntryCall) -> Filled:
-    """Let KerasHub build a backbone or task without weights, then load the weights that KerasHub would load."""
+    """Do the work of ``from_preset``: let KerasHub build the model without weights, then load those it would load."""
     if not call.arguments["load_weights"]:
         raise NotSupported("load_weights=False: there is nothing to load")
     loader = call.arguments["loader"]

@@ -147,7 +147,7 @@ class _Runtime:
     written: set[int] = field(default_factory=set)
 
     def read(self, tensor: str) -> _Array:
-        """Read a whole tensor into a writable array."""
+        """Read a whole tensor into an array that the loading step may write to."""
         value = read_tensor(self.manifest, tensor)
         return value if value.flags.writeable else value.copy()
 
@@ -159,7 +159,7 @@ class _Runtime:
         return value
 
     def compute(self, variable: Any, value: Any, assign: Callable[[Any, Any], Any]) -> Any:
-        """Write a value that the step has computed for a variable to the target, cast as a load would cast it."""
+        """Write a value that the loading step has computed to the target, cast as a load would cast it."""
         if (dtype := self.dtypes.get(id(variable))) is None:
             return value
         host = np.asarray(value)

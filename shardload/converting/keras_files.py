@@ -68,7 +68,7 @@ class Saved:
 
     @property
     def tensors(self) -> list[Wanted]:
-        """All tensors to write, with their names in the file."""
+        """All tensors to write, by their names in the file, which lack the prefix that tells files apart in a plan."""
         return [replace(copy.wanted, name=copy.wanted.name.removeprefix(TASK_PREFIX)) for copy in self.copies]
 
 

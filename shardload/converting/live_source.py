@@ -171,7 +171,7 @@ class LocalBox:
 
 
 def local_boxes_of(array: jax.Array) -> tuple[LocalBox, ...]:
-    """Return the boxes of an array that this process writes; a replicated shard is written by one process only."""
+    """Return the boxes (index ranges) of an array that this process writes: of each replicated shard, only one copy."""
     shards = []
     for shard in array.addressable_shards:
         if not shard.replica_id:

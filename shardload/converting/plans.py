@@ -28,7 +28,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConversionPlan:
-    """Everything that a conversion will write, decided from headers alone: tensors, small files, and their places."""
+    """Everything that a conversion will write, decided before it writes: tensors, small files, and their places."""
 
     format: str
     """Name of the result's format."""

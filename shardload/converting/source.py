@@ -64,7 +64,8 @@ class Source:
     merged: frozenset[int] = frozenset()
     """``id`` of the variables that are merged into others and not written themselves: the factors of LoRA."""
     origin: Manifest | None = None
-    """The Hugging Face folder that a live model was loaded from, if the folder's configuration describes the model."""
+    """The Hugging Face folder that a live model was loaded from, if it still describes the model: its tensors are the
+    template of those to write."""
     fresh: Any = None
     """A live model's task, built again without values and compiled by KerasHub: presets store its new optimizer."""
     adapters: Manifest | None = None

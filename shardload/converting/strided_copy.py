@@ -118,7 +118,7 @@ def _copy_box(read: Read, write: Write, dims: Sequence[CopyDim], start: int, at:
 
 
 def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tensor, View, View]]:
-    """Split a copy of a tensor stored in chunks, so that each chunk is read and decoded separately.
+    """Split a copy of a tensor that is stored in chunks (each compressed alone), so that each is decoded separately.
 
     Yields each chunk as a separate tensor, the view of it to read, and the view of the target to write that to.
     """
@@ -141,7 +141,7 @@ def parts_of(tensor: Tensor, source: View, target: View) -> Iterator[tuple[Tenso
 
 
 def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of a tensor, casts them to ``dtype``, and returns integers (`bits`)."""
+    """Return a function that reads elements of a tensor, casts them to ``dtype`` and returns their bits as integers."""
     # Encoded elements decode as a whole: once, not for every block that is read.
     if isinstance(tensor.storage, Packed):
         return reader_of_value(read_rows(tensor, 0, tensor.rows), dtype)
@@ -162,7 +162,7 @@ def reader_of(tensor: Tensor, dtype: np.dtype[Any]) -> Read:
 
 
 def reader_of_value(value: _Array, dtype: np.dtype[Any]) -> Read:
-    """Return a function that reads elements of an array, casts them to ``dtype``, and returns integers (`bits`)."""
+    """Return a function that takes elements of an array, casts them to ``dtype`` and returns their bits as integers."""
     flat = bits(np.ascontiguousarray(value, dtype).reshape(-1))
     return lambda start, stop: flat[start:stop]
 

@@ -100,7 +100,7 @@ def unlike(config: Mapping[str, Any], backbone: Any) -> tuple[str, ...]:
 
 
 def differing(backbone: Any, other: Any) -> str | None:
-    """Return the name of a setting that affects weights and differs in two backbones; ``None`` if there is none."""
+    """Return the name of a setting that affects weights and in which two backbones differ; ``None`` without one."""
     # Gemma 3 has an image_size even without the vision encoder that would use it.
     unused = {"image_size"} if getattr(backbone, "vision_encoder", None) is None else set()
     wanted, found = _compared(backbone.get_config()), _compared(other.get_config())

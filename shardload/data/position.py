@@ -46,7 +46,7 @@ class Reading:
     examples: int | None = None
     """Number of examples in the dataset that the global batches are cut from; 0 if it repeats endlessly."""
     batches: int | None = None
-    """Number of batches in a process' own dataset, if known; 0 if it is endless."""
+    """If a process has its own dataset: number of batches in it, if known; 0 if it is endless."""
     rows: int | None = None
     """Number of examples per batch in this process, if it has its own dataset."""
     repeated: int | None = None
@@ -54,7 +54,7 @@ class Reading:
 
     @classmethod
     def of_record(cls, found: Any) -> Reading:
-        """Return the `Reading` that a step has stored as a mapping; an empty one for a step that has none."""
+        """Return the `Reading` that a training step stores as a mapping; an empty one if the step stores none."""
         given: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
         return cls(**{name: given[name] for name in cls.__slots__ if isinstance(given.get(name), int)})
 
@@ -224,7 +224,7 @@ class Position:
         return False
 
     def ended(self) -> None:
-        """Record that training's iterator has no more data; raise if it was resumed and never returned a batch."""
+        """Record that training's iterator has no more data; raise if a resumed run found none at all."""
         if self._origin is not None and not self._given:
             raise UsageError(
                 f"Step {self._origin.step} was saved at the end of the dataset, but fit() requests more batches. "

@@ -116,7 +116,7 @@ def is_in_default_memory(sharding: Placed) -> bool:
 
 
 def as_asked(array: Any, sharding: Placed) -> Any:
-    """Return a loaded array under the caller's own sharding object; copy it only if that names other memory."""
+    """Return a loaded array under the caller's sharding object; copy it only to another memory (``pinned_host``)."""
     if array.sharding is sharding:
         return array
     # Another kind of memory, such as ``pinned_host``: the transfer fills the device's default one.

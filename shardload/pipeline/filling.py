@@ -2,9 +2,9 @@
 
 `topics` lists what must be equal on all processes, and `shardload.processes.agreement` compares it. Paths are not
 compared: the checkpoint may have another path on another host. Nor are names of variables, because Keras numbers them
-in order of creation: a variable is identified by its place in the model. Of contents, steps saved by shardload have
-digests. In other files a few bytes are compared, at the start of tensors and at evenly spaced places: enough to tell
-one checkpoint from another, not to detect a flipped bit.
+in order of creation: a variable is identified by its place in the model. Contents are compared by the digests that
+steps saved by shardload have. In other files a few bytes are compared, at the start of tensors and at evenly spaced
+places: enough to tell one checkpoint from another, not to detect a flipped bit.
 
 `fill_variables` is the only part of a load that changes the model.
 """

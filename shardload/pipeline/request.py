@@ -47,7 +47,7 @@ class Placement:
     def of(
         cls, mesh: MeshLike | None, axes: str | None, layout: LayoutLike | None, devices: Sequence[Any] | None
     ) -> Placement:
-        """Check the arguments of a call. A Keras distribution given as mesh or layout is used for both."""
+        """Check a call's arguments, and return them. A Keras distribution given as mesh or layout serves as both."""
         check_kind("axes", axes, str | None, "text such as 'data,model'")
         if layout is None and has_mesh(mesh):
             layout = cast("LayoutLike", mesh)
@@ -88,7 +88,8 @@ class Matching:
     is_restore: bool = False
     """Whether to match tensors with variables by place in the model, as `restore` does for its steps, not by name."""
     builds: bool = False
-    """Whether the model is built from the checkpoint's description. If so, some unused tensors may be no error."""
+    """Whether the model is built from the checkpoint's description: then unused tensors such as buffers are no
+    error."""
     reads_values: bool = True
     """Whether values may be read to find out if unused tensors are copies or zeros; a plan reads headers only."""
     as_keras: bool = False

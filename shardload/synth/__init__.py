@@ -308,7 +308,7 @@ def _publish(work: Path, target: Path, format: Format, stem: str) -> None:
 
 
 def _replaced(target: Path) -> Path:
-    """Return the temporary name of an old checkpoint while a new one takes its place."""
+    """Return the temporary name that an old checkpoint has while a new one takes its place."""
     return target.with_name(f".{target.name}.replaced")
 
 
